@@ -1,0 +1,33 @@
+"""Settings: the typed config tree, how it is resolved, and the table of environment variables."""
+
+from nsa.config.check import parse_layers
+from nsa.config.errors import ConfigError, nearest
+from nsa.config.load import Setting, build, known_keys, load_config, to_container
+from nsa.config.parser import BAD_INPUT, StrictParser
+from nsa.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    NSAConfig,
+    RuntimeConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "BAD_INPUT",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "NSAConfig",
+    "RuntimeConfig",
+    "Setting",
+    "StrictParser",
+    "TrainConfig",
+    "build",
+    "known_keys",
+    "load_config",
+    "nearest",
+    "parse_layers",
+    "to_container",
+]

@@ -1,0 +1,135 @@
+"""What the settings are, as tables: for the terminal, and for docs/configuration.md."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nsa.config import schema
+from nsa.config.env import raw
+from nsa.config.env_table import TABLE, Variable
+from nsa.config.load import known_keys, to_container
+
+Rows = list[tuple[str, ...]]
+
+
+def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Align rows in columns of plain text; the columns numbered in `right` flush right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Write rows as a Markdown table; the first one is the header."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines.insert(1, "|" + " --- |" * len(rows[0]))
+    return "\n".join(lines)
+
+
+def show(value: object) -> str:
+    """Write a value as YAML would: true, and an empty text as a pair of quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else '""'
+
+
+def variable_rows(environ: Mapping[str, str] | None = None) -> Rows:
+    """List every environment variable with its current value."""
+    rows: Rows = [("name", "default", "current", "honoured", "meaning")]
+    for variable in TABLE.values():
+        current = raw(variable.name, environ)
+        rows.append(
+            (
+                variable.name,
+                _default(variable),
+                "-" if current is None else repr(current),
+                variable.honoured,
+                _meaning(variable),
+            )
+        )
+    return rows
+
+
+def variable_markdown() -> str:
+    """The same for the documentation, where there is no current value."""
+    rows: Rows = [("name", "default", "honoured", "meaning")]
+    for v in TABLE.values():
+        rows.append((f"`{v.name}`", f"`{_default(v)}`", v.honoured, _meaning(v)))
+    return markdown_table(rows)
+
+
+def key_rows() -> Rows:
+    """List every config key with its type, its default and its meaning."""
+    defaults, meanings = to_container(schema.Config()), key_meanings()
+    rows: Rows = [("key", "type", "default", "meaning")]
+    for key, kind in known_keys().items():
+        group, name = key.split(".")
+        rows.append((key, kind.__name__, show(defaults[group][name]), meanings[key]))
+    return rows
+
+
+def key_markdown() -> str:
+    """The same for the documentation."""
+    header, *rows = key_rows()
+    return markdown_table([header, *((f"`{k}`", t, f"`{d}`", m) for k, t, d, m in rows)])
+
+
+def key_meanings() -> dict[str, str]:
+    """Read the line under each field of the schema, so that it is written only once."""
+    classes = {
+        node.name: node
+        for node in ast.parse(inspect.getsource(schema)).body
+        if isinstance(node, ast.ClassDef)
+    }
+    groups = {name: type(value).__name__ for name, value in vars(schema.Config()).items()}
+    return {
+        f"{group}.{name}": line
+        for group, class_name in groups.items()
+        for name, line in _field_lines(classes[class_name]).items()
+    }
+
+
+def refresh(page: str) -> str:
+    """Return the documentation page with its generated tables brought up to date."""
+    for name, table in (("keys", key_markdown()), ("variables", variable_markdown())):
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        if begin not in page or end not in page:
+            raise ValueError(f"the page has no {begin} ... {end}; put both lines where it belongs")
+        above, below = page.partition(begin)[0], page.partition(end)[2]
+        page = f"{above}{begin}\n{table}\n{end}{below}"
+    return page
+
+
+def _field_lines(node: ast.ClassDef) -> dict[str, str]:
+    lines = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            assert isinstance(field.target, ast.Name) and isinstance(below.value, ast.Constant)
+            lines[field.target.id] = str(below.value.value)
+    return lines
+
+
+def _meaning(variable: Variable) -> str:
+    sets = f" (sets {', '.join(s.partition('=')[0] for s in variable.sets)})"
+    return variable.meaning + (sets if variable.sets else "")
+
+
+def _default(variable: Variable) -> str:
+    if isinstance(variable.default, bool):
+        return str(int(variable.default))  # as a shell would write it
+    return "-" if variable.default is None else show(variable.default)
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(refresh(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,195 @@
+"""The table of environment variables: name, type, default, who honours it, meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Value = bool | int | float | str | None
+Honoured = Literal["code", "external", "planned"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable."""
+
+    name: str
+    kind: type
+    """bool, int, float or str; numbers are never negative."""
+    default: Value
+    """The value when the variable is unset or empty; None means "no opinion"."""
+    honoured: Honoured
+    """code: this package reads it. external: another program does. planned: nothing does yet."""
+    meaning: str
+    sets: tuple[str, ...] = ()
+    """Config overrides that it stands for; `{}` is its value. Only a non-default value applies."""
+    choices: tuple[str, ...] = ()
+    """Allowed words, where not every text is."""
+
+
+_CONFIG = (
+    Variable("CONFIG", str, "configs/train_showcase.yaml", "code", "config file of the run"),
+    Variable("NSA_SEQ_LEN", int, None, "code", "tokens per training row", ("train.seq_len={}",)),
+    Variable("NSA_BATCH_SIZE", int, None, "code", "rows per micro-batch", ("train.batch_size={}",)),
+    Variable(
+        "NSA_ACCUM",
+        int,
+        None,
+        "code",
+        "micro-batches per optimizer step",
+        ("train.accumulate_grad_batches={}",),
+    ),
+    Variable("NSA_LR", float, None, "code", "peak learning rate", ("train.lr={}",)),
+    Variable(
+        "NSA_NO_GC",
+        bool,
+        False,
+        "code",
+        "1 turns gradient checkpointing off",
+        ("runtime.gradient_checkpointing=false", "runtime.gc_layers="),
+    ),
+    Variable(
+        "NSA_GC_RANGE",
+        str,
+        "",
+        "code",
+        "A:B turns gradient checkpointing on for layers A to B-1",
+        ("runtime.gradient_checkpointing=true", "runtime.gc_layers={}"),
+    ),
+    Variable(
+        "NSA_ROPE_SCALE",
+        float,
+        None,
+        "code",
+        "RoPE positions are divided by this",
+        ("model.rope_scale={}",),
+    ),
+)
+
+_ATTENTION = (
+    Variable("NSA_STRICT_ASSERTS", bool, False, "code", "check every selection for causality"),
+    Variable("NSA_SEL_RANGES_V2", bool, True, "code", "0 selects blocks with the slow reference"),
+    Variable(
+        "NSA_PREFILL_BATCHED",
+        bool,
+        True,
+        "code",
+        "0 runs prefill token by token through decode; training with 0 is refused",
+    ),
+    Variable(
+        "NSA_PREFILL_TILE", int, 0, "code", "tokens per chunk of prefill; 0 is the whole prompt"
+    ),
+    Variable(
+        "NSA_FORCE_BRANCH",
+        str,
+        "",
+        "code",
+        "every gate becomes one-hot on this branch",
+        choices=("cmp", "sel", "win"),
+    ),
+    Variable("NSA_USE_FA2", bool, False, "planned", "window branch through flash kernels"),
+    Variable("NSA_USE_FA2_WIN", bool, False, "planned", "flash kernels for the window branch"),
+    Variable("NSA_USE_FA2_CMP", bool, False, "planned", "flash kernels for the compressed branch"),
+    Variable("NSA_USE_TRITON_SEL", bool, False, "planned", "Triton kernel, selected branch"),
+    Variable("NSA_SDPA_AUDIT", bool, False, "planned", "log once which SDPA backends can run"),
+    Variable("NSA_SDPA_NO_FLASH", bool, False, "planned", "SDPA calls never use flash kernels"),
+    Variable("NSA_SDPA_FLASH_ONLY", bool, False, "planned", "SDPA calls use flash kernels only"),
+    Variable("NSA_NVTX", bool, False, "planned", "NVTX ranges around the parts of attention"),
+    Variable("NSA_DEBUG_LOG", bool, False, "planned", "detailed log of kernel routing"),
+    Variable("NSA_TEST_FA2", bool, False, "planned", "run the flash parity tests on a GPU"),
+)
+
+_TELEMETRY = (
+    Variable("NSA_DISABLE_CSV_LOGS", bool, False, "code", "1 writes no training.csv and val.csv"),
+    Variable(
+        "NSA_DISABLE_AUX_STATS", bool, False, "code", "1 collects no gate and selection statistics"
+    ),
+    Variable("NSA_TB_DISABLE", bool, False, "planned", "1 writes no TensorBoard events"),
+    Variable("NSA_MEM_DUMP_EVERY", int, 0, "planned", "memory snapshot every N steps; 0 is never"),
+    Variable("NSA_HEARTBEAT_EVERY", int, 1, "planned", "heartbeat line every N steps"),
+    Variable("NSA_LOG_GRAD_NORM", bool, False, "planned", "gradient norm in the step line"),
+)
+
+_DISTRIBUTED = (
+    Variable(
+        "NSA_DDP_COMPRESS",
+        str,
+        "bf16",
+        "planned",
+        "type of gradients on the wire",
+        choices=("bf16", "fp16", "off"),
+    ),
+    Variable("NSA_DDP_BUCKET_MB", int, 0, "planned", "DDP bucket size in MB; 0 is torch's own"),
+    Variable("NSA_DDP_DISABLE_GC", bool, True, "planned", "no gradient checkpointing under DDP"),
+    Variable("NSA_DDP_FIND_UNUSED", bool, False, "planned", "DDP find_unused_parameters"),
+    Variable("NSA_DDP_STATIC_GRAPH", bool, False, "planned", "DDP static_graph"),
+    Variable("NSA_DDP_SAFE_GC_LAYERS", str, "", "planned", "A:B checkpoints these layers in DDP"),
+    Variable("NSA_DDP_SAFE_MODE", bool, False, "planned", "conservative DDP settings"),
+    Variable("NSA_PG_TIMEOUT_MIN", float, 15.0, "planned", "process group timeout in minutes"),
+    Variable("NSA_SCALER_INIT_SCALE", float, 65536.0, "planned", "fp16 loss scale at the start"),
+    Variable("NSA_SCALER_GROWTH_INTERVAL", int, 2000, "planned", "good steps before it grows"),
+    Variable("NSA_SCALER_GROWTH_FACTOR", float, 2.0, "planned", "factor when it grows"),
+    Variable("NSA_SCALER_BACKOFF_FACTOR", float, 0.5, "planned", "factor after an overflow"),
+    Variable("TORCH_BACKEND", str, "", "planned", "process group backend of the launchers"),
+    Variable("IB_DISABLE", str, "", "planned", "old spelling of NCCL_IB_DISABLE"),
+)
+
+_DATA = (
+    Variable("NSA_FWE_DOC_BATCH", int, 64, "planned", "documents per tokenizer call"),
+    Variable("NSA_FWE_PREFETCH", bool, True, "planned", "fetch batches in the background"),
+    Variable("NSA_FWE_Q", int, 4, "planned", "batches in the prefetch queue"),
+    Variable("NSA_FWE_WARMUP_BATCHES", int, 0, "planned", "batches fetched before step 1"),
+    Variable("NSA_FWE_WARMUP_TIMEOUT", float, 0.0, "planned", "seconds to wait for them"),
+)
+
+_WATCHDOG = (
+    Variable("NSA_WATCH_HALT", bool, True, "planned", "the watchdog may stop the run"),
+    Variable("NSA_WATCH_INTERVAL_S", float, 30.0, "planned", "seconds between its checks"),
+    Variable("NSA_WATCH_HEARTBEAT_STALL_S", float, 180.0, "planned", "silence that is a stall"),
+    Variable("NSA_WATCH_FLATLINE_N", int, 4, "planned", "slow checks that are a flatline"),
+    Variable("NSA_WATCH_GATE_COLLAPSE_N", int, 3, "planned", "bad checks that are a collapse"),
+)
+
+_LAUNCHERS = (
+    Variable("NP", int, 2, "planned", "processes that a launcher starts"),
+    Variable("DATASET", str, "fineweb_edu", "planned", "data source that a launcher passes on"),
+    Variable("LOCAL_PATH", str, "", "planned", "local data file that a launcher passes on"),
+    Variable("OUT_DIR", str, "artifacts/m7c_125m_2xa100_prod", "planned", "run folder to watch"),
+    Variable("PORT", int, 6006, "planned", "port of the TensorBoard launcher"),
+    Variable("HOST", str, "0.0.0.0", "planned", "address of the TensorBoard launcher"),
+)
+
+_EXTERNAL = (
+    Variable("NCCL_ALGO", str, None, "external", "NCCL: algorithm, Ring on PCIe"),
+    Variable("NCCL_PROTO", str, None, "external", "NCCL: protocol, Simple on PCIe"),
+    Variable("NCCL_IB_DISABLE", str, None, "external", "NCCL: 1 without InfiniBand"),
+    Variable("NCCL_P2P_DISABLE", str, None, "external", "NCCL: 1 without peer-to-peer"),
+    Variable("NCCL_DEBUG", str, None, "external", "NCCL: log level, WARN or INFO"),
+    Variable("NCCL_ASYNC_ERROR_HANDLING", str, None, "external", "old TORCH_NCCL_ name"),
+    Variable("NCCL_BLOCKING_WAIT", str, None, "external", "old name of TORCH_NCCL_BLOCKING_WAIT"),
+    Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", str, None, "external", "torch: fail fast"),
+    Variable("TORCH_NCCL_BLOCKING_WAIT", str, None, "external", "torch: collectives time out"),
+    Variable("TORCH_DISTRIBUTED_DEBUG", str, None, "external", "torch: DETAIL for triage"),
+    Variable("TORCH_LOGS", str, None, "external", "torch: log channels"),
+    Variable("PYTORCH_CUDA_ALLOC_CONF", str, None, "external", "torch: CUDA allocator settings"),
+    Variable("CUDA_LAUNCH_BLOCKING", str, None, "external", "CUDA: 1 makes launches synchronous"),
+    Variable("HF_DATASETS_CACHE", str, None, "external", "datasets: cache folder"),
+    Variable("TOKENIZERS_PARALLELISM", str, None, "external", "tokenizers: threads or not"),
+    Variable("TRITON_INTERPRET", str, None, "external", "Triton: 1 runs kernels on the CPU"),
+    Variable("PYTHONPATH", str, None, "external", "Python: import folders; not needed here"),
+)
+
+TABLE: dict[str, Variable] = {
+    variable.name: variable
+    for group in (
+        _CONFIG,
+        _ATTENTION,
+        _TELEMETRY,
+        _DISTRIBUTED,
+        _DATA,
+        _WATCHDOG,
+        _LAUNCHERS,
+        _EXTERNAL,
+    )
+    for variable in group
+}

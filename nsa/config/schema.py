@@ -1,0 +1,204 @@
+"""The typed config tree: groups, keys, defaults, and the combinations that are refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from nsa.config.check import (
+    at_least,
+    between,
+    divides,
+    finite_positive,
+    ok_layers,
+    one_of,
+    refuse,
+)
+
+PHIS = ("avg", "mlp")
+GATES = ("softmax", "sigmoid")
+SCHEDULES = ("cosine", "constant")
+DATASETS = ("shakespeare", "synthetic", "fineweb_edu")
+VOCABULARIES = {"byte": 256, "gpt2": 50257}
+"""Ids of each tokenizer; padding for speed is never counted."""
+PRECISIONS = ("fp32", "bf16")
+BACKENDS = ("auto", "reference", "torch", "triton")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The size of the language model."""
+
+    dim: int = 2560
+    """Width of the residual stream."""
+    n_layers: int = 30
+    """Number of blocks, each attention then MLP."""
+    n_heads: int = 64
+    """Query heads."""
+    n_kv_groups: int = 4
+    """Key/value heads; n_heads / n_kv_groups query heads share one and read the same blocks."""
+    d_k: int = 192
+    """Size of a query or key head; even, because RoPE rotates halves."""
+    d_v: int = 128
+    """Size of a value head; may differ from d_k."""
+    tie_embeddings: bool = False
+    """One matrix for the input embedding and the output head; saves vocab * dim parameters."""
+    rope_base: float = 10000.0
+    """Base of the RoPE frequencies; larger turns slower, for longer contexts."""
+    rope_scale: float = 1.0
+    """Positions are divided by this, to read contexts longer than those trained on."""
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "model", "dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v")
+        finite_positive(self, "model", "rope_base", "rope_scale")
+        divides("model.n_kv_groups", self.n_kv_groups, "model.n_heads", self.n_heads)
+        if self.d_k % 2:
+            refuse("model.d_k", self.d_k, "an even number", "RoPE rotates the two halves of a head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NSAConfig:
+    """The blocks of Native Sparse Attention, in the paper's letters."""
+
+    l: int = 32
+    """Tokens in a compression block."""
+    d: int = 16
+    """Tokens between the starts of two compression blocks; divides l and l_sel."""
+    l_sel: int = 64
+    """Tokens in a selection block."""
+    n_sel: int = 16
+    """Selection blocks that a query reads; the first, the current and the one before are forced."""
+    w: int = 512
+    """Tokens in the sliding window."""
+    phi: str = "avg"
+    """How a block is compressed: avg is the mean, mlp is learned as in the paper."""
+    gate: str = "softmax"
+    """How the three branches are weighed: softmax over them, or sigmoid each as in the paper."""
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "nsa", "l", "d", "l_sel", "w")
+        at_least(3, self, "nsa", "n_sel")
+        divides("nsa.d", self.d, "nsa.l", self.l)
+        divides("nsa.d", self.d, "nsa.l_sel", self.l_sel)
+        one_of("nsa.phi", self.phi, PHIS)
+        one_of("nsa.gate", self.gate, GATES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run: how long, how fast, and what it leaves behind."""
+
+    steps: int = 1000
+    """Optimizer updates, and the horizon of the learning-rate schedule."""
+    seq_len: int = 8192
+    """Tokens in a row that the model reads; a row also carries one more target."""
+    batch_size: int = 1
+    """Rows in a micro-batch, per rank."""
+    accumulate_grad_batches: int = 1
+    """Micro-batches in an optimizer update; more imitates a larger batch in the same memory."""
+    lr: float = 2.0e-4
+    """Peak learning rate."""
+    lr_schedule: str = "cosine"
+    """After the warm-up: cosine falls towards zero until the last step, constant stays."""
+    warmup_steps: int = 0
+    """Updates in which the rate grows linearly; it protects Adam's first estimates."""
+    weight_decay: float = 0.01
+    """AdamW's decay of the matrices, as a factor of the learning rate."""
+    grad_clip: float = 1.0
+    """Largest gradient norm of an update; 0 does not clip."""
+    log_every: int = 20
+    """Updates between two lines of the log and of training.csv."""
+    eval_every: int = 1000
+    """Updates between two evaluations on held-out text; 0 never evaluates."""
+    eval_batches: int = 8
+    """Micro-batches in an evaluation."""
+    save_every: int = 0
+    """Updates between two checkpoints; 0 writes none."""
+    seed: int = 1337
+    """Decides the initial weights and the order of the data."""
+    out_dir: str = "artifacts/base"
+    """Folder of everything that the run writes."""
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "seq_len", "batch_size", "accumulate_grad_batches")
+        at_least(1, self, "train", *counts, "log_every", "eval_batches")
+        at_least(0, self, "train", "warmup_steps", "eval_every", "save_every", "seed")
+        finite_positive(self, "train", "lr")
+        between(0.0, 1.0, self, "train", "weight_decay")
+        between(0.0, 1e9, self, "train", "grad_clip")
+        one_of("train.lr_schedule", self.lr_schedule, SCHEDULES)
+        if self.warmup_steps > self.steps:
+            todo = "shorten the warm-up or lengthen the run"
+            refuse("train.warmup_steps", self.warmup_steps, f"at most steps={self.steps}", todo)
+        if not self.out_dir.strip():
+            refuse("train.out_dir", self.out_dir, "the name of a folder", "name one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What the model reads."""
+
+    dataset: str = "synthetic"
+    """shakespeare (shipped), synthetic (uniform random tokens), or fineweb_edu (not loaded yet)."""
+    tokenizer: str = "byte"
+    """How text becomes ids: byte has exactly 256, gpt2 has 50257 (not loaded yet)."""
+
+    def __post_init__(self) -> None:
+        one_of("data.dataset", self.dataset, DATASETS)
+        one_of("data.tokenizer", self.tokenizer, tuple(VOCABULARIES))
+
+    @property
+    def vocab(self) -> int:
+        """Number of ids of the tokenizer."""
+        return VOCABULARIES[self.tokenizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Where and how the same mathematics runs."""
+
+    device: str = "auto"
+    """auto takes a GPU when there is one; otherwise cpu, cuda or cuda:N."""
+    precision: str = "bf16"
+    """bf16 computes in bfloat16 with fp32 weights and optimizer; fp32 is faster on a CPU."""
+    use_flash: bool = True
+    """false forces the torch backend and plain-math SDPA, to rule fused kernels out."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, more time."""
+    gc_layers: str = ""
+    """A:B limits checkpointing to layers A to B-1; empty means all layers."""
+    backend: str = "auto"
+    """reference, torch or triton run or raise; auto picks the best that runs here."""
+
+    def __post_init__(self) -> None:
+        one_of("runtime.precision", self.precision, PRECISIONS)
+        one_of("runtime.backend", self.backend, BACKENDS)
+        if not DEVICE.fullmatch(self.device):
+            refuse("runtime.device", self.device, "auto, cpu, cuda or cuda:N", "choose one")
+        if self.gc_layers and not self.gradient_checkpointing:
+            todo = "set runtime.gradient_checkpointing=true, or leave gc_layers empty"
+            refuse("runtime.gc_layers", self.gc_layers, "layers only with checkpointing on", todo)
+        if not self.use_flash and self.backend not in ("auto", "torch"):
+            todo = "set runtime.use_flash=true, or choose backend torch"
+            refuse("runtime.backend", self.backend, "auto or torch when use_flash=false", todo)
+
+    @property
+    def attention_backend(self) -> str:
+        """The backend that the model asks for: use_flash=false turns auto into torch."""
+        return self.backend if self.use_flash else "torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole tree. Defaults are the paper's model; configs/base.yaml states the same."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def __post_init__(self) -> None:
+        if self.runtime.gc_layers:
+            ok_layers("runtime.gc_layers", self.runtime.gc_layers, self.model.n_layers)

@@ -1,0 +1,8 @@
+"""NSAAttention, its cache, and the language model around it."""
+
+from nsa.model.attention import NSAAttention
+from nsa.model.cache import NSACache
+from nsa.model.lm import ModelCache, TinyLM
+from nsa.model.stats import AttentionStats
+
+__all__ = ["AttentionStats", "ModelCache", "NSAAttention", "NSACache", "TinyLM"]

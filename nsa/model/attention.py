@@ -1,0 +1,266 @@
+"""NSAAttention: projections, positions and gates around the operator, for training and decode."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from nsa.config.env import read
+from nsa.model.cache import NSACache
+from nsa.model.compression import PHIS, BlockMLP
+from nsa.model.rope import Rope, apply_rope, document_positions, rope_tables
+from nsa.model.stats import AttentionStats
+from nsa.ops import BlockSpec, compress, nsa_attention
+from nsa.ops.checks import check_documents
+from nsa.ops.eager.cached import attend_cached
+from nsa.ops.eager.launch import compute_dtype
+
+GATES = ("softmax", "sigmoid")
+BRANCHES = ("cmp", "sel", "win")
+
+
+class NSAAttention(nn.Module):
+    """Native Sparse Attention with its own projections: [B, S, dim] -> [B, S, dim]."""
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_groups: int,
+        d_k: int,
+        d_v: int,
+        l: int = 32,
+        d: int = 16,
+        l_sel: int = 64,
+        n_sel: int = 16,
+        w: int = 512,
+        phi: str = "avg",
+        gate: str = "softmax",
+        *,
+        rope_base: float = 10000.0,
+        rope_scale: float = 1.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.spec = BlockSpec(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
+        _check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, phi, gate, rope_base, rope_scale)
+        self.num_heads, self.num_groups, self.d_k, self.d_v = n_heads, n_kv_groups, d_k, d_v
+        self.phi, self.gate_kind, self.backend = phi, gate, backend
+        self.rope_base, self.rope_scale = rope_base, rope_scale
+        self.qkv = nn.Linear(dim, n_heads * d_k + 3 * n_kv_groups * (d_k + d_v), bias=False)
+        self.gate = nn.Linear(dim, 3 * n_heads)
+        self.out = nn.Linear(n_heads * d_v, dim, bias=False)
+        if phi == "mlp":
+            self.phi_k = BlockMLP(self.spec, d_k)
+            self.phi_v = BlockMLP(self.spec, d_v)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Projections at half of unit gain; gates at zero, so that all branches start equal."""
+        nn.init.normal_(self.qkv.weight, std=0.5 * self.qkv.in_features**-0.5)
+        nn.init.normal_(self.out.weight, std=0.5 * self.out.in_features**-0.5)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, S, dim]
+        *,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+        rope: Rope | None = None,  # tables of all positions, where the caller has them already
+        stats: AttentionStats | None = None,
+        layer: int = 0,
+    ) -> Tensor:  # [B, S, dim]
+        """Attention over whole sequences; packed documents stay apart."""
+        if not read("NSA_PREFILL_BATCHED"):
+            return self._token_by_token(x, cu_seqlens)
+        doc_lens = check_documents(cu_seqlens, x.shape[0], x.shape[1], x.device)
+        if rope is None:
+            rope = self.rope(document_positions(x.shape[1], cu_seqlens, x.device), x.dtype)
+        q, k, v, gates = self._project(x, rope)
+        k_cmp, v_cmp = self._compress(k[0], v[0], 0, doc_lens, cu_seqlens)
+        out, selection = nsa_attention(
+            q,
+            k_cmp,
+            v_cmp,
+            k[1],
+            v[1],
+            k[2],
+            v[2],
+            gates,
+            self.spec,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+            return_selection=True,
+        )
+        if stats is not None:
+            stats.record(layer, gates, selection)
+        return self.out(out.flatten(2))
+
+    def new_cache(self, batch: int, max_len: int) -> NSACache:
+        """An empty cache for `batch` sequences of at most `max_len` tokens."""
+        weight = self.qkv.weight
+        return NSACache(
+            self.spec,
+            batch=batch,
+            max_len=max_len,
+            num_groups=self.num_groups,
+            d_k=self.d_k,
+            d_v=self.d_v,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    @torch.no_grad()
+    def prefill(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
+        """Append T tokens; on a filled cache this is chunked prefill."""
+        cache.check(x)
+        if not read("NSA_PREFILL_BATCHED"):
+            return torch.cat([self.step(token, cache) for token in x.split(1, dim=1)], dim=1)
+        tile = read("NSA_PREFILL_TILE") or x.shape[1]
+        return torch.cat([self._prefill_tile(part, cache) for part in x.split(tile, dim=1)], dim=1)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        """Append one token per sequence; reads only what NSA promises, and counts it."""
+        if x.shape[1] != 1:
+            raise ValueError(
+                f"step got {x.shape[1]} tokens per sequence; it takes one: use prefill for more"
+            )
+        cache.check(x)
+        q, k, v, gates = self._project(x, self._rope_from(cache.length, 1, x))
+        cache.store_raw(k[0], v[0], self._compress)
+        cache.store_selected(k[1], v[1])
+        cache.store_window(k[2], v[2])
+        scale = 1 / math.sqrt(self.d_k)
+        out, reads = attend_cached(q, cache.branches(), gates, cache.length, self.spec, scale)
+        cache.length += 1
+        cache.last_reads.copy_(reads)
+        cache.reads += reads
+        return self.out(out.flatten(2))
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Tables for positions [S]; fp32, or float64 for a float64 model."""
+        return rope_tables(
+            positions,
+            self.d_k,
+            base=self.rope_base,
+            scale=self.rope_scale,
+            dtype=compute_dtype(dtype),
+        )
+
+    def _prefill_tile(self, x: Tensor, cache: NSACache) -> Tensor:
+        if x.shape[1] == 1:
+            return self.step(x, cache)
+        first, num_tokens = cache.length, x.shape[1]
+        q, k, v, gates = self._project(x, self._rope_from(first, num_tokens, x))
+        cache.store_raw(k[0], v[0], self._compress)
+        cache.store_selected(k[1], v[1])
+        branches = cache.branches_with_window(k[2], v[2], compute_dtype(q.dtype))
+        cache.store_window(k[2], v[2])
+        out, _ = attend_cached(q, branches, gates, first, self.spec, 1 / math.sqrt(self.d_k))
+        cache.length += num_tokens
+        return self.out(out.flatten(2))
+
+    def _token_by_token(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """The slow cross-check behind NSA_PREFILL_BATCHED=0: every token through decode."""
+        if torch.is_grad_enabled() and (x.requires_grad or self.qkv.weight.requires_grad):
+            raise ValueError(
+                "NSA_PREFILL_BATCHED=0 steps through the decode path, which has no gradient; "
+                "unset it to train, or run under torch.no_grad()"
+            )
+        doc_lens = check_documents(cu_seqlens, x.shape[0], x.shape[1], x.device)
+        outs = []
+        for document in x.split(doc_lens, dim=1):
+            cache = self.new_cache(x.shape[0], document.shape[1])
+            outs += [self.step(token, cache) for token in document.split(1, dim=1)]
+        return torch.cat(outs, dim=1)
+
+    def _project(
+        self, x: Tensor, rope: Rope
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """q [B, S, Hq, Dk], k and v of cmp, sel, win [B, S, Hkv, D], gates [B, S, Hq, 3].
+
+        One matrix product; its columns are q, k_sel, k_win, k_cmp, then v_cmp, v_sel, v_win, so
+        that everything to be rotated lies together.
+        """
+        num_keys = self.num_heads + 3 * self.num_groups
+        heads, values = self.qkv(x).split(
+            [num_keys * self.d_k, 3 * self.num_groups * self.d_v], dim=-1
+        )
+        heads = heads.unflatten(-1, (num_keys, self.d_k))
+        # The learned phi wants unrotated keys; it rotates its output instead.
+        num_rotated = num_keys - (self.num_groups if self.phi == "mlp" else 0)
+        rotated = apply_rope(heads[:, :, :num_rotated], rope)
+        heads = torch.cat([rotated, heads[:, :, num_rotated:]], dim=2)
+        sizes = [self.num_heads] + 3 * [self.num_groups]
+        q, k_sel, k_win, k_cmp = heads.split(sizes, dim=2)
+        v = values.unflatten(-1, (3, self.num_groups, self.d_v)).unbind(dim=2)
+        return q, (k_cmp, k_sel, k_win), v, self._gates(x, q.dtype)
+
+    def _gates(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights of cmp, sel, win: [B, S, Hq, 3], fp32 beside bf16 and q's dtype otherwise."""
+        logits = self.gate(x).unflatten(-1, (self.num_heads, 3))
+        logits = logits.to(compute_dtype(logits.dtype))
+        gates = logits.softmax(dim=-1) if self.gate_kind == "softmax" else logits.sigmoid()
+        forced = read("NSA_FORCE_BRANCH")
+        if forced:
+            gates = torch.zeros_like(gates)
+            gates[..., BRANCHES.index(forced)] = 1.0
+        return gates if dtype == torch.bfloat16 else gates.to(dtype)
+
+    def _compress(
+        self,
+        k: Tensor,  # [B, S, Hkv, Dk]
+        v: Tensor,  # [B, S, Hkv, Dv]
+        first_block: int,
+        doc_lens: list[int] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # [B, N, Hkv, Dk], [B, N, Hkv, Dv]
+        """Apply phi to raw tokens that start at block `first_block` of their sequence."""
+        if self.phi == "avg":
+            mean = partial(compress, spec=self.spec, cu_seqlens=cu_seqlens, backend=self.backend)
+            return mean(k), mean(v)
+        doc_lens = [k.shape[1]] if doc_lens is None else doc_lens
+        starts = [
+            (first_block + torch.arange(self.spec.num_cmp(length), device=k.device)) * self.spec.d
+            for length in doc_lens
+        ]
+        rope = self.rope(torch.cat(starts), k.dtype)
+        return apply_rope(self.phi_k(k, doc_lens), rope), self.phi_v(v, doc_lens)
+
+    def _rope_from(self, first: int, num_tokens: int, x: Tensor) -> Rope:
+        return self.rope(document_positions(num_tokens, None, x.device, first), x.dtype)
+
+
+def _check_sizes(
+    dim: int,
+    n_heads: int,
+    n_kv_groups: int,
+    d_k: int,
+    d_v: int,
+    phi: str,
+    gate: str,
+    rope_base: float,
+    rope_scale: float,
+) -> None:
+    sizes = {"dim": dim, "n_heads": n_heads, "n_kv_groups": n_kv_groups, "d_k": d_k, "d_v": d_v}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}; give a positive size")
+    if n_heads % n_kv_groups:
+        raise ValueError(
+            f"n_heads={n_heads} is not a multiple of n_kv_groups={n_kv_groups}; every KV head "
+            f"needs the same number of query heads"
+        )
+    if d_k % 2:
+        raise ValueError(f"d_k={d_k} is odd; rotary positions need pairs: use an even d_k")
+    for name, number in (("rope_base", rope_base), ("rope_scale", rope_scale)):
+        if not number > 0:
+            raise ValueError(f"{name}={number}; give a positive number")
+    for name, choice, known in (("phi", phi, PHIS), ("gate", gate, GATES)):
+        if choice not in known:
+            raise ValueError(f"{name}={choice!r} is not known; use one of {', '.join(known)}")

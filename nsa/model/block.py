@@ -1,0 +1,64 @@
+"""One transformer block: attention and MLP, each behind a norm and a residual."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nsa.model.attention import NSAAttention
+from nsa.model.cache import NSACache
+from nsa.model.norm import RMSNorm
+from nsa.model.rope import Rope
+from nsa.model.stats import AttentionStats
+
+MLP_RATIO = 4
+"""Width of the MLP in units of the model's."""
+
+
+class MLP(nn.Module):
+    """fc2(silu(fc1(x))), not gated, no bias."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, MLP_RATIO * dim, bias=False)
+        self.fc2 = nn.Linear(MLP_RATIO * dim, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in (self.fc1, self.fc2):
+            nn.init.normal_(layer.weight, std=0.5 * layer.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, dim]
+        return self.fc2(nn.functional.silu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """x + attn(norm1(x)), then x + mlp(norm2(x))."""
+
+    def __init__(self, dim: int, attn: NSAAttention, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.norm1 = RMSNorm(dim)
+        self.attn = attn
+        self.norm2 = RMSNorm(dim)
+        self.mlp = MLP(dim)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, S, dim]
+        rope: Rope | None = None,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+        stats: AttentionStats | None = None,
+    ) -> Tensor:  # [B, S, dim]
+        attended = self.attn(
+            self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=self.layer
+        )
+        return self._feed(x + attended)
+
+    def prefill(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
+        return self._feed(x + self.attn.prefill(self.norm1(x), cache))
+
+    def step(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        return self._feed(x + self.attn.step(self.norm1(x), cache))
+
+    def _feed(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm2(x))

@@ -1,0 +1,153 @@
+"""How large the model is and what a forward pass costs, by part and by attention branch.
+
+Every count is exact for the definition beside it: sums run over the positions and what each of
+them sees, never over S * S. One multiply-add is two FLOPs; exponentials are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nsa.config import Config
+from nsa.ops.spec import BlockSpec
+
+BYTES = {"fp32": 4, "bf16": 2}
+"""Size of a number in the precision that the model computes in."""
+NO_BACKWARD = ("scores",)
+"""Parts without a gradient: they cost nothing in backward."""
+
+
+def block_spec(config: Config) -> BlockSpec:
+    """Return the block sizes of a config."""
+    nsa = config.nsa
+    return BlockSpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
+
+
+def parameter_counts(config: Config) -> dict[str, int]:
+    """Count the parameters of TinyLM by part; a tied head has none of its own."""
+    model, layers = config.model, config.model.n_layers
+    return {
+        "embedding": config.data.vocab * model.dim,
+        "qkv": layers * model.dim * _qkv_width(config),
+        "out": layers * model.n_heads * model.d_v * model.dim,
+        "gate": layers * (model.dim + 1) * 3 * model.n_heads,
+        "phi": layers * _phi_weights(config),
+        "mlp": layers * 8 * model.dim**2,
+        "norms": (2 * layers + 1) * model.dim,
+        "head": 0 if model.tie_embeddings else config.data.vocab * model.dim,
+    }
+
+
+def forward_flops(config: Config, seq_len: int | None = None) -> dict[str, int]:
+    """Count the FLOPs of one row through the whole model, by part."""
+    model, spec = config.model, block_spec(config)
+    seq_len = config.train.seq_len if seq_len is None else seq_len
+    per_pair = 2 * model.n_heads * (model.d_k + model.d_v)  # q.k and p.v of all heads
+    layer = {
+        "projections": 2 * seq_len * model.dim * (_qkv_width(config) + model.n_heads * model.d_v),
+        "gates": 2 * seq_len * 3 * model.n_heads * (model.dim + model.d_v),
+        "compression": spec.num_cmp(seq_len) * model.n_kv_groups * _phi_flops(config),
+        "scores": _score_flops(config, seq_len),
+        "cmp": per_pair * visible(spec.num_cmp, seq_len),
+        "sel": per_pair * visible(spec.num_selected_tokens, seq_len),
+        "win": per_pair * visible(lambda count: min(spec.w, count), seq_len),
+        "mlp": 2 * seq_len * 8 * model.dim**2,
+    }
+    flops = {part: model.n_layers * count for part, count in layer.items()}
+    return {**flops, "head": 2 * seq_len * model.dim * config.data.vocab}
+
+
+def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> dict[str, int]:
+    """Count the bytes that a batch of rows moves through the whole model, by part.
+
+    A branch reads the K and V that each query sees, as if queries shared nothing: that is what
+    decode does; a kernel that shares tiles between queries reads less. A matrix is read once for
+    all rows, and its inputs and outputs move once.
+    """
+    model, spec, size = config.model, block_spec(config), BYTES[config.runtime.precision]
+    seq_len = config.train.seq_len if seq_len is None else seq_len
+    tokens, dim = rows * seq_len, model.dim
+    pair = rows * model.n_kv_groups * (model.d_k + model.d_v)
+    layer = {
+        "projections": _matrix(tokens, dim, _qkv_width(config))
+        + _matrix(tokens, model.n_heads * model.d_v, dim),
+        "gates": _matrix(tokens, dim, 3 * model.n_heads),
+        "compression": pair * (seq_len + spec.num_cmp(seq_len)) + _phi_weights(config),
+        "scores": 0,  # from p_cmp, which is never stored
+        "cmp": pair * visible(spec.num_cmp, seq_len),
+        "sel": pair * visible(spec.num_selected_tokens, seq_len),
+        "win": pair * visible(lambda count: min(spec.w, count), seq_len),
+        "mlp": _matrix(tokens, dim, 4 * dim) + _matrix(tokens, 4 * dim, dim),
+    }
+    moved = {part: model.n_layers * count for part, count in layer.items()}
+    moved["head"] = _matrix(tokens, dim, config.data.vocab)
+    return {part: size * count for part, count in moved.items()}
+
+
+def step_flops(config: Config) -> dict[str, int]:
+    """Count the FLOPs of an optimizer step on one rank: forward, and twice that in backward.
+
+    Work that is done again, in checkpointed layers or inside a kernel, is not counted.
+    """
+    rows = config.train.batch_size * config.train.accumulate_grad_batches
+    return {
+        part: rows * count * (1 if part in NO_BACKWARD else 3)
+        for part, count in forward_flops(config).items()
+    }
+
+
+def step_bytes(config: Config) -> dict[str, int]:
+    """Count the bytes of an optimizer step on one rank, by the same rule; without the optimizer."""
+    train = config.train
+    moved = forward_bytes(config, rows=train.batch_size)
+    return {part: train.accumulate_grad_batches * 3 * count for part, count in moved.items()}
+
+
+def visible(sees: Callable[[int], int], seq_len: int) -> int:
+    """Sum over the positions of a row what each sees, given the tokens up to and with it."""
+    return sum(sees(count) for count in range(1, seq_len + 1))
+
+
+def _qkv_width(config: Config) -> int:
+    """Columns of the fused projection: q, and K and V of each of the three branches."""
+    model = config.model
+    return model.n_heads * model.d_k + 3 * model.n_kv_groups * (model.d_k + model.d_v)
+
+
+def _matrix(rows: int, inputs: int, outputs: int) -> int:
+    return rows * inputs + inputs * outputs + rows * outputs
+
+
+def _score_flops(config: Config, seq_len: int) -> int:
+    """Add p_cmp over the heads of a group, then spread it over the blocks that it overlaps."""
+    model, spec = config.model, block_spec(config)
+    overlaps, pairs = 0, 0
+    for count in range(1, seq_len + 1):
+        newest = spec.num_cmp(count) - 1
+        if newest >= 0 and spec.num_cmp(count - 1) == newest:  # this token completed a block
+            first, last = newest * spec.d, newest * spec.d + spec.l - 1
+            overlaps += last // spec.l_sel - first // spec.l_sel + 1
+        pairs += overlaps
+    return model.n_heads * visible(spec.num_cmp, seq_len) + 2 * model.n_kv_groups * pairs
+
+
+def _phi_parameters(config: Config, size: int) -> int:
+    """The learned phi of heads of this size: place encoding, D*l -> 2D -> D with biases."""
+    if config.nsa.phi == "avg":
+        return 0
+    block = config.nsa.l * size
+    return block + (block + 1) * 2 * size + (2 * size + 1) * size
+
+
+def _phi_weights(config: Config) -> int:
+    return sum(_phi_parameters(config, size) for size in (config.model.d_k, config.model.d_v))
+
+
+def _phi_flops(config: Config) -> int:
+    """FLOPs of one block of one KV head, K and V: a sum of l tokens, or the learned phi."""
+    block_len, total = config.nsa.l, 0
+    for size in (config.model.d_k, config.model.d_v):
+        total += block_len * size
+        if config.nsa.phi == "mlp":
+            total += 2 * (block_len * size * 2 * size + 2 * size * size)
+    return total

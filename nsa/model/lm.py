@@ -1,0 +1,226 @@
+"""TinyLM: a decoder-only language model on NSA."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nsa.config import Config
+from nsa.model.attention import NSAAttention
+from nsa.model.block import Block
+from nsa.model.cache import NSACache
+from nsa.model.norm import RMSNorm
+from nsa.model.rope import document_positions
+from nsa.model.stats import AttentionStats
+
+EMBED_STD = 0.02
+
+
+class ModelCache:
+    """One NSACache per layer; all hold the same tokens."""
+
+    def __init__(self, layers: list[NSACache]) -> None:
+        self.layers = layers
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.layers[0].length
+
+    @property
+    def max_len(self) -> int:
+        """Tokens it can hold."""
+        return self.layers[0].max_len
+
+    def nbytes(self) -> int:
+        """Memory of all layers."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+
+class TinyLM(nn.Module):
+    """Embedding, blocks, norm, output head: ids [B, S] -> logits [B, S, V]."""
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        n_layers: int,
+        n_heads: int,
+        n_kv_groups: int,
+        d_k: int,
+        d_v: int,
+        l: int = 32,
+        d: int = 16,
+        l_sel: int = 64,
+        n_sel: int = 16,
+        w: int = 512,
+        grad_checkpointing: bool = False,
+        *,
+        gc_layers: tuple[int, int] | None = None,
+        phi: str = "avg",
+        gate: str = "softmax",
+        rope_base: float = 10000.0,
+        rope_scale: float = 1.0,
+        tie_embeddings: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        for name, value in (("vocab", vocab), ("n_layers", n_layers)):
+            if value < 1:
+                raise ValueError(f"{name}={value}; give a positive size")
+        self.vocab = vocab
+        self.checkpointed = _checkpointed_layers(n_layers, grad_checkpointing, gc_layers)
+
+        def attention() -> NSAAttention:
+            return NSAAttention(
+                dim,
+                n_heads,
+                n_kv_groups,
+                d_k,
+                d_v,
+                l,
+                d,
+                l_sel,
+                n_sel,
+                w,
+                phi,
+                gate,
+                rope_base=rope_base,
+                rope_scale=rope_scale,
+                backend=backend,
+            )
+
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim, attention(), i) for i in range(n_layers))
+        self.norm = RMSNorm(dim)
+        self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab, bias=False)
+        self._scale_init(n_layers)
+
+    @classmethod
+    def from_config(cls, cfg: Config, vocab: int) -> TinyLM:
+        """The model that a resolved configuration describes."""
+        gc_layers = cfg.runtime.gc_layers
+        return cls(
+            vocab=vocab,
+            dim=cfg.model.dim,
+            n_layers=cfg.model.n_layers,
+            n_heads=cfg.model.n_heads,
+            n_kv_groups=cfg.model.n_kv_groups,
+            d_k=cfg.model.d_k,
+            d_v=cfg.model.d_v,
+            l=cfg.nsa.l,
+            d=cfg.nsa.d,
+            l_sel=cfg.nsa.l_sel,
+            n_sel=cfg.nsa.n_sel,
+            w=cfg.nsa.w,
+            grad_checkpointing=cfg.runtime.gradient_checkpointing,
+            gc_layers=_parse_range(gc_layers) if gc_layers else None,
+            phi=cfg.nsa.phi,
+            gate=cfg.nsa.gate,
+            rope_base=cfg.model.rope_base,
+            rope_scale=cfg.model.rope_scale,
+            tie_embeddings=cfg.model.tie_embeddings,
+            backend=cfg.runtime.backend,
+        )
+
+    def forward(
+        self,
+        ids: Tensor,  # [B, S] integer
+        *,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+        stats: AttentionStats | None = None,
+    ) -> Tensor:  # [B, S, V]
+        return self.head(self.hidden(ids, cu_seqlens=cu_seqlens, stats=stats))
+
+    def hidden(
+        self,
+        ids: Tensor,  # [B, S] integer
+        *,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+        stats: AttentionStats | None = None,
+    ) -> Tensor:  # [B, S, dim]
+        """Everything before the output head."""
+        x = self._embed(ids)
+        positions = document_positions(ids.shape[1], cu_seqlens, ids.device)
+        rope = self.layers[0].attn.rope(positions, x.dtype)
+        for i, block in enumerate(self.layers):
+            if self.training and torch.is_grad_enabled() and i in self.checkpointed:
+                x = checkpoint(
+                    block, x, rope, cu_seqlens, stats, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = block(x, rope, cu_seqlens, stats)
+        return self.norm(x)
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks, with their type."""
+        return cast("list[Block]", list(self.blocks))
+
+    def head(self, hidden: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, V]
+        """The output head: its own matrix, or the embedding's where they are tied."""
+        if self.lm_head is None:
+            return nn.functional.linear(hidden, self.embed.weight)
+        return self.lm_head(hidden)
+
+    def new_cache(self, batch: int, max_len: int) -> ModelCache:
+        """An empty cache for `batch` sequences of at most `max_len` tokens."""
+        return ModelCache([block.attn.new_cache(batch, max_len) for block in self.layers])
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, T, V]
+        """Append T tokens to the cache; on a filled one this is chunked prefill."""
+        x = self._embed(ids)
+        for block, layer in zip(self.layers, cache.layers, strict=True):
+            x = block.prefill(x, layer)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B] or [B, 1] -> [B, V]
+        """Append one token per sequence; logits of the next one."""
+        x = self._embed(ids[:, None] if ids.dim() == 1 else ids)
+        for block, layer in zip(self.layers, cache.layers, strict=True):
+            x = block.step(x, layer)
+        return self.head(self.norm(x))[:, 0]
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if ids.dim() != 2 or ids.shape[0] == 0 or ids.shape[1] == 0:
+            raise ValueError(f"ids has shape {list(ids.shape)}; give [B, S] with B, S >= 1")
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"ids has dtype {ids.dtype}; give integer token ids")
+        return self.embed(ids)
+
+    def _scale_init(self, n_layers: int) -> None:
+        """Small embeddings and head (first loss near ln V); residual branches shrink with depth."""
+        nn.init.normal_(self.embed.weight, std=EMBED_STD)
+        if self.lm_head is not None:
+            nn.init.normal_(self.lm_head.weight, std=EMBED_STD)
+        with torch.no_grad():
+            for block in self.layers:
+                block.attn.out.weight /= math.sqrt(2 * n_layers)
+                block.mlp.fc2.weight /= math.sqrt(2 * n_layers)
+
+
+def _checkpointed_layers(
+    n_layers: int, grad_checkpointing: bool, gc_layers: tuple[int, int] | None
+) -> range:
+    """Layers that recompute in backward: none, all, or first .. last - 1 of `gc_layers`."""
+    if not grad_checkpointing:
+        return range(0)
+    first, last = gc_layers or (0, n_layers)
+    if not 0 <= first < last <= n_layers:
+        raise ValueError(
+            f"gc_layers={first}:{last} does not fit {n_layers} layers; give first:last with "
+            f"0 <= first < last <= {n_layers}"
+        )
+    return range(first, last)
+
+
+def _parse_range(text: str) -> tuple[int, int]:
+    """'A:B' -> (A, B); the configuration has checked it."""
+    first, last = text.split(":")
+    return int(first), int(last)

@@ -1,0 +1,105 @@
+"""What training and decoding hold in memory, by part, in bytes."""
+
+from __future__ import annotations
+
+from nsa.config import Config, parse_layers
+from nsa.model.counts import BYTES, block_spec, parameter_counts
+
+FP32 = 4
+
+
+def training_memory(config: Config) -> dict[str, int]:
+    """Estimate the memory of training on one rank, at the end of a forward pass.
+
+    What attention holds for a moment, and what the allocator adds, are not in it.
+    """
+    parts = parameter_counts(config)
+    weights = FP32 * sum(parts.values())
+    looked_up = 0 if config.model.tie_embeddings else parts["embedding"]
+    matrices = sum(parts.values()) - parts["norms"] - looked_up
+    num_checkpointed = _num_checkpointed(config)
+    num_kept = config.model.n_layers - num_checkpointed
+    stream = FP32 * _tokens(config) * config.model.dim  # the residual stream is fp32
+    layer = layer_activations(config)
+    return {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": 2 * weights,  # AdamW: two moments, fp32
+        "bf16 weights": 2 * matrices if config.runtime.precision == "bf16" else 0,
+        "activations": num_kept * layer + (num_checkpointed + 3) * stream,  # 3: the last norm
+        "recomputation": layer if num_checkpointed else 0,  # one layer at a time, in backward
+        "logits": _tokens(config) * config.data.vocab * (2 * FP32 + _half(config)),
+    }
+
+
+def layer_activations(config: Config) -> int:
+    """Count what one layer keeps for its backward pass, under the torch backend."""
+    model, spec = config.model, block_spec(config)
+    size, tokens = BYTES[config.runtime.precision], _tokens(config)
+    num_keys = model.n_heads + 3 * model.n_kv_groups
+    norms = 2 * (2 * FP32 * model.dim + FP32)  # input, scaled input, 1 / rms; of both norms
+    inputs = model.dim * (3 if size == 2 else 2)  # of qkv, gate (its own cast copy), fc1
+    attention = num_keys * model.d_k + 3 * model.n_kv_groups * model.d_v  # as projected
+    rotated = num_keys * model.d_k
+    out = model.n_heads * model.d_v
+    small = FP32 * (6 * model.n_heads + model.n_kv_groups * spec.n_sel)  # gates, LSEs, selection
+    per_token = norms + size * (inputs + attention + rotated + out + 8 * model.dim) + small
+    return tokens * per_token + config.train.batch_size * size * _compressed(config)
+
+
+def cache_bytes(config: Config, num_tokens: int, batch: int = 1) -> dict[str, int]:
+    """Count the decode cache of `num_tokens`, by what it holds."""
+    spec, token = block_spec(config), batch * _token_bytes(config)
+    return {
+        "selected": num_tokens * token,
+        "compressed": spec.num_cmp(num_tokens) * token,
+        "window": min(spec.w, num_tokens) * token,
+        "unfinished block": spec.l * token,
+    }
+
+
+def dense_cache_bytes(config: Config, num_tokens: int, batch: int = 1) -> int:
+    """Count the decode cache of dense attention with the same heads."""
+    return num_tokens * batch * _token_bytes(config)
+
+
+def decode_reads(config: Config, num_tokens: int) -> dict[str, int]:
+    """Count the tokens that each KV head reads to decode one more, at this length."""
+    spec = block_spec(config)
+    return {
+        "cmp": spec.num_cmp(num_tokens),
+        "sel": spec.num_selected_tokens(num_tokens),
+        "win": min(spec.w, num_tokens),
+    }
+
+
+def _token_bytes(config: Config) -> int:
+    """K and V of one token in one branch, in all layers."""
+    model = config.model
+    pair = model.n_kv_groups * (model.d_k + model.d_v)
+    return model.n_layers * pair * BYTES[config.runtime.precision]
+
+
+def _tokens(config: Config) -> int:
+    return config.train.batch_size * config.train.seq_len
+
+
+def _num_checkpointed(config: Config) -> int:
+    if not config.runtime.gradient_checkpointing:
+        return 0
+    if not config.runtime.gc_layers:
+        return config.model.n_layers
+    first, last = parse_layers(config.runtime.gc_layers)
+    return last - first
+
+
+def _half(config: Config) -> int:
+    """bf16 logits exist beside their fp32 copy."""
+    return 2 if config.runtime.precision == "bf16" else 0
+
+
+def _compressed(config: Config) -> int:
+    """Numbers kept for the compressed K and V of a row in one layer; phi mlp keeps its blocks."""
+    blocks = block_spec(config).num_cmp(config.train.seq_len) * config.model.n_kv_groups
+    per_number = 1 if config.nsa.phi == "avg" else 1 + config.nsa.l + 2 * 2
+    return blocks * (config.model.d_k + config.model.d_v) * per_number

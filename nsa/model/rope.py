@@ -1,0 +1,49 @@
+"""Rotary positions, per head, in the half-split layout of Llama and Hugging Face models."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of the positions of a sequence."""
+
+    cos: Tensor  # [S, Dk / 2]
+    sin: Tensor  # [S, Dk / 2]
+
+
+def rope_tables(
+    positions: Tensor,  # [S] integer
+    dim: int,
+    *,
+    base: float,
+    scale: float,
+    dtype: torch.dtype = torch.float32,
+) -> Rope:
+    """Tables for positions / scale. Angles are formed in float64: fp32 loses them at 64k tokens."""
+    pair = torch.arange(dim // 2, device=positions.device, dtype=torch.float64)
+    frequency = base ** (-2 * pair / dim)
+    angle = (positions.double() / scale)[:, None] * frequency
+    return Rope(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate [B, S, H, Dk]; computed in the tables' dtype, returned in x's."""
+    cos, sin = rope.cos[:, None], rope.sin[:, None]
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)
+
+
+def document_positions(
+    seq_len: int, cu_seqlens: Tensor | None, device: torch.device, first: int = 0
+) -> Tensor:
+    """Positions [S] from `first`, counted from the start of each packed document."""
+    token = torch.arange(first, first + seq_len, device=device)
+    if cu_seqlens is None:
+        return token
+    document = torch.bucketize(token, cu_seqlens[1:], right=True)
+    return token - cu_seqlens[document]

@@ -1,0 +1,103 @@
+"""The NSA operator: compress, select blocks, attend in three branches and add them by gates.
+
+Shape letters of the whole package:
+    B   batch                       S   sequence (raw tokens)      T   queries of one chunk
+    Hq  query heads                 Hkv KV heads ("groups")        G   query heads per KV head
+    Dk  head dim of q and k         Dv  head dim of v              N   compressed tokens
+    K   keys of one branch          V   vocabulary
+    l, d, l_sel, n_sel, w           sizes of the blocks: see BlockSpec
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nsa.config.env import read
+from nsa.ops import checks, reference
+from nsa.ops.eager import compress as torch_compress
+from nsa.ops.eager import launch as torch_path
+from nsa.ops.plan import Plan, plan_attention
+from nsa.ops.spec import BlockSpec
+
+__all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
+
+
+def nsa_attention(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    v_cmp: Tensor,  # [B, N, Hkv, Dv]
+    k_sel: Tensor,  # [B, S, Hkv, Dk]
+    v_sel: Tensor,  # [B, S, Hkv, Dv]
+    k_win: Tensor,  # [B, S, Hkv, Dk]
+    v_win: Tensor,  # [B, S, Hkv, Dv]
+    gates: Tensor,  # [B, S, Hq, 3]  weights of cmp, sel, win
+    spec: BlockSpec,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+    backend: str = "auto",
+    selection: Tensor | None = None,  # [B, S, Hkv, n_sel] int32
+    return_selection: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], and [B, S, Hkv, n_sel] int32
+    """Native Sparse Attention: the gated sum of compressed, selected and sliding attention.
+
+    The output has q's dtype. `scale` defaults to 1/sqrt(Dk). A given `selection` replaces scoring
+    and top-n; no gradient flows through either. A row that sees a NaN is NaN.
+    """
+    tensors = {
+        "q": q,
+        "k_cmp": k_cmp,
+        "v_cmp": v_cmp,
+        "k_sel": k_sel,
+        "v_sel": v_sel,
+        "k_win": k_win,
+        "v_win": v_win,
+        "gates": gates,
+    }
+    doc_lens = checks.check_attention(tensors, spec, scale, cu_seqlens, selection)
+    plan = plan_attention(q.device, q.dtype, backend)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if selection is not None and read("NSA_STRICT_ASSERTS"):
+        positions = torch.cat([torch.arange(n, device=q.device) for n in doc_lens])
+        checks.assert_selection(selection.transpose(1, 2), positions, spec)
+    if selection is None and plan.backend != "reference" and plan.selection == "reference":
+        selection = reference.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
+    path = reference if plan.backend == "reference" else torch_path
+    out, chosen = path.nsa_attention(
+        *tensors.values(), spec, scale=scale, doc_lens=doc_lens, selection=selection
+    )
+    return (out, chosen) if return_selection else out
+
+
+def compress(
+    x: Tensor,  # [B, S, H, D]
+    spec: BlockSpec,
+    *,
+    cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+    backend: str = "auto",
+) -> Tensor:  # [B, N, H, D]
+    """Compressed tokens by phi = avg: the mean of every complete block of l tokens, stride d."""
+    doc_lens = checks.check_compress(x, spec, cu_seqlens)
+    plan = plan_attention(x.device, x.dtype, backend)
+    path = reference if plan.backend == "reference" else torch_compress
+    return path.compress(x, spec, doc_lens=doc_lens)
+
+
+def select_blocks(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    spec: BlockSpec,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+    backend: str = "auto",
+) -> Tensor:  # [B, S, Hkv, n_sel] int32  block ids ascending, then -1
+    """The blocks each KV head reads: the forced ones, then the best scores."""
+    doc_lens = checks.check_scoring(q, k_cmp, spec, scale, cu_seqlens)
+    plan = plan_attention(q.device, q.dtype, backend)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    path = reference if plan.selection == "reference" else torch_path
+    return path.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)

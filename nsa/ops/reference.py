@@ -1,0 +1,218 @@
+"""The oracle: NSA from the equations, with explicit masks, in float64, one document at a time.
+
+Slow and quadratic on purpose. It shares no code with the fast paths, so that a mistake there
+cannot hide here. Gradients come from autograd.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nsa.ops.spec import BlockSpec
+
+
+def nsa_attention(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    v_cmp: Tensor,  # [B, N, Hkv, Dv]
+    k_sel: Tensor,  # [B, S, Hkv, Dk]
+    v_sel: Tensor,  # [B, S, Hkv, Dv]
+    k_win: Tensor,  # [B, S, Hkv, Dk]
+    v_win: Tensor,  # [B, S, Hkv, Dv]
+    gates: Tensor,  # [B, S, Hq, 3]
+    spec: BlockSpec,
+    *,
+    scale: float,
+    doc_lens: list[int],
+    selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
+) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
+    """Gated sum of compressed, selected and sliding attention (Eq. 5), and the selection used."""
+    outs, selections = [], []
+    raw, cmp = 0, 0
+    for length in doc_lens:
+        rows, blocks = slice(raw, raw + length), slice(cmp, cmp + _num_cmp(spec, length))
+        out, chosen = _one_document(
+            q[:, rows].double(),
+            k_cmp[:, blocks].double(),
+            v_cmp[:, blocks].double(),
+            k_sel[:, rows].double(),
+            v_sel[:, rows].double(),
+            k_win[:, rows].double(),
+            v_win[:, rows].double(),
+            gates[:, rows].double(),
+            spec,
+            scale,
+            None if selection is None else selection[:, rows],
+        )
+        outs.append(out)
+        selections.append(chosen)
+        raw, cmp = rows.stop, blocks.stop
+    return torch.cat(outs, dim=1).to(q.dtype), torch.cat(selections, dim=1)
+
+
+def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
+    """phi = avg: mean of each complete block of l tokens: [B, S, H, D] -> [B, N, H, D]."""
+    blocks, start = [], 0
+    for length in doc_lens:
+        for i in range(_num_cmp(spec, length)):
+            first = start + i * spec.d
+            blocks.append(x[:, first : first + spec.l].double().mean(dim=1))
+        start += length
+    if not blocks:
+        return x[:, :0].clone()
+    return torch.stack(blocks, dim=1).to(x.dtype)
+
+
+def select_blocks(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    spec: BlockSpec,
+    *,
+    scale: float,
+    doc_lens: list[int],
+) -> Tensor:  # [B, S, Hkv, n_sel] int32
+    """The blocks each KV head reads (Eq. 11, 12)."""
+    scores = block_scores(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
+    return torch.cat([_top_blocks(score, spec) for score in scores], dim=1)
+
+
+def block_scores(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    spec: BlockSpec,
+    *,
+    scale: float,
+    doc_lens: list[int],
+) -> list[Tensor]:  # per document: [B, S_doc, Hkv, blocks of the document] float64
+    """Block scores of Eq. 9 and 10, before anything is forced or ranked."""
+    scores, raw, cmp = [], 0, 0
+    with torch.no_grad():
+        for length in doc_lens:
+            rows, blocks = slice(raw, raw + length), slice(cmp, cmp + _num_cmp(spec, length))
+            visible = _cmp_visible(length, blocks.stop - blocks.start, spec, q.device)
+            probs = _softmax(q[:, rows].double(), k_cmp[:, blocks].double(), visible, scale)
+            scores.append(_scores_from_probs(probs, k_cmp.shape[2], length, spec))
+            raw, cmp = rows.stop, blocks.stop
+    return scores
+
+
+def _one_document(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: BlockSpec,
+    scale: float,
+    selection: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    seq_len, num_groups = q.shape[1], k_sel.shape[2]
+    t = torch.arange(seq_len, device=q.device)[:, None]
+    token = torch.arange(seq_len, device=q.device)[None, :]
+
+    cmp_visible = _cmp_visible(seq_len, k_cmp.shape[1], spec, q.device)
+    p_cmp = _softmax(q, k_cmp, cmp_visible, scale)
+    out_cmp = _weighted_sum(p_cmp, v_cmp, cmp_visible)
+
+    scores = _scores_from_probs(p_cmp.detach(), num_groups, seq_len, spec)
+    chosen = _top_blocks(scores, spec) if selection is None else selection
+    block_of_token = token // spec.l_sel
+    in_chosen = (block_of_token == chosen[..., None]).any(dim=3)  # [B, S, Hkv, S]
+    sel_visible = in_chosen.transpose(1, 2) & (token <= t)
+    out_sel = _weighted_sum(_softmax(q, k_sel, sel_visible, scale), v_sel, sel_visible)
+    if selection is None:
+        # The ranking depends on every head's p_cmp: a NaN there reaches all heads of the group.
+        lost = scores.isnan().any(dim=-1).repeat_interleave(q.shape[2] // num_groups, dim=2)
+        out_sel = out_sel.masked_fill(lost[..., None], math.nan)
+
+    win_visible = (token <= t) & (token > t - spec.w)
+    out_win = _weighted_sum(_softmax(q, k_win, win_visible, scale), v_win, win_visible)
+
+    branches = torch.stack([out_cmp, out_sel, out_win], dim=3)  # [B, S, Hq, 3, Dv]
+    return (gates[..., None] * branches).sum(dim=3), chosen
+
+
+def _softmax(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Probabilities over the visible keys, [B, Hq, S, K]; a row that sees nothing is all zero."""
+    heads_per_group = q.shape[2] // k.shape[2]
+    k_per_head = k.repeat_interleave(heads_per_group, dim=2)
+    logits = torch.einsum("bshd,bkhd->bhsk", q, k_per_head) * scale
+    visible = _per_head(visible, heads_per_group).expand_as(logits)
+    sees_any = visible.any(dim=-1, keepdim=True)
+    # Rows without a key get a dummy one, so that neither their values nor gradients are NaN.
+    probs = logits.masked_fill(~visible & sees_any, -math.inf).softmax(dim=-1)
+    return torch.where(visible & sees_any, probs, torch.zeros_like(probs))
+
+
+def _weighted_sum(probs: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """sum_k p v, [B, S, Hq, Dv]; a row that sees a non-finite value is NaN, no other row is."""
+    heads_per_group = probs.shape[1] // v.shape[2]
+    bad_token = ~v.isfinite().all(dim=-1)  # [B, K, Hkv]
+    v_finite = torch.where(bad_token[..., None], torch.zeros_like(v), v)
+    out = torch.einsum("bhsk,bkhd->bshd", probs, v_finite.repeat_interleave(heads_per_group, 2))
+    bad_seen = (_per_head(visible, 1) & bad_token.permute(0, 2, 1)[:, :, None, :]).any(dim=-1)
+    bad_row = bad_seen.repeat_interleave(heads_per_group, dim=1).transpose(1, 2)  # [B, S, Hq]
+    return out.masked_fill(bad_row[..., None], math.nan)
+
+
+def _per_head(visible: Tensor, heads_per_group: int) -> Tensor:
+    """[S, K] or [B, Hkv, S, K] -> broadcastable to [B, Hq, S, K]."""
+    if visible.dim() == 2:
+        return visible[None, None]
+    return visible.repeat_interleave(heads_per_group, dim=1)
+
+
+def _cmp_visible(seq_len: int, num_cmp: int, spec: BlockSpec, device: torch.device) -> Tensor:
+    """[S, N]: query t sees block i once the block's last token has happened."""
+    t = torch.arange(seq_len, device=device)[:, None]
+    i = torch.arange(num_cmp, device=device)[None, :]
+    return i * spec.d + spec.l - 1 <= t
+
+
+def _scores_from_probs(probs: Tensor, num_groups: int, seq_len: int, spec: BlockSpec) -> Tensor:
+    """Sum over the heads of a group of p_cmp times overlap / d (Eq. 9, 10): [B, S, Hkv, blocks].
+
+    The terms are added one by one in the order of i, so that blocks with equal terms tie exactly.
+    """
+    batch, num_heads, _, num_cmp = probs.shape
+    heads = probs.reshape(batch, num_groups, num_heads // num_groups, seq_len, num_cmp)
+    group_probs = torch.zeros_like(heads[:, :, 0])  # [B, Hkv, S, N]
+    for head in heads.unbind(dim=2):
+        group_probs = group_probs + head
+    scores = probs.new_zeros(batch, num_groups, seq_len, math.ceil(seq_len / spec.l_sel))
+    for j in range(scores.shape[-1]):
+        for i in range(num_cmp):
+            first = max(i * spec.d, j * spec.l_sel)
+            last = min(i * spec.d + spec.l, (j + 1) * spec.l_sel)
+            if last > first:
+                scores[..., j] += group_probs[..., i] * ((last - first) / spec.d)
+    return scores.transpose(1, 2)
+
+
+def _top_blocks(scores: Tensor, spec: BlockSpec) -> Tensor:
+    """Forced blocks, then the best scores, a tie to the lower index; ascending, then -1."""
+    batch, seq_len, num_groups, _ = scores.shape
+    chosen = torch.full((batch, seq_len, num_groups, spec.n_sel), -1, dtype=torch.int32)
+    table = scores.tolist()
+    for b in range(batch):
+        for t in range(seq_len):
+            current = t // spec.l_sel
+            forced = sorted({0, max(current - 1, 0), current})
+            for g in range(num_groups):
+                row = [-math.inf if math.isnan(s) else s for s in table[b][t][g][: current + 1]]
+                others = [j for j in range(current + 1) if j not in forced]
+                ranked = sorted(others, key=lambda j: (-row[j], j))
+                ids = sorted(forced + ranked[: spec.n_sel - len(forced)])
+                chosen[b, t, g, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return chosen.to(scores.device)
+
+
+def _num_cmp(spec: BlockSpec, length: int) -> int:
+    """Complete compression blocks in `length` tokens, counted one by one."""
+    return sum(1 for first in range(0, length, spec.d) if first + spec.l <= length)

@@ -1,0 +1,73 @@
+"""Block arithmetic of NSA: the five sizes, and which blocks exist and are visible where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+NUM_FORCED = 3
+"""Blocks every query reads: the first of the sequence, the one before its own, its own."""
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """Sizes of the three branches in tokens (`n_sel`: in blocks), under the paper's letters."""
+
+    l: int = 32
+    """Compression block: raw tokens behind one compressed token."""
+    d: int = 16
+    """Compression stride: tokens from one block's start to the next; divides l and l_sel."""
+    l_sel: int = 64
+    """Selection block: raw tokens that are selected together."""
+    n_sel: int = 16
+    """Selection blocks each query reads, the forced ones included."""
+    w: int = 512
+    """Sliding window: the latest raw tokens each query reads, itself included."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"BlockSpec.{field.name}={value!r} is not a positive integer; "
+                    f"give a count of {'blocks' if field.name == 'n_sel' else 'tokens'} >= 1"
+                )
+        if self.n_sel < NUM_FORCED:
+            raise ValueError(
+                f"n_sel={self.n_sel} leaves no room for the {NUM_FORCED} forced blocks (first, "
+                f"previous, current); use n_sel >= {NUM_FORCED}"
+            )
+        self._check_stride("l", self.l)
+        self._check_stride("l_sel", self.l_sel)
+
+    def _check_stride(self, name: str, size: int) -> None:
+        if size % self.d:
+            lower = max(self.d, size - size % self.d)
+            choices = f"{lower} or {lower + self.d}" if lower < size else f"{self.d}"
+            raise ValueError(
+                f"{name}={size} is not a multiple of d={self.d}; use {name}={choices}, "
+                f"or a stride d that divides {size}"
+            )
+
+    def num_cmp(self, num_tokens: int) -> int:
+        """Compressed tokens that `num_tokens` raw tokens complete."""
+        return 0 if num_tokens < self.l else (num_tokens - self.l) // self.d + 1
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Selection blocks that `num_tokens` raw tokens touch, the last one perhaps partly."""
+        return -(-num_tokens // self.l_sel)
+
+    def num_selected_tokens(self, num_tokens: int) -> int:
+        """Raw tokens the last of `num_tokens` queries reads in the selected branch."""
+        if num_tokens == 0:
+            return 0
+        current_block = (num_tokens - 1) // self.l_sel
+        tokens_in_current = num_tokens - current_block * self.l_sel
+        return min(self.n_sel - 1, current_block) * self.l_sel + tokens_in_current
+
+    def num_reads(self, num_tokens: int) -> int:
+        """Tokens per KV head that decoding the last of `num_tokens` tokens reads, all branches."""
+        return (
+            self.num_cmp(num_tokens)
+            + self.num_selected_tokens(num_tokens)
+            + min(self.w, num_tokens)
+        )

@@ -1,0 +1,60 @@
+"""Rotary positions keep their precision in low-precision models and at long positions."""
+
+import math
+
+import pytest
+import torch
+
+from nsa.model.rope import apply_rope, document_positions, rope_tables
+from nsa.tests.helpers import make_module
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotation_in_low_precision_rounds_once_at_the_end(dtype):
+    x = torch.randn(1, 64, 2, 16, dtype=torch.float64).to(dtype)
+    positions = torch.arange(60000, 60064)
+    exact = rope_tables(positions, 16, base=10000.0, scale=1.0, dtype=torch.float64)
+    fp32 = rope_tables(positions, 16, base=10000.0, scale=1.0)
+    rotated = apply_rope(x, fp32)
+    assert rotated.dtype == dtype
+    expected = apply_rope(x.double(), exact)
+    assert (rotated.double() - expected).abs().max() <= torch.finfo(
+        dtype
+    ).eps * expected.abs().max()
+
+
+def test_tables_are_exact_at_positions_where_fp32_angles_are_not():
+    table = rope_tables(torch.tensor([65535]), 8, base=10000.0, scale=1.0)
+    angles = [65535 * 10000.0 ** (-2 * i / 8) for i in range(4)]
+    expected = torch.tensor([[math.cos(a) for a in angles]])
+    assert (table.cos - expected).abs().max() < 1e-6
+
+
+def test_casting_a_module_keeps_its_positions_exact():
+    """No table is a buffer that .to(bfloat16) could round."""
+    module = make_module()
+    before = module.rope(torch.arange(100), torch.float32)
+    after = module.to(torch.bfloat16).rope(torch.arange(100), torch.bfloat16)
+    assert after.cos.dtype == torch.float32
+    assert torch.equal(before.cos, after.cos) and torch.equal(before.sin, after.sin)
+    assert not list(module.buffers())
+
+
+@pytest.mark.parametrize("head", range(6))
+def test_every_query_head_is_rotated_like_its_keys(head):
+    """q.k depends on the distance only: equal tokens give equal logits along each diagonal."""
+    module = make_module()
+    x = torch.randn(1, 1, 24, dtype=torch.float64).expand(1, 40, 24)
+    with torch.no_grad():
+        q, keys, _, _ = module._project(x, module.rope(torch.arange(40), x.dtype))
+    for k in keys:
+        logits = q[0, :, head] @ k[0, :, head // 3].T
+        for distance in (0, 1, 7, 30):
+            diagonal = logits.diagonal(-distance)
+            torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+def test_positions_restart_with_each_document():
+    cu_seqlens = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    positions = document_positions(9, cu_seqlens, torch.device("cpu"))
+    assert positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
