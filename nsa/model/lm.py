@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa.config import Config
+from nsa.config import Config, parse_layers
 from nsa.model.attention import NSAAttention
 from nsa.model.block import Block
 from nsa.model.cache import NSACache
@@ -118,13 +118,13 @@ class TinyLM(nn.Module):
             n_sel=cfg.nsa.n_sel,
             w=cfg.nsa.w,
             grad_checkpointing=cfg.runtime.gradient_checkpointing,
-            gc_layers=_parse_range(gc_layers) if gc_layers else None,
+            gc_layers=parse_layers(gc_layers) if gc_layers else None,
             phi=cfg.nsa.phi,
             gate=cfg.nsa.gate,
             rope_base=cfg.model.rope_base,
             rope_scale=cfg.model.rope_scale,
             tie_embeddings=cfg.model.tie_embeddings,
-            backend=cfg.runtime.backend,
+            backend=cfg.runtime.attention_backend,
         )
 
     def forward(
@@ -218,9 +218,3 @@ def _checkpointed_layers(
             f"0 <= first < last <= {n_layers}"
         )
     return range(first, last)
-
-
-def _parse_range(text: str) -> tuple[int, int]:
-    """'A:B' -> (A, B); the configuration has checked it."""
-    first, last = text.split(":")
-    return int(first), int(last)

@@ -25,7 +25,7 @@ def describe_config(config: Config, path: str) -> str:
         f"config: {path}\n{_settings(config)}",
         f"parameters\n{_parameters(config)}",
         f"{_step(config)}",
-        f"cost by part (a step is forward and backward on one rank)\n{_costs(config)}",
+        f"cost by part (token: forward; step: forward and backward, one rank)\n{_costs(config)}",
         f"training memory on one rank (estimate)\n{_shares(training_memory(config), _bytes)}",
         f"decoding one sequence: tokens read per KV head, and cache\n{_decode(config)}",
     )
@@ -63,7 +63,7 @@ def _costs(config: Config) -> str:
         _per_token(forward_bytes(config), seq_len),
         step_bytes(config),
     )
-    rows = [("  part", "forward/token", "step", "forward/token moves", "step moves")]
+    rows = [("  part", "FLOPs/token", "FLOPs/step", "bytes/token", "bytes/step")]
     for part in columns[0]:
         rows.append(_cost_row(part, *(column[part] for column in columns)))
     rows.append(_cost_row("total", *(sum(column.values()) for column in columns)))

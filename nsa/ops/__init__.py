@@ -11,6 +11,7 @@ Shape letters of the whole package:
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +26,42 @@ from nsa.ops.spec import BlockSpec
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
 
 
+@overload
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: BlockSpec,
+    *,
+    scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+    selection: Tensor | None = ...,
+    return_selection: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: BlockSpec,
+    *,
+    scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+    selection: Tensor | None = ...,
+    return_selection: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def nsa_attention(
     q: Tensor,  # [B, S, Hq, Dk]
     k_cmp: Tensor,  # [B, N, Hkv, Dk]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def make_inputs(
     return {name: x.requires_grad_(grad) for name, x in tensors.items()}
 
 
-def run(case: Case, inputs: dict[str, Tensor], backend: str, **options: object) -> Tensor:
+def run(case: Case, inputs: dict[str, Any], backend: str, **options: Any) -> Any:
     """nsa_attention on a case; with return_selection=True a pair."""
     return nsa_attention(
         **inputs, spec=case.spec, cu_seqlens=case.cu_seqlens, backend=backend, **options
@@ -83,14 +84,14 @@ def run(case: Case, inputs: dict[str, Tensor], backend: str, **options: object) 
 
 
 def run_with_gradients(
-    case: Case, inputs: dict[str, Tensor], backend: str, **options: object
+    case: Case, inputs: dict[str, Tensor], backend: str, **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Output, and the gradients of a fixed weighted sum of it for every input."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     out = run(case, leaves, backend, **options)
     weight = torch.cos(torch.arange(out.numel(), dtype=torch.float64) * 0.7).view_as(out)
     out.backward(weight.to(out.dtype))
-    return out.detach(), {name: x.grad for name, x in leaves.items()}
+    return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -174,7 +175,7 @@ def torch_path(
         yield
 
 
-def make_module(seed: int = 0, **options: object) -> NSAAttention:
+def make_module(seed: int = 0, **options: Any) -> NSAAttention:
     """A small float64 NSAAttention with gates that differ by token, ready for every path."""
     torch.manual_seed(seed)
     sizes = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=4, l=8, d=4, l_sel=8, n_sel=4, w=11)
@@ -185,7 +186,7 @@ def make_module(seed: int = 0, **options: object) -> NSAAttention:
 
 def _chunked(module: NSAAttention, x: Tensor) -> Tensor:
     cache = module.new_cache(x.shape[0], x.shape[1])
-    sizes, outs = (7, 1, 16), []
+    sizes, outs = (7, 1, 16), list[Tensor]()
     while cache.length < x.shape[1]:
         size = sizes[len(outs) % len(sizes)]
         outs.append(module.prefill(x[:, cache.length : cache.length + size], cache))

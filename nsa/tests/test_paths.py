@@ -108,7 +108,7 @@ def test_prefill_tile_splits_the_prompt_and_keeps_the_output(monkeypatch):
     x = torch.randn(1, 45, 24, dtype=torch.float64)
     expected = PATHS["prefill"](module, x)
     monkeypatch.setenv("NSA_PREFILL_TILE", "10")
-    tiles: list[int] = []
+    tiles = []
     original = module._prefill_tile
     monkeypatch.setattr(
         module,
@@ -129,7 +129,7 @@ def test_reference_selection_switch_changes_the_plan_and_not_the_output(monkeypa
         assert "selection: fast" in str(plan_attention())
         monkeypatch.setenv("NSA_SEL_RANGES_V2", "0")
         assert "selection: reference" in str(plan_attention())
-        calls: list[int] = []
+        calls = []
         original = reference.select_blocks
         monkeypatch.setattr(
             reference, "select_blocks", lambda *a, **k: (calls.append(1), original(*a, **k))[1]

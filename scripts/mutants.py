@@ -1,0 +1,244 @@
+"""Plant known bugs in a copy of the package, one at a time, and show that the tests catch each.
+
+`python scripts/mutants.py [NAME ...]`: exit code 0 when the untouched copy passes and every
+mutant fails at least one test. The oracle is never touched: a bug there would prove nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TESTS = (
+    "test_equiv_small",
+    "test_masks",
+    "test_block_math",
+    "test_group_consistency",
+    "test_selection_v2_equiv",
+    "test_rope_dtype",
+    "test_paths",
+    "test_decode_step",
+    "test_decode_counters",
+    "test_causality",
+    "test_nan",
+    "test_gradients",
+)
+NUM_PARALLEL = 2
+
+
+class Mutant(NamedTuple):
+    """A bug: in one file, each old text, which occurs once, becomes the new one."""
+
+    name: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+
+
+ROWS, SELECT, ATTEND = (f"ops/eager/{name}.py" for name in ("rows", "select", "attend"))
+LAUNCH, CACHED = "ops/eager/launch.py", "ops/eager/cached.py"
+CACHE, ATTENTION = "model/cache.py", "model/attention.py"
+
+TORCH_PATH = (
+    Mutant("visibility-early", ROWS, (("+ spec.l - 1 <= t", "+ spec.l - 2 <= t"),)),
+    Mutant("window-one-more", ROWS, (("(token > t - spec.w)", "(token >= t - spec.w)"),)),
+    Mutant("forced-block-wrong", SELECT, (("block == current - 1", "block == current - 2"),)),
+    Mutant(
+        "tie-to-higher-block",
+        SELECT,
+        (
+            (
+                "rank.sort(dim=-1, descending=True, stable=True).indices",
+                "(num_blocks - 1 - rank.flip(-1).sort("
+                "dim=-1, descending=True, stable=True).indices)",
+            ),
+        ),
+    ),
+    Mutant("scale-squared", ATTEND, (("(_rows(q) * scale)", "(_rows(q) * scale * scale)"),)),
+    Mutant(
+        "gates-swapped",
+        LAUNCH,
+        (
+            ("outs[0] * gates[..., 0, None]", "outs[0] * gates[..., 1, None]"),
+            ("outs[1] * gates[..., 1, None]", "outs[1] * gates[..., 0, None]"),
+        ),
+    ),
+    Mutant(
+        "rope-misses-a-head",
+        ATTENTION,
+        (
+            (
+                "torch.cat([rotated, heads[:, :, num_rotated:]], dim=2)",
+                "torch.cat([heads[:, :, :1], rotated[:, :, 1:], heads[:, :, num_rotated:]], dim=2)",
+            ),
+        ),
+    ),
+    Mutant("no-group-sum", SELECT, (("in per_head[1:]", "in per_head[:0]"),)),
+    Mutant(
+        "current-block-dropped",
+        SELECT,
+        (
+            (" | (block == current)\n", "\n"),
+            ("masked_fill(block > current, -math.inf)", "masked_fill(block >= current, -math.inf)"),
+            ("torch.where(best <= current, best", "torch.where(best < current, best"),
+        ),
+    ),
+    Mutant(
+        "p-cmp-unmasked",
+        ROWS,
+        (("i * spec.d + spec.l - 1 <= t", "(i * spec.d + spec.l - 1 <= t) | (i >= 0)"),),
+    ),
+    Mutant("gate-gradient-lost", ATTEND, (("    probs.mul_(gate[..., None])\n", ""),)),
+)
+
+DECODE = (
+    Mutant(
+        "decode-visibility-late",
+        ROWS,
+        (("spec.num_cmp(first + num_queries)", "spec.num_cmp(first + num_queries - 1)"),),
+    ),
+    Mutant(
+        "decode-window-misses-oldest",
+        CACHE,
+        (
+            (
+                "win = KeyValues(self.win.k[:, :, :num_win], self.win.v[:, :, :num_win])",
+                "num_win = max(num_win - 1, 1)\n"
+                "        win = KeyValues(self.win.k[:, :, :num_win], self.win.v[:, :, :num_win])",
+            ),
+        ),
+    ),
+    Mutant("decode-drops-own-token", ROWS, (("& (token <= t)\n", "& (token < t)\n"),)),
+    Mutant(
+        "decode-scale",
+        ATTENTION,
+        (("scale = 1 / math.sqrt(self.d_k)\n", "scale = 1 / self.d_k\n"),),
+    ),
+    Mutant(
+        "decode-position-off-by-one",
+        ATTENTION,
+        (("self._rope_from(cache.length, 1, x)", "self._rope_from(cache.length + 1, 1, x)"),),
+    ),
+    Mutant(
+        "decode-gates-reversed",
+        CACHED,
+        (
+            (
+                "split_heads(gates[:, rows], num_groups, dtype)",
+                "split_heads(gates[:, rows].flip(-1), num_groups, dtype)",
+            ),
+        ),
+    ),
+    Mutant(
+        "decode-compression-skips",
+        CACHE,
+        (("done = (end - start) * self.spec.d", "done = (end - start) * self.spec.l"),),
+    ),
+    Mutant(
+        "decode-ring-overwrites",
+        CACHE,
+        (
+            (
+                "start, stop, device=self.sel.k.device) %",
+                "start, stop, device=self.sel.k.device) // 2 %",
+            ),
+        ),
+    ),
+    Mutant(
+        "decode-counts-too-few",
+        CACHED,
+        (
+            (
+                "visible.sum().expand(batch, num_groups)",
+                "(visible.sum() - 1).expand(batch, num_groups)",
+            ),
+        ),
+    ),
+    Mutant(
+        "decode-reads-beyond-selection",
+        ROWS,
+        (("torch.where(used, token, t), used", "token.clamp(min=0), used"),),
+    ),
+)
+
+
+class Result(NamedTuple):
+    """What the tests said about a mutant."""
+
+    name: str
+    caught_by: str
+    """The first test that failed; empty when all passed."""
+    seconds: float
+
+
+def main(names: list[str]) -> int:
+    """Run the untouched copy and the mutants, print a table, return the exit code."""
+    mutants = [Mutant("(none)", "", ())] + [
+        mutant for mutant in TORCH_PATH + DECODE if not names or mutant.name in names
+    ]
+    with ThreadPoolExecutor(NUM_PARALLEL) as pool:
+        results = list(pool.map(_run, mutants))
+    for result in results:
+        verdict = f"caught by {result.caught_by}" if result.caught_by else "all tests pass"
+        print(f"{result.name:32s} {verdict}  ({result.seconds:.0f} s)")
+    untouched, planted = results[0], results[1:]
+    num_caught = sum(bool(result.caught_by) for result in planted)
+    print(f"{num_caught} of {len(planted)} mutants caught")
+    return 0 if not untouched.caught_by and num_caught == len(planted) else 1
+
+
+def _run(mutant: Mutant) -> Result:
+    """Test a copy of the package with the mutant's edits in it."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as folder:
+        copy = Path(folder)
+        shutil.copytree(REPOSITORY / "nsa", copy / "nsa", ignore=shutil.ignore_patterns("*.pyc"))
+        shutil.copytree(REPOSITORY / "configs", copy / "configs")
+        shutil.copy(REPOSITORY / "pyproject.toml", copy)
+        _plant(mutant, copy / "nsa")
+        tests = [f"nsa/tests/{name}.py" for name in TESTS]
+        # The copy is imported, not the installed package: `-m pytest` puts its folder first.
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", *tests]
+        command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+    return Result(mutant.name, _verdict(mutant, done), time.monotonic() - start)
+
+
+def _plant(mutant: Mutant, package: Path) -> None:
+    for old, new in mutant.edits:
+        path = package / mutant.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(old) != 1:
+            raise SystemExit(
+                f"mutant {mutant.name}: {old!r} occurs {text.count(old)} times in nsa/"
+                f"{mutant.file}; it must occur once: bring scripts/mutants.py up to date"
+            )
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def _verdict(mutant: Mutant, done: subprocess.CompletedProcess[str]) -> str:
+    """The failing test; anything but passed or failed tests is an error of this script."""
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^FAILED (\S+)", done.stdout, flags=re.MULTILINE)
+    if done.returncode != 1 or failed is None:
+        raise SystemExit(f"mutant {mutant.name}: pytest broke\n{done.stdout}\n{done.stderr}")
+    return failed[1].removeprefix("nsa/tests/")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
