@@ -1,0 +1,202 @@
+"""The command `nsa` as a user meets it: in a shell, in a pipe, and with mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nsa.cli import main
+from nsa.config import StrictParser, known_keys, load_config
+from nsa.config.env_table import TABLE
+from nsa.config.load import REPOSITORY
+from nsa.model.counts import parameter_counts
+
+QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
+TINY = [
+    *("model.dim=16", "model.n_layers=1", "model.n_heads=2", "model.n_kv_groups=1"),
+    *("model.d_k=8", "model.d_v=8", "nsa.n_sel=3", "train.seq_len=64", "train.batch_size=2"),
+    *("train.steps=2", "train.warmup_steps=0", "train.eval_every=0", "train.log_every=1"),
+]
+
+
+def nsa(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as its own process, in an environment that holds only `environ`."""
+    return subprocess.run(
+        [sys.executable, "-m", "nsa.cli", *arguments],
+        env={"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "error", **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_env_lists_every_variable_with_its_value_in_a_pipe() -> None:
+    result = nsa("env", NSA_LR="0.125")
+
+    lines = {line.split()[0]: line.split() for line in result.stdout.splitlines()}
+    assert result.returncode == 0, result.stderr
+    assert lines.keys() >= TABLE.keys()
+    assert lines["NSA_LR"][1:4] == ["-", "'0.125'", "code"]
+    assert lines["NSA_USE_FA2"][1:4] == ["0", "-", "planned"]
+
+
+def test_env_still_lists_when_a_name_is_wrong_and_then_says_so() -> None:
+    result = nsa("env", NSA_SEQLEN="64")
+
+    assert result.returncode == 2
+    assert "NSA_STRICT_ASSERTS" in result.stdout
+    assert "NSA_SEQ_LEN" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"set -o pipefail; {sys.executable} -m nsa.cli keys | (exec <&-; sleep 3)"
+
+    result = subprocess.run(
+        ["bash", "-c", command],
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_keys_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys"]) == 0
+
+    printed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert printed >= known_keys().keys()
+
+
+def test_info_prints_the_resolved_config_and_the_true_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["info", "--config", QUICKSTART, "train.steps=77", "train.batch_size=3"]) == 0
+
+    out = capsys.readouterr().out
+    config = load_config(QUICKSTART, ["train.batch_size=3"], environ={})
+    assert out.startswith(f"config: {QUICKSTART}\n")
+    assert ["train.steps", "77"] in [line.split() for line in out.splitlines()]
+    assert f"{sum(parameter_counts(config).values()):,}" in out
+    assert f"tokens per step: {3 * config.train.seq_len:,}" in out
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=str)
+def test_info_knows_every_shipped_config(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--config", str(path), "train.seq_len=256"]) == 0
+
+    assert "training memory" in capsys.readouterr().out
+
+
+def test_the_variable_config_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CONFIG", QUICKSTART)
+
+    assert main(["info"]) == 0
+
+    out = capsys.readouterr().out
+    assert out.startswith(f"environment: CONFIG={QUICKSTART}\nconfig: {QUICKSTART}\n")
+
+
+def test_plan_says_which_backend_runs_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", QUICKSTART, "runtime.device=cpu"]) == 0
+    automatic = capsys.readouterr().out
+    assert main(["plan", "--config", QUICKSTART, "runtime.backend=reference"]) == 0
+    named = capsys.readouterr().out
+
+    assert "device: cpu" in automatic
+    assert "attention backend: torch (asked for: auto; " in automatic
+    assert "attention backend: reference" in named
+
+
+def test_train_trains(tmp_path: Path) -> None:
+    result = nsa("train", "--config", QUICKSTART, *TINY, f"train.out_dir={tmp_path / 'run'}")
+
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run" / "model.pt").is_file()
+    assert str(tmp_path / "run") in result.stdout
+
+
+def test_a_long_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    result = nsa(
+        *("train", "--config", QUICKSTART, *TINY),
+        *("train.steps=5000", "train.save_every=0", f"train.out_dir={tmp_path / 'run'}"),
+    )
+
+    assert result.returncode == 3
+    assert "train.save_every=0" in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "run" / "model.pt").exists()
+
+
+MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "an unknown flag": (["info", "--confg=x"], {}, "'--config'"),
+    "an unknown command": (["trian"], {}, "train"),
+    "no command": ([], {}, "COMMAND"),
+    "an unknown key": (["info", "--config", QUICKSTART, "train.stepz=1"], {}, "'train.steps'"),
+    "no override": (["info", "--config", QUICKSTART, "steps"], {}, "group.key=value"),
+    "no such file": (["train", "--config", "configs/nope.yaml"], {}, "quickstart.yaml"),
+    "an unknown variable": (["plan"], {"NSA_ACUM": "2"}, "NSA_ACCUM"),
+    "a planned variable": (["plan"], {"NSA_USE_FA2": "1"}, "does not honour it"),
+    "a bad value": (["train"], {"NSA_LR": "fast"}, "NSA_LR='fast'"),
+    "no such device": (["plan", "--config", QUICKSTART, "runtime.device=cuda:99"], {}, "cuda:99"),
+    "a backend of later": (
+        ["train", "--config", QUICKSTART, "runtime.backend=triton"],
+        {},
+        "backend='triton'",
+    ),
+    "training without the batched path": (
+        ["train", "--config", QUICKSTART, *TINY],
+        {"NSA_PREFILL_BATCHED": "0"},
+        "NSA_PREFILL_BATCHED=0",
+    ),
+    "a dataset of later": (
+        ["train", "--config", QUICKSTART, "data.dataset=fineweb_edu"],
+        {},
+        "fineweb_edu",
+    ),
+    "a tokenizer of later": (
+        ["train", "--config", QUICKSTART, "data.tokenizer=gpt2"],
+        {},
+        "gpt2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "environ", "said"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], environ: dict[str, str], said: str
+) -> None:
+    result = nsa(*arguments, **environ)
+
+    assert result.returncode == 2
+    assert said in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_flags_are_never_abbreviated() -> None:
+    parser = StrictParser(prog="x")
+    parser.add_argument("--dataset")
+
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--data", "y"])
+
+
+def test_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    result = nsa("--version")
+
+    assert (result.returncode, result.stdout) == (0, f"nsa {project['version']}\n")
+
+
+def test_listing_settings_does_not_load_torch() -> None:
+    code = "import sys; from nsa.cli import main; main(['keys']); sys.exit('torch' in sys.modules)"
+
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
+
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,107 @@
+"""Every config key does something: with another value, a tiny real run does something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nsa.config import known_keys
+from nsa.tests.effects import Fingerprint, fingerprint
+
+Usual = Callable[[tuple[str, ...]], Fingerprint]
+
+EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must change)
+    "model.dim": ("24", "weights"),
+    "model.n_layers": ("3", "weights"),
+    "model.n_heads": ("2", "weights"),
+    "model.n_kv_groups": ("1", "weights"),
+    "model.d_k": ("6", "weights"),
+    "model.d_v": ("6", "weights"),
+    "model.tie_embeddings": ("true", "weights"),
+    "model.rope_base": ("100", "losses"),
+    "model.rope_scale": ("8", "losses"),
+    "nsa.l": ("16", "losses"),
+    "nsa.d": ("8", "losses"),
+    "nsa.l_sel": ("16", "losses"),
+    "nsa.n_sel": ("4", "losses"),
+    "nsa.w": ("16", "losses"),
+    "nsa.phi": ("mlp", "weights"),
+    "nsa.gate": ("sigmoid", "losses"),
+    "train.steps": ("3", "losses"),
+    "train.seq_len": ("48", "losses"),
+    "train.batch_size": ("3", "losses"),
+    "train.accumulate_grad_batches": ("2", "losses"),
+    "train.lr": ("0.02", "rates"),
+    "train.lr_schedule": ("constant", "rates"),
+    "train.warmup_steps": ("2", "rates"),
+    "train.weight_decay": ("0.5", "weights"),
+    "train.grad_clip": ("0.001", "weights"),
+    "train.log_every": ("2", "losses"),
+    "train.eval_every": ("1", "evaluations"),
+    "train.eval_batches": ("2", "evaluations"),
+    "train.save_every": ("2", "files"),
+    "train.seed": ("7", "losses"),
+    "train.out_dir": ("", "files"),  # the test gives another folder
+    "data.dataset": ("synthetic", "losses"),
+    "data.tokenizer": ("gpt2", "refused"),
+    "runtime.device": ("cuda:99", "refused"),
+    "runtime.precision": ("bf16", "losses"),
+    "runtime.use_flash": ("false", "plan"),
+    "runtime.gradient_checkpointing": ("true", "kept"),
+    "runtime.gc_layers": ("0:1", "kept"),
+    "runtime.backend": ("reference", "plan"),
+}
+GIVEN: dict[str, tuple[str, ...]] = {
+    "runtime.gc_layers": ("runtime.gradient_checkpointing=true",),
+}
+"""Settings without which a key is refused, on both sides of the comparison."""
+ONLY = {
+    "train.log_every": {"losses", "rates"},
+    "train.eval_every": {"evaluations"},
+    "train.eval_batches": {"evaluations"},
+    "train.save_every": {"files"},
+    "train.out_dir": {"files"},
+    "runtime.use_flash": {"plan"},
+    "runtime.gradient_checkpointing": {"kept"},
+    "runtime.gc_layers": {"kept"},
+}
+"""Keys that must change nothing else: they never touch what is learned."""
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Usual:
+    """Run each set of given settings once."""
+
+    @cache
+    def usual_run(given: tuple[str, ...]) -> Fingerprint:
+        return fingerprint(tmp_path_factory.mktemp("usual") / "a", *given)
+
+    return usual_run
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so
+@pytest.mark.parametrize("key", EFFECTS)
+def test_another_value_changes_the_run(key: str, usual: Usual, tmp_path: Path) -> None:
+    value, field = EFFECTS[key]
+    given = GIVEN.get(key, ())
+    if key == "train.out_dir":
+        value = str(tmp_path / "a" / "elsewhere")
+
+    other = fingerprint(tmp_path / "a", *given, f"{key}={value}")
+
+    changed = usual(given).differences(other)
+    assert field in changed
+    assert changed == ONLY.get(key, changed)
+    assert bool(other.refused) == (field == "refused"), other.refused
+
+
+def test_every_key_is_in_the_table() -> None:
+    assert EFFECTS.keys() == known_keys().keys()
+
+
+def test_a_run_repeats_itself(usual: Usual, tmp_path: Path) -> None:
+    """Without this, a difference would prove nothing."""
+    assert usual(()).differences(fingerprint(tmp_path / "a")) == set()

@@ -1,0 +1,140 @@
+"""Every environment variable that code honours does something when it is set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa import BlockSpec, nsa_attention
+from nsa.cli import main
+from nsa.config import load_config
+from nsa.config.env_table import TABLE
+from nsa.model import TinyLM
+from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
+
+IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes at least)
+    "NSA_SEQ_LEN": ("48", {"losses", "evaluations", "weights", "kept"}),
+    "NSA_BATCH_SIZE": ("3", {"losses", "evaluations", "weights", "kept"}),
+    "NSA_ACCUM": ("2", {"losses", "evaluations", "weights", "kept"}),
+    "NSA_LR": ("0.02", {"losses", "evaluations", "weights", "rates"}),
+    "NSA_ROPE_SCALE": ("8", {"losses", "evaluations", "weights"}),
+    "NSA_GC_RANGE": ("0:1", {"kept"}),
+    "NSA_SEL_RANGES_V2": ("0", {"plan"}),
+    "NSA_FORCE_BRANCH": ("win", {"losses", "evaluations", "weights"}),
+    "NSA_DISABLE_CSV_LOGS": ("1", {"losses", "rates", "evaluations", "files"}),
+    "NSA_DISABLE_AUX_STATS": ("1", {"stats"}),
+}
+ELSEWHERE = {
+    "CONFIG",
+    "NSA_NO_GC",
+    "NSA_STRICT_ASSERTS",
+    "NSA_PREFILL_BATCHED",
+    "NSA_PREFILL_TILE",
+}
+"""Tested below, one by one: what they do does not show in a run of these settings."""
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Fingerprint:
+    return fingerprint(tmp_path_factory.mktemp("usual") / "a")
+
+
+@pytest.mark.parametrize("name", IN_A_RUN)
+def test_setting_it_changes_the_run(
+    name: str, usual: Fingerprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, expected = IN_A_RUN[name]
+    monkeypatch.setenv(name, value)
+
+    changed = usual.differences(fingerprint(tmp_path / "a"))
+
+    assert changed >= expected
+    assert "refused" not in changed
+
+
+def test_every_variable_that_code_honours_is_tested() -> None:
+    honoured = {v.name for v in TABLE.values() if v.honoured == "code"}
+
+    assert honoured == IN_A_RUN.keys() | ELSEWHERE
+
+
+def test_config_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("runtime: {device: cpu}", encoding="utf-8")
+    monkeypatch.setenv("CONFIG", str(path))
+
+    assert main(["plan"]) == 0
+
+    assert f"config: {path}\n" in capsys.readouterr().out
+
+
+def test_no_gc_turns_off_what_the_file_turns_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(TINY.replace("{device", "{gradient_checkpointing: true, device"), "utf-8")
+
+    def checkpointed() -> int:
+        return len(TinyLM.from_config(load_config(path), vocab=256).checkpointed)
+
+    assert checkpointed() == 2
+    monkeypatch.setenv("NSA_NO_GC", "1")
+    assert checkpointed() == 0
+
+
+def test_strict_asserts_refuse_a_selection_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = BlockSpec(l=8, d=4, l_sel=8, n_sel=3, w=8)
+    q, k, v = (torch.randn(1, 32, heads, 8) for heads in (2, 1, 1))
+    selection = torch.tensor([0, 1, 3], dtype=torch.int32).expand(1, 32, 1, 3)
+
+    def attend() -> object:
+        return nsa_attention(
+            *(q, k[:, :7], v[:, :7], k, v, k, v, torch.ones(1, 32, 2, 3)),
+            spec,
+            selection=selection,
+        )
+
+    attend()
+    monkeypatch.setenv("NSA_STRICT_ASSERTS", "1")
+    with pytest.raises(AssertionError):
+        attend()
+
+
+def test_prefill_batched_off_refuses_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSA_PREFILL_BATCHED", "0")
+
+    assert "NSA_PREFILL_BATCHED=0" in fingerprint(tmp_path / "a").refused
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> TinyLM:
+    return TinyLM.from_config(load_config(tiny_config(tmp_path / "a")), vocab=256)
+
+
+def prefill_reads(model: TinyLM) -> int:
+    """Count the tokens that prefilling 20 tokens reads through the decode path."""
+    cache = model.new_cache(batch=1, max_len=20)
+    model.prefill(torch.randint(256, (1, 20)), cache)
+    return int(sum(layer.reads.sum() for layer in cache.layers))
+
+
+def test_prefill_batched_off_sends_every_token_through_decode(
+    model: TinyLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prefill_reads(model) == 0
+    monkeypatch.setenv("NSA_PREFILL_BATCHED", "0")
+    assert prefill_reads(model) > 0
+
+
+def test_prefill_tile_cuts_the_prompt(model: TinyLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of 19 leaves one token, which goes through decode; the prompt as a whole does not."""
+    monkeypatch.setenv("NSA_PREFILL_TILE", "20")
+    assert prefill_reads(model) == 0
+    monkeypatch.setenv("NSA_PREFILL_TILE", "19")
+    assert prefill_reads(model) > 0
