@@ -1,0 +1,62 @@
+# Two commands do everything: `make train` and `make test`. Each creates what it needs in .venv, and nothing else.
+
+CONFIG ?= configs/quickstart.yaml
+VENV := .venv
+PY := $(VENV)/bin/python
+# The version is asked of the interpreter itself: a name on the PATH may be a shim that cannot start.
+CANDIDATES := python3.11 python3.12 python3 python3.13 python3.14 python
+NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+# pip must never choose a torch by itself, so this is the only install line, and it names the pins.
+INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format types layers mutants clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+train: $(VENV)/.installed-plot  ## train configs/quickstart.yaml (or CONFIG=...) on the embedded corpus
+	$(VENV)/bin/nsa train --config $(CONFIG)
+
+test: $(VENV)/.installed-dev  ## run the CPU test suite
+	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu"
+
+lint: $(VENV)/.installed-dev  ## check style and formatting
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.installed-dev  ## format the code and fix what ruff can fix
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+types: $(VENV)/.installed-dev  ## check the types
+	$(VENV)/bin/mypy nsa
+
+layers: $(VENV)/.installed-dev  ## check that imports follow the layers of the package
+	$(VENV)/bin/lint-imports
+
+mutants: $(VENV)/.installed-dev  ## plant known bugs in turn and show that the tests catch each
+	$(PY) scripts/mutants.py
+
+clean:  ## remove the environment, build output and caches (what runs wrote under artifacts/ stays)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A .venv that came from another machine, or whose python is gone, cannot start: it goes before make looks at its stamps.
+ifneq ($(shell $(PY) -c 'print("works")' 2>/dev/null),works)
+$(shell rm -rf $(VENV))
+endif
+
+$(PY):
+	@for candidate in $(CANDIDATES); do \
+	  if $$candidate -c '$(NEW_ENOUGH)' >/dev/null 2>&1; then \
+	    echo "creating $(VENV) with $$($$candidate --version)"; \
+	    exec $$candidate -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "make: no Python 3.11 or newer with the venv module among: $(CANDIDATES); install one (Debian: apt install python3 python3-venv)" >&2; exit 2
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
+	@echo "installing nsa[$*] into $(VENV)"
+	$(INSTALL) -e '.[$*]'
+	@touch $@

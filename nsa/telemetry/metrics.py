@@ -1,0 +1,87 @@
+"""metrics.json: what a run is and how far it came, replaced at every logged step.
+
+Schema, version 1: the fields of Metrics, as one JSON object. A number that is not known yet is
+null; so is one that is not finite, because JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa.telemetry.atomic import write_text
+
+VERSION = 1
+NAME = "metrics.json"
+
+
+@dataclass(kw_only=True)
+class Metrics:
+    """The state of a run in numbers."""
+
+    version: int = VERSION
+    status: str = "running"
+    """running, finished, non_finite (the loss was NaN or infinite) or interrupted (Ctrl-C)."""
+    config_file: str
+    """The file that the run was started with; config.yaml holds what it resolved to."""
+    num_params: int
+    tokens_per_step: int
+    """Tokens in an optimizer update: batch_size x accumulate_grad_batches x seq_len."""
+    device: str
+    dtype: str
+    """Compute precision; weights and optimizer are fp32 in both."""
+    attention: str
+    """The attention plan: which backend runs, and why."""
+    steps: int
+    """Optimizer updates that the run is meant to do."""
+    step: int = 0
+    """Optimizer updates done."""
+    seq_len: int
+    batch_global: int
+    """Rows in an optimizer update."""
+    lr: float
+    """Peak learning rate."""
+    loss_first: float | None = None
+    loss_last: float | None = None
+    val_loss: float | None = None
+    """Nats per token on held-out rows, at the last evaluation; a token is a byte here."""
+    val_ppl: float | None = None
+    val_bits_per_byte: float | None = None
+    train_s: float = 0.0
+    """Seconds spent in training steps."""
+    eval_and_save_s: float = 0.0
+    """Seconds spent in evaluations and checkpoints between the steps."""
+    toks_per_s: float | None = None
+    """Tokens of the whole run over train_s."""
+    attention_stats: dict[str, float | list[float]] = field(default_factory=dict)
+    """Gates and selection over all layers at the last logged step; empty when switched off."""
+
+
+def write_metrics(folder: Path, metrics: Metrics) -> Path:
+    """Replace metrics.json in the folder."""
+    content = _finite(dataclasses.asdict(metrics))
+    write_text(folder / NAME, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return folder / NAME
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """Read metrics.json of a run folder."""
+    content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{folder / NAME} has version {content.get('version')!r}; this program reads "
+            f"version {VERSION}; use the program that wrote it"
+        )
+    return Metrics(**content)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,58 @@
+"""The folder of a run: made fresh, with the files of an earlier run moved aside."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from nsa.config import ConfigError
+from nsa.telemetry import config_file, csv_log, curve, metrics, sample
+
+MODEL = "model.pt"
+CHECKPOINTS = "checkpoint_step*.pt"
+RUN_FILES = (
+    csv_log.TRAINING,
+    csv_log.VAL,
+    metrics.NAME,
+    config_file.NAME,
+    sample.NAME,
+    curve.NAME,
+    MODEL,
+    CHECKPOINTS,
+)
+"""Patterns of what a run writes; other files in its folder are never touched."""
+
+
+class Folder(NamedTuple):
+    """A run folder that is ready, and where the files of the run before went, if there were any."""
+
+    path: Path
+    previous: Path | None
+
+
+def open_folder(path: Path) -> Folder:
+    """Create the folder; move an earlier run's files to previous/<time>/ in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"train.out_dir={path}: the folder cannot be made ({error.strerror}); "
+            "name one that can be written"
+        ) from None
+    old = [file for pattern in RUN_FILES for file in sorted(path.glob(pattern))]
+    if not old:
+        return Folder(path, None)
+    previous = _new_folder(path / "previous")
+    for file in old:
+        file.rename(previous / file.name)
+    return Folder(path, previous)
+
+
+def _new_folder(parent: Path) -> Path:
+    """Name it after the time; a second run within the same second gets a number."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = [stamp, *(f"{stamp}-{number}" for number in range(2, 1000))]
+    folder = next(parent / name for name in names if not (parent / name).exists())
+    folder.mkdir(parents=True)
+    return folder

@@ -1,0 +1,65 @@
+"""What all tests share: thread limits, a clean environment, a config that trains in a second."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.config import Config, load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+TINY = (
+    "model.dim=16",
+    "model.n_layers=2",
+    "model.n_heads=2",
+    "model.n_kv_groups=1",
+    "model.d_k=8",
+    "model.d_v=8",
+    "nsa.l=8",
+    "nsa.d=4",
+    "nsa.l_sel=8",
+    "nsa.n_sel=3",
+    "nsa.w=8",
+    "train.steps=3",
+    "train.seq_len=32",
+    "train.batch_size=2",
+    "train.warmup_steps=0",
+    "train.log_every=1",
+    "train.eval_every=3",
+    "train.eval_batches=2",
+    "data.dataset=shakespeare",
+    "runtime.device=cpu",
+    "runtime.precision=fp32",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each xdist worker one thread: two workers with two threads each fight for two cores."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable in the developer's shell must not change what a test sees."""
+    for name in list(os.environ):
+        if name.startswith("NSA_") or name == "CONFIG":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path) -> Callable[..., Config]:
+    """Return a function that builds a config of a run of a second, with overrides."""
+
+    def build(*overrides: str) -> Config:
+        base = REPOSITORY / "configs" / "base.yaml"
+        return load_config(
+            base, [*TINY, f"train.out_dir={tmp_path / 'run'}", *overrides], environ={}
+        )
+
+    return build

@@ -1,0 +1,211 @@
+"""The parts of training by themselves: schedule, optimizer, guard, evaluation, device, progress."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.config import Config, ConfigError, RuntimeConfig, TrainConfig
+from nsa.data import open_data
+from nsa.model import TinyLM
+from nsa.telemetry import TrainingRow
+from nsa.train import RunRefused
+from nsa.train.evaluate import Evaluation, evaluate
+from nsa.train.guard import LONG_STEPS, refuse_waste
+from nsa.train.loss import next_token_loss
+from nsa.train.optimizer import build_optimizer, clip_gradients, set_lr
+from nsa.train.progress import Progress, clock
+from nsa.train.runtime import resolve_runtime
+from nsa.train.schedule import lr_at
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def tiny_model(cfg: Config) -> TinyLM:
+    torch.manual_seed(0)
+    return TinyLM.from_config(cfg, vocab=256)
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
+    train = TrainConfig(steps=100, warmup_steps=10, lr=1.0)
+    assert [lr_at(step, train) for step in (1, 5, 10)] == pytest.approx([0.1, 0.5, 1.0])
+
+
+def test_cosine_falls_from_the_peak_to_nearly_zero() -> None:
+    train = TrainConfig(steps=100, warmup_steps=10, lr=1.0)
+    rates = [lr_at(step, train) for step in range(10, 101)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == 1.0
+    assert lr_at(55, train) == pytest.approx(0.5, abs=0.02)
+    assert 0 < rates[-1] < 0.001
+
+
+def test_constant_rate_stays_after_the_warm_up() -> None:
+    train = TrainConfig(steps=100, warmup_steps=2, lr=0.5, lr_schedule="constant")
+    assert [lr_at(step, train) for step in (1, 2, 3, 100)] == [0.25, 0.5, 0.5, 0.5]
+
+
+def test_schedule_without_warm_up_and_with_warm_up_only() -> None:
+    assert lr_at(1, TrainConfig(steps=1, lr=1.0)) == pytest.approx(0.5)
+    assert lr_at(5, TrainConfig(steps=5, warmup_steps=5, lr=1.0)) == 1.0
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_weight_decay_spares_norms_biases_and_embeddings(
+    tiny_config: Callable[..., Config], tied: str
+) -> None:
+    cfg = tiny_config("train.weight_decay=0.5", f"model.tie_embeddings={tied}", "nsa.phi=mlp")
+    model = tiny_model(cfg)
+    groups = build_optimizer(model, cfg.train).param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    names = {name: decay[id(p)] for name, p in model.named_parameters()}
+    assert len(decay) == len(names)
+    assert names["embed.weight"] == 0.0
+    assert names["norm.weight"] == names["blocks.0.norm1.weight"] == 0.0
+    assert names["blocks.0.attn.gate.bias"] == 0.0
+    assert names["blocks.0.attn.qkv.weight"] == names["blocks.1.mlp.fc2.weight"] == 0.5
+
+
+def test_set_lr_reaches_every_group(tiny_config: Callable[..., Config]) -> None:
+    optimizer = build_optimizer(tiny_model(tiny_config()), TrainConfig())
+    set_lr(optimizer, 0.125)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+
+
+@pytest.mark.parametrize(("max_norm", "after"), [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
+def test_clipping_scales_down_only_and_reports_the_norm_before(
+    max_norm: float, after: float
+) -> None:
+    layer = torch.nn.Linear(1, 2, bias=False)
+    layer.weight.grad = torch.tensor([[3.0], [4.0]])
+    assert clip_gradients(layer, max_norm).item() == pytest.approx(5.0)
+    assert layer.weight.grad.norm().item() == pytest.approx(after, abs=1e-5)
+
+
+def test_long_run_without_checkpoints_is_refused(tiny_config: Callable[..., Config]) -> None:
+    cfg = tiny_config(f"train.steps={LONG_STEPS}")
+    with pytest.raises(RunRefused, match=r"5000 steps with train.save_every=0") as refused:
+        refuse_waste(cfg, LONG_STEPS, config_path="x.yaml", config_named=True)
+    assert refused.value.exit_code == 3
+    refuse_waste(cfg, LONG_STEPS - 1, config_path="x.yaml", config_named=True)
+
+
+def test_long_run_with_a_config_that_nobody_named_is_refused(
+    tiny_config: Callable[..., Config],
+) -> None:
+    cfg = tiny_config(f"train.steps={LONG_STEPS}", "train.save_every=100")
+    with pytest.raises(RunRefused, match=r"x.yaml, which nobody named"):
+        refuse_waste(cfg, LONG_STEPS, config_path="x.yaml", config_named=False)
+    refuse_waste(cfg, LONG_STEPS, config_path="x.yaml", config_named=True)
+
+
+def test_loss_is_the_mean_over_all_targets_of_a_row(tiny_config: Callable[..., Config]) -> None:
+    cfg = tiny_config()
+    model, runtime = tiny_model(cfg), resolve_runtime(cfg.runtime)
+    batch = open_data(cfg.data, 32, 0).train.batch(0, 3)  # [3, 33]
+    log_p = model(batch[:, :32]).detach().double().log_softmax(-1)  # [3, 32, 256]
+    expected = -sum(log_p[b, t, batch[b, t + 1]] for b in range(3) for t in range(32)) / 96
+    assert next_token_loss(model, batch, runtime).item() == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_evaluation_is_the_mean_over_different_rows(tiny_config: Callable[..., Config]) -> None:
+    cfg = tiny_config("train.eval_batches=3", "train.batch_size=2")
+    model, runtime = tiny_model(cfg), resolve_runtime(cfg.runtime)
+    rows = open_data(cfg.data, 32, 0).val
+    model.train()
+    found = evaluate(model, rows, cfg.train, runtime)
+    expected = next_token_loss(model, rows.batch(0, 6), runtime).item()
+    assert found.loss == pytest.approx(expected, rel=1e-5)
+    assert found.num_tokens == 6 * 32
+    assert model.training
+
+
+def test_evaluation_counts_no_row_twice(tiny_config: Callable[..., Config]) -> None:
+    class FiveRows:
+        num_rows = 5
+
+        def batch(self, position: int, size: int) -> Tensor:
+            seen.extend(range(position, position + size))
+            return torch.zeros(size, 33, dtype=torch.int64)
+
+    seen: list[int] = []
+    cfg = tiny_config("train.eval_batches=100", "train.batch_size=2")
+    found = evaluate(tiny_model(cfg), FiveRows(), cfg.train, resolve_runtime(cfg.runtime))
+    assert seen == [0, 1, 2, 3, 4]
+    assert found.num_tokens == 5 * 32
+
+
+def test_evaluation_speaks_in_nats_perplexity_and_bits() -> None:
+    found = Evaluation(loss=math.log(8), num_tokens=1)
+    assert found.ppl == pytest.approx(8.0)
+    assert found.bits_per_byte == pytest.approx(3.0)
+    assert Evaluation(loss=1e6, num_tokens=1).ppl == math.inf
+
+
+def test_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"runtime.device=cuda:99: this machine has"):
+        resolve_runtime(RuntimeConfig(device="cuda:99"))
+
+
+def test_auto_takes_the_gpu_where_there_is_one() -> None:
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert resolve_runtime(RuntimeConfig(device="auto")).device.type == expected
+
+
+def test_bf16_computes_in_bf16() -> None:
+    runtime = resolve_runtime(RuntimeConfig(device="cpu", precision="bf16"))
+    with runtime.compute():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_use_flash_off_allows_math_only_and_the_plan_says_so() -> None:
+    runtime = resolve_runtime(RuntimeConfig(device="cpu", use_flash=False))
+    assert "math only" in runtime.plan
+    with runtime.compute():
+        assert torch.backends.cuda.math_sdp_enabled()
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_progress_in_a_pipe_is_one_line_for_each_logged_step() -> None:
+    out = io.StringIO()
+    with Progress(out, steps=50) as progress:
+        progress.advance()
+        progress.show(TrainingRow(1, 5.5, 1e-3, 1234.4), eta_s=75)
+        progress.say("[boot] a line that is longer than eighty columns " + "x" * 80)
+    assert out.getvalue().splitlines() == [
+        "step 0001 | loss 5.5000 | lr 1.00e-03 | toks/s 1234 | eta 1:15",
+        "[boot] a line that is longer than eighty columns " + "x" * 80,
+    ]
+
+
+def test_progress_in_a_terminal_is_a_bar_with_loss_and_eta(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("TERM", "NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    out = Terminal()
+    with Progress(out, steps=50) as progress:
+        progress.advance()
+        progress.show(TrainingRow(1, 5.5, 1e-3, 1234.4), eta_s=75)
+    text = out.getvalue()
+    assert "━" in text and "1/50" in text and "loss 5.5000" in text and "eta 1:15" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03")]
+)
+def test_clock_writes_durations(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

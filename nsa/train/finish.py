@@ -1,0 +1,55 @@
+"""The end of a run: the model file, the loss curve, a sample, and where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nsa.data import ByteTokenizer
+from nsa.model import TinyLM
+from nsa.telemetry import Metrics, PlotUnavailable, draw_loss_curve, write_sample
+from nsa.train.loop import Trainer
+from nsa.train.model_file import save_model
+from nsa.train.progress import clock
+
+Sampler = Callable[[TinyLM, ByteTokenizer, int], str]
+"""Lets a model write: (model, tokenizer, seed) -> text. nsa.generate.sample_text is one."""
+
+
+def finish(trainer: Trainer, sampler: Sampler | None, model_path: Path) -> list[Path]:
+    """Write what a finished run has to show, and return all files but the checkpoints."""
+    log, say = trainer.log, trainer.log.progress.say
+    files = [path for path in (log.training.path, log.val.path) if path is not None]
+    files.append(save_model(model_path, trainer.model, trainer.cfg))
+    try:
+        title = f"{trainer.cfg.data.dataset}, {log.metrics.num_params:,} parameters"
+        files.append(draw_loss_curve(trainer.folder, log.training.rows, log.val.rows, title))
+    except PlotUnavailable as missing:
+        say(f"[done] no loss curve: {missing}")
+    if sampler is not None:
+        text = sampler(trainer.model, trainer.data.tokenizer, trainer.cfg.train.seed)
+        files.append(write_sample(trainer.folder, text))
+        say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
+    log.metrics.status = "finished"
+    files.append(log.write())
+    return files
+
+
+def summarize(metrics: Metrics, files: Sequence[Path]) -> str:
+    """The last lines of a run: what it reached, in which time, and where to look."""
+    lines = [
+        f"[done] {metrics.step} steps in {clock(metrics.train_s)} of training "
+        f"({metrics.toks_per_s:.0f} toks/s) and {clock(metrics.eval_and_save_s)} of evaluation",
+        f"[done] training loss {metrics.loss_first:.4f} -> {metrics.loss_last:.4f} nats per token",
+    ]
+    if metrics.val_loss is not None:
+        lines.append(
+            f"[done] held-out loss {metrics.val_loss:.4f} nats per token, ppl "
+            f"{metrics.val_ppl:.2f}, {metrics.val_bits_per_byte:.3f} bits per byte"
+        )
+    return "\n".join([*lines, "[done] wrote:", *(f"  {file}" for file in files)])
+
+
+def _printable(text: str) -> str:
+    """Keep line ends; show other control characters, which an untrained model writes, as dots."""
+    return "".join(c if c.isprintable() or c == "\n" else "." for c in text)

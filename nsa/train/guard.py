@@ -1,0 +1,26 @@
+"""What a run must show before it starts: long runs are expensive, so they are checked harder."""
+
+from __future__ import annotations
+
+from nsa.config import Config
+from nsa.train.errors import RunRefused
+
+LONG_STEPS = 5000
+"""From here on a run needs checkpoints and a config that was chosen on purpose."""
+
+
+def refuse_waste(cfg: Config, steps: int, *, config_path: str, config_named: bool) -> None:
+    """Raise RunRefused when a long run could be lost, or is likely not the one that was meant."""
+    if steps < LONG_STEPS:
+        return
+    if cfg.train.save_every == 0:
+        raise RunRefused(
+            f"{steps} steps with train.save_every=0: a run of {LONG_STEPS} steps or more without "
+            "checkpoints is lost when it stops; set train.save_every, or pass --allow-long-run"
+        )
+    if not config_named:
+        raise RunRefused(
+            f"{steps} steps with {config_path}, which nobody named: a run of {LONG_STEPS} steps or "
+            "more needs a config that was chosen; name it with --config or CONFIG, or pass "
+            "--allow-long-run"
+        )

@@ -1,0 +1,47 @@
+"""AdamW, with weight decay on the matrices only."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from nsa.config import TrainConfig
+
+BETAS = (0.9, 0.95)
+"""A shorter memory of squared gradients than torch's 0.999: usual for language models."""
+
+
+def build_optimizer(model: nn.Module, train: TrainConfig) -> Optimizer:
+    """Build the optimizer, in its fused form: one kernel instead of many for each parameter."""
+    decayed, free = _by_decay(model)
+    groups = [
+        {"params": decayed, "weight_decay": train.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=train.lr, betas=BETAS, fused=True)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Give all groups the rate of the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:  # [] fp32
+    """Scale the gradients down to `max_norm`, 0 for never, and return their norm before that."""
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+
+
+def _by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split the parameters into those that decay and those that do not.
+
+    Norm weights and biases do not: zero is not their neutral value, or they are too few to overfit.
+    Embeddings do not either: a row gets gradients only when its token occurs, so decay would
+    shrink the rows of rare tokens at every step with nothing to pull them back.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in embeddings]
+    free = [p for p in parameters if p.ndim < 2 or id(p) in embeddings]
+    return decayed, free

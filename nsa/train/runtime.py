@@ -1,0 +1,74 @@
+"""Where and in which precision a run computes: resolved once, then fixed and printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa.config import ConfigError, RuntimeConfig
+from nsa.ops.plan import plan_attention
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The device, the compute precision and the attention plan of a run."""
+
+    device: torch.device
+    precision: str
+    """bf16 computes matrix products in bfloat16; weights and optimizer stay fp32."""
+    use_flash: bool
+    plan: str
+    """Which attention backend runs, and why."""
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        """The context of every forward pass."""
+        bf16 = self.precision == "bf16"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16):
+            if self.use_flash:
+                yield
+            else:
+                with sdpa_kernel(SDPBackend.MATH):
+                    yield
+
+    def describe_device(self) -> str:
+        """Name the device as a person would."""
+        if self.device.type == "cuda":
+            tf32 = "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
+            return f"{self.device} ({torch.cuda.get_device_name(self.device)}, TF32 {tf32})"
+        return f"{self.device} ({torch.get_num_threads()} threads)"
+
+
+def resolve_runtime(config: RuntimeConfig) -> Runtime:
+    """Choose the device, allow TF32 on it, and ask for the attention plan."""
+    device = _device(config.device)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+    plan = str(plan_attention(device, DTYPES[config.precision], _backend(config)))
+    if not config.use_flash:
+        plan += ", SDPA: math only (runtime.use_flash=false)"
+    return Runtime(device=device, precision=config.precision, use_flash=config.use_flash, plan=plan)
+
+
+def _backend(config: RuntimeConfig) -> str:
+    return config.backend if config.use_flash else "torch"
+
+
+def _device(name: str) -> torch.device:
+    count = torch.cuda.device_count()
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"runtime.device={name}: this machine has {count} CUDA devices; "
+            f"use {'cpu' if not count else f'cuda:0 to cuda:{count - 1}'}, or auto"
+        )
+    return device

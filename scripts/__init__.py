@@ -1,0 +1,1 @@
+"""Thin entries under the names that the runbooks use."""

@@ -1,0 +1,93 @@
+"""Train a model from a config: the trainer, under the name that the runbooks use.
+
+`CONFIG=FILE python scripts/train_showcase.py [flags]`; TinyLM can be imported from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
+
+from nsa.config import BAD_INPUT, Config, ConfigError, StrictParser, load_config
+from nsa.config.env import check_environment, in_effect, raw, read
+from nsa.generate import sample_text
+from nsa.model import TinyLM
+from nsa.train import TrainError, run
+
+__all__ = ["TinyLM", "main"]
+
+KEYS = {
+    "dataset": "data.dataset",
+    "precision": "runtime.precision",
+    "seq_len": "train.seq_len",
+    "batch_size": "train.batch_size",
+    "accum_batches": "train.accumulate_grad_batches",
+    "out_dir": "train.out_dir",
+}
+"""Flags that are another spelling of a config key."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, and return the exit code."""
+    flags = _parser().parse_args(arguments)
+    try:
+        check_environment()
+        path = flags.config or read("CONFIG")
+        config = _resolve(path, flags)
+        for name, value in in_effect().items():
+            print(f"[boot] environment: {name}={value}")
+        run(
+            config,
+            config_path=path,
+            config_named=bool(flags.config or raw("CONFIG")),
+            allow_long_run=flags.allow_long_run,
+            stop_after=flags.steps,
+            model_path=flags.save,
+            sampler=sample_text,
+        )
+    except ConfigError as error:
+        print(f"train_showcase: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except TrainError as error:
+        print(f"train_showcase: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> StrictParser:
+    parser = StrictParser(prog="train_showcase", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", metavar="FILE", help="default: the variable CONFIG")
+    parser.add_argument("--steps", type=_count, help="end earlier; the LR schedule stays")
+    for flag, key in KEYS.items():
+        parser.add_argument(f"--{flag.replace('_', '-')}", help=f"sets {key}")
+    parser.add_argument("--no-gc", action="store_true", help="gradient checkpointing off")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="default: <out_dir>/model.pt")
+    parser.add_argument("--allow-long-run", action="store_true", help="start a run that is refused")
+    return parser
+
+
+def _resolve(path: str, flags: argparse.Namespace) -> Config:
+    overrides = [f"{key}={getattr(flags, f)}" for f, key in KEYS.items() if getattr(flags, f)]
+    if flags.no_gc:
+        overrides += ["runtime.gradient_checkpointing=false", "runtime.gc_layers="]
+    config = load_config(path, overrides)
+    if flags.steps and flags.steps > config.train.steps:
+        print(
+            f"[boot] --steps {flags.steps} is more than train.steps={config.train.steps}; both "
+            f"the run and its LR schedule are now {flags.steps} steps long"
+        )
+        config = load_config(path, [*overrides, f"train.steps={flags.steps}"])
+    return config
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1; use one")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
