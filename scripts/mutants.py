@@ -6,7 +6,6 @@ mutant fails at least one test. The oracle is never touched: a bug there would p
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -206,15 +205,9 @@ def _run(mutant: Mutant) -> Result:
         _plant(mutant, copy / "nsa")
         tests = [f"nsa/tests/{name}.py" for name in TESTS]
         # The copy is imported, not the installed package: `-m pytest` puts its folder first.
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", *tests]
-        command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
+        command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest", "-x", "-q", *tests]
+        command += ["-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     return Result(mutant.name, _verdict(mutant, done), time.monotonic() - start)
 
 

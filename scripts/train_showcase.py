@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
-from nsa.config import BAD_INPUT, Config, ConfigError, StrictParser, load_config
+from nsa.config import BAD_INPUT, Config, StrictParser, load_config
 from nsa.config.env import check_environment, in_effect, raw, read
 from nsa.generate import sample_text
 from nsa.model import TinyLM
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             model_path=flags.save,
             sampler=sample_text,
         )
-    except ConfigError as error:
+    except ValueError as error:  # bad input, by the convention of this package
         print(f"train_showcase: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except TrainError as error:

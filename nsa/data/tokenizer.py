@@ -22,9 +22,7 @@ class ByteTokenizer:
         ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
         if (ids == self.eos).any():
             at = int(np.argmax(ids == self.eos))
-            raise DataError(
-                f"the text holds a NUL at byte {at}; byte 0 ends a document; remove it"
-            )
+            raise DataError(f"the text holds a NUL at byte {at}; byte 0 ends a document; remove it")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

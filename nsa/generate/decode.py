@@ -11,7 +11,8 @@ from nsa.model import TinyLM
 
 PROMPT = "KING.\n"
 SAMPLE_TOKENS = 400
-TEMPERATURE = 0.7
+TEMPERATURE = 0.5
+"""Low: a model of a two-minute run writes words then, where it would mumble at 1."""
 
 
 def sample_text(model: TinyLM, tokenizer: ByteTokenizer, seed: int) -> str:

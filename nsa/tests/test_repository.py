@@ -160,12 +160,3 @@ def test_licence_is_the_apache_licence() -> None:
 def test_changelog_knows_the_version() -> None:
     version = PROJECT["project"]["version"]
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_quickstart_is_really_sparse() -> None:
-    from nsa.config import load_config
-
-    cfg = load_config(ROOT / "configs" / "quickstart.yaml", environ={})
-    assert cfg.nsa.n_sel * cfg.nsa.l_sel < cfg.train.seq_len
-    assert cfg.nsa.w < cfg.train.seq_len
-    assert cfg.data.dataset == "shakespeare" and cfg.runtime.device == "auto"

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -339,3 +340,14 @@ def test_attention_statistics_can_be_switched_off(
     monkeypatch.setenv("NSA_DISABLE_AUX_STATS", "1")
     result, _ = train(tiny_config())
     assert read_metrics(result.folder).attention_stats == {}
+
+
+def test_eta_leaves_the_slow_first_step_out(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter([0.0, 100.0, 101.0, 102.0, 103.0])  # start, then the end of each of four steps
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr("nsa.train.log.time", clock)
+    _, printed = train(tiny_config("train.steps=4", "train.eval_every=0"))
+    etas = [line.rsplit("eta ", 1)[1] for line in printed.splitlines() if " | eta " in line]
+    assert etas == ["5:00", "0:02", "0:01", "0:00"]

@@ -33,6 +33,7 @@ class RunLog:
         self.folder, self._every = folder, train.log_every
         self._waiting: list[Tensor] = []  # [loss, gradient norm] of the steps not yet looked at
         self._since = time.perf_counter()
+        self._first_s = 0.0
 
     def is_logged(self, step: int) -> bool:
         """The first step, every log_every-th and the last get a line."""
@@ -112,4 +113,11 @@ class RunLog:
         row = TrainingRow(step, metrics.loss_last, lr, speed)
         self.training.append(row)
         self.write()
-        self.progress.show(row, (metrics.steps - step) * metrics.train_s / step)
+        self.progress.show(row, (metrics.steps - step) * self._step_s(step, seconds))
+
+    def _step_s(self, step: int, seconds: float) -> float:
+        """Seconds for each step so far; the first one also warms up, and counts only alone."""
+        if step == 1:
+            self._first_s = seconds
+            return seconds
+        return (self.metrics.train_s - self._first_s) / (step - 1)

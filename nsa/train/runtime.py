@@ -51,14 +51,10 @@ def resolve_runtime(config: RuntimeConfig) -> Runtime:
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-    plan = str(plan_attention(device, DTYPES[config.precision], _backend(config)))
+    plan = str(plan_attention(device, DTYPES[config.precision], config.attention_backend))
     if not config.use_flash:
         plan += ", SDPA: math only (runtime.use_flash=false)"
     return Runtime(device=device, precision=config.precision, use_flash=config.use_flash, plan=plan)
-
-
-def _backend(config: RuntimeConfig) -> str:
-    return config.backend if config.use_flash else "torch"
 
 
 def _device(name: str) -> torch.device:

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 
+MANY_ROWS = 64
+"""From here on a copy of the keys costs little beside the product with them."""
+
+
 class KeyValues(NamedTuple):
     """Keys and values of one branch."""
 
@@ -73,7 +77,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dq, dk, dv, dgate with the shapes of q, k, v, gate
     """Gradients of gate * attend(...), with the probabilities recomputed from the log-sum-exp."""
     probs = _masked_logits(q, kv.k, visible, scale).sub_(lse[..., None]).exp_()
-    dprobs = (_rows(dout) @ kv.v.mT).view_as(probs)
+    dprobs = _times_transposed(_rows(dout), kv.v).view_as(probs)
     dgate = torch.linalg.vecdot(probs, dprobs)
     probs.mul_(gate[..., None])
     dv = _rows(probs).mT @ _rows(dout)
@@ -85,9 +89,18 @@ def attend_backward(
 
 def _masked_logits(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
     """q.k * scale where visible, -inf elsewhere: [*, T, G, K]."""
-    logits = (_rows(q) * scale) @ k.to(q.dtype).mT
+    logits = _times_transposed(_rows(q) * scale, k.to(q.dtype))
     logits = logits.unflatten(-2, q.shape[-3:-1])
     return logits.masked_fill_(~visible[..., :, None, :], -math.inf)
+
+
+def _times_transposed(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y.mT: [*, R, D], [*, K, D] -> [*, R, K].
+
+    oneDNN multiplies by a transposed view up to three times slower than by a contiguous matrix at
+    small head dims on ARM; beside many rows the copy is cheap.
+    """
+    return x @ (y.mT.contiguous() if x.shape[-2] >= MANY_ROWS else y.mT)
 
 
 def _rows(x: Tensor) -> Tensor:

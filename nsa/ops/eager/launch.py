@@ -25,7 +25,7 @@ from nsa.ops.spec import BlockSpec
 CHUNK_LOGITS = 1 << 21
 """Logits of one chunk and branch: small enough for the cache of a CPU core, large enough to keep
 the matrix products long."""
-MIN_CHUNK, MAX_CHUNK = 32, 512
+MIN_CHUNK, MAX_CHUNK = 32, 128
 """Queries per chunk, whatever the shape."""
 
 
