@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 MANY_ROWS = 64
 """From here on a copy of the keys costs little beside the product with them."""
 
