@@ -11,6 +11,7 @@ Shape letters of the whole package:
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Literal, overload
 
 import torch
@@ -18,12 +19,23 @@ from torch import Tensor
 
 from nsa.config.env import read
 from nsa.ops import checks, reference
-from nsa.ops.eager import compress as torch_compress
-from nsa.ops.eager import launch as torch_path
 from nsa.ops.plan import Plan, plan_attention
 from nsa.ops.spec import BlockSpec
 
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
+
+ATTENTION = {
+    "reference": "nsa.ops.reference",
+    "torch": "nsa.ops.eager.launch",
+    "triton": "nsa.ops.triton.launch",
+}
+"""Module of each backend with nsa_attention and select_blocks; imported when first used."""
+COMPRESSION = {
+    "reference": "nsa.ops.reference",
+    "torch": "nsa.ops.eager.compress",
+    "triton": "nsa.ops.triton.compress",
+}
+"""Module of each backend with compress."""
 
 
 @overload
@@ -95,14 +107,14 @@ def nsa_attention(
         "gates": gates,
     }
     doc_lens = checks.check_attention(tensors, spec, scale, cu_seqlens, selection)
-    plan = plan_attention(q.device, q.dtype, backend)
+    plan = plan_attention(q.device, q.dtype, backend, (q.shape[-1], v_sel.shape[-1]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if selection is not None and read("NSA_STRICT_ASSERTS"):
         positions = torch.cat([torch.arange(n, device=q.device) for n in doc_lens])
         checks.assert_selection(selection.transpose(1, 2), positions, spec)
     if selection is None and plan.backend != "reference" and plan.selection == "reference":
         selection = reference.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
-    path = reference if plan.backend == "reference" else torch_path
+    path = import_module(ATTENTION[plan.backend])
     out, chosen = path.nsa_attention(
         *tensors.values(), spec, scale=scale, doc_lens=doc_lens, selection=selection
     )
@@ -118,8 +130,8 @@ def compress(
 ) -> Tensor:  # [B, N, H, D]
     """Compressed tokens by phi = avg: the mean of every complete block of l tokens, stride d."""
     doc_lens = checks.check_compress(x, spec, cu_seqlens)
-    plan = plan_attention(x.device, x.dtype, backend)
-    path = reference if plan.backend == "reference" else torch_compress
+    plan = plan_attention(x.device, x.dtype, backend, (x.shape[-1],))
+    path = import_module(COMPRESSION[plan.backend])
     return path.compress(x, spec, doc_lens=doc_lens)
 
 
@@ -134,7 +146,7 @@ def select_blocks(
 ) -> Tensor:  # [B, S, Hkv, n_sel] int32  block ids ascending, then -1
     """The blocks each KV head reads: the forced ones, then the best scores."""
     doc_lens = checks.check_scoring(q, k_cmp, spec, scale, cu_seqlens)
-    plan = plan_attention(q.device, q.dtype, backend)
+    plan = plan_attention(q.device, q.dtype, backend, (q.shape[-1],))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    path = reference if plan.selection == "reference" else torch_path
+    path = reference if plan.selection == "reference" else import_module(ATTENTION[plan.backend])
     return path.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)

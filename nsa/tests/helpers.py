@@ -89,17 +89,21 @@ def run_with_gradients(
     """Output, and the gradients of a fixed weighted sum of it for every input."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     out = run(case, leaves, backend, **options)
-    weight = torch.cos(torch.arange(out.numel(), dtype=torch.float64) * 0.7).view_as(out)
+    index = torch.arange(out.numel(), dtype=torch.float64, device=out.device)
+    weight = torch.cos(index * 0.7).view_as(out)
     out.backward(weight.to(out.dtype))
     return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value (0 for empty tensors)."""
+    """Largest difference over the largest expected value, or over 1e-2 where all are smaller.
+
+    With one key the gradient of q is exactly 0, and rounding is all that a kernel has to show.
+    """
     if expected.numel() == 0:
         return 0.0
     difference = (actual.double() - expected.double()).abs().max().item()
-    return difference / max(expected.double().abs().max().item(), 1e-30)
+    return difference / max(expected.double().abs().max().item(), 1e-2)
 
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str = "output") -> None:

@@ -57,7 +57,7 @@ def run(
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
-    runtime = resolve_runtime(cfg.runtime)
+    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v))
     data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
     torch.manual_seed(cfg.train.seed)
     model = TinyLM.from_config(cfg, data.tokenizer.vocab).to(runtime.device)

@@ -45,13 +45,14 @@ class Runtime:
         return f"{self.device} ({torch.get_num_threads()} threads)"
 
 
-def resolve_runtime(config: RuntimeConfig) -> Runtime:
-    """Choose the device, allow TF32 on it, and ask for the attention plan."""
+def resolve_runtime(config: RuntimeConfig, head_dims: tuple[int, ...] = (64,)) -> Runtime:
+    """Choose the device, allow TF32 on it, and ask for the plan for heads of these dims."""
     device = _device(config.device)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-    plan = str(plan_attention(device, DTYPES[config.precision], config.attention_backend))
+    dtype, backend = DTYPES[config.precision], config.attention_backend
+    plan = str(plan_attention(device, dtype, backend, head_dims))
     if not config.use_flash:
         plan += ", SDPA: math only (runtime.use_flash=false)"
     return Runtime(device=device, precision=config.precision, use_flash=config.use_flash, plan=plan)

@@ -1,0 +1,1 @@
+"""Triton kernels of the operator, and the code that launches them."""

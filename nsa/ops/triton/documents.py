@@ -1,0 +1,44 @@
+"""Where packed documents start and end, as the kernels look it up: one number per row or key."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.ops.spec import BlockSpec
+
+
+class Documents(NamedTuple):
+    """Index tensors, int32 [S] for raw tokens and [N] for compressed ones."""
+
+    row_start: Tensor  # first token of the row's document
+    row_cmp: Tensor  # first compressed token of the row's document
+    raw_first: Tensor  # first query that sees the raw token: itself
+    raw_last: Tensor  # last token of its document
+    win_last: Tensor  # last query whose window reaches the raw token
+    cmp_first: Tensor  # first query that sees the compressed token
+    cmp_last: Tensor  # last token of its document
+
+
+def index_documents(doc_lens: list[int], spec: BlockSpec, device: torch.device) -> Documents:
+    """Build the index on the host, where the lengths are, and copy it in one piece."""
+    lengths = torch.tensor(doc_lens)
+    num_cmp = torch.tensor([spec.num_cmp(length) for length in doc_lens])
+    starts, cmp_starts = lengths.cumsum(0) - lengths, num_cmp.cumsum(0) - num_cmp
+    token = torch.arange(int(lengths.sum()))
+    row_start = starts.repeat_interleave(lengths)
+    raw_last = (starts + lengths - 1).repeat_interleave(lengths)
+    block = torch.arange(int(num_cmp.sum())) - cmp_starts.repeat_interleave(num_cmp)
+    rows = [
+        row_start,
+        cmp_starts.repeat_interleave(lengths),
+        token,
+        raw_last,
+        torch.minimum(raw_last, token + spec.w - 1),
+        starts.repeat_interleave(num_cmp) + block * spec.d + spec.l - 1,
+        (starts + lengths - 1).repeat_interleave(num_cmp),
+    ]
+    packed = torch.cat(rows).to(torch.int32).to(device)
+    return Documents(*packed.split([len(row) for row in rows]))

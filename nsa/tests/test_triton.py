@@ -1,0 +1,201 @@
+"""The Triton kernels against the oracle: on a GPU, or in Triton's interpreter on the CPU.
+
+`pytest -m gpu` runs them on a GPU. test_triton_on_cpu.py runs them with TRITON_INTERPRET=1, where
+bf16 is not exact and shapes must be tiny.
+"""
+
+import pytest
+import torch
+
+from nsa import BlockSpec, compress, select_blocks
+from nsa.ops.triton import launch
+from nsa.tests.helpers import (
+    NAMES,
+    Case,
+    assert_fair_selection,
+    assert_near,
+    make_inputs,
+    run,
+    run_with_gradients,
+)
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11)
+TINY_CASES = [
+    Case(SMALL, S=1),
+    Case(SMALL, S=7),  # no compressed token
+    Case(SMALL, S=37, B=2, Hkv=2, G=3, Dk=24, Dv=16),
+    Case(SMALL, S=45, docs=(3, 17, 25), G=1),
+    Case(BlockSpec(l=16, d=4, l_sel=64, n_sel=3, w=200), S=70, Hkv=1, G=4),  # w > S, one block
+    Case(BlockSpec(l=4, d=4, l_sel=4, n_sel=40, w=3), S=38, Hkv=1, G=2),  # n * l' > S
+]
+PAPER = BlockSpec()
+LARGE_CASES = [
+    Case(PAPER, S=2500, Hkv=2, G=6, Dk=64, Dv=64),
+    Case(PAPER, S=2500, Hkv=1, G=4, Dk=128, Dv=128),
+    Case(PAPER, S=1700, Hkv=1, G=16, Dk=192, Dv=128),
+    Case(PAPER, S=1000, Hkv=1, G=64, Dk=16, Dv=16),
+    Case(PAPER, S=1300, B=2, Hkv=1, G=1, Dk=256, Dv=256),
+    Case(PAPER, S=3000, Hkv=2, G=3, Dk=64, Dv=32, docs=(1, 999, 2000)),
+    Case(BlockSpec(l=32, d=16, l_sel=128, n_sel=64, w=100), S=9000, Hkv=1, G=2, Dk=32, Dv=32),
+    Case(BlockSpec(l=16, d=16, l_sel=16, n_sel=5, w=3), S=1700, Hkv=1, G=8, Dk=64, Dv=64),
+]
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="too large for the interpreter")
+
+
+def to_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.to(DEVICE) for name, x in inputs.items()}
+
+
+class OnDevice(Case):
+    """A case whose document bounds are on the device."""
+
+    @property
+    def cu_seqlens(self):
+        bounds = super().cu_seqlens
+        return None if bounds is None else bounds.to(DEVICE)
+
+
+def on_device(case: Case) -> Case:
+    return OnDevice(**vars(case))
+
+
+def compare(case: Case, dtype: torch.dtype, oracle: str, tolerance: float, grad_tolerance: float):
+    """Outputs and all gradients under the oracle's selection."""
+    case = on_device(case)
+    inputs = to_device(make_inputs(case, dtype))
+    wide = {name: x.double() for name, x in inputs.items()}
+    _, selection = run(case, wide, oracle, return_selection=True)
+    expected, expected_grads = run_with_gradients(case, wide, oracle, selection=selection)
+    out, grads = run_with_gradients(case, inputs, "triton", selection=selection)
+    assert out.dtype == dtype
+    assert_near(out, expected, tolerance)
+    for name in NAMES:
+        assert_near(grads[name], expected_grads[name], grad_tolerance, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("by_block", [False, True], ids=["masked", "by-block"])
+@pytest.mark.parametrize("case", TINY_CASES, ids=str)
+def test_float32_equals_the_oracle_in_outputs_and_gradients(case, by_block, monkeypatch):
+    monkeypatch.setattr(launch, "BY_BLOCK_BEYOND", 0 if by_block else 1 << 30)
+    compare(case, torch.float32, "reference", 1e-5, 1e-4)
+
+
+def test_repeated_and_future_blocks_of_a_given_selection_are_not_read(monkeypatch):
+    case = Case(SMALL, S=40, Hkv=1, G=2)
+    inputs = to_device(make_inputs(case, torch.float32))
+    _, selection = run(case, inputs, "reference", return_selection=True)
+    expected = run(case, inputs, "reference", selection=selection)
+    selection[0, 9, 0, 2] = 4  # a block of the future, in an empty place
+    selection[0, 12, 0, 2] = 1  # block 1 once more
+    for beyond in (0, 1 << 30):
+        monkeypatch.setattr(launch, "BY_BLOCK_BEYOND", beyond)
+        assert_near(run(case, inputs, "triton", selection=selection), expected, 1e-5)
+
+
+def test_float16_stays_within_its_rounding():
+    compare(TINY_CASES[2], torch.float16, "reference", 3e-3, 3e-3)
+
+
+@pytest.mark.parametrize("case", TINY_CASES, ids=str)
+def test_selection_is_fair_to_the_oracle(case):
+    inputs = make_inputs(case, torch.float32)
+    device_case = on_device(case)
+    q, k_cmp = inputs["q"].to(DEVICE), inputs["k_cmp"].to(DEVICE)
+    cu_seqlens = device_case.cu_seqlens
+    selection = select_blocks(q, k_cmp, case.spec, cu_seqlens=cu_seqlens, backend="triton")
+    assert assert_fair_selection(case, inputs, selection.cpu()) <= 0.002
+
+
+@pytest.mark.parametrize("case", [TINY_CASES[3], TINY_CASES[5]], ids=str)
+def test_equal_scores_go_to_the_lower_block(case):
+    inputs = to_device(make_inputs(case, torch.float32))
+    args = dict(cu_seqlens=on_device(case).cu_seqlens)
+    q = torch.zeros_like(inputs["q"])
+    expected = select_blocks(q, inputs["k_cmp"], case.spec, backend="reference", **args)
+    actual = select_blocks(q, inputs["k_cmp"], case.spec, backend="triton", **args)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("docs", [(), (3, 17, 20)])
+def test_mean_compression_equals_the_oracle(docs):
+    case = on_device(Case(SMALL, S=40, docs=docs))
+    x = torch.randn(2 - bool(docs), 40, 3, 24, device=DEVICE, requires_grad=True)
+    results = []
+    for backend in ("reference", "triton"):
+        out = compress(x, case.spec, cu_seqlens=case.cu_seqlens, backend=backend)
+        weight = torch.sin(torch.arange(out.numel(), device=DEVICE)).view_as(out)
+        (grad,) = torch.autograd.grad((out * weight).sum(), x)
+        results.append((out, grad))
+    assert_near(results[1][0], results[0][0], 1e-6)
+    assert_near(results[1][1], results[0][1], 1e-6, "gradient of x")
+
+
+def test_strided_inputs_are_read_where_they_lie():
+    case = Case(SMALL, S=20, Hkv=1, G=2)
+    inputs = to_device(make_inputs(case, torch.float32))
+    expected = run(case, inputs, "triton")
+    strided = {name: _strided(x) for name, x in inputs.items()}
+    assert not strided["q"].is_contiguous()
+    assert torch.equal(run(case, strided, "triton"), expected)
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values, heads outside the sequence, in a wider buffer."""
+    buffer = torch.full((*x.shape[:1], x.shape[2], x.shape[1], x.shape[3] + 5), 7.0, device=DEVICE)
+    view = buffer[..., : x.shape[3]].transpose(1, 2)
+    view.copy_(x)
+    return view
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_large_shapes_equal_float64(case, dtype):
+    """Against the torch path in float64, which the CPU tests hold to the oracle at 1e-10."""
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+    compare(case, dtype, "torch", tolerance, max(tolerance, 1e-4))
+
+
+@on_gpu
+@pytest.mark.parametrize("case", LARGE_CASES[:2], ids=str)
+def test_bfloat16_errs_at_most_twice_as_much_as_flash_attention(case):
+    inputs = to_device(make_inputs(case, torch.bfloat16))
+    wide = {name: x.double() for name, x in inputs.items()}
+    q, k, v = (inputs[name].transpose(1, 2) for name in ("q", "k_win", "v_win"))
+    flash = torch.nn.functional.scaled_dot_product_attention
+    exact = flash(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    flash_error = (flash(q, k, v, is_causal=True, enable_gqa=True).double() - exact).abs().max()
+    expected, selection = run(case, wide, "torch", return_selection=True)
+    out = run(case, inputs, "triton", selection=selection)
+    assert (out.double() - expected).abs().max() <= 2 * flash_error
+
+
+@on_gpu
+def test_output_does_not_depend_on_the_future_at_8k():
+    case = Case(PAPER, S=8192, Hkv=2, G=6, Dk=64, Dv=64)
+    inputs = to_device(make_inputs(case, torch.bfloat16))
+    other = to_device(make_inputs(case, torch.bfloat16, seed=1))
+    before = run(case, inputs, "triton")
+    for t in (100, 1023, 4097, 8000):
+        keep = {name: PAPER.num_cmp(t + 1) if "cmp" in name else t + 1 for name in NAMES}
+        changed = {
+            n: torch.cat([inputs[n][:, : keep[n]], other[n][:, keep[n] :]], dim=1) for n in NAMES
+        }
+        after = run(case, changed, "triton")
+        assert torch.equal(before[:, : t + 1], after[:, : t + 1])
+        assert not torch.equal(before[:, t + 1 :], after[:, t + 1 :])
+
+
+@on_gpu
+def test_auto_takes_triton_on_a_gpu():
+    from nsa.ops import plan_attention
+
+    assert plan_attention("cuda", torch.bfloat16).backend == "triton"
+    assert plan_attention("cuda", torch.float64).backend == "torch"
+    for dims in ((320, 64), (64, 20)):
+        plan = plan_attention("cuda", torch.bfloat16, head_dims=dims)
+        assert plan.backend == "torch"
+        assert "multiples of 8 up to 256" in plan.reason
