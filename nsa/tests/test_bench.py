@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 from nsa.tests.conftest import REPOSITORY
 
 
-def run_bench(*arguments: str) -> dict:
+def run_bench(*arguments: str) -> dict[str, Any]:
     """Run a benchmark from the repository root; its last line is JSON."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True
