@@ -7,6 +7,8 @@ bf16 is not exact and shapes must be tiny.
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
 from nsa import BlockSpec, compress, select_blocks
 from nsa.ops.triton import launch
 from nsa.tests.helpers import (
