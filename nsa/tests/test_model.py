@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import TinyLM
 from nsa.model import AttentionStats
@@ -220,3 +221,26 @@ def test_a_copy_from_far_beyond_the_window_is_learned():
         logits = model(ids[:, :-1])[:, 32:]
     accuracy = (logits.argmax(-1) == ids[:, 33:]).float().mean().item()
     assert accuracy > 0.5  # chance is 0.125
+
+
+class HostSyncs(TorchDispatchMode):
+    """Counts the operations that make the host wait for a number of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forward_with_statistics_waits_for_the_device_only_in_the_end():
+    model, ids = make_model(n_layers=4), torch.randint(0, 64, (2, 40))
+    stats = AttentionStats()
+    with HostSyncs() as forward:
+        model(ids, stats=stats)
+    with HostSyncs() as probe:
+        torch.ones(1).item()
+    assert forward.count == 0
+    assert probe.count == 1  # the count can be other than zero
