@@ -85,6 +85,16 @@ def test_float32_equals_the_oracle_in_outputs_and_gradients(case, by_block, monk
     compare(case, torch.float32, "reference", 1e-5, 1e-4)
 
 
+def test_deterministic_algorithms_replace_the_backward_by_blocks(monkeypatch):
+    monkeypatch.setattr(launch, "BY_BLOCK_BEYOND", 0)
+    monkeypatch.setattr(launch.by_block, "backward", None)  # would fail if it were called
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(Case(SMALL, S=40, Hkv=1, G=2), torch.float32, "reference", 1e-5, 1e-4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_repeated_and_future_blocks_of_a_given_selection_are_not_read(monkeypatch):
     case = Case(SMALL, S=40, Hkv=1, G=2)
     inputs = to_device(make_inputs(case, torch.float32))

@@ -146,7 +146,9 @@ class _Attention(torch.autograd.Function):
         for i, shape in enumerate(ctx.problem.bands):
             k, v = saved[1 + 2 * i], saved[2 + 2 * i]
             branch = _Branch(q, k, v, dout, lses[i], delta[i], gates[..., i], bits, i)
-            if shape.SELECT and ctx.problem.by_block:
+            # By key blocks, sums meet in memory in any order; masking the past has a fixed one.
+            fixed_order = torch.are_deterministic_algorithms_enabled()
+            if shape.SELECT and ctx.problem.by_block and not fixed_order:
                 blocks = index_blocks(ctx.problem.doc_lens, ctx.problem.spec, q.device)
                 scale, spec = ctx.problem.scale, ctx.problem.spec
                 grads += by_block.backward(
