@@ -61,7 +61,7 @@ TORCH_PATH = (
             ),
         ),
     ),
-    Mutant("scale-squared", ATTEND, (("(_rows(q) * scale)", "(_rows(q) * scale * scale)"),)),
+    Mutant("scale-squared", ATTEND, (("_rows(q) * scale,", "_rows(q) * scale * scale,"),)),
     Mutant(
         "gates-swapped",
         LAUNCH,
