@@ -95,6 +95,26 @@ def test_deterministic_algorithms_replace_the_backward_by_blocks(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+def test_a_planted_future_block_raises_under_strict_asserts(monkeypatch):
+    monkeypatch.setenv("NSA_STRICT_ASSERTS", "1")
+    case = Case(SMALL, S=20, Hkv=1, G=2)
+    inputs = to_device(make_inputs(case, torch.float32))
+    assert run(case, inputs, "triton").isfinite().all()
+    kernel = launch.score.choose_blocks
+
+    class ReadsTheFuture:
+        def __getitem__(self, grid):
+            def choose(probs, selection, *args, **constants):
+                kernel[grid](probs, selection, *args, **constants)
+                selection[0, 9, 0, -1] = 2
+
+            return choose
+
+    monkeypatch.setattr(launch.score, "choose_blocks", ReadsTheFuture())
+    with pytest.raises(AssertionError, match="would read the future"):
+        run(case, inputs, "triton")
+
+
 def test_repeated_and_future_blocks_of_a_given_selection_are_not_read(monkeypatch):
     case = Case(SMALL, S=40, Hkv=1, G=2)
     inputs = to_device(make_inputs(case, torch.float32))

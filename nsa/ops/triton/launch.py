@@ -9,6 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.config.env import read
+from nsa.ops.checks import assert_selection
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import by_block
 from nsa.ops.triton.documents import Documents, index_documents
@@ -277,6 +279,9 @@ def _select(
             STRIDES=spec.l_sel // spec.d, OVERLAP=spec.l // spec.d,
             NB=num_blocks, NW=num_blocks // 32, HAS_DOCS=docs is not None, num_warps=1,
         )  # fmt: skip
+    if read("NSA_STRICT_ASSERTS"):
+        position = _positions(seq_len, docs, q.device)
+        assert_selection(selection.transpose(1, 2), position, spec)
     return selection, bits
 
 
@@ -295,13 +300,17 @@ def _pack(selection: Tensor, problem: Problem, docs: Documents | None) -> Tensor
 
 def _legal(selection: Tensor, problem: Problem, docs: Documents | None) -> Tensor:
     """A given selection without repeated blocks and blocks of the future."""
-    position = torch.arange(selection.shape[1], device=selection.device)
-    if docs is not None:
-        position = position - docs.row_start
+    position = _positions(selection.shape[1], docs, selection.device)
     current = (position // problem.spec.l_sel)[:, None, None]
     before = torch.nn.functional.pad(selection[..., :-1], (1, 0), value=-1)
     keep = (selection <= current) & ((selection != before) | (selection < 0))
     return torch.where(keep, selection, -1).contiguous()
+
+
+def _positions(seq_len: int, docs: Documents | None, device: torch.device) -> Tensor:
+    """Position of each row in its document: [S]."""
+    token = torch.arange(seq_len, device=device)
+    return token if docs is None else token - docs.row_start
 
 
 def _empty_selection(q: Tensor, num_groups: int, problem: Problem) -> tuple[Tensor, Tensor]:
