@@ -180,9 +180,12 @@ class Result(NamedTuple):
 
 def main(names: list[str]) -> int:
     """Run the untouched copy and the mutants, print a table, return the exit code."""
-    mutants = [Mutant("(none)", "", ())] + [
-        mutant for mutant in TORCH_PATH + DECODE if not names or mutant.name in names
-    ]
+    known = {mutant.name: mutant for mutant in TORCH_PATH + DECODE}
+    for name in names:
+        if name not in known:
+            print(f"mutants: no mutant {name!r}; the known ones are {', '.join(known)}")
+            return 2
+    mutants = [Mutant("(none)", "", ()), *(known[name] for name in names or known)]
     with ThreadPoolExecutor(NUM_PARALLEL) as pool:
         results = list(pool.map(_run, mutants))
     for result in results:

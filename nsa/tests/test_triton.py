@@ -165,6 +165,21 @@ def test_mean_compression_equals_the_oracle(docs):
     assert_near(results[1][1], results[0][1], 1e-6, "gradient of x")
 
 
+@pytest.mark.parametrize("by_block", [False, True], ids=["masked", "by-block"])
+@pytest.mark.parametrize("name", ["q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
+def test_a_nan_shows_in_its_own_group_and_nowhere_else(name, by_block, monkeypatch):
+    monkeypatch.setattr(launch, "BY_BLOCK_BEYOND", 0 if by_block else 1 << 30)
+    case = Case(SMALL, S=18, B=2, Hkv=2, G=1)
+    inputs = to_device(make_inputs(case, torch.float32))
+    clean = run(case, inputs, "triton")
+    inputs[name][1, 1, 1, 0] = torch.nan  # token 1, or the block of tokens 4 to 11
+    poisoned = run(case, inputs, "triton")
+    assert torch.equal(poisoned[0], clean[0])
+    assert torch.equal(poisoned[1, :, 0], clean[1, :, 0])
+    reads_it = {"q": [1], "k_cmp": [11, 17], "v_cmp": [11, 17]}.get(name, [1, 11])
+    assert poisoned[1, reads_it, 1].isnan().any(dim=-1).all()
+
+
 def test_strided_inputs_are_read_where_they_lie():
     case = Case(SMALL, S=20, Hkv=1, G=2)
     inputs = to_device(make_inputs(case, torch.float32))
