@@ -17,6 +17,8 @@ from nsa.ops import BlockSpec, compress, nsa_attention
 from nsa.ops.checks import check_documents
 from nsa.ops.eager.cached import attend_cached
 from nsa.ops.eager.launch import compute_dtype
+from nsa.ops.fallbacks import in_layer
+from nsa.ops.ranges import nvtx
 
 GATES = ("softmax", "sigmoid")
 BRANCHES = ("cmp", "sel", "win")
@@ -72,7 +74,7 @@ class NSAAttention(nn.Module):
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
         rope: Rope | None = None,  # tables of all positions, where the caller has them already
         stats: AttentionStats | None = None,
-        layer: int = 0,
+        layer: int | None = None,  # where the caller counts its layers
     ) -> Tensor:  # [B, S, dim]
         """Attention over whole sequences; packed documents stay apart."""
         if not read("NSA_PREFILL_BATCHED"):
@@ -80,24 +82,26 @@ class NSAAttention(nn.Module):
         doc_lens = check_documents(cu_seqlens, x.shape[0], x.shape[1], x.device)
         if rope is None:
             rope = self.rope(document_positions(x.shape[1], cu_seqlens, x.device), x.dtype)
-        q, k, v, gates = self._project(x, rope)
+        with nvtx("projections+rope"):
+            q, k, v, gates = self._project(x, rope)
         k_cmp, v_cmp = self._compress(k[0], v[0], 0, doc_lens, cu_seqlens)
-        out, selection = nsa_attention(
-            q,
-            k_cmp,
-            v_cmp,
-            k[1],
-            v[1],
-            k[2],
-            v[2],
-            gates,
-            self.spec,
-            cu_seqlens=cu_seqlens,
-            backend=self.backend,
-            return_selection=True,
-        )
+        with in_layer(layer):
+            out, selection = nsa_attention(
+                q,
+                k_cmp,
+                v_cmp,
+                k[1],
+                v[1],
+                k[2],
+                v[2],
+                gates,
+                self.spec,
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+                return_selection=True,
+            )
         if stats is not None:
-            stats.record(layer, gates, selection)
+            stats.record(layer or 0, gates, selection)
         return self.out(out.flatten(2))
 
     def new_cache(self, batch: int, max_len: int) -> NSACache:
@@ -131,7 +135,8 @@ class NSAAttention(nn.Module):
                 f"step got {x.shape[1]} tokens per sequence; it takes one: use prefill for more"
             )
         cache.check(x)
-        q, k, v, gates = self._project(x, self._rope_from(cache.length, 1, x))
+        with nvtx("projections+rope"):
+            q, k, v, gates = self._project(x, self._rope_from(cache.length, 1, x))
         cache.store_raw(k[0], v[0], self._compress)
         cache.store_selected(k[1], v[1])
         cache.store_window(k[2], v[2])
@@ -156,7 +161,8 @@ class NSAAttention(nn.Module):
         if x.shape[1] == 1:
             return self.step(x, cache)
         first, num_tokens = cache.length, x.shape[1]
-        q, k, v, gates = self._project(x, self._rope_from(first, num_tokens, x))
+        with nvtx("projections+rope"):
+            q, k, v, gates = self._project(x, self._rope_from(first, num_tokens, x))
         cache.store_raw(k[0], v[0], self._compress)
         cache.store_selected(k[1], v[1])
         branches = cache.branches_with_window(k[2], v[2], compute_dtype(q.dtype))

@@ -11,31 +11,24 @@ Shape letters of the whole package:
 from __future__ import annotations
 
 import math
-from importlib import import_module
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from nsa.config.env import read
-from nsa.ops import checks, reference
-from nsa.ops.plan import Plan, plan_attention
+from nsa.ops import checks, fallbacks, reference
+from nsa.ops.eager import compress as eager_compress
+from nsa.ops.eager import launch as eager_launch
+from nsa.ops.plan import Plan, audit_sdpa, choose_backend, plan_attention
 from nsa.ops.spec import BlockSpec
 
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
 
-ATTENTION = {
-    "reference": "nsa.ops.reference",
-    "torch": "nsa.ops.eager.launch",
-    "triton": "nsa.ops.triton.launch",
-}
-"""Module of each backend with nsa_attention and select_blocks; imported when first used."""
-COMPRESSION = {
-    "reference": "nsa.ops.reference",
-    "torch": "nsa.ops.eager.compress",
-    "triton": "nsa.ops.triton.compress",
-}
-"""Module of each backend with compress."""
+ATTENTION = {"reference": reference, "torch": eager_launch}
+"""Modules with nsa_attention and select_blocks, beside that of Triton."""
+COMPRESSION = {"reference": reference, "torch": eager_compress}
+"""Modules with compress, likewise."""
 
 
 @overload
@@ -107,15 +100,15 @@ def nsa_attention(
         "gates": gates,
     }
     doc_lens = checks.check_attention(tensors, spec, scale, cu_seqlens, selection)
-    plan = plan_attention(q.device, q.dtype, backend, (q.shape[-1], v_sel.shape[-1]))
+    head_dims = (q.shape[-1], v_sel.shape[-1])
+    plan = _resolve(q.device.type, q.dtype, backend, head_dims, len(doc_lens) > 1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if selection is not None and read("NSA_STRICT_ASSERTS"):
         positions = torch.cat([torch.arange(n, device=q.device) for n in doc_lens])
         checks.assert_selection(selection.transpose(1, 2), positions, spec)
     if selection is None and plan.backend != "reference" and plan.selection == "reference":
         selection = reference.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
-    path = import_module(ATTENTION[plan.backend])
-    out, chosen = path.nsa_attention(
+    out, chosen = _path(ATTENTION, plan.backend).nsa_attention(
         *tensors.values(), spec, scale=scale, doc_lens=doc_lens, selection=selection
     )
     return (out, chosen) if return_selection else out
@@ -130,9 +123,8 @@ def compress(
 ) -> Tensor:  # [B, N, H, D]
     """Compressed tokens by phi = avg: the mean of every complete block of l tokens, stride d."""
     doc_lens = checks.check_compress(x, spec, cu_seqlens)
-    plan = plan_attention(x.device, x.dtype, backend, (x.shape[-1],))
-    path = import_module(COMPRESSION[plan.backend])
-    return path.compress(x, spec, doc_lens=doc_lens)
+    runs = _backend(x.device.type, x.dtype, backend, (x.shape[-1],))
+    return _path(COMPRESSION, runs).compress(x, spec, doc_lens=doc_lens)
 
 
 def select_blocks(
@@ -146,7 +138,35 @@ def select_blocks(
 ) -> Tensor:  # [B, S, Hkv, n_sel] int32  block ids ascending, then -1
     """The blocks each KV head reads: the forced ones, then the best scores."""
     doc_lens = checks.check_scoring(q, k_cmp, spec, scale, cu_seqlens)
-    plan = plan_attention(q.device, q.dtype, backend, (q.shape[-1],))
+    fast = read("NSA_SEL_RANGES_V2")
+    runs = _backend(q.device.type, q.dtype, backend, (q.shape[-1],))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    path = reference if plan.selection == "reference" else import_module(ATTENTION[plan.backend])
+    path = _path(ATTENTION, runs if fast else "reference")
     return path.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _resolve(
+    kind: str, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...], packed: bool
+) -> Plan:
+    """The plan of a call; counts what it falls back from. A compiled graph keeps it."""
+    plan = plan_attention(kind, dtype, backend, head_dims, packed=packed)
+    for branch, reason in plan.fallbacks:
+        fallbacks.record(branch, reason)
+    if plan.audit:
+        audit_sdpa(kind, dtype, head_dims)
+    return plan
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _backend(kind: str, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]) -> str:
+    return choose_backend(kind, dtype, backend, head_dims)[0]
+
+
+def _path(modules: dict[str, Any], backend: str) -> Any:
+    """The module of a backend; Triton, which does not exist everywhere, is imported when used."""
+    if backend == "triton":
+        from nsa.ops.triton import launch
+
+        return launch
+    return modules[backend]

@@ -41,7 +41,8 @@ def test_env_lists_every_variable_with_its_value_in_a_pipe() -> None:
     assert result.returncode == 0, result.stderr
     assert lines.keys() >= TABLE.keys()
     assert lines["NSA_LR"][1:4] == ["-", "'0.125'", "code"]
-    assert lines["NSA_USE_FA2"][1:4] == ["0", "-", "planned"]
+    assert lines["NSA_USE_FA2"][1:4] == ["0", "-", "code"]
+    assert lines["NSA_DEBUG_LOG"][1:4] == ["0", "-", "planned"]
 
 
 def test_env_still_lists_when_a_name_is_wrong_and_then_says_so() -> None:
@@ -142,7 +143,7 @@ MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "no override": (["info", "--config", QUICKSTART, "steps"], {}, "group.key=value"),
     "no such file": (["train", "--config", "configs/nope.yaml"], {}, "quickstart.yaml"),
     "an unknown variable": (["plan"], {"NSA_ACUM": "2"}, "NSA_ACCUM"),
-    "a planned variable": (["plan"], {"NSA_USE_FA2": "1"}, "does not honour it"),
+    "a planned variable": (["plan"], {"NSA_DEBUG_LOG": "1"}, "does not honour it"),
     "a bad value": (["train"], {"NSA_LR": "fast"}, "NSA_LR='fast'"),
     "no such device": (["plan", "--config", QUICKSTART, "runtime.device=cuda:99"], {}, "cuda:99"),
     "a backend of later": (

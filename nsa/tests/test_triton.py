@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, select_blocks
-from nsa.ops.triton import launch
+from nsa.ops.triton import problem, select, selected
 from nsa.tests.helpers import (
     NAMES,
     Case,
@@ -29,7 +29,7 @@ TINY_CASES = [
     Case(SMALL, S=1),
     Case(SMALL, S=7),  # no compressed token
     Case(SMALL, S=37, B=2, Hkv=2, G=3, Dk=24, Dv=16),
-    Case(SMALL, S=45, docs=(3, 17, 25), G=1),
+    Case(SMALL, S=45, docs=(3, 17, 25), G=1, Dk=20, Dv=12),
     Case(BlockSpec(l=16, d=4, l_sel=64, n_sel=3, w=200), S=70, Hkv=1, G=4),  # w > S, one block
     Case(BlockSpec(l=4, d=4, l_sel=4, n_sel=40, w=3), S=38, Hkv=1, G=2),  # n * l' > S
 ]
@@ -39,6 +39,9 @@ LARGE_CASES = [
     Case(PAPER, S=2500, Hkv=1, G=4, Dk=128, Dv=128),
     Case(PAPER, S=1700, Hkv=1, G=16, Dk=192, Dv=128),
     Case(PAPER, S=1000, Hkv=1, G=64, Dk=16, Dv=16),
+    Case(PAPER, S=5000, Hkv=1, G=16, Dk=128, Dv=128),  # by query
+    Case(PAPER, S=4500, Hkv=2, G=6, Dk=64, Dv=64),  # by block
+    Case(PAPER, S=1500, Hkv=1, G=5, Dk=20, Dv=12),
     Case(PAPER, S=1300, B=2, Hkv=1, G=1, Dk=256, Dv=256),
     Case(PAPER, S=3000, Hkv=2, G=3, Dk=64, Dv=32, docs=(1, 999, 2000)),
     Case(BlockSpec(l=32, d=16, l_sel=128, n_sel=64, w=100), S=9000, Hkv=1, G=2, Dk=32, Dv=32),
@@ -78,16 +81,55 @@ def compare(case: Case, dtype: torch.dtype, oracle: str, tolerance: float, grad_
         assert_near(grads[name], expected_grads[name], grad_tolerance, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("by_block", [False, True], ids=["masked", "by-block"])
+ORDERS = ("masked", "by-block", "by-query")
+
+
+@pytest.fixture(autouse=True)
+def forget_calls():
+    """A problem keeps its loop order and the sizes of its workspace, and tests change them."""
+    problem._kept.clear()
+    yield
+    problem._kept.clear()
+
+
+@pytest.fixture
+def force_order(monkeypatch):
+    """Make the selected branch take one of its loop orders, whatever the shape."""
+
+    def force(order: str) -> None:
+        problem._kept.clear()
+        monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 1 << 30 if order == "masked" else 0)
+        monkeypatch.setattr(problem, "BY_QUERY_FROM", 1 if order == "by-query" else 1 << 30)
+
+    return force
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("case", TINY_CASES, ids=str)
-def test_float32_equals_the_oracle_in_outputs_and_gradients(case, by_block, monkeypatch):
-    monkeypatch.setattr(launch, "BY_BLOCK_BEYOND", 0 if by_block else 1 << 30)
+def test_float32_equals_the_oracle_in_outputs_and_gradients(case, order, force_order):
+    force_order(order)
     compare(case, torch.float32, "reference", 1e-5, 1e-4)
 
 
-def test_deterministic_algorithms_replace_the_backward_by_blocks(monkeypatch):
-    monkeypatch.setattr(launch, "BY_BLOCK_BEYOND", 0)
-    monkeypatch.setattr(launch.by_block, "backward", None)  # would fail if it were called
+def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
+    force_order("by-block")
+    monkeypatch.setattr(selected, "chunk_size", lambda problem: 16)
+    monkeypatch.setattr(selected, "PART_BYTES", 1)
+    monkeypatch.setattr(selected, "PIECE", 3)
+    monkeypatch.setattr(select, "SCORE_BYTES", 1)
+    monkeypatch.setattr(select, "ROWS", 32)
+    for case in (TINY_CASES[2], TINY_CASES[3]):
+        compare(case, torch.float32, "reference", 1e-5, 1e-4)
+        inputs = make_inputs(case, torch.float32)
+        q, k_cmp = inputs["q"].to(DEVICE), inputs["k_cmp"].to(DEVICE)
+        cu_seqlens = on_device(case).cu_seqlens
+        selection = select_blocks(q, k_cmp, case.spec, cu_seqlens=cu_seqlens, backend="triton")
+        assert assert_fair_selection(case, inputs, selection.cpu()) <= 0.002
+
+
+def test_deterministic_algorithms_replace_the_backward_by_blocks(force_order, monkeypatch):
+    force_order("by-block")
+    monkeypatch.setattr(selected, "backward", None)  # would fail if it were called
     torch.use_deterministic_algorithms(True)
     try:
         compare(Case(SMALL, S=40, Hkv=1, G=2), torch.float32, "reference", 1e-5, 1e-4)
@@ -100,30 +142,27 @@ def test_a_planted_future_block_raises_under_strict_asserts(monkeypatch):
     case = Case(SMALL, S=20, Hkv=1, G=2)
     inputs = to_device(make_inputs(case, torch.float32))
     assert run(case, inputs, "triton").isfinite().all()
-    kernel = launch.score.choose_blocks
+    run_kernel = select.start
 
-    class ReadsTheFuture:
-        def __getitem__(self, grid):
-            def choose(probs, selection, *args, **constants):
-                kernel[grid](probs, selection, *args, **constants)
-                selection[0, 9, 0, -1] = 2
+    def read_the_future(memo, place, kernel, tensors, launch):
+        run_kernel(memo, place, kernel, tensors, launch)
+        if kernel is select.score.choose_blocks:
+            tensors[1][0, 9, 0, -1] = 2
 
-            return choose
-
-    monkeypatch.setattr(launch.score, "choose_blocks", ReadsTheFuture())
+    monkeypatch.setattr(select, "start", read_the_future)
     with pytest.raises(AssertionError, match="would read the future"):
         run(case, inputs, "triton")
 
 
-def test_repeated_and_future_blocks_of_a_given_selection_are_not_read(monkeypatch):
+def test_repeated_and_future_blocks_of_a_given_selection_are_not_read(force_order):
     case = Case(SMALL, S=40, Hkv=1, G=2)
     inputs = to_device(make_inputs(case, torch.float32))
     _, selection = run(case, inputs, "reference", return_selection=True)
     expected = run(case, inputs, "reference", selection=selection)
     selection[0, 9, 0, 2] = 4  # a block of the future, in an empty place
     selection[0, 12, 0, 2] = 1  # block 1 once more
-    for beyond in (0, 1 << 30):
-        monkeypatch.setattr(launch, "BY_BLOCK_BEYOND", beyond)
+    for order in ORDERS:
+        force_order(order)
         assert_near(run(case, inputs, "triton", selection=selection), expected, 1e-5)
 
 
@@ -165,10 +204,13 @@ def test_mean_compression_equals_the_oracle(docs):
     assert_near(results[1][1], results[0][1], 1e-6, "gradient of x")
 
 
-@pytest.mark.parametrize("by_block", [False, True], ids=["masked", "by-block"])
-@pytest.mark.parametrize("name", ["q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
-def test_a_nan_shows_in_its_own_group_and_nowhere_else(name, by_block, monkeypatch):
-    monkeypatch.setattr(launch, "BY_BLOCK_BEYOND", 0 if by_block else 1 << 30)
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [(name, "masked") for name in ("q", "k_cmp", "v_cmp", "k_win", "v_win")]
+    + [(name, order) for name in ("k_sel", "v_sel") for order in ORDERS],
+)
+def test_a_nan_shows_in_its_own_group_and_nowhere_else(name, order, force_order):
+    force_order(order)
     case = Case(SMALL, S=18, B=2, Hkv=2, G=1)
     inputs = to_device(make_inputs(case, torch.float32))
     clean = run(case, inputs, "triton")
@@ -242,7 +284,6 @@ def test_auto_takes_triton_on_a_gpu():
 
     assert plan_attention("cuda", torch.bfloat16).backend == "triton"
     assert plan_attention("cuda", torch.float64).backend == "torch"
-    for dims in ((320, 64), (64, 20)):
-        plan = plan_attention("cuda", torch.bfloat16, head_dims=dims)
-        assert plan.backend == "torch"
-        assert "multiples of 8 up to 256" in plan.reason
+    plan = plan_attention("cuda", torch.bfloat16, head_dims=(320, 64))
+    assert plan.backend == "torch"
+    assert "up to 256" in plan.reason

@@ -1,7 +1,10 @@
 """The Triton kernels without a GPU: run by Triton's interpreter, compiled for sm_80 and sm_90."""
 
+import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +14,30 @@ triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nsa.ops.triton.kernels import band, by_block, gate, mean, score
-from nsa.ops.triton.tiles import backward_tiles, block_tiles, forward_tiles, padded
+from nsa.ops.triton.kernels import band, band_backward, by_block, by_query, gate, index, mean, sums
+from nsa.ops.triton.kernels import score as scoring
+from nsa.ops.triton.tiles import (
+    block_tiles,
+    dkv_tiles,
+    dq_tiles,
+    forward_tiles,
+    padded,
+    parts_of,
+    query_tiles,
+    score_tiles,
+)
 from nsa.tests.conftest import REPOSITORY
 
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-BF16 = ("p_part", "p_q", "p_k", "p_v", "p_out", "p_dout", "p_cmp", "p_sel", "p_win", "p_x", "p_dx")
-FP32 = ("p_part_lse", "p_lse", "p_delta", "p_gates", "p_dq", "p_dk", "p_dv", "p_probs", "p_dgates")
-POINTERS = {"*bf16": BF16, "*fp32": FP32}
+MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
+"""Registers that do not fit and live in slow memory, per thread: measured limits, not wishes."""
+POINTERS = {
+    "*bf16": ("p_part", "p_q", "p_k", "p_v", "p_o", "p_out", "p_dout", "p_x", "p_dx", "p_dq")
+    + ("p_o_cmp", "p_o_sel", "p_o_win"),
+    "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
+    + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts"),
+    "*i16": ("p_places", "p_before"),
+}
 """Types of the pointers; the others are indices."""
 
 
@@ -40,10 +59,18 @@ def compile_kernel(kernel, capability: int, constants: dict[str, object], **opti
     types = {name: kind for kind, names in POINTERS.items() for name in names}
     types |= {name: "*i32" for name in kernel.arg_names if name.startswith("p_")} | types
     types |= {"scale": "fp32", "scale_log2": "fp32"}
+    if kernel is by_query.query_dq:
+        types["p_dq"] = "*fp32"
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
     }
+    constants = dict(constants)
+    for name in kernel.arg_names:
+        if name.startswith("t_"):
+            signature[name] = descriptor(name, constants)
+        if signature[name] == "constexpr" and name.startswith("t_"):
+            constants[name] = None
     aligned = [["tt.divisibility", 16]]
     attributes = {
         (i,): aligned
@@ -54,53 +81,95 @@ def compile_kernel(kernel, capability: int, constants: dict[str, object], **opti
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def band_cases():
-    """Name, kernel, constants, launch options of the attention kernels for the usual head dims."""
-    for d_k, d_v, per_group in ((64, 64, 6), (128, 128, 16), (192, 128, 4)):
-        forward = forward_tiles(d_k, d_v, torch.bfloat16)
-        backward = backward_tiles(d_k, d_v, torch.bfloat16)
-        common = dict(DK=d_k, DV=d_v, DK_PAD=padded(d_k), DV_PAD=padded(d_v), L_SEL=64)
-        common |= dict(SELECT=True, HAS_DOCS=False, UPCAST=False)
-        for kernel, tiles, extra in (
-            (band.band_forward, forward, {}),
-            (band.band_dq, backward, dict(ADD=True)),
-            (band.band_dkv, backward, {}),
-        ):
-            constants = {**common, **extra, "BM": tiles.BM, "BN": tiles.BN}
-            options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-            yield f"{kernel.__name__}-{d_k}-{d_v}", kernel, constants, options
-        common = dict(DK=d_k, DV=d_v, DK_PAD=padded(d_k), DV_PAD=padded(d_v), N_SEL=16)
-        for kernel in (by_block.block_forward, by_block.block_backward):
-            is_backward = kernel is by_block.block_backward
-            tiles = block_tiles(d_k, d_v, per_group, 64, torch.bfloat16, backward=is_backward)
-            constants = {**common, "UPCAST": False, "BM": tiles.BM, "BN": tiles.BN}
-            options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-            yield f"{kernel.__name__}-{d_k}-{d_v}", kernel, constants, options
+def descriptor(name: str, constants: dict[str, object]) -> str:
+    """Type of a tensor descriptor by its name: t_k2_win reads the second part of the keys."""
+    what = name.split("_")[1]
+    rows = constants["BM"] if what in ("q", "q2", "dout") else constants["BN"]
+    width = {"2": "DK2", "v": "DV_PAD", "t": "DV_PAD"}.get(what[-1], "DK1")
+    if not constants[width]:
+        return "constexpr"
+    return f"tensordesc<bf16[1, {rows}, 1, {constants[width]}]>"
+
+
+def attention_cases():
+    """Name, kernel, constants and tiles of the attention kernels for the usual head dims."""
+    dtype = torch.bfloat16
+    for d_k, d_v, per_group in ((64, 64, 6), (128, 128, 4), (128, 128, 16), (192, 128, 16)):
+        main, rest = parts_of(d_k)
+        dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
+        for select in (False, True):
+            branch = dims | dict(L_SEL=64, SELECT=select, HAS_DOCS=False, UPCAST=False)
+            yield band.band_forward, branch, forward_tiles(d_k, d_v, dtype)
+            yield band_backward.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
+            yield band_backward.band_dq, branch | dict(HAS_CMP=True), dq_tiles(d_k, d_v, dtype)
+        sizes = (d_k, d_v, per_group, 64, dtype)
+        chosen = dims | dict(N_SEL=16, L_SEL=64)
+        flags = dict(HAS_DOCS=False, UPCAST=False)
+        if per_group < 9:
+            blocks = chosen | dict(SUBS=8) | flags
+            yield by_block.block_forward, blocks, block_tiles(*sizes, "forward")
+            yield by_block.block_dq, blocks, block_tiles(*sizes, "dq")
+        else:
+            yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
+            yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
+        blocks = dims | dict(L_SEL=64, SUBS=8) | flags
+        yield by_block.block_dkv, blocks, block_tiles(*sizes, "dkv")
+        scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
+        yield scoring.group_scores, scores, score_tiles(d_k, dtype)
+
+
+CASES = {
+    f"{kernel.__name__}-{tiles.BM}x{tiles.BN}-" + "-".join(map(str, constants.values())): case
+    for case in attention_cases()
+    for kernel, constants, tiles in [case]
+}
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("case", list(band_cases()), ids=lambda case: case[0])
-def test_attention_kernels_compile_and_fit(case, capability):
-    _, kernel, constants, options = case
-    compiled = compile_kernel(kernel, capability, constants, **options)
+@pytest.mark.parametrize("name", CASES)
+def test_attention_kernels_compile_and_fit(name, capability):
+    kernel, constants, tiles = CASES[name]
+    sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
+    stages = tiles.num_stages if capability == 90 else 1  # sm_80 has less shared memory
+    options = dict(num_warps=tiles.num_warps, num_stages=stages)
+    compiled = compile_kernel(kernel, capability, sized, **options)
     assert compiled.metadata.shared <= MAX_SHARED_BYTES[capability]
-    rows = constants["BM"]
-    instruction = "wgmma.mma_async" if capability == 90 and rows >= 64 else "mma.sync"
-    assert instruction in compiled.asm["ptx"]
+    if capability == 90:
+        instruction = "mma.sync" if tiles.BM < 64 and kernel in ROWS_FIRST else "wgmma.mma_async"
+        assert instruction in compiled.asm["ptx"]
+        dims = (constants.get("DK", 64), constants.get("DV", 64))
+        assert stack_bytes(compiled) <= MAX_STACK_BYTES.get(dims, 512)
+
+
+ROWS_FIRST = (by_query.query_forward, by_query.query_dq)
+"""Kernels whose products have the rows first: fewer than 64 take the older instruction."""
+
+
+def stack_bytes(compiled) -> int:
+    """Stack of a thread, as the tool that comes with Triton reads it from the binary."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", output)
+    return int(stack)
 
 
 SMALL_KERNELS = [
     (
-        score.group_probs,
-        dict(DK=128, DK_PAD=128, HAS_DOCS=True, UPCAST=False, BM=64, BN=64),
+        scoring.choose_blocks,
+        dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
+        | dict(HAS_DOCS=True),
     ),
-    (
-        score.choose_blocks,
-        dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, NB=1024, NW=32, HAS_DOCS=True),
-    ),
-    (score.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True)),
-    (by_block.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, N_SEL_PAD=16)),
-    (gate.gated_sum, dict(DV=128, DV_PAD=128, ROWS=16)),
+    (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True)),
+    (by_block.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
+    (by_block.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
+    (index.count_choices, dict(SUBS=8, BQ=128)),
+    (index.list_choices, dict(SUBS=8, BQ=128)),
+    (index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
+    (sums.sum_parts, dict(BLOCK=1024)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
     (mean.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
     (mean.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),

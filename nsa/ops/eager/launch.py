@@ -20,6 +20,7 @@ from nsa.ops.eager.rows import (
     compressed_keys,
     forward_rows,
 )
+from nsa.ops.ranges import nvtx
 from nsa.ops.spec import BlockSpec
 
 CHUNK_LOGITS = 1 << 21
@@ -175,9 +176,10 @@ def _backward(
 
 def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
     """Eq. 5: each [..., Dv] weighted by its gate of [..., 3]."""
-    total = outs[0] * gates[..., 0, None]
-    total += outs[1] * gates[..., 1, None]
-    return total.add_(outs[2] * gates[..., 2, None])
+    with nvtx("branch_attn+gate"):
+        total = outs[0] * gates[..., 0, None]
+        total += outs[1] * gates[..., 1, None]
+        return total.add_(outs[2] * gates[..., 2, None])
 
 
 def documents(doc_lens: list[int], spec: BlockSpec) -> Iterator[Document]:

@@ -17,6 +17,7 @@ from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.attend import KeyValues, attend, attend_backward
 from nsa.ops.eager.select import choose_blocks, current_block, score_blocks
+from nsa.ops.ranges import nvtx
 from nsa.ops.spec import BlockSpec
 
 FETCH_COST = 32
@@ -54,18 +55,21 @@ def forward_rows(
     """All three branches for queries first .. first + T - 1."""
     num_queries = q.shape[2]
     cmp, cmp_visible = compressed_keys(branches.cmp, first, num_queries, spec)
-    out_cmp, lse_cmp, probs = attend(q, cmp, cmp_visible, scale)
+    with nvtx("pcmp_all"):
+        out_cmp, lse_cmp, probs = attend(q, cmp, cmp_visible, scale)
     lost = None
     if chosen is None:
-        chosen, lost = choose_from_probs(probs, first, spec)
+        with nvtx("nsa.sel.ranges_v2"):
+            chosen, lost = choose_from_probs(probs, first, spec)
     del probs
-    sel_q, sel, sel_visible = selected_keys(q, branches.sel, chosen, first, spec)
-    out_sel, lse_sel, _ = attend(sel_q, sel, sel_visible, scale)
+    with nvtx("branch_attn+gate"):
+        sel_q, sel, sel_visible = selected_keys(q, branches.sel, chosen, first, spec)
+        out_sel, lse_sel, _ = attend(sel_q, sel, sel_visible, scale)
+        win, win_visible = window_keys(branches, first, num_queries, spec)
+        out_win, lse_win, _ = attend(q, win, win_visible, scale)
     out_sel, lse_sel = out_sel.view(*q.shape[:-1], -1), lse_sel.view(q.shape[:-1])
     if lost is not None:
         out_sel.masked_fill_(lost[..., None, None], torch.nan)
-    win, win_visible = window_keys(branches, first, num_queries, spec)
-    out_win, lse_win, _ = attend(q, win, win_visible, scale)
     return Chunk(
         outs=(out_cmp, out_sel, out_win),
         lses=(lse_cmp, lse_sel, lse_win),
@@ -125,8 +129,10 @@ def choose_from_probs(
 ) -> tuple[Tensor, Tensor]:  # [B, Hkv, T, n_sel] int32, [B, Hkv, T] bool
     """The chunk's selection, and the queries whose ranking was lost to a NaN."""
     num_blocks = spec.num_blocks(first + probs.shape[2])
-    scores = score_blocks(probs, num_blocks, spec)
-    chosen = choose_blocks(scores, first, spec)
+    with nvtx("map_pcmp_to_pslc"):
+        scores = score_blocks(probs, num_blocks, spec)
+    with nvtx("topk+ranges"):
+        chosen = choose_blocks(scores, first, spec)
     if read("NSA_STRICT_ASSERTS"):
         positions = torch.arange(first, first + chosen.shape[2], device=chosen.device)
         assert_selection(chosen, positions, spec)

@@ -21,35 +21,96 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def parts_of(d_k: int) -> tuple[int, int]:
+    """A head dim as a power of two and a power of two for the rest: 192 is (128, 64)."""
+    main = max(16, 1 << (d_k.bit_length() - 1))
+    return main, padded(d_k - main) if d_k > main else 0
+
+
+def _wide(d_k: int, d_v: int) -> int:
+    return max(sum(parts_of(d_k)), padded(d_v))
+
+
 def forward_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     """Tiles of band_forward; measured on an H200, docs/kernels.md has the alternatives."""
-    wide = max(padded(d_k), padded(d_v))
+    wide = _wide(d_k, d_v)
     if dtype == torch.float32:
         return Tiles(64, 32, 4, 2) if wide <= 128 else Tiles(32, 16, 4, 2)
     if wide <= 64:
-        return Tiles(128, 64, 4, 3)
-    return Tiles(64, 64, 4, 3) if wide <= 128 else Tiles(64, 32, 8, 2)
+        return Tiles(64, 128, 4, 2)
+    if wide <= 192:
+        return Tiles(64, 64, 4, 3 if wide <= 128 else 2)
+    return Tiles(64, 32, 8, 2)
 
 
-def backward_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of band_dq and band_dkv."""
-    wide = max(padded(d_k), padded(d_v))
+def dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
+    """Tiles of band_dkv."""
+    wide = _wide(d_k, d_v)
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2) if wide <= 128 else Tiles(16, 16, 4, 1)
     if wide <= 128:
         return Tiles(64, 64, 4, 3 if wide <= 64 else 2)
-    return Tiles(32, 32, 8, 1)
+    return Tiles(32, 64, 4, 3) if wide <= 192 else Tiles(32, 32, 8, 1)
+
+
+def dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
+    """Tiles of band_dq."""
+    wide = _wide(d_k, d_v)
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 2) if wide <= 128 else Tiles(16, 16, 4, 1)
+    if wide <= 128:
+        return Tiles(64, 64, 4, 3 if wide <= 64 else 2)
+    return Tiles(128, 64, 8, 2) if wide <= 192 else Tiles(32, 32, 8, 1)
+
+
+def score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
+    """Tiles of group_scores."""
+    wide = sum(parts_of(d_k))
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 2)
+    if wide <= 64:
+        return Tiles(64, 64, 4, 3)
+    return Tiles(64, 128, 4, 2) if wide <= 128 else Tiles(64, 64, 4, 2)
+
+
+def fits_blocks(d_k: int, d_v: int, dtype: torch.dtype) -> bool:
+    """Whether a tile with a whole selection block and a whole group fits the shared memory."""
+    return dtype != torch.float32 or _wide(d_k, d_v) <= 192
 
 
 def block_tiles(
-    d_k: int, d_v: int, per_group: int, l_sel: int, dtype: torch.dtype, *, backward: bool = False
+    d_k: int, d_v: int, per_group: int, l_sel: int, dtype: torch.dtype, purpose: str
 ) -> Tiles:
-    """Rows are (query, head) pairs, keys one selection block."""
-    wide = max(padded(d_k), padded(d_v))
-    if dtype == torch.float32 or wide > 128:
-        rows, num_stages = 32, 1
+    """Tiles of block_forward, block_dkv and block_dq (purpose: forward, dkv, dq).
+
+    Rows are (query, head) pairs, keys one selection block.
+    """
+    wide = _wide(d_k, d_v)
+    if dtype == torch.float32 or wide > 192 or l_sel > 64:
+        tiles = Tiles(32, padded(l_sel), 4, 1)
     elif wide <= 64:
-        rows, num_stages = (64, 3) if backward else (128, 2)
+        tiles = Tiles(64, padded(l_sel), 4, 2)
+    elif purpose == "dkv":
+        tiles = Tiles(64 if wide <= 128 else 32, padded(l_sel), 4, 2)
     else:
-        rows, num_stages = (32, 2) if backward else (64, 2)
-    return Tiles(max(rows, padded(per_group)), padded(l_sel), 4, num_stages)
+        tiles = Tiles(64, padded(l_sel), 4, 3 if wide <= 128 else 2)
+    return tiles._replace(BM=max(tiles.BM, padded(per_group)))
+
+
+def query_tiles(
+    d_k: int,
+    d_v: int,
+    per_group: int,
+    l_sel: int,
+    dtype: torch.dtype,
+    *,
+    backward: bool = False,
+) -> Tiles:
+    """Tiles of query_forward and query_dq: rows are the heads of a group."""
+    wide = _wide(d_k, d_v)
+    rows, short = padded(per_group), dtype == torch.float32 or wide > 192
+    if rows == 16 and wide <= 128 and not short:
+        keys, num_warps, num_stages = (64, 2, 3) if backward else (32, 1, 3)
+    else:
+        keys, num_warps, num_stages = 32 if short else 64, 2 if rows <= 32 else 4, 2
+    return Tiles(rows, min(padded(l_sel), keys), num_warps, num_stages)

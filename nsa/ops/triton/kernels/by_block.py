@@ -1,11 +1,13 @@
 """Selected attention in key-block order: a program takes one block and the queries that chose it.
 
 A query's own blocks lie anywhere, so going by queries reads every block again for each of them;
-going by blocks reads it once for many. `p_entries` lists, block by block, the (query, place)
-pairs that chose the block, as query * N_SEL + place within a chunk of queries. The rows of a tile
-are pairs of such an entry and a head of the group: any group size fills a tile.
+going by blocks reads it once for many. `p_queries` lists, chunk by chunk of queries and block by
+block, who chose the block. The rows of a tile are pairs of such a query and a head of the group:
+any group size fills a tile. Chunks keep what is gathered and scattered within the L2 cache.
 
-Names as in band.py. A segment is one (batch element, KV head) of the chunk.
+Names as in tile.py. A segment is one (batch element, KV head). An item is a piece of a bin, a bin
+the queries of one chunk that chose one block. What a query gets from its blocks is written to its
+own places and summed by a second kernel, in their order.
 """
 
 from __future__ import annotations
@@ -13,155 +15,280 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.kernels.band import _dot
+from nsa.ops.triton.kernels.gate import _store_gated
+from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load, _rows, _stats
 
 
 @triton.jit
-def _rows(p_entries, first, stop, G, N_SEL: tl.constexpr, BM: tl.constexpr):
-    """Query, place and head of BM rows from entry `first` on, and which rows are used."""
-    o_r = tl.arange(0, BM)
-    entry = first + o_r // G
-    m_r = (entry < stop) & (o_r // G < BM // G)
-    at = tl.load(p_entries + entry, mask=m_r, other=0)
-    return at // N_SEL, at % N_SEL, o_r % G, m_r
+def _item(
+    p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    SUBS: tl.constexpr,
+):  # fmt: skip
+    """Block of a program's item, its first entry, one past its last; block >= NUM_BLOCKS: none."""
+    i_item, i_seg = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    block = tl.load(p_items + (i_seg * num_chunks + chunk) * NUM_ITEMS + i_item)
+    bin = (i_seg * num_chunks + chunk) * NUM_BLOCKS + tl.minimum(block, NUM_BLOCKS - 1)
+    first_item = tl.load(p_item_ends + bin - 1, mask=block > 0, other=0)
+    start = tl.load(p_ends + bin * SUBS - 1, mask=(block > 0) | (chunk > 0), other=0)
+    first = start + (i_item - first_item) * PIECE
+    stop = tl.minimum(first + PIECE, tl.load(p_ends + bin * SUBS + SUBS - 1))
+    return block, first, stop
+
+
+@triton.jit
+def _block_range(
+    p_block_start, p_block_stop, block, S, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr
+):
+    """First token of a block, and one past its last."""
+    if HAS_DOCS:
+        return tl.load(p_block_start + block), tl.load(p_block_stop + block)
+    return block * L_SEL, tl.minimum(block * L_SEL + L_SEL, S)
 
 
 @triton.jit
 def block_forward(
-    p_q, p_k, p_v, p_part, p_part_lse, p_entries, p_offsets, p_items, p_item_first,
+    p_q, t_k, t_k2, t_v, p_part, p_part_lse, p_queries, p_places, p_items, p_item_ends, p_ends,
     p_block_start, p_block_stop,
-    first_row, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, Hkv, G, scale_log2,
-    s_qb, s_qs, s_qh, s_kb, s_ks, s_kh, s_vb, s_vs, s_vh,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    N_SEL: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    Hkv, G, scale_log2, s_qb, s_qs, s_qh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Partial outputs of one item: up to BM // G queries that chose one block.
+    """Partial outputs of one item: up to PIECE queries that chose one block, all their heads.
 
-    part is [segments, rows of the chunk * N_SEL, G, DV], part_lse the same without DV.
+    part is [segments, num_rows, N_SEL, G, DV], part_lse the same without DV, for the rows of the
+    sequence from first_row on.
     """
-    i_item, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    block = tl.load(p_items + i_seg * NUM_ITEMS + i_item)
+    i_seg = tl.program_id(2).to(tl.int64)
+    chunk = first_chunk + tl.program_id(1)
+    block, first, stop = _item(
+        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
+    )
     if block >= NUM_BLOCKS:
         return  # the list is as long as the worst case; here it has ended
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    p_offsets += i_seg * (NUM_BLOCKS + 1) + block
-    place_in_block = i_item - tl.load(p_item_first + i_seg * NUM_BLOCKS + block)
-    first = tl.load(p_offsets) + place_in_block * (BM // G)
-    p_entries += i_seg * NUM_ENTRIES
-    query, place, head, m_r = _rows(p_entries, first, tl.load(p_offsets + 1), G, N_SEL, BM)
-    o_dk, o_dv = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
-    t = first_row + query
-    h = i_g * G + head
-    p_rows_q = p_q + i_b * s_qb + (t.to(tl.int64) * s_qs + h * s_qh)[:, None] + o_dk[None, :]
-    b_q = tl.load(p_rows_q, mask=m_r[:, None] & (o_dk < DK)[None, :], other=0.0)
-    o_k = tl.load(p_block_start + block) + tl.arange(0, BN)
-    m_k = o_k < tl.load(p_block_stop + block)
-    keys = o_k.to(tl.int64)
-    p_keys = p_k + i_b * s_kb + i_g * s_kh + keys[None, :] * s_ks + o_dk[:, None]
-    b_k = tl.load(p_keys, mask=m_k[None, :] & (o_dk < DK)[:, None], other=0.0)
-    b_s = _dot(b_q, b_k, UPCAST) * scale_log2
-    b_s = tl.where(m_k[None, :] & (o_k[None, :] <= t[:, None]), b_s, float("-inf"))
-    top = tl.max(b_s, axis=1)  # a chosen block holds a visible token, so this is finite
-    b_p = tl.math.exp2(b_s - top[:, None])
-    total = tl.sum(b_p, axis=1)
-    p_values = p_v + i_b * s_vb + i_g * s_vh + keys[:, None] * s_vs + o_dv[None, :]
-    b_v = tl.load(p_values, mask=m_k[:, None] & (o_dv < DV)[None, :], other=0.0)
-    b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST) / total[:, None]
-    row = (i_seg * NUM_ENTRIES + query * N_SEL + place) * G + head
-    tl.store(p_part_lse + row, top + tl.math.log2(total), mask=m_r)
-    p_rows = p_part + row[:, None] * DV + o_dv[None, :]
-    tl.store(p_rows, b_out.to(p_part.dtype.element_ty), mask=m_r[:, None] & (o_dv < DV)[None, :])
+    o_r, o_dk, o_dv = tl.arange(0, BM), tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    nth, head = o_r // G, o_r % G
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_k = k0 + tl.arange(0, BN)
+    b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+    b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+    p_qh = p_q + i_b * s_qb + i_g * G * s_qh
+    for entry in range(first, stop, BM // G):
+        m_r = (entry + nth < stop) & (nth < BM // G)
+        at = i_seg * NUM_ENTRIES + entry + nth
+        t = tl.load(p_queries + at, mask=m_r, other=0)
+        p_rows = p_qh + (t.to(tl.int64) * s_qs + head * s_qh)[:, None]
+        b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+        if DK2 > 0:
+            b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
+            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= t[:, None])
+        b_s = tl.where(visible, b_s * scale_log2, float("-inf"))
+        # An unused row may see nothing of the block; a chosen block holds a visible token.
+        top = tl.where(m_r, tl.max(b_s, axis=1), 0.0)
+        b_p = tl.math.exp2(b_s - top[:, None])
+        total = tl.where(m_r, tl.sum(b_p, axis=1), 1.0)
+        b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST) / total[:, None]
+        place = tl.load(p_places + at, mask=m_r, other=0).to(tl.int32)
+        row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + head
+        tl.store(p_part_lse + row, top + tl.math.log2(total), mask=m_r)
+        m_o = m_r[:, None] & (o_dv < DV)[None, :]
+        p_rows_o = p_part + row[:, None] * DV + o_dv[None, :]
+        tl.store(p_rows_o, b_out.to(p_part.dtype.element_ty), mask=m_o)
 
 
 @triton.jit
 def merge_parts(
-    p_part, p_part_lse, p_selection, p_out, p_lse,
-    first_row, NUM_ROWS, NUM_ENTRIES, S, Hkv, G,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
+    p_part, p_part_lse, p_num_chosen, p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
+    first_row, num_rows, S, Hkv, G, s_gb, s_gs, s_gh,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of one query and head from its N_SEL partial ones."""
-    i_row, i_seg = tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) % G
+    """Selected output of one query and group from its partial ones, and the gated sum."""
+    i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    t = (first_row + i_row).to(tl.int64)
-    o_n, o_d = tl.arange(0, N_SEL_PAD), tl.arange(0, DV_PAD)
-    ids = tl.load(
-        p_selection + ((i_b * S + t) * Hkv + i_g) * N_SEL + o_n, mask=o_n < N_SEL, other=-1
-    )
-    used = ids >= 0
-    row = (i_seg * NUM_ENTRIES + i_row * N_SEL + o_n) * G + head
-    lses = tl.load(p_part_lse + row, mask=used, other=float("-inf"))
-    top = tl.max(lses, axis=0)
-    weights = tl.math.exp2(lses - top)
-    total = tl.sum(weights, axis=0)
-    mask = used[:, None] & (o_d < DV)[None, :]
-    parts = tl.load(p_part + row[:, None] * DV + o_d[None, :], mask=mask, other=0.0)
-    out = tl.sum(parts.to(tl.float32) * weights[:, None], axis=0) / total
-    h = i_g * G + head
-    p_row = p_out + ((i_b * S + t) * Hkv * G + h) * DV + o_d
-    tl.store(p_row, out.to(p_out.dtype.element_ty), mask=o_d < DV)
-    tl.store(p_lse + (i_b * Hkv * G + h) * S + t, top + tl.math.log2(total))
+    t = first_row + tl.program_id(0)
+    o_h, o_d = tl.arange(0, G_PAD), tl.arange(0, DV_PAD)
+    m_h = o_h < G
+    m_o = m_h[:, None] & (o_d < DV)[None, :]
+    num_chosen = tl.load(p_num_chosen + i_seg * S + t)
+    row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    top = tl.full([G_PAD], float("-inf"), tl.float32)
+    for n in tl.range(0, num_chosen, loop_unroll_factor=8):
+        lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
+        top = tl.maximum(top, lse)
+    none = top == float("-inf")
+    safe_top = tl.where(none, 0.0, top)
+    total = tl.zeros([G_PAD], tl.float32)
+    b_out = tl.zeros([G_PAD, DV_PAD], tl.float32)
+    for n in tl.range(0, num_chosen, loop_unroll_factor=8):
+        lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
+        b_part = tl.load(p_part + (row + n * G)[:, None] * DV + o_d[None, :], mask=m_o, other=0.0)
+        weight = tl.math.exp2(lse - safe_top)
+        total += weight
+        b_out += b_part.to(tl.float32) * weight[:, None]
+    b_out = b_out / tl.where(none, 1.0, total)[:, None]
+    lse = tl.where(none, float("inf"), top + tl.math.log2(total))
+    i_h = i_g * G + o_h
+    tl.store(p_lse + (i_b * Hkv * G + i_h) * S + t, lse, mask=m_h)
+    at = ((i_b * S + t) * Hkv * G + i_h)[:, None] * DV + o_d[None, :]
+    tl.store(p_o + at, b_out.to(p_o.dtype.element_ty), mask=m_o)
+    p_gate = p_gates + i_b * s_gb + tl.cast(t, tl.int64) * s_gs + i_h * s_gh
+    _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_h, m_o)
 
 
 @triton.jit
-def block_backward(
-    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_gates, p_dq, p_dk, p_dv,
-    p_entries, p_offsets, p_items, p_item_first, p_block_start, p_block_stop,
-    NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE, S, Hkv, G, scale, scale_log2,
-    s_qb, s_qs, s_qh, s_kb, s_ks, s_kh, s_vb, s_vs, s_vh, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    N_SEL: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def block_dkv(
+    p_q, p_k, p_v, p_dout, p_stats, p_dk, p_dv,
+    p_queries, p_items, p_item_ends, p_ends, p_block_start, p_block_stop,
+    num_chunks, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE, Hkv, G, scale, scale_log2,
+    s_qb, s_qs, s_qh, s_kb, s_ks, s_kh, s_vb, s_vs, s_vh, s_ob, s_os, s_oh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr, HAS_DOCS: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients from one piece: up to PIECE queries of one block, all heads of the group.
+    """Gradients of a block's keys and values from one item: up to PIECE queries, all their heads.
 
-    dk and dv of the block are summed in registers and added to fp32 [B, S, Hkv, D] once a piece;
-    dq goes to fp32 [B, S, Hq, DK] by vector additions in memory.
+    Summed in registers and added to fp32 [B, S, Hkv, D] once an item. Tiles are [keys, rows].
     """
-    i_item, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    block = tl.load(p_items + i_seg * NUM_ITEMS + i_item)
+    i_seg, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    block, first, stop = _item(
+        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
+    )
     if block >= NUM_BLOCKS:
         return
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    p_offsets += i_seg * (NUM_BLOCKS + 1) + block
-    place_in_block = i_item - tl.load(p_item_first + i_seg * NUM_BLOCKS + block)
-    first = tl.load(p_offsets) + place_in_block * PIECE
-    stop = tl.minimum(first + PIECE, tl.load(p_offsets + 1))
-    p_entries += i_seg * NUM_ENTRIES
-    o_dk, o_dv = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
-    m_dk, m_dv = o_dk < DK, o_dv < DV
-    o_k = tl.load(p_block_start + block) + tl.arange(0, BN)
-    m_k = o_k < tl.load(p_block_stop + block)
+    p_queries += i_seg * NUM_ENTRIES
+    o_r = tl.arange(0, BM)
+    head = i_g * G + o_r % G
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_k = k0 + tl.arange(0, BN)
+    m_k = o_k < k_stop
     keys = o_k.to(tl.int64)[:, None]
-    p_keys = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks + o_dk[None, :]
-    b_k = tl.load(p_keys, mask=m_k[:, None] & m_dk[None, :], other=0.0)
-    p_values = p_v + i_b * s_vb + i_g * s_vh + keys * s_vs + o_dv[None, :]
-    b_v = tl.load(p_values, mask=m_k[:, None] & m_dv[None, :], other=0.0)
-    b_dk = tl.zeros([BN, DK_PAD], tl.float32)
+    p_rows = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks
+    b_k = _load(p_rows + o_dk[None, :], m_k, o_dk, DK, DK1, True)
+    b_dk = tl.zeros([BN, DK1], tl.float32)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _load(p_rows + o_dk2[None, :], m_k, o_dk2, DK, DK1 + DK2, True)
+        b_dk2 = tl.zeros([BN, DK2], tl.float32)
+    p_rows = p_v + i_b * s_vb + i_g * s_vh + keys * s_vs + o_dv[None, :]
+    b_v = _load(p_rows, m_k, o_dv, DV, DV_PAD, True)
     b_dv = tl.zeros([BN, DV_PAD], tl.float32)
     for entry in range(first, stop, BM // G):
-        query, _, head, m_r = _rows(p_entries, entry, stop, G, N_SEL, BM)
-        t, h = query.to(tl.int64), i_g * G + head
-        p_rows_q = p_q + i_b * s_qb + (t * s_qs + h * s_qh)[:, None] + o_dk[None, :]
-        b_q = tl.load(p_rows_q, mask=m_r[:, None] & m_dk[None, :], other=0.0)
-        p_rows_o = p_dout + i_b * s_ob + (t * s_os + h * s_oh)[:, None] + o_dv[None, :]
-        b_dout = tl.load(p_rows_o, mask=m_r[:, None] & m_dv[None, :], other=0.0)
-        head_row = (i_b * Hkv * G + h) * S + t
-        lse = tl.load(p_lse + head_row, mask=m_r, other=float("inf"))
-        delta = tl.load(p_delta + head_row, mask=m_r, other=0.0)
-        p_gate = p_gates + i_b * s_gb + h * s_gh + t * s_gs
-        gate = tl.load(p_gate, mask=m_r, other=0.0).to(tl.float32)
-        b_s = _dot(b_q, tl.trans(b_k), UPCAST) * scale_log2
-        visible = m_k[None, :] & (o_k[None, :] <= query[:, None])
-        b_p = tl.where(visible, tl.math.exp2(b_s - lse[:, None]), 0.0) * gate[:, None]
-        b_dv += _dot(tl.trans(b_p.to(b_dout.dtype)), b_dout, UPCAST)
-        b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
-        b_ds = (b_p * (b_dp - delta[:, None])).to(b_q.dtype)
-        b_dk += _dot(tl.trans(b_ds), b_q, UPCAST)
-        b_dq = _dot(b_ds, b_k, UPCAST) * scale
-        p_rows_dq = p_dq + ((i_b * S + t) * Hkv * G + h)[:, None] * DK + o_dk[None, :]
-        tl.atomic_add(p_rows_dq, b_dq, mask=m_r[:, None] & m_dk[None, :], sem="relaxed")
+        m_r = (entry + o_r // G < stop) & (o_r // G < BM // G)
+        t = tl.load(p_queries + entry + o_r // G, mask=m_r, other=0)
+        p_rows_q = p_q + i_b * s_qb + (t.to(tl.int64) * s_qs + head * s_qh)[:, None]
+        b_q = _load(p_rows_q + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+        b_s = _dot(b_k, tl.trans(b_q), UPCAST)  # [BN, BM]
+        if DK2 > 0:
+            b_q2 = _load(p_rows_q + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
+            b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
+        p_rows_o = p_dout + i_b * s_ob + (t.to(tl.int64) * s_os + head * s_oh)[:, None]
+        b_dout = _load(p_rows_o + o_dv[None, :], m_r, o_dv, DV, DV_PAD, True)
+        lse, delta, gate, token = _stats(p_stats, (i_b * Hkv * G + head) * S + t, m_r)
+        b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :])
+        visible = m_k[:, None] & (o_k.to(tl.float32)[:, None] <= token[None, :])
+        b_p = tl.where(visible, b_p, 0.0) * gate[None, :]
+        b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
+        b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)
+        b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
+        b_dk = _dot_add(b_dk, b_ds, b_q, UPCAST)
+        if DK2 > 0:
+            b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
     row = (i_b * S + keys) * Hkv + i_g
-    m_rows = m_k[:, None] & m_dk[None, :]
-    tl.atomic_add(p_dk + row * DK + o_dk[None, :], b_dk * scale, mask=m_rows, sem="relaxed")
-    m_rows = m_k[:, None] & m_dv[None, :]
+    p_rows = p_dk + row * DK
+    m_rows = m_k[:, None] & (o_dk < DK)[None, :]
+    tl.atomic_add(p_rows + o_dk[None, :], b_dk * scale, mask=m_rows, sem="relaxed")
+    if DK2 > 0:
+        m_rows = m_k[:, None] & (o_dk2 < DK)[None, :]
+        tl.atomic_add(p_rows + o_dk2[None, :], b_dk2 * scale, mask=m_rows, sem="relaxed")
+    m_rows = m_k[:, None] & (o_dv < DV)[None, :]
     tl.atomic_add(p_dv + row * DV + o_dv[None, :], b_dv, mask=m_rows, sem="relaxed")
+
+
+@triton.jit
+def block_dq(
+    p_q, t_k, t_k2, t_v, p_dout, p_stats, p_part, p_queries, p_places, p_items, p_item_ends,
+    p_ends, p_block_start, p_block_stop,
+    first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    Hkv, G, scale, scale_log2, s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Partial gradients of the queries of one item.
+
+    part is [segments, num_rows, N_SEL, G, DK], as in the forward.
+    """
+    i_seg = tl.program_id(2).to(tl.int64)
+    chunk = first_chunk + tl.program_id(1)
+    block, first, stop = _item(
+        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
+    )
+    if block >= NUM_BLOCKS:
+        return
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    o_r, o_dk, o_dv = tl.arange(0, BM), tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    nth, head = o_r // G, o_r % G
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_k = k0 + tl.arange(0, BN)
+    b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+    b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+    p_qh = p_q + i_b * s_qb + i_g * G * s_qh
+    p_oh = p_dout + i_b * s_ob + i_g * G * s_oh
+    for entry in range(first, stop, BM // G):
+        m_r = (entry + nth < stop) & (nth < BM // G)
+        at = i_seg * NUM_ENTRIES + entry + nth
+        t = tl.load(p_queries + at, mask=m_r, other=0)
+        p_rows = p_qh + (t.to(tl.int64) * s_qs + head * s_qh)[:, None]
+        b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+        if DK2 > 0:
+            b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
+            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        p_rows_o = p_oh + (t.to(tl.int64) * s_os + head * s_oh)[:, None] + o_dv[None, :]
+        b_dout = _load(p_rows_o, m_r, o_dv, DV, DV_PAD, True)
+        b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
+        lse, delta, gate, _ = _stats(p_stats, (i_seg * G + head) * S + t, m_r)
+        visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= t[:, None])
+        b_p = tl.where(visible, tl.math.exp2(b_s * scale_log2 - lse[:, None]), 0.0)
+        b_ds = (b_p * gate[:, None] * (b_dp - delta[:, None])).to(b_q.dtype)
+        place = tl.load(p_places + at, mask=m_r, other=0).to(tl.int32)
+        row = (((i_seg * num_rows + t - first_row) * N_SEL + place) * G + head)[:, None] * DK
+        b_dq = (_dot(b_ds, b_k, UPCAST) * scale).to(p_part.dtype.element_ty)
+        m_q = m_r[:, None] & (o_dk < DK)[None, :]
+        tl.store(p_part + row + o_dk[None, :], b_dq, mask=m_q)
+        if DK2 > 0:
+            b_dq2 = (_dot(b_ds, b_k2, UPCAST) * scale).to(p_part.dtype.element_ty)
+            m_q2 = m_r[:, None] & (o_dk2 < DK)[None, :]
+            tl.store(p_part + row + o_dk2[None, :], b_dq2, mask=m_q2)
+
+
+@triton.jit
+def sum_places(
+    p_part, p_num_chosen, p_dq, first_row, num_rows, S, Hkv, G,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one query and group from its partial ones: fp32 [B, S, Hq, DK]."""
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    t = first_row + tl.program_id(0)
+    o_h, o_d = tl.arange(0, G_PAD), tl.arange(0, DK_PAD)
+    mask = (o_h < G)[:, None] & (o_d < DK)[None, :]
+    row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    b_dq = tl.zeros([G_PAD, DK_PAD], tl.float32)
+    for n in tl.range(0, tl.load(p_num_chosen + i_seg * S + t), loop_unroll_factor=8):
+        p_rows = p_part + (row + n * G)[:, None] * DK + o_d[None, :]
+        b_dq += tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
+    at = ((i_b * S + t) * Hkv * G + i_g * G + o_h)[:, None] * DK + o_d[None, :]
+    tl.store(p_dq + at, b_dq, mask=mask)

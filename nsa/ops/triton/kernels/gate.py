@@ -1,4 +1,4 @@
-"""Kernels of the gated sum of the three branches and of its gradient (Eq. 5)."""
+"""The gated sum of the three branches, as the selected branch ends with it, and its gradient."""
 
 from __future__ import annotations
 
@@ -7,33 +7,28 @@ import triton.language as tl
 
 
 @triton.jit
-def gated_sum(
-    p_cmp, p_sel, p_win, p_gates, p_out, NUM_ROWS, Hq, S,
-    s_gb, s_gs, s_gh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """out = sum of gate * branch for ROWS rows (b, s, h) of contiguous [B, S, Hq, DV] tensors."""
-    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    m_r = o_r < NUM_ROWS
-    o_d = tl.arange(0, DV_PAD)
-    at = o_r[:, None] * DV + o_d[None, :]
-    mask = m_r[:, None] & (o_d < DV)[None, :]
-    p_row = p_gates + o_r // (Hq * S) * s_gb + o_r // Hq % S * s_gs + o_r % Hq * s_gh
-    out = tl.load(p_cmp + at, mask=mask, other=0.0).to(tl.float32) * _gate(p_row, 0, m_r)
-    out += tl.load(p_sel + at, mask=mask, other=0.0).to(tl.float32) * _gate(p_row, 1, m_r)
-    out += tl.load(p_win + at, mask=mask, other=0.0).to(tl.float32) * _gate(p_row, 2, m_r)
-    tl.store(p_out + at, out.to(p_out.dtype.element_ty), mask=mask)
+def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
+    """out = sum of gate * branch (Eq. 5) at the offsets `at`; p_gate is at each row's gates."""
+    # Rounded like the stored branch, so that the gradient of the gate is that of this sum.
+    b_sel = b_sel.to(p_out.dtype.element_ty).to(tl.float32)
+    b_sum = b_sel * tl.load(p_gate + 1, mask=m_rows, other=0.0).to(tl.float32)[:, None]
+    b_o = tl.load(p_o_cmp + at, mask=m_o, other=0.0).to(tl.float32)
+    b_sum += b_o * tl.load(p_gate, mask=m_rows, other=0.0).to(tl.float32)[:, None]
+    b_o = tl.load(p_o_win + at, mask=m_o, other=0.0).to(tl.float32)
+    b_sum += b_o * tl.load(p_gate + 2, mask=m_rows, other=0.0).to(tl.float32)[:, None]
+    tl.store(p_out + at, b_sum.to(p_out.dtype.element_ty), mask=m_o)
 
 
 @triton.jit
 def gate_backward(
-    p_cmp, p_sel, p_win, p_dout, p_dgates, p_delta, NUM_ROWS, Hq, S,
-    s_ob, s_os, s_oh,
+    p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, NUM_ROWS, Hq, S,
+    s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """<dout, branch> of each row: the gradient of its gate, and what its softmax subtracts.
+    """delta = <dout, branch> of each row: the gradient of its gate, and what its softmax subtracts.
 
-    dgates is [B, S, Hq, 3] contiguous; delta is [3, B, Hq, S] fp32.
+    dgates is [B, S, Hq, 3]; stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
+    of a row: log-sum-exp, delta, gate, and its own index in the sequence.
     """
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_r = o_r < NUM_ROWS
@@ -43,18 +38,19 @@ def gate_backward(
     p_rows = p_dout + (i_b * s_ob + i_s * s_os + i_h * s_oh)[:, None] + o_d[None, :]
     dout = tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
     at = o_r[:, None] * DV + o_d[None, :]
-    row = (i_b * Hq + i_h) * S + i_s
-    delta = tl.sum(dout * tl.load(p_cmp + at, mask=mask, other=0.0).to(tl.float32), axis=1)
-    tl.store(p_delta + row, delta, mask=m_r)
-    tl.store(p_dgates + o_r * 3, delta.to(p_dgates.dtype.element_ty), mask=m_r)
-    delta = tl.sum(dout * tl.load(p_sel + at, mask=mask, other=0.0).to(tl.float32), axis=1)
-    tl.store(p_delta + NUM_ROWS + row, delta, mask=m_r)
-    tl.store(p_dgates + o_r * 3 + 1, delta.to(p_dgates.dtype.element_ty), mask=m_r)
-    delta = tl.sum(dout * tl.load(p_win + at, mask=mask, other=0.0).to(tl.float32), axis=1)
-    tl.store(p_delta + 2 * NUM_ROWS + row, delta, mask=m_r)
-    tl.store(p_dgates + o_r * 3 + 2, delta.to(p_dgates.dtype.element_ty), mask=m_r)
-
-
-@triton.jit
-def _gate(p_row, branch, m_r):
-    return tl.load(p_row + branch, mask=m_r, other=0.0).to(tl.float32)[:, None]
+    p_gate = p_gates + i_b * s_gb + i_s * s_gs + i_h * s_gh
+    for branch in tl.static_range(3):
+        if branch == 0:
+            p_o = p_o_cmp
+        elif branch == 1:
+            p_o = p_o_sel
+        else:
+            p_o = p_o_win
+        delta = tl.sum(dout * tl.load(p_o + at, mask=mask, other=0.0).to(tl.float32), axis=1)
+        row = branch * NUM_ROWS + (i_b * Hq + i_h) * S + i_s
+        gate = tl.load(p_gate + branch, mask=m_r, other=0.0).to(tl.float32)
+        tl.store(p_stats + row * 4, tl.load(p_lse + row, mask=m_r, other=0.0), mask=m_r)
+        tl.store(p_stats + row * 4 + 1, delta, mask=m_r)
+        tl.store(p_stats + row * 4 + 2, gate, mask=m_r)
+        tl.store(p_stats + row * 4 + 3, i_s.to(tl.float32), mask=m_r)
+        tl.store(p_dgates + o_r * 3 + branch, delta.to(p_dgates.dtype.element_ty), mask=m_r)

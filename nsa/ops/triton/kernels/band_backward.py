@@ -1,0 +1,248 @@
+"""Gradients of the band family: of keys and values by keys, of queries by queries.
+
+tile.py has the names, the band and its letters. No sum depends on the order of the programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.kernels.tile import (
+    _band,
+    _dot,
+    _dot_add,
+    _is_selected,
+    _load,
+    _rows,
+    _stats,
+    _tile_range,
+)
+
+
+@triton.jit
+def band_dkv(
+    t_q, t_q2, t_dout, p_k, p_v, p_stats, p_dk, p_dv, p_bits,
+    p_row_start, p_row_key, p_row_block, p_key_first, p_key_last,
+    S, K, Hkv, G, scale, scale_log2,
+    s_kb, s_ks, s_kh, s_vb, s_vs, s_vh,
+    OFF, STEP, W, NUM_WORDS, HEADS,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BN keys and values from HEADS heads of their group.
+
+    Sums go to dk, dv [B, parts, K, Hkv, D] with parts = G / HEADS. Tiles are [keys, queries], so
+    that probabilities and their gradients are left operands of the products as they are.
+    """
+    i_n, i_bg, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b, i_g = (i_bg // Hkv).to(tl.int64), (i_bg % Hkv).to(tl.int64)
+    o_m = tl.arange(0, BM)
+    o_k = i_n * BN + tl.arange(0, BN)
+    m_k = o_k < K
+    keys = o_k.to(tl.int64)[:, None]
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    p_rows = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks
+    b_k = _load(p_rows + o_dk[None, :], m_k, o_dk, DK, DK1, True)
+    b_dk = tl.zeros([BN, DK1], tl.float32)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _load(p_rows + o_dk2[None, :], m_k, o_dk2, DK, DK1 + DK2, True)
+        b_dk2 = tl.zeros([BN, DK2], tl.float32)
+    p_rows = p_v + i_b * s_vb + i_g * s_vh + keys * s_vs + o_dv[None, :]
+    b_v = _load(p_rows, m_k, o_dv, DV, DV_PAD, True)
+    b_dv = tl.zeros([BN, DV_PAD], tl.float32)
+    # Queries that see any of these keys: a contiguous range, as both ends of the band only grow.
+    if HAS_DOCS:
+        first_query = tl.load(p_key_first + i_n * BN)
+        last_query = tl.load(p_key_last + tl.minimum(i_n * BN + BN, K) - 1)
+    else:
+        first_query = i_n * BN * STEP + OFF
+        last_query = S - 1
+        if W > 0:
+            last_query = tl.minimum(last_query, i_n * BN + BN - 1 + W - 1)
+    first_tile = first_query // BM
+    stop_tile = tl.maximum(tl.cdiv(last_query + 1, BM), first_tile)
+    # From tile `full` to tile `masked` every query sees every key, and nothing needs a mask.
+    full = stop_tile
+    masked = stop_tile
+    if not (SELECT or HAS_DOCS):
+        if i_n * BN + BN <= K:
+            full = tl.cdiv((i_n * BN + BN - 1) * STEP + OFF, BM)
+            masked = S // BM
+            if W > 0:
+                masked = tl.minimum(masked, (i_n * BN + W) // BM)
+        full = tl.minimum(tl.maximum(full, first_tile), stop_tile)
+        masked = tl.minimum(tl.maximum(masked, full), stop_tile)
+    p_bits += (i_b * Hkv + i_g) * NUM_WORDS * S
+    for part in tl.static_range(1 if SELECT or HAS_DOCS else 3):
+        if part == 0:
+            lo, hi = first_tile, full
+        elif part == 1:
+            lo, hi = full, masked
+        else:
+            lo, hi = masked, stop_tile
+        for i in range(lo * HEADS, hi * HEADS):
+            i_h = i_g * G + i_part * HEADS + i % HEADS
+            t0 = i // HEADS * BM
+            o_t = t0 + o_m
+            m_t = o_t < S
+            b_q = _rows(t_q, i_b, t0, i_h, 0, BM, DK1)
+            b_s = _dot(b_k, tl.trans(b_q), UPCAST)  # [BN, BM]
+            if DK2 > 0:
+                b_q2 = _rows(t_q2, i_b, t0, i_h, DK1, BM, DK2)
+                b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
+            lse, delta, gate, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + o_t, m_t)
+            b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :])
+            if part != 1:
+                first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
+                visible = (o_k[:, None] >= first[None, :]) & (o_k[:, None] <= last[None, :])
+                if SELECT:
+                    selected = _is_selected(
+                        o_t, m_t, i_n * BN, o_k, p_bits, p_row_start, p_row_block, S,
+                        L_SEL, BN, HAS_DOCS,
+                    )  # fmt: skip
+                    visible = visible & tl.trans(selected)
+                b_p = tl.where(visible, b_p, 0.0)
+            b_p = b_p * gate[None, :]
+            b_dout = _rows(t_dout, i_b, t0, i_h, 0, BM, DV_PAD)
+            b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
+            b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)  # [BN, BM]
+            b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
+            b_dk = _dot_add(b_dk, b_ds, b_q, UPCAST)
+            if DK2 > 0:
+                b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
+
+    row = ((i_b * tl.num_programs(2) + i_part) * K + keys) * Hkv + i_g
+    dtype = p_dk.dtype.element_ty
+    m_rows = m_k[:, None]
+    p_rows = p_dk + row * DK
+    tl.store(p_rows + o_dk[None, :], (b_dk * scale).to(dtype), mask=m_rows & (o_dk < DK)[None, :])
+    if DK2 > 0:
+        m_rows2 = m_rows & (o_dk2 < DK)[None, :]
+        tl.store(p_rows + o_dk2[None, :], (b_dk2 * scale).to(dtype), mask=m_rows2)
+    tl.store(p_dv + row * DV + o_dv[None, :], b_dv.to(dtype), mask=m_rows & (o_dv < DV)[None, :])
+
+
+@triton.jit
+def _branch_dq(
+    b_dq, b_dq2, b_q, b_q2, b_dout, t_k, t_k2, t_v, p_stats, p_bits,
+    p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
+    OFF, STEP, W,
+    DK1: tl.constexpr, DK2: tl.constexpr, DV_PAD: tl.constexpr, L_SEL: tl.constexpr,
+    SELECT: tl.constexpr, BOUNDED: tl.constexpr, HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """What one branch adds to the gradient of a tile of queries.
+
+    BOUNDED: the band has a lower end within the sequence.
+    """
+    lse, delta, gate, _ = _stats(p_stats, rows, m_t)
+    first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
+    start, full, masked, stop = _tile_range(
+        i_m, S, K, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS, BM, BN
+    )
+    # Only the edges of the band need a mask; the selected branch needs it everywhere.
+    for part in tl.static_range(0 if SELECT or BOUNDED else 1, 1 if SELECT else 3):
+        if SELECT:
+            lo, hi = start, stop
+        elif part == 0:
+            lo, hi = start, full
+        elif part == 1:
+            lo, hi = full, masked
+        else:
+            lo, hi = masked, stop
+        for k0 in range(lo, hi, BN):
+            b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+            b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+            if DK2 > 0:
+                b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+                b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+            b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+            b_p = tl.math.exp2(b_s * scale_log2 - lse[:, None])
+            if SELECT or part != 1:
+                o_k = k0 + tl.arange(0, BN)
+                visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
+                if SELECT:
+                    visible = visible & _is_selected(
+                        o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S, L_SEL, BN, HAS_DOCS
+                    )
+                b_p = tl.where(visible, b_p, 0.0)
+            b_p = b_p * gate[:, None]
+            b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
+            b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)
+            b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
+            if DK2 > 0:
+                b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)
+    return b_dq, b_dq2
+
+
+@triton.jit
+def band_dq(
+    p_q, p_dout, t_k_cmp, t_k2_cmp, t_v_cmp, t_k_sel, t_k2_sel, t_v_sel,
+    t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_sel, p_dq,
+    p_row_start, p_row_cmp, p_row_block,
+    S, N, Hq, G, STATS, scale, scale_log2,
+    s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
+    CMP_OFF, CMP_STEP, W, NUM_WORDS,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
+    UPCAST: tl.constexpr, HAS_CMP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradient of BM queries of one head, from all branches: [B, S, Hq, DK].
+
+    The selected branch is walked here (SELECT: the masked past), or its part is read from the fp32
+    dq_sel. STATS numbers lie between the stats of two branches.
+    """
+    i_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
+    i_b, i_h = (tl.program_id(1) // Hq).to(tl.int64), (tl.program_id(1) % Hq).to(tl.int64)
+    i_g = i_h // G
+    o_t = i_m * BM + tl.arange(0, BM)
+    m_t = o_t < S
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    p_rows = p_q + i_b * s_qb + i_h * s_qh + o_t.to(tl.int64)[:, None] * s_qs
+    b_q = _load(p_rows + o_dk[None, :], m_t, o_dk, DK, DK1, True)
+    b_dq = tl.zeros([BM, DK1], tl.float32)
+    b_q2 = b_q
+    b_dq2 = b_dq
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_q2 = _load(p_rows + o_dk2[None, :], m_t, o_dk2, DK, DK1 + DK2, True)
+        b_dq2 = tl.zeros([BM, DK2], tl.float32)
+    p_rows = p_dout + i_b * s_ob + i_h * s_oh + o_t.to(tl.int64)[:, None] * s_os + o_dv[None, :]
+    b_dout = _load(p_rows, m_t, o_dv, DV, DV_PAD, True)
+    rows = tl.program_id(1).to(tl.int64) * S + o_t
+    if HAS_CMP:
+        b_dq, b_dq2 = _branch_dq(
+            b_dq, b_dq2, b_q, b_q2, b_dout, t_k_cmp, t_k2_cmp, t_v_cmp, p_stats, p_bits,
+            p_row_start, p_row_cmp, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, N, scale_log2,
+            CMP_OFF, CMP_STEP, 0,
+            DK1, DK2, DV_PAD, L_SEL, False, HAS_DOCS, HAS_DOCS, UPCAST, BM, BN,
+        )  # fmt: skip
+    b_dq, b_dq2 = _branch_dq(
+        b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * STATS, p_bits,
+        p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S, scale_log2,
+        0, 1, W,
+        DK1, DK2, DV_PAD, L_SEL, False, True, HAS_DOCS, UPCAST, BM, BN,
+    )  # fmt: skip
+    row = ((i_b * S + o_t) * Hq + i_h)[:, None] * DK
+    m_dq = m_t[:, None] & (o_dk < DK)[None, :]
+    if SELECT:
+        p_bits += (i_b * (Hq // G) + i_g) * NUM_WORDS * S
+        b_dq, b_dq2 = _branch_dq(
+            b_dq, b_dq2, b_q, b_q2, b_dout, t_k_sel, t_k2_sel, t_v_sel, p_stats + STATS, p_bits,
+            p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S,
+            scale_log2, 0, 1, 0,
+            DK1, DK2, DV_PAD, L_SEL, True, True, HAS_DOCS, UPCAST, BM, BN,
+        )  # fmt: skip
+    b_dq = b_dq * scale
+    if not SELECT:
+        b_dq += tl.load(p_dq_sel + row + o_dk[None, :], mask=m_dq, other=0.0)
+    tl.store(p_dq + row + o_dk[None, :], b_dq.to(p_dq.dtype.element_ty), mask=m_dq)
+    if DK2 > 0:
+        b_dq2 = b_dq2 * scale
+        m_dq = m_t[:, None] & (o_dk2 < DK)[None, :]
+        if not SELECT:
+            b_dq2 += tl.load(p_dq_sel + row + o_dk2[None, :], mask=m_dq, other=0.0)
+        tl.store(p_dq + row + o_dk2[None, :], b_dq2.to(p_dq.dtype.element_ty), mask=m_dq)

@@ -1,0 +1,257 @@
+"""The Triton path as operators of torch, with fake implementations and gradients.
+
+torch.compile, activation checkpointing, DDP and FSDP meet ordinary operators here:
+
+    nsa::attention            inputs -> output, selection, and what its backward reads
+    nsa::attention_backward   those, and the gradient of the output -> gradients of the inputs
+    nsa::select               q, k_cmp -> selection
+    nsa::mean, nsa::mean_backward   mean compression
+
+`blocks` are l, d, l_sel, n_sel, w; `doc_lens` the lengths of the packed documents (one: the row).
+
+The dispatcher takes its time, a large part of a short sequence's. Where nobody intercepts operators
+(no compiler, no dispatch mode, no tensor subclass), `call_attention` and `call_mean` run the same
+functions as plain autograd functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.ops.spec import BlockSpec
+from nsa.ops.triton import attention, band, mean, select, selected
+from nsa.ops.triton.attention import Inputs, Results, Saved
+from nsa.ops.triton.problem import Problem, problem_of
+from nsa.ops.triton.start import describable
+
+_STATIC = "int[] blocks, float scale, int[] doc_lens"
+
+
+def _tensors(kind: Any) -> str:
+    return ", ".join(f"Tensor {name}" for name in kind._fields)
+
+
+def _returns(kind: Any) -> str:
+    return f"({', '.join(['Tensor'] * len(kind._fields))})"
+
+
+SCHEMAS = {
+    "attention": f"({_tensors(Inputs)}, Tensor? selection, {_STATIC}) -> {_returns(Results)}",
+    "attention_backward": (
+        f"({_tensors(Inputs)}, {_tensors(Saved)}, Tensor dout, {_STATIC}) -> {_returns(Inputs)}"
+    ),
+    "select": f"(Tensor q, Tensor k_cmp, {_STATIC}) -> Tensor",
+    "mean": "(Tensor x, int[] blocks, int[] doc_lens) -> Tensor",
+    "mean_backward": "(Tensor dout, SymInt seq_len, int[] blocks, int[] doc_lens) -> Tensor",
+}
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"nsa::{_name}", _schema)
+
+EVERYWHERE = "default"
+"""One implementation for every device: CUDA, and the CPU in Triton's interpreter."""
+PLAIN = (Tensor, torch.nn.Parameter)
+NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
+
+
+def _attention(*args: Any) -> tuple[Tensor, ...]:
+    inputs = _inputs(args)
+    selection, *static = args[NUM_INPUTS:]
+    problem = _problem(inputs, inputs, *static)
+    return tuple(attention.forward(problem, inputs, selection))
+
+
+def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs = Inputs(*args[:NUM_INPUTS])
+    blocks, scale, doc_lens = args[NUM_INPUTS + 1 :]
+    problem = Problem(inputs.q, inputs.v_sel, _spec(*blocks), scale, doc_lens)
+    batch, seq_len, num_heads, _ = inputs.q.shape
+    groups = problem.num_groups
+    out = (batch, seq_len, num_heads, problem.d_v)
+    return tuple(
+        Results(
+            problem.empty(*out),
+            problem.empty(batch, seq_len, groups, problem.spec.n_sel, dtype=torch.int32),
+            problem.empty(*out),
+            problem.empty(*out),
+            problem.empty(*out),
+            problem.empty(3, batch, num_heads, seq_len, dtype=torch.float32),
+            problem.empty(batch, groups, seq_len, dtype=torch.int32),
+            problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int32),
+            problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int16),
+            *selected.empty_inverse(problem, sized=not (problem.masked or problem.by_query)),
+        )
+    )
+
+
+def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
+    inputs = _inputs(args)
+    saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
+    dout, *static = args[NUM_INPUTS + NUM_SAVED :]
+    dout = describable(dout)
+    problem = _problem((*inputs, dout), inputs, *static)
+    return tuple(attention.backward(problem, inputs, saved, dout))
+
+
+def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in args[:NUM_INPUTS])
+
+
+def _select(
+    q: Tensor, k_cmp: Tensor, blocks: list[int], scale: float, doc_lens: list[int]
+) -> Tensor:
+    q, k_cmp = describable(q), describable(k_cmp)
+    problem = problem_of((q, k_cmp), q, k_cmp, _spec(*blocks), scale, doc_lens)
+    lse = problem.empty(problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
+    band.forward(problem, 0, q, k_cmp, k_cmp, lse)
+    return select.choose(problem, q, k_cmp, lse).ids
+
+
+def _select_fake(
+    q: Tensor, k_cmp: Tensor, blocks: list[int], scale: float, doc_lens: list[int]
+) -> Tensor:
+    size = (*q.shape[:2], k_cmp.shape[2], blocks[3])
+    return torch.empty(size, dtype=torch.int32, device=q.device)
+
+
+def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    return mean.forward(describable(x), _spec(*blocks), doc_lens)
+
+
+def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    num_cmp = sum(_spec(*blocks).num_cmp(length) for length in doc_lens)
+    return x.new_empty(x.shape[0], num_cmp, *x.shape[2:])
+
+
+def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    return mean.backward(describable(dout), seq_len, _spec(*blocks), doc_lens)
+
+
+def _mean_backward_fake(
+    dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]
+) -> Tensor:
+    return dout.new_empty(dout.shape[0], seq_len, *dout.shape[2:])
+
+
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    _attention_context(ctx, inputs, output)
+
+
+def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    results = Results(*output)
+    ctx.set_materialize_grads(False)  # only the output has a gradient
+    ctx.save_for_backward(*inputs[:NUM_INPUTS], *(getattr(results, x) for x in Saved._fields))
+    ctx.static = inputs[NUM_INPUTS + 1 :]
+
+
+def _attention_gradients(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * (NUM_INPUTS + 4)
+    grads = torch.ops.nsa.attention_backward(*ctx.saved_tensors, dout, *ctx.static)
+    return (*grads, None, None, None, None)
+
+
+def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+    ctx.seq_len = inputs[0].shape[1]
+    ctx.static = inputs[1:]
+
+
+def _mean_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.nsa.mean_backward(dout, ctx.seq_len, *ctx.static), None, None
+
+
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "attention": (_attention, _attention_fake),
+    "attention_backward": (_attention_backward, _attention_backward_fake),
+    "select": (_select, _select_fake),
+    "mean": (_mean, _mean_fake),
+    "mean_backward": (_mean_backward, _mean_backward_fake),
+}
+for _name, (_real, _fake) in IMPLEMENTATIONS.items():
+    torch.library.impl(f"nsa::{_name}", EVERYWHERE, _real)
+    torch.library.register_fake(f"nsa::{_name}", _fake)
+torch.library.register_autograd(
+    "nsa::attention", _attention_gradients, setup_context=_attention_setup
+)
+torch.library.register_autograd("nsa::mean", _mean_gradients, setup_context=_mean_context)
+
+
+class _Attention(torch.autograd.Function):
+    """nsa::attention without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        results = _attention(*args)
+        _attention_context(ctx, args, results)
+        ctx.mark_non_differentiable(results[1])
+        return results[0], results[1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * (NUM_INPUTS + 4)
+        grads = _attention_backward(*ctx.saved_tensors, dout, *ctx.static)
+        return (*grads, None, None, None, None)
+
+
+class _Mean(torch.autograd.Function):
+    """nsa::mean without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        _mean_context(ctx, args)
+        return _mean(*args)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return _mean_backward(dout, ctx.seq_len, *ctx.static), None, None
+
+
+def call_attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """Output and selection of nsa::attention."""
+    if _intercepted(args[:NUM_INPUTS]):
+        out, ids, *_ = torch.ops.nsa.attention(*args)
+        return out, ids
+    return _Attention.apply(*args)
+
+
+def call_mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    """nsa::mean."""
+    if _intercepted((x,)):
+        return torch.ops.nsa.mean(x, blocks, doc_lens)
+    return _Mean.apply(x, blocks, doc_lens)
+
+
+def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether somebody wants to see operators: a compiler, a dispatch mode, a kind of tensor."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return not all(type(x) in PLAIN for x in tensors)
+
+
+def _problem(
+    tensors: tuple[Tensor, ...],
+    inputs: Inputs,
+    blocks: list[int],
+    scale: float,
+    doc_lens: list[int],
+) -> Problem:
+    return problem_of(tensors, inputs.q, inputs.v_sel, _spec(*blocks), scale, doc_lens)
+
+
+def _inputs(args: tuple[Any, ...]) -> Inputs:
+    given = Inputs._make(args[:NUM_INPUTS])
+    gates = given.gates if given.gates.stride(-1) == 1 else given.gates.contiguous()
+    return Inputs._make([*(describable(x) for x in given[:-1]), gates])
+
+
+@lru_cache
+def _spec(*blocks: int) -> BlockSpec:
+    return BlockSpec(*blocks)

@@ -1,0 +1,165 @@
+"""The part of a call that is not a tensor, and the loop orders that follow from it."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.ops.spec import BlockSpec
+from nsa.ops.triton.documents import Documents, index_documents
+from nsa.ops.triton.start import INTERPRETED, Memo, Rows, ceil_div, form
+from nsa.ops.triton.tiles import fits_blocks, padded, parts_of
+
+MAX_TOKENS = 1 << 24
+"""The index of a row travels beside its statistics as fp32, which is exact up to here."""
+LOG2_E = math.log2(math.e)
+BY_BLOCK_BEYOND = 2
+"""The selected branch leaves the masked past for its own blocks once a document is this many times
+longer than what a query selects (docs/kernels.md)."""
+BY_QUERY_FROM = 9
+"""Heads per group from which its forward then goes by queries: they fill a tile of 16 rows."""
+
+
+MAX_KEPT = 256
+"""Problems remembered; beyond, all are forgotten and built again."""
+
+_kept: dict[tuple[Any, ...], Problem] = {}
+
+
+class Band(NamedTuple):
+    """One branch as the band kernels see it."""
+
+    OFF: int
+    STEP: int
+    W: int
+    SELECT: bool
+
+
+class Problem:
+    """Sizes, block sizes and documents of one kind of call, and the memo of its launches."""
+
+    def __init__(
+        self,
+        q: Tensor,  # [B, S, Hq, Dk]
+        v: Tensor,  # [B, any, Hkv, Dv]
+        spec: BlockSpec,
+        scale: float,
+        doc_lens: list[int],
+    ) -> None:
+        self.memo: Memo = {}
+        self.spec, self.scale, self.doc_lens = spec, scale, doc_lens
+        self.batch, self.seq_len, self.num_heads, self.d_k = q.shape
+        self.num_groups, self.d_v = v.shape[2:]
+        self.dtype, self.device = q.dtype, q.device
+        if self.seq_len > MAX_TOKENS:
+            raise ValueError(
+                f"S={self.seq_len} is beyond the {MAX_TOKENS} tokens of the Triton kernels; "
+                f"split the sequence, or use backend='torch'"
+            )
+        self.per_group = self.num_heads // self.num_groups
+        self.num_segments = self.batch * self.num_groups
+        self.packed = len(doc_lens) > 1
+        self.scale_log2 = scale * LOG2_E
+        self.num_blocks = sum(spec.num_blocks(length) for length in doc_lens)
+        self.num_words = ceil_div(self.num_blocks, 32)
+
+    @cached_property
+    def bands(self) -> tuple[Band, Band, Band]:
+        """Compressed, selected, window."""
+        spec = self.spec
+        return (
+            Band(spec.l - 1, spec.d, 0, False),
+            Band(0, 1, 0, True),
+            Band(0, 1, spec.w, False),
+        )
+
+    @cached_property
+    def masked(self) -> bool:
+        """The selected branch masks the whole past instead of going to its blocks."""
+        if not fits_blocks(self.d_k, self.d_v, self.dtype):
+            return True
+        return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
+
+    @cached_property
+    def by_query(self) -> bool:
+        return not self.masked and self.per_group >= BY_QUERY_FROM
+
+    @cached_property
+    def documents(self) -> Documents | None:
+        return index_documents(self.doc_lens, self.spec, self.device) if self.packed else None
+
+    def dims(self, d_v: int | None = None) -> dict[str, int]:
+        """The constants that open the list of every attention kernel."""
+        d_v = d_v or self.d_v
+        d_k1, d_k2 = parts_of(self.d_k)
+        return {"DK": self.d_k, "DV": d_v, "DK1": d_k1, "DK2": d_k2, "DV_PAD": padded(d_v)}
+
+    def rows_k(self, x: Tensor, num_rows: int) -> tuple[Rows, Rows | None]:
+        """Tiles of q or of keys, for the two parts of a head; None for a part that is not there."""
+        main, rest = parts_of(self.d_k)
+        return Rows(x, num_rows, main), Rows(x, num_rows, rest) if rest else None
+
+    def rows_v(self, x: Tensor, num_rows: int) -> Rows:
+        """Tiles of values or of the gradient of the output."""
+        return Rows(x, num_rows, padded(x.shape[3]))
+
+    def keys(self, k: Tensor, v: Tensor, num_rows: int) -> tuple[Rows | None, ...]:
+        """Tiles of the keys and values of a branch."""
+        return *self.rows_k(k, num_rows), self.rows_v(v, num_rows)
+
+    def empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+
+    def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Start of each row's document, of its keys, of its blocks; without documents unread."""
+        docs = self.documents
+        if docs is None:
+            return placeholder, placeholder, placeholder
+        return docs.row_start, docs.row_cmp if branch == 0 else docs.row_start, docs.row_block
+
+    def key_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last query that sees each key."""
+        docs = self.documents
+        if docs is None:
+            return placeholder, placeholder
+        return (
+            (docs.cmp_first, docs.cmp_last),
+            (docs.raw_first, docs.raw_last),
+            (docs.raw_first, docs.win_last),
+        )[branch]
+
+    def block_index(self, placeholder: Tensor) -> tuple[Tensor, Tensor]:
+        docs = self.documents
+        return (placeholder, placeholder) if docs is None else (docs.block_start, docs.block_stop)
+
+    @property
+    def upcast(self) -> bool:
+        """The interpreter cannot multiply bf16."""
+        return INTERPRETED
+
+
+def problem_of(
+    tensors: tuple[Tensor, ...],
+    q: Tensor,
+    v: Tensor,
+    spec: BlockSpec,
+    scale: float,
+    doc_lens: list[int],
+) -> Problem:
+    """The problem of a call, the same object for calls whose tensors have the same form.
+
+    Packed documents differ from batch to batch, and their index takes memory: they are not kept.
+    """
+    if len(doc_lens) > 1:
+        return Problem(q, v, spec, scale, doc_lens)
+    key = (form(*tensors), spec, scale)
+    problem = _kept.get(key)
+    if problem is None:
+        if len(_kept) >= MAX_KEPT:
+            _kept.clear()
+        problem = _kept[key] = Problem(q, v, spec, scale, doc_lens)
+    return problem

@@ -1,0 +1,104 @@
+"""Starting kernels: a short way past Triton's dispatcher for calls whose like has run before.
+
+Triton looks at every argument of every launch to find the compiled kernel, and checks every
+descriptor; that would be most of the time of a short sequence. Here calls whose inputs have the
+same form share a memo: whatever follows from the form (grid, numbers, constants, the compiled
+kernel) is worked out once for each place in the code; tensors alone change from call to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa.ops.triton.kernels import band
+from nsa.ops.triton.tiles import Tiles
+
+INTERPRETED = not isinstance(band.band_forward, triton.runtime.jit.JITFunction)
+"""Whether TRITON_INTERPRET=1 was set at import: kernels then run on the CPU, in Python."""
+ALIGNMENT = 16
+"""Bytes of the widest load: kernels are compiled apart for pointers that allow it or not."""
+
+Memo = dict[Any, tuple[Any, tuple[int, int, int], tuple[Any, ...]]]
+"""By place: the compiled kernel (None for an empty grid), the grid, the numbers and constants."""
+
+
+class Rows:
+    """Tiles of rows of one head of [B, S, H, D]: a tensor descriptor that is not checked again."""
+
+    __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, base: Tensor, num_rows: int, width: int) -> None:
+        self.base, self.shape, self.strides = base, base.shape, base.stride()
+        self.block_shape = (1, num_rows, 1, width)
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+
+class Launch(NamedTuple):
+    """What a launch needs beside its tensors; numbers and constants are in the kernel's order."""
+
+    grid: tuple[int, ...]
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @staticmethod
+    def tiled(
+        grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any], tiles: Tiles
+    ) -> Launch:
+        """With BM and BN as the last constants, and the warps and stages of the tiles."""
+        sized = {**constants, "BM": tiles.BM, "BN": tiles.BN}
+        return Launch(grid, numbers, sized, tiles.num_warps, tiles.num_stages)
+
+
+def start(
+    memo: Memo, place: Any, kernel: Any, tensors: tuple[Any, ...], launch: Callable[[], Launch]
+) -> None:
+    """Start `kernel` on the current stream; `launch` is asked when the place is new to the memo."""
+    known = memo.get(place)
+    if known is not None:
+        compiled, grid, rest = known
+        if compiled is not None:
+            compiled[grid](*tensors, *rest)
+        return
+    one = launch()
+    first, second, third = (*one.grid, 1, 1)[:3]
+    compiled = None
+    if 0 not in one.grid:
+        options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
+        checked = (_descriptor(x) if isinstance(x, Rows) else x for x in tensors)
+        compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **options)
+    if not INTERPRETED:
+        rest = (*one.numbers, *one.constants.values())
+        memo[place] = (compiled, (first, second, third), rest)
+
+
+def form(*tensors: Tensor) -> tuple[Any, ...]:
+    """What decides how kernels are compiled for tensors, and called with them."""
+    return (
+        tensors[0].device.index,
+        *((x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT) for x in tensors),
+    )
+
+
+def describable(x: Tensor) -> Tensor:
+    """x, or a copy of it where a descriptor cannot: rows must be aligned and lie apart."""
+    *outer, last = x.stride()
+    step = ALIGNMENT // x.element_size()
+    apart = all(stride > 0 and stride % step == 0 for stride in outer)
+    aligned = last == 1 and x.data_ptr() % ALIGNMENT == 0
+    return x if apart and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _descriptor(rows: Rows) -> TensorDescriptor:
+    return TensorDescriptor(rows.base, list(rows.shape), list(rows.strides), list(rows.block_shape))
