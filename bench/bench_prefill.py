@@ -1,158 +1,209 @@
-"""The whole attention, forward and backward, against dense causal SDPA, side by side in one run.
+"""The whole attention, forward and backward, against dense SDPA and another NSA, side by side.
 
-`python bench/bench_prefill.py [--config FILE | --shape Hq,Hkv,Dk,Dv] [--lengths 4096 8192]`.
-Ours is mean compression of raw K/V plus nsa_attention; dense is SDPA with the backends named.
-Times are medians of eager calls in ms; the last line is JSON.
+`python bench/bench_prefill.py [--config FILE | --shape Hq,Hkv,Dk,Dv ... | --preset speed]`.
+Ours is mean compression of raw K/V plus nsa_attention; bench/peers.py says what the others are and
+how they differ. flash-linear-attention compresses with l = d = l' = 64 and runs without a window.
+The last line is JSON; a peer that cannot run has a row with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nsa
+from bench import measure, report, selections
+from bench.cases import PRESETS, Case, Shape, grid, parse_shape
+from bench.peers import DENSE_MAX_LENGTH, PEERS
+from bench.plot_prefill import plot_rows, title_of
 from nsa.config import StrictParser, load_config
 from nsa.ops import plan_attention
 
-DENSE = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
-class Shape(NamedTuple):
-    """Heads and head dims."""
-
-    Hq: int
-    Hkv: int
-    Dk: int
-    Dv: int
+DEFAULT_SHAPE = Shape(12, 2, 64, 64)
+DEFAULT_LENGTHS = [4096, 8192, 16384]
+PEERS_OF = {"cuda": ("cudnn", "flash", "fla"), "cpu": ("math", "fla")}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every length, print a table and a JSON line."""
-    args = _parser().parse_args(argv)
-    shape, spec = _shape_and_spec(args)
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    print(f"{device}, torch {torch.__version__}, {dtype}, {shape}, {spec}")
-    print(plan_attention(args.device, dtype, args.backend, (shape.Dk, shape.Dv)))
-    rows = [_measure(length, shape, spec, dtype, args) for length in args.lengths]
-    for row in rows:
-        print("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
-    print(
-        json.dumps({"device": device, "torch": torch.__version__, **shape._asdict(), "rows": rows})
-    )
-    return 0
+    """Measure every case, print a table, the kernels and a JSON line; 1 where ours failed."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        cases, setup = _plan(args)
+    except ValueError as error:
+        parser.error(str(error))
+    start = time.perf_counter()
+    torch.use_deterministic_algorithms(args.deterministic)
+    result = report.environment(setup, args.selection)
+    _print_head(result, cases, setup)
+    rows = _measure(cases, setup, result, args.json)
+    if args.plot:
+        plot_rows(result["rows"], args.plot, title_of(result))
+    failed = [row for row in rows if row.name == "nsa" and row.reason]
+    for case in [] if failed else _profiled(cases, args):
+        result["kernels"].append(measure.kernel_breakdown(case, setup))
+        print(report.kernel_lines(result["kernels"][-1]), flush=True)
+    print(f"{time.perf_counter() - start:.0f} s in all")
+    if args.json:
+        report.write_json(args.json, result)
+    print(json.dumps(result))
+    return 1 if failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = StrictParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", metavar="FILE", help="take heads and blocks from a config")
-    parser.add_argument("--shape", default="12,2,64,64", help="Hq,Hkv,Dk,Dv without a config")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--backend", default="auto", help="of nsa_attention")
-    parser.add_argument("--dense", nargs="+", choices=list(DENSE), default=None)
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--config", metavar="FILE", help="take heads and blocks from a config")
+    shapes.add_argument("--shape", nargs="+", action="extend", metavar="Hq,Hkv,Dk,Dv")
+    shapes.add_argument("--preset", choices=list(PRESETS), help="a fixed list of shapes, lengths")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="S")
+    parser.add_argument("--batch", type=int, help="sequences in a call (1)")
+    parser.add_argument("--repeats", type=int, help="timed calls (9, fewer for long sequences)")
+    parser.add_argument("--backend", default="auto", help="of compress and nsa_attention")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="(those of the device)")
+    dense = f"measure dense attention above S={DENSE_MAX_LENGTH}, too"
+    parser.add_argument("--dense-long", action="store_true", help=dense)
+    parser.add_argument(
+        "--selection",
+        default="random",
+        metavar="random|clustered|FILE",
+        help="random: chosen from random q and k; clustered: neighbours share their blocks; FILE: "
+        "recorded from a model (bench/selections.py)",
+    )
+    parser.add_argument(
+        "--profile",
+        choices=["longest", "all", "none"],
+        default="longest",
+        help="cases whose kernels are listed: the longest of every shape (CUDA only)",
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="with torch.use_deterministic_algorithms"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the JSON there as well")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw time against S")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
     return parser
 
 
-def _shape_and_spec(args: argparse.Namespace) -> tuple[Shape, nsa.BlockSpec]:
+def _plan(args: argparse.Namespace) -> tuple[list[Case], measure.Setup]:
+    """Cases and setup; every refusal comes from here, before anything is measured."""
+    _check(args)
+    shapes, spec = _shapes_and_spec(args)
+    select, spec, recorded_length = _selection(args, spec)
+    default_lengths = [recorded_length] if recorded_length else DEFAULT_LENGTHS
+    if args.preset:
+        cases = PRESETS[args.preset](args.repeats)
+    else:
+        cases = grid(shapes, args.lengths or default_lengths, args.batch or 1, args.repeats)
+    setup = measure.Setup(
+        device=args.device,
+        dtype=torch.bfloat16 if args.device == "cuda" else torch.float32,
+        backend=args.backend,
+        spec=spec,
+        peer_names=tuple(PEERS_OF[args.device] if args.peers is None else args.peers),
+        dense_long=args.dense_long,
+        select=select,
+    )
+    for case in cases:
+        plan_attention(setup.device, setup.dtype, setup.backend, (case.shape.Dk, case.shape.Dv))
+        if recorded_length:
+            select(case)
+    return cases, setup
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what contradicts itself, and files that could not be written at the end."""
+    if args.preset and (args.lengths or args.batch):
+        raise ValueError(
+            f"--preset {args.preset} fixes lengths and batches; leave out --lengths and --batch, "
+            f"or give --shape instead"
+        )
+    if args.preset and args.device == "cpu":
+        raise ValueError("--preset needs a CUDA device, the run is on cpu; give --shape, --lengths")
+    numbers = {"--lengths": args.lengths, "--batch": [args.batch], "--repeats": [args.repeats]}
+    for flag, values in numbers.items():
+        if any(value is not None and value < 1 for value in values or []):
+            raise ValueError(f"{flag} {values} has a number below 1; give whole numbers >= 1")
+    for flag, path in {"--json": args.json, "--plot": args.plot}.items():
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{flag} {path} is in a folder that does not exist; create it first")
+    if args.plot and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib; pip install -c constraints.txt -e '.[plot]'")
+
+
+def _shapes_and_spec(args: argparse.Namespace) -> tuple[list[Shape], nsa.BlockSpec]:
     if not args.config:
-        return Shape(*(int(part) for part in args.shape.split(","))), nsa.BlockSpec()
+        shapes = [parse_shape(text) for text in args.shape or []]
+        return shapes or [DEFAULT_SHAPE], nsa.BlockSpec()
     cfg = load_config(args.config)
-    sizes = Shape(cfg.model.n_heads, cfg.model.n_kv_groups, cfg.model.d_k, cfg.model.d_v)
-    return sizes, nsa.BlockSpec(cfg.nsa.l, cfg.nsa.d, cfg.nsa.l_sel, cfg.nsa.n_sel, cfg.nsa.w)
+    shape = Shape(cfg.model.n_heads, cfg.model.n_kv_groups, cfg.model.d_k, cfg.model.d_v)
+    return [shape], nsa.BlockSpec(cfg.nsa.l, cfg.nsa.d, cfg.nsa.l_sel, cfg.nsa.n_sel, cfg.nsa.w)
+
+
+def _selection(
+    args: argparse.Namespace, spec: nsa.BlockSpec
+) -> tuple[Callable[[Case], Tensor | None], nsa.BlockSpec, int | None]:
+    """Where selections come from, the block sizes, and the length of a recorded selection."""
+    if args.selection == "random":
+        return lambda case: None, spec, None
+    if args.selection == "clustered":
+        return partial(selections.clustered, spec=spec), spec, None
+    recorded, recorded_spec = selections.read_selection(args.selection)
+    if args.config and recorded_spec != spec:
+        raise ValueError(
+            f"{args.selection} was recorded with {recorded_spec}, {args.config} has {spec}; "
+            f"both must be equal: change the config or leave it out"
+        )
+    return partial(selections.recorded, recorded), recorded_spec, recorded.shape[1]
+
+
+def _print_head(result: dict[str, Any], cases: list[Case], setup: measure.Setup) -> None:
+    print(", ".join(f"{name} {value}" for name, value in result.items()))
+    dims = {(case.shape.Dk, case.shape.Dv) for case in cases}
+    for plan in {plan_attention(setup.device, setup.dtype, setup.backend, dim) for dim in dims}:
+        print(plan)
+    print(report.LEGEND)
+    print(report.table_head(), flush=True)
 
 
 def _measure(
-    length: int, shape: Shape, spec: nsa.BlockSpec, dtype: torch.dtype, args: argparse.Namespace
-) -> dict[str, float]:
-    inputs = _inputs(length, shape, dtype, args.device)
-
-    def ours() -> Tensor:
-        q, k_raw, v_raw, k_sel, v_sel, k_win, v_win, gates = inputs
-        k_cmp = nsa.compress(k_raw, spec, backend=args.backend)
-        v_cmp = nsa.compress(v_raw, spec, backend=args.backend)
-        tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-        return nsa.nsa_attention(*tensors, spec, backend=args.backend)
-
-    def dense() -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in inputs[:3])
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    row = {"S": float(length), **_times("nsa", ours, inputs, args)}
-    if args.device == "cuda":
-        row["nsa_peak_gb"] = _peak_gb(ours)
-    for name in args.dense or (["cudnn", "flash"] if args.device == "cuda" else ["math"]):
-        with sdpa_kernel(DENSE[name]):
-            row |= _times(name, dense, inputs, args)
-    return row
+    cases: list[Case], setup: measure.Setup, result: dict[str, Any], path: str | None
+) -> list[measure.Row]:
+    """Measure and print case by case; a run that is stopped leaves what it had under `path`."""
+    rows: list[measure.Row] = []
+    result |= {"notes": {}, "rows": [], "kernels": []}
+    for case in cases:
+        for row in measure.measure_case(case, setup):
+            print(report.table_line(row), flush=True)
+            rows.append(row)
+            result["rows"].append(measure.as_json(row))
+            result["notes"] |= {row.name: row.note} if row.note else {}
+        if path:
+            report.write_json(path, result)
+    for name, note in result["notes"].items():
+        print(f"{name}: {note}")
+    return rows
 
 
-def _inputs(length: int, shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """q, six raw K/V, gates (fp32); all with gradients."""
-    torch.manual_seed(0)
-    kv = 3 * [(shape.Hkv, shape.Dk), (shape.Hkv, shape.Dv)]
-    sizes = [(1, length, *size) for size in [(shape.Hq, shape.Dk), *kv]]
-    tensors = [torch.randn(size, device=device).to(dtype) for size in sizes]
-    tensors.append(torch.randn(1, length, shape.Hq, 3, device=device).softmax(dim=-1))
-    return [x.requires_grad_() for x in tensors]
-
-
-def _times(
-    name: str, attention: Callable[[], Tensor], inputs: list[Tensor], args: argparse.Namespace
-) -> dict[str, float]:
-    grad = torch.randn_like(attention())
-
-    def both() -> None:
-        torch.autograd.grad(attention(), inputs, grad, allow_unused=True)
-
-    with torch.no_grad():
-        forward = _median_ms(attention, args)
-    return {f"{name}_fwd_ms": forward, f"{name}_both_ms": _median_ms(both, args)}
-
-
-def _median_ms(function: Callable[[], object], args: argparse.Namespace) -> float:
-    times = []
-    for _ in range(args.repeats + 2):
-        if args.device == "cpu":
-            start = time.perf_counter()
-            function()
-            times.append((time.perf_counter() - start) * 1e3)
-            continue
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[2:])
-
-
-def _peak_gb(attention: Callable[[], Tensor]) -> float:
-    """Memory that a forward and backward adds to the inputs at its peak."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = attention()
-    out.backward(torch.ones_like(out))
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
+def _profiled(cases: list[Case], args: argparse.Namespace) -> list[Case]:
+    """Cases whose kernels are listed; after all timing, which the profiler would disturb."""
+    if args.device != "cuda" or args.profile == "none":
+        return []
+    longest = {(case.shape, case.batch): case for case in sorted(cases, key=lambda c: c.length)}
+    return cases if args.profile == "all" else list(longest.values())
 
 
 if __name__ == "__main__":

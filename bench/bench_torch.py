@@ -17,13 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import nsa
+from bench.cases import Case, Shape, make_inputs
+from bench.peers import call_dense, call_nsa
 from nsa.config.parser import StrictParser
 
-HEADS, GROUPS, DIM = 8, 2, 64
+SHAPE = Shape(8, 2, 64, 64)
 
 
 def main() -> int:
@@ -34,7 +35,7 @@ def main() -> int:
         print(_peak_mib(args.peak_of, args.lengths[0]))
         return 0
     rows = [_measure(length, args) for length in args.lengths]
-    print(f"torch {torch.__version__}, {args.threads} threads, Hq {HEADS}, Hkv {GROUPS}, D {DIM}")
+    print(f"torch {torch.__version__}, {args.threads} threads, {SHAPE}")
     print(f"{'S':>6} {'dense ms':>9} {'nsa ms':>8} {'ratio':>6} {'dense MiB':>10} {'nsa MiB':>8}")
     for row in rows:
         print(
@@ -59,7 +60,7 @@ def _measure(length: int, args: argparse.Namespace) -> dict[str, float]:
     inputs = _inputs(length)
     dense, ours = [], []
     for _ in range(args.repeats + 1):
-        dense.append(_seconds(_dense, inputs))
+        dense.append(_seconds(call_dense, inputs))
         ours.append(_seconds(_ours, inputs))
     dense_s, ours_s = statistics.median(dense[1:]), statistics.median(ours[1:])
     return {
@@ -74,26 +75,12 @@ def _measure(length: int, args: argparse.Namespace) -> dict[str, float]:
 
 def _inputs(length: int) -> list[Tensor]:
     """q, six raw K/V, gates; all with gradients."""
-    torch.manual_seed(0)
-    sizes = [(1, length, HEADS, DIM)] + 6 * [(1, length, GROUPS, DIM)]
-    tensors = [torch.randn(size) for size in sizes]
-    tensors.append(torch.randn(1, length, HEADS, 3).softmax(dim=-1))
-    return [x.requires_grad_() for x in tensors]
+    return make_inputs(Case(SHAPE, 1, length, repeats=1), torch.float32, "cpu")
 
 
 def _ours(inputs: list[Tensor]) -> Tensor:
     """Mean compression of raw K/V, then all three branches."""
-    q, k_raw, v_raw, k_sel, v_sel, k_win, v_win, gates = inputs
-    spec = nsa.BlockSpec()
-    k_cmp, v_cmp = nsa.compress(k_raw, spec), nsa.compress(v_raw, spec)
-    return nsa.nsa_attention(
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, backend="torch"
-    )
-
-
-def _dense(inputs: list[Tensor]) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in inputs[:3])
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return call_nsa(inputs, nsa.BlockSpec(), backend="torch")
 
 
 def _seconds(attention: Callable[[list[Tensor]], Tensor], inputs: list[Tensor]) -> float:
@@ -116,7 +103,7 @@ def _peak_mib(what: str, length: int) -> float:
     inputs = _inputs(length)
     before = _status_mib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
-    _seconds(_dense if what == "dense" else _ours, inputs)
+    _seconds(call_dense if what == "dense" else _ours, inputs)
     return _status_mib("VmHWM") - before
 
 
