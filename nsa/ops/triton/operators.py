@@ -17,7 +17,7 @@ functions as plain autograd functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -58,6 +58,18 @@ PLAIN = (Tensor, torch.nn.Parameter)
 NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
 
 
+def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels start on the current device: make it that of the first tensor."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with torch.cuda.device_of(args[0]):
+            return function(*args)
+
+    return run
+
+
+@_on_device
 def _attention(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     selection, *static = args[NUM_INPUTS:]
@@ -88,6 +100,7 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
+@_on_device
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
@@ -101,6 +114,7 @@ def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in args[:NUM_INPUTS])
 
 
+@_on_device
 def _select(
     q: Tensor, k_cmp: Tensor, blocks: list[int], scale: float, doc_lens: list[int]
 ) -> Tensor:
@@ -118,6 +132,7 @@ def _select_fake(
     return torch.empty(size, dtype=torch.int32, device=q.device)
 
 
+@_on_device
 def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
     return mean.forward(describable(x), _spec(*blocks), doc_lens)
 
@@ -127,6 +142,7 @@ def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
     return x.new_empty(x.shape[0], num_cmp, *x.shape[2:])
 
 
+@_on_device
 def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
     return mean.backward(describable(dout), seq_len, _spec(*blocks), doc_lens)
 
