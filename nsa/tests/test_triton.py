@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, select_blocks
-from nsa.ops.triton import problem, select, selected
+from nsa.ops.triton import launch, problem, select, selected
 from nsa.tests.helpers import (
     NAMES,
     Case,
@@ -164,6 +164,19 @@ def test_repeated_and_future_blocks_of_a_given_selection_are_not_read(force_orde
     for order in ORDERS:
         force_order(order)
         assert_near(run(case, inputs, "triton", selection=selection), expected, 1e-5)
+
+
+def test_batches_that_a_grid_cannot_hold_are_cut(monkeypatch):
+    case = Case(SMALL, S=20, B=3, Hkv=1, G=2)
+    inputs = to_device(make_inputs(case, torch.float32))
+    expected, expected_grads = run_with_gradients(case, inputs, "triton")
+    blocks = select_blocks(inputs["q"], inputs["k_cmp"], SMALL, backend="triton")
+    monkeypatch.setattr(launch, "MAX_GRID", 4)  # two sequences of two heads
+    out, grads = run_with_gradients(case, inputs, "triton")
+    cut = select_blocks(inputs["q"], inputs["k_cmp"], SMALL, backend="triton")
+    assert torch.equal(out, expected) and torch.equal(cut, blocks)
+    for name in NAMES:
+        assert_near(grads[name], expected_grads[name], 1e-6, f"gradient of {name}")
 
 
 def test_float16_stays_within_its_rounding():

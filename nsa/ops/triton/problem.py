@@ -22,8 +22,6 @@ BY_BLOCK_BEYOND = 2
 longer than what a query selects (docs/kernels.md)."""
 BY_QUERY_FROM = 9
 """Heads per group from which its forward then goes by queries: they fill a tile of 16 rows."""
-
-
 MAX_KEPT = 256
 """Problems remembered; beyond, all are forgotten and built again."""
 
