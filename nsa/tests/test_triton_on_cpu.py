@@ -20,6 +20,7 @@ from nsa.ops.triton.tiles import (
     block_tiles,
     dkv_tiles,
     dq_tiles,
+    fits_blocks,
     forward_tiles,
     padded,
     parts_of,
@@ -54,9 +55,12 @@ def test_kernels_equal_the_oracle_in_the_interpreter():
     assert " passed" in done.stdout
 
 
-def compile_kernel(kernel, capability: int, constants: dict[str, object], **options: int):
+def compile_kernel(
+    kernel, capability: int, constants: dict[str, object], dtype: str = "bf16", **options: int
+):
     """Compile for a GPU that is not here; every argument gets the type that the launcher gives."""
     types = {name: kind for kind, names in POINTERS.items() for name in names}
+    types = {name: kind.replace("bf16", dtype) for name, kind in types.items()}
     types |= {name: "*i32" for name in kernel.arg_names if name.startswith("p_")} | types
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     if kernel is by_query.query_dq:
@@ -68,7 +72,7 @@ def compile_kernel(kernel, capability: int, constants: dict[str, object], **opti
     constants = dict(constants)
     for name in kernel.arg_names:
         if name.startswith("t_"):
-            signature[name] = descriptor(name, constants)
+            signature[name] = descriptor(name, constants, dtype)
         if signature[name] == "constexpr" and name.startswith("t_"):
             constants[name] = None
     aligned = [["tt.divisibility", 16]]
@@ -81,30 +85,33 @@ def compile_kernel(kernel, capability: int, constants: dict[str, object], **opti
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def descriptor(name: str, constants: dict[str, object]) -> str:
+def descriptor(name: str, constants: dict[str, object], dtype: str) -> str:
     """Type of a tensor descriptor by its name: t_k2_win reads the second part of the keys."""
     what = name.split("_")[1]
     rows = constants["BM"] if what in ("q", "q2", "dout") else constants["BN"]
     width = {"2": "DK2", "v": "DV_PAD", "t": "DV_PAD"}.get(what[-1], "DK1")
     if not constants[width]:
         return "constexpr"
-    return f"tensordesc<bf16[1, {rows}, 1, {constants[width]}]>"
+    return f"tensordesc<{dtype}[1, {rows}, 1, {constants[width]}]>"
 
 
-def attention_cases():
-    """Name, kernel, constants and tiles of the attention kernels for the usual head dims."""
-    dtype = torch.bfloat16
-    for d_k, d_v, per_group in ((64, 64, 6), (128, 128, 4), (128, 128, 16), (192, 128, 16)):
+def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)):
+    """Kernel, constants and tiles of the attention kernels for (Dk, Dv, G)."""
+    for d_k, d_v, per_group in heads:
         main, rest = parts_of(d_k)
         dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
-        for select in (False, True):
-            branch = dims | dict(L_SEL=64, SELECT=select, HAS_DOCS=False, UPCAST=False)
+        for select in selects:
+            branch = dims | dict(L_SEL=l_sel, SELECT=select, HAS_DOCS=False, UPCAST=False)
             yield band.band_forward, branch, forward_tiles(d_k, d_v, dtype)
             yield band_backward.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
             yield band_backward.band_dq, branch | dict(HAS_CMP=True), dq_tiles(d_k, d_v, dtype)
-        sizes = (d_k, d_v, per_group, 64, dtype)
-        chosen = dims | dict(N_SEL=16, L_SEL=64)
         flags = dict(HAS_DOCS=False, UPCAST=False)
+        scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
+        yield scoring.group_scores, scores, score_tiles(d_k, dtype)
+        if not fits_blocks(d_k, d_v, dtype):
+            continue
+        sizes = (d_k, d_v, per_group, l_sel, dtype)
+        chosen = dims | dict(N_SEL=16, L_SEL=l_sel)
         if per_group < 9:
             blocks = chosen | dict(SUBS=8) | flags
             yield by_block.block_forward, blocks, block_tiles(*sizes, "forward")
@@ -112,16 +119,26 @@ def attention_cases():
         else:
             yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
             yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
-        blocks = dims | dict(L_SEL=64, SUBS=8) | flags
+        blocks = dims | dict(L_SEL=l_sel, SUBS=8) | flags
         yield by_block.block_dkv, blocks, block_tiles(*sizes, "dkv")
-        scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
-        yield scoring.group_scores, scores, score_tiles(d_k, dtype)
 
 
-CASES = {
-    f"{kernel.__name__}-{tiles.BM}x{tiles.BN}-" + "-".join(map(str, constants.values())): case
-    for case in attention_cases()
-    for kernel, constants, tiles in [case]
+def named(cases):
+    return {
+        f"{kernel.__name__}-{tiles.BM}x{tiles.BN}-" + "-".join(map(str, constants.values())): case
+        for case in cases
+        for kernel, constants, tiles in [case]
+    }
+
+
+CASES = named(
+    attention_cases(((64, 64, 6), (128, 128, 4), (128, 128, 16), (192, 128, 16))),
+)
+WIDEST = {
+    "bf16": named(attention_cases(((256, 256, 8), (256, 256, 64)), l_sel=128, selects=(True,))),
+    "fp32": named(
+        attention_cases(((192, 192, 8), (256, 256, 64)), torch.float32, 128, selects=(True,))
+    ),
 }
 
 
@@ -139,6 +156,17 @@ def test_attention_kernels_compile_and_fit(name, capability):
         assert instruction in compiled.asm["ptx"]
         dims = (constants.get("DK", 64), constants.get("DV", 64))
         assert stack_bytes(compiled) <= MAX_STACK_BYTES.get(dims, 512)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(dtype, name) for dtype, cases in WIDEST.items() for name in cases]
+)
+def test_the_widest_heads_and_blocks_fit_shared_memory(dtype, name):
+    kernel, constants, tiles = WIDEST[dtype][name]
+    sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
+    options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    compiled = compile_kernel(kernel, 90, sized, dtype, **options)
+    assert compiled.metadata.shared <= MAX_SHARED_BYTES[90]
 
 
 ROWS_FIRST = (by_query.query_forward, by_query.query_dq)
