@@ -213,6 +213,7 @@ def band_dq(
     p_rows = p_dout + i_b * s_ob + i_h * s_oh + o_t.to(tl.int64)[:, None] * s_os + o_dv[None, :]
     b_dout = _load(p_rows, m_t, o_dv, DV, DV_PAD, True)
     rows = tl.program_id(1).to(tl.int64) * S + o_t
+    apart = tl.cast(STATS, tl.int64)
     if HAS_CMP:
         b_dq, b_dq2 = _branch_dq(
             b_dq, b_dq2, b_q, b_q2, b_dout, t_k_cmp, t_k2_cmp, t_v_cmp, p_stats, p_bits,
@@ -221,7 +222,7 @@ def band_dq(
             DK1, DK2, DV_PAD, L_SEL, False, HAS_DOCS, HAS_DOCS, UPCAST, BM, BN,
         )  # fmt: skip
     b_dq, b_dq2 = _branch_dq(
-        b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * STATS, p_bits,
+        b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * apart, p_bits,
         p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S, scale_log2,
         0, 1, W,
         DK1, DK2, DV_PAD, L_SEL, False, True, HAS_DOCS, UPCAST, BM, BN,
@@ -231,7 +232,7 @@ def band_dq(
     if SELECT:
         p_bits += (i_b * (Hq // G) + i_g) * NUM_WORDS * S
         b_dq, b_dq2 = _branch_dq(
-            b_dq, b_dq2, b_q, b_q2, b_dout, t_k_sel, t_k2_sel, t_v_sel, p_stats + STATS, p_bits,
+            b_dq, b_dq2, b_q, b_q2, b_dout, t_k_sel, t_k2_sel, t_v_sel, p_stats + apart, p_bits,
             p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S,
             scale_log2, 0, 1, 0,
             DK1, DK2, DV_PAD, L_SEL, True, True, HAS_DOCS, UPCAST, BM, BN,

@@ -69,7 +69,7 @@ def block_forward(
         return  # the list is as long as the worst case; here it has ended
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     o_r, o_dk, o_dv = tl.arange(0, BM), tl.arange(0, DK1), tl.arange(0, DV_PAD)
-    nth, head = o_r // G, o_r % G
+    nth, head = o_r // G, (o_r % G).to(tl.int64)
     k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
     o_k = k0 + tl.arange(0, BN)
     b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
@@ -236,7 +236,7 @@ def block_dq(
         return
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     o_r, o_dk, o_dv = tl.arange(0, BM), tl.arange(0, DK1), tl.arange(0, DV_PAD)
-    nth, head = o_r // G, o_r % G
+    nth, head = o_r // G, (o_r % G).to(tl.int64)
     k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
     o_k = k0 + tl.arange(0, BN)
     b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
