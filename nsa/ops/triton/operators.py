@@ -181,6 +181,12 @@ def _mean_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.nsa.mean_backward(dout, ctx.seq_len, *ctx.static), None, None
 
 
+def _no_second_gradient(ctx: Any, *_: Tensor) -> None:
+    raise NotImplementedError(
+        "the Triton path has no second gradient; use backend='reference' for create_graph=True"
+    )
+
+
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (_attention, _attention_fake),
     "attention_backward": (_attention_backward, _attention_backward_fake),
@@ -195,6 +201,8 @@ torch.library.register_autograd(
     "nsa::attention", _attention_gradients, setup_context=_attention_setup
 )
 torch.library.register_autograd("nsa::mean", _mean_gradients, setup_context=_mean_context)
+for _name in ("attention_backward", "mean_backward"):
+    torch.library.register_autograd(f"nsa::{_name}", _no_second_gradient)
 
 
 class _Attention(torch.autograd.Function):
