@@ -268,16 +268,18 @@ def _sdpa_backends(kind: str, dtype: torch.dtype, head_dims: tuple[int, ...]) ->
     q, v = (torch.empty(1, 1, 64, dim, dtype=dtype, device=kind) for dim in _both(head_dims))
     params = torch.backends.cuda.SDPAParams(q, q, v, None, 0.0, True, False)
     found = ["math: yes"]
+    # Reasons are warnings, of Python or, as torch 2.11 does it on a GPU, written to stderr.
+    elsewhere = "torch writes the reason to stderr, if any"
     for name in ("flash", "efficient", "cudnn"):
         can_use = getattr(torch.backends.cuda, f"can_use_{name}_attention", None)
         if can_use is None:
             found.append(f"{name}: this torch cannot say")
             continue
-        with warnings.catch_warnings(record=True) as caught:  # the reasons come as warnings
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             usable = can_use(params, True)
         reasons = "; ".join(str(one.message).split(" (Triggered")[0] for one in caught)
-        found.append(f"{name}: {'yes' if usable else f'no ({reasons})'}")
+        found.append(f"{name}: {'yes' if usable else f'no ({reasons or elsewhere})'}")
     return ", ".join(found)
 
 

@@ -30,6 +30,7 @@ TINY_CASES = [
     Case(SMALL, S=7),  # no compressed token
     Case(SMALL, S=37, B=2, Hkv=2, G=3, Dk=24, Dv=16),
     Case(SMALL, S=45, docs=(3, 17, 25), G=1, Dk=20, Dv=12),
+    Case(BlockSpec(l=12, d=4, l_sel=8, n_sel=4, w=11), S=17, docs=(13, 4), G=2),  # the last sees none
     Case(BlockSpec(l=16, d=4, l_sel=64, n_sel=3, w=200), S=70, Hkv=1, G=4),  # w > S, one block
     Case(BlockSpec(l=4, d=4, l_sel=4, n_sel=40, w=3), S=38, Hkv=1, G=2),  # n * l' > S
 ]

@@ -67,8 +67,8 @@ def _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS: tl.constexpr
     else:
         position = o_t
         base = o_t * 0
-    # Division may round towards zero: a negative result means "none" all the same.
-    last = base + (position - OFF + STEP) // STEP - 1
+    # Not less than 0: the ends of the band must not shrink where the next document begins.
+    last = base + tl.maximum((position - OFF + STEP) // STEP, 0) - 1
     first = base
     if W > 0:
         first = base + tl.maximum(position - W + 1, 0)
