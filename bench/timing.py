@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,11 +15,14 @@ WARM_UP = 2
 
 
 def median_ms(function: Callable[[], object], repeats: int, device: str) -> float:
-    """Median time of one eager call: between CUDA events on a GPU, by the wall clock on a CPU."""
+    """Median time of one eager call: between CUDA events on a GPU, by the wall clock on a CPU.
+
+    On a GPU calls follow each other without a pause, as in training: the host may run ahead.
+    """
     for _ in range(WARM_UP):
         function()
-    once = _event_ms if device == "cuda" else _wall_ms
-    return statistics.median(once(function) for _ in range(repeats))
+    times = _event_ms(function, repeats) if device == "cuda" else _wall_ms(function, repeats)
+    return statistics.median(times)
 
 
 def graph_ms(function: Callable[[], object], repeats: int) -> float | str:
@@ -76,16 +80,20 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _event_ms(function: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+def _event_ms(function: Callable[[], object], repeats: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for event in events[:-1]:
+        event.record()
+        function()
+    events[-1].record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairwise(events)]
 
 
-def _wall_ms(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return (time.perf_counter() - start) * 1e3
+def _wall_ms(function: Callable[[], object], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times

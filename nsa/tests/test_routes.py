@@ -293,10 +293,17 @@ FLASH_CASES = [
 ]
 
 
-@pytest.mark.parametrize("branch", [0, 2], ids=["cmp", "win"])
+@pytest.mark.parametrize(
+    ("branch", "residue_bytes"),
+    [(0, 1), (0, 1 << 30), (2, 0)],
+    ids=["cmp-one-by-one", "cmp-all", "win"],
+)
 @pytest.mark.parametrize("case", FLASH_CASES, ids=str)
-def test_the_arrangement_for_flash_kernels_computes_the_branch(case: Case, branch: int) -> None:
+def test_the_arrangement_for_flash_kernels_computes_the_branch(
+    case: Case, branch: int, residue_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One-hot gates make the oracle's output that of a single branch."""
+    monkeypatch.setattr(flash, "RESIDUE_BYTES", residue_bytes)
     inputs = make_inputs(case)
     inputs["gates"] = torch.eye(3, dtype=torch.float64)[branch].expand_as(inputs["gates"])
     expected, expected_grads = run_with_gradients(case, inputs, "reference")
@@ -307,10 +314,12 @@ def test_the_arrangement_for_flash_kernels_computes_the_branch(case: Case, branc
 
     out = flash.forward(branch, q, keys, values, case.spec, scale, lse, PLAIN)
     weight = torch.cos(torch.arange(out.numel(), dtype=torch.float64) * 0.7).view_as(out)
-    grads = flash.backward(branch, q, keys, values, out, lse, weight, case.spec, scale, PLAIN)
+    dq = torch.ones_like(q)
+    rest = (out, lse, weight, case.spec, scale, dq, PLAIN)
+    grads = flash.backward(branch, q, keys, values, *rest)
 
     assert_near(out, expected, 1e-10)
-    for name, grad in zip(("q", k, v), grads, strict=True):
+    for name, grad in zip(("q", k, v), (dq - 1.0, *grads), strict=True):
         assert_near(grad, expected_grads[name], 1e-10, f"gradient of {name}")
     sees_none = torch.arange(case.S) < (case.spec.l - 1 if branch == 0 else 0)
     assert ((lse == torch.inf) == sees_none).all()
@@ -396,10 +405,34 @@ def test_flash_routes_equal_float64_on_a_gpu(
 
     compare(case, dtype)
 
-    num_routed = 1 + (switch == "both")
+    num_calls = 0 if switch == "NSA_USE_FA2_CMP" else 1  # the window
     if "CMP" in switch or switch == "both":
-        num_routed -= PAPER.l > case.S
-    assert calls == ["forward"] * num_routed + ["backward"] * num_routed
+        num_calls += case.B * (PAPER.l + PAPER.d - 1 <= case.S)  # a whole group of queries
+    assert calls == ["forward"] * num_calls + ["backward"] * num_calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("residue_bytes", [1, 1 << 30], ids=["one-by-one", "all"])
+@pytest.mark.parametrize("per_group", [4, 16])
+def test_cudnn_of_long_sequences_equals_float64_on_a_gpu(
+    per_group: int, residue_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN takes this branch on Hopper and later")
+    from nsa.ops.triton import problem
+
+    calls: list[str] = []
+    monkeypatch.setattr(problem, "LONG_FROM", 0)
+    monkeypatch.setattr(problem, "_kept", {})
+    monkeypatch.setattr(flash, "CUDNN", noting(flash.CUDNN, calls))
+    monkeypatch.setattr(flash, "RESIDUE_BYTES", residue_bytes)
+
+    compare(Case(PAPER, S=2500, B=2, Hkv=1, G=per_group, Dk=128, Dv=128), dtype)
+
+    num_calls = 2 * (PAPER.d if residue_bytes == 1 else 1)
+    assert calls == ["forward"] * num_calls + ["backward"] * num_calls
 
 
 def noting(kernel: flash.Kernel, calls: list[str]) -> flash.Kernel:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, select_blocks
-from nsa.ops.triton import launch, problem, select, selected
+from nsa.ops.triton import band, by_block, inverse, launch, problem, select
 from nsa.tests.helpers import (
     NAMES,
     Case,
@@ -30,7 +30,9 @@ TINY_CASES = [
     Case(SMALL, S=7),  # no compressed token
     Case(SMALL, S=37, B=2, Hkv=2, G=3, Dk=24, Dv=16),
     Case(SMALL, S=45, docs=(3, 17, 25), G=1, Dk=20, Dv=12),
-    Case(BlockSpec(l=12, d=4, l_sel=8, n_sel=4, w=11), S=17, docs=(13, 4), G=2),  # the last sees none
+    Case(
+        BlockSpec(l=12, d=4, l_sel=8, n_sel=4, w=11), S=17, docs=(13, 4), G=2
+    ),  # the last sees none
     Case(BlockSpec(l=16, d=4, l_sel=64, n_sel=3, w=200), S=70, Hkv=1, G=4),  # w > S, one block
     Case(BlockSpec(l=4, d=4, l_sel=4, n_sel=40, w=3), S=38, Hkv=1, G=2),  # n * l' > S
 ]
@@ -114,9 +116,10 @@ def test_float32_equals_the_oracle_in_outputs_and_gradients(case, order, force_o
 
 def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
     force_order("by-block")
-    monkeypatch.setattr(selected, "chunk_size", lambda problem: 16)
-    monkeypatch.setattr(selected, "PART_BYTES", 1)
-    monkeypatch.setattr(selected, "PIECE", 3)
+    for module in (inverse, by_block):
+        monkeypatch.setattr(module, "chunk_size", lambda problem: 16)
+        monkeypatch.setattr(module, "piece_size", lambda problem: 3)
+    monkeypatch.setattr(by_block, "PART_BYTES", 1)
     monkeypatch.setattr(select, "SCORE_BYTES", 1)
     monkeypatch.setattr(select, "ROWS", 32)
     for case in (TINY_CASES[2], TINY_CASES[3]):
@@ -128,9 +131,28 @@ def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
         assert assert_fair_selection(case, inputs, selection.cpu()) <= 0.002
 
 
+def test_slices_of_queries_for_compressed_keys_change_nothing(monkeypatch):
+    slices = []
+    real = band._parts
+    monkeypatch.setattr(band, "SLICE_TILES", 1)
+    monkeypatch.setattr(band, "_parts", lambda *args: slices.append(real(*args)) or slices[-1])
+
+    for docs in ((90, 110), ()):
+        case = Case(SMALL, S=200, Hkv=2, G=3, docs=docs)
+        compare(case, torch.float32, "reference", 1e-5, 1e-4)
+
+    assert [parts[1] for parts in slices[::2]] == [4, 4]
+
+
+def test_offsets_of_64_bits_change_nothing(force_order, monkeypatch):
+    force_order("by-block")
+    monkeypatch.setattr(by_block, "WIDE", 0)
+    compare(TINY_CASES[2], torch.float32, "reference", 1e-5, 1e-4)
+
+
 def test_deterministic_algorithms_replace_the_backward_by_blocks(force_order, monkeypatch):
     force_order("by-block")
-    monkeypatch.setattr(selected, "backward", None)  # would fail if it were called
+    monkeypatch.setattr(by_block, "backward", None)  # would fail if it were called
     torch.use_deterministic_algorithms(True)
     try:
         compare(Case(SMALL, S=40, Hkv=1, G=2), torch.float32, "reference", 1e-5, 1e-4)

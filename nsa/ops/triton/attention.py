@@ -9,12 +9,12 @@ from torch import Tensor
 
 from nsa.ops.plan import FLASH, flash_asked, plan_attention
 from nsa.ops.ranges import nvtx
-from nsa.ops.triton import band, flash, select, selected
+from nsa.ops.triton import band, by_block, by_query, flash, select
 from nsa.ops.triton.band import Gated
+from nsa.ops.triton.inverse import Inverse, empty_inverse, invert
 from nsa.ops.triton.kernels import gate
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.selected import Inverse
 from nsa.ops.triton.start import Launch, ceil_div, start
 from nsa.ops.triton.tiles import padded
 
@@ -46,7 +46,7 @@ class Results(NamedTuple):
     num_chosen: Tensor  # [B, Hkv, S] int32
     bits: Tensor  # [B, Hkv, words, S] int32
     before: Tensor  # [B, Hkv, words, S] int16
-    ends: Tensor  # these five: the Inverse of selected.py, empty where the forward has none
+    ends: Tensor  # these five: the Inverse of inverse.py, empty where the forward has none
     queries: Tensor
     places: Tensor
     item_block: Tensor
@@ -75,16 +75,16 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     """All three branches and their gated sum."""
     q, gates = inputs.q, inputs.gates
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    routed = _flash_branches(problem)
+    routes = _routes(problem)
     with nvtx("pcmp_all"):
-        o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routed)
+        o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
     if selection is None:
         with nvtx("nsa.sel.ranges_v2"):
             chosen = select.choose(problem, q, inputs.k_cmp, lse[0])
     else:
         chosen = select.given(problem, selection)
     with nvtx("branch_attn+gate"):
-        o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routed)
+        o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
         gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
         o_sel, inverse = _selected(problem, inputs, chosen, lse[1], gated)
     return Results(gated.out, chosen.ids, o_cmp, o_sel, o_win, lse, *chosen[1:], *inverse)
@@ -93,40 +93,60 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> Inputs:
     """Gradients of all inputs.
 
-    Where sums need a fixed order, the selected branch masks the past whatever its length.
+    Where sums need a fixed order, the selected branch masks the past whatever its length, and
+    every branch takes the kernels of this package.
     """
     q, bits = inputs.q, saved.bits
-    masked = problem.masked or torch.are_deterministic_algorithms_enabled()
-    dgates, stats = _gate_backward(problem, saved, dout, inputs.gates)
+    ordered = torch.are_deterministic_algorithms_enabled()
+    routes = {} if ordered else _routes(problem)
+    dgates, stats, gated = _gate_backward(problem, saved, dout, inputs.gates, routes)
     keys = ((inputs[1], inputs[2]), (inputs[3], inputs[4]), (inputs[5], inputs[6]))
-    routed = _flash_branches(problem)
-    dq_cmp, dk_cmp, dv_cmp = _band_backward(problem, 0, inputs, saved, dout, stats, routed)
-    dq_win, dk_win, dv_win = _band_backward(problem, 2, inputs, saved, dout, stats, routed)
+    grads: dict[int, tuple[Tensor, Tensor]] = {}
+    for branch in (0, 2):
+        if branch not in routes:
+            grads[branch] = band.backward_kv(problem, branch, q, *keys[branch], dout, stats, bits)
     dq_sel: Tensor | None = None
-    if masked:
-        dk_sel, dv_sel = band.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
+    if problem.masked or ordered:
+        grads[1] = band.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
     else:
         chosen = Selection(saved.ids, saved.num_chosen, bits, saved.before)
-        inverse = Inverse(*saved[-len(Inverse._fields) :])
+        rest = (q, *keys[1], dout, stats[1])
         if problem.by_query:
-            inverse = selected.invert(problem, chosen)
-        dq_sel, dk_sel, dv_sel = selected.backward(
-            problem, q, *keys[1], dout, stats[1], chosen, inverse
+            dq_sel = by_query.backward_q(problem, *rest, chosen)
+            grads[1] = by_block.backward_kv(problem, *rest, invert(problem, chosen))
+        else:
+            inverse = Inverse(*saved[-len(Inverse._fields) :])
+            dq_sel, *grads_kv = by_block.backward(problem, *rest, chosen, inverse)
+            grads[1] = grads_kv[0], grads_kv[1]
+    if 2 in routes:
+        stats[2, ..., 2] = 0.0  # with a gate of 0 the window adds nothing to the gradient of q
+    dq = band.backward_q(problem, q, keys, dout, stats, bits, dq_sel, skip_cmp=0 in routes)
+    del dq_sel  # room for what the routes need
+    for branch, kernel in routes.items():
+        out = saved.o_cmp if branch == 0 else saved.o_win
+        grads[branch] = flash.backward(
+            *(branch, q, *keys[branch], out, saved.lse[branch], gated[branch]),
+            *(problem.spec, problem.scale, dq, kernel),
         )
-    dq = band.backward_q(problem, q, keys, dout, stats, bits, dq_sel)
-    for part in (dq_cmp, dq_win):
-        if part is not None:
-            dq += part
-    return Inputs(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
+    return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 
-def _flash_branches(problem: Problem) -> tuple[int, ...]:
-    """The branches that go through flash kernels; the caller has counted those that cannot."""
-    if not any(flash_asked()):
-        return ()
-    head_dims = (problem.d_k, problem.d_v)
-    plan = plan_attention(problem.device, problem.dtype, "triton", head_dims, packed=problem.packed)
-    return tuple(branch for branch, how in ((0, plan.cmp), (2, plan.win)) if how == FLASH)
+def _routes(problem: Problem) -> dict[int, flash.Kernel]:
+    """The branches that kernels of another library compute, and which ones.
+
+    The caller has counted those that were asked to and cannot. Without being asked, cuDNN takes
+    the compressed branch of long sequences: there it is faster than band.py.
+    """
+    routes = {0: flash.CUDNN} if problem.long else {}
+    if any(flash_asked()):
+        dims, packed = (problem.d_k, problem.d_v), problem.packed
+        plan = plan_attention(problem.device, problem.dtype, "triton", dims, packed=packed)
+        routes |= {
+            branch: flash.TORCH for branch, how in ((0, plan.cmp), (2, plan.win)) if how == FLASH
+        }
+    if problem.num_cmp == 0:
+        routes.pop(0, None)
+    return routes
 
 
 def _band(
@@ -136,34 +156,12 @@ def _band(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    routed: tuple[int, ...],
+    routes: dict[int, flash.Kernel],
 ) -> Tensor:  # [B, S, Hq, Dv]
     """Output of the compressed or window branch; writes lse."""
-    if branch in routed and k.shape[1]:
-        return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse)
+    if branch in routes:
+        return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, routes[branch])
     return band.forward(problem, branch, q, k, v, lse)
-
-
-def _band_backward(
-    problem: Problem,
-    branch: int,
-    inputs: Inputs,
-    saved: Saved,
-    dout: Tensor,
-    stats: Tensor,  # [3, B, Hq, S, 4] fp32
-    routed: tuple[int, ...],
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Gradients of k and v of a branch, and of q where band.backward_q shall not add it."""
-    k, v = inputs[1 + 2 * branch], inputs[2 + 2 * branch]
-    if branch not in routed or not k.shape[1]:
-        return None, *band.backward_kv(problem, branch, inputs.q, k, v, dout, stats, saved.bits)
-    out = saved.o_cmp if branch == 0 else saved.o_win
-    gated = (dout * inputs.gates[..., branch, None]).to(problem.dtype)
-    grads = flash.backward(
-        *(branch, inputs.q, k, v, out, saved.lse[branch], gated, problem.spec, problem.scale)
-    )
-    stats[branch, ..., 2] = 0.0  # with a gate of 0 the branch adds nothing to the gradient of q
-    return grads
 
 
 def _selected(
@@ -172,26 +170,31 @@ def _selected(
     q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
     if problem.masked:
         o_sel = band.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
-        return o_sel, selected.empty_inverse(problem)
+        return o_sel, empty_inverse(problem)
     if problem.by_query:
-        o_sel = selected.forward_by_query(problem, q, k, v, chosen, lse, gated)
-        return o_sel, selected.empty_inverse(problem)
-    inverse = selected.invert(problem, chosen)
-    return selected.forward_by_block(problem, q, k, v, chosen, inverse, lse, gated), inverse
+        o_sel = by_query.forward(problem, q, k, v, chosen, lse, gated)
+        return o_sel, empty_inverse(problem)
+    inverse = invert(problem, chosen)
+    return by_block.forward(problem, q, k, v, chosen, inverse, lse, gated), inverse
 
 
 def _gate_backward(
-    problem: Problem, saved: Saved, dout: Tensor, gates: Tensor
-) -> tuple[Tensor, Tensor]:  # [B, S, Hq, 3], [3, B, Hq, S, 4] fp32
+    problem: Problem, saved: Saved, dout: Tensor, gates: Tensor, routes: dict[int, flash.Kernel]
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Gradients of the gates [B, S, Hq, 3], stats [3, B, Hq, S, 4] fp32, gate * dout by branch."""
+    gated = {branch: problem.empty(*dout.shape) for branch in routes}
     dgates = problem.empty(*gates.shape, dtype=gates.dtype)
     stats = problem.empty(*saved.lse.shape, 4, dtype=torch.float32)
     num_rows = problem.batch * problem.seq_len * problem.num_heads
     start(
         problem.memo,
-        "gates",
+        ("gates", *routes),
         gate.gate_backward,
-        (saved.o_cmp, saved.o_sel, saved.o_win, dout, saved.lse, gates, dgates, stats),
-        lambda: Launch(
+        (
+            saved.o_cmp, saved.o_sel, saved.o_win, dout, saved.lse, gates, dgates, stats,
+            gated.get(0), gated.get(2),
+        ),
+        lambda: Launch.plain(
             (ceil_div(num_rows, ROWS_PER_GATE_PROGRAM),),
             (
                 num_rows, problem.num_heads, problem.seq_len,
@@ -200,4 +203,4 @@ def _gate_backward(
             {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "ROWS": ROWS_PER_GATE_PROGRAM},
         ),
     )  # fmt: skip
-    return dgates, stats
+    return dgates, stats, gated

@@ -14,6 +14,8 @@ from nsa.ops.triton.tiles import dkv_tiles, dq_tiles, forward_tiles
 
 BUSY = 264
 """Programs that keep every processor of a large GPU at work: two for each."""
+SLICE_TILES = 8
+"""Tiles of queries that a program shall have at least."""
 SUM_BLOCK = 1024
 NONE = (None, None, None)
 """Keys and values of a branch that a kernel does not walk."""
@@ -43,7 +45,7 @@ def forward(
     if k.shape[1] == 0:  # nobody sees anything
         lse.fill_(torch.inf)
         return out.zero_()
-    tiles = forward_tiles(problem.d_k, v.shape[3], problem.dtype)
+    tiles = forward_tiles(problem.d_k, v.shape[3], problem.dtype, branch)
     rest = (q,) * 4 if gated is None else gated
     start(
         problem.memo,
@@ -82,8 +84,9 @@ def backward_kv(
     if num_keys == 0:
         return torch.zeros_like(k), torch.zeros_like(v)
     tiles = dkv_tiles(problem.d_k, problem.d_v, problem.dtype)
-    grid = (ceil_div(num_keys, tiles.BN), problem.num_segments)
-    parts = _num_parts(grid[0] * grid[1], problem.per_group, branch)
+    num_tiles = ceil_div(num_keys, tiles.BN) * problem.num_segments
+    shares, slices = _parts(problem, branch, num_tiles, tiles.BM)
+    parts = shares * slices
     dtype = problem.dtype if parts == 1 else torch.float32
     dk = problem.empty(problem.batch, parts, *k.shape[1:], dtype=dtype)
     dv = problem.empty(problem.batch, parts, *v.shape[1:], dtype=dtype)
@@ -96,11 +99,12 @@ def backward_kv(
             dk, dv, bits, *problem.row_index(branch, q), *problem.key_index(branch, q),
         ),
         lambda: Launch.tiled(
-            (*grid, parts),
+            (num_tiles * parts,),
             (
                 problem.seq_len, num_keys, problem.num_groups, problem.per_group,
                 problem.scale, problem.scale_log2, *k.stride()[:3], *v.stride()[:3],
-                *problem.bands[branch][:3], problem.num_words, problem.per_group // parts,
+                *problem.bands[branch][:3], problem.num_words,
+                problem.num_segments, problem.per_group // shares, slices,
             ),
             {**problem.dims(), **_branch_constants(problem, problem.bands[branch].SELECT)},
             tiles,
@@ -117,17 +121,19 @@ def backward_q(
     stats: Tensor,  # [3, B, Hq, S, 4] fp32
     bits: Tensor,
     dq_sel: Tensor | None,  # [B, S, Hq, Dk] fp32
+    *,
+    skip_cmp: bool = False,
 ) -> Tensor:
     """Gradient of q from all branches; without `dq_sel` the selected one masks the past."""
     tiles = dq_tiles(problem.d_k, problem.d_v, problem.dtype)
     dq = problem.empty(*q.shape)
-    has_cmp = keys[0][0].shape[1] > 0
+    has_cmp = keys[0][0].shape[1] > 0 and not skip_cmp
     # An empty tensor has no descriptor; what stands for it is not read.
     keys = keys if has_cmp else (keys[1], *keys[1:])
     walked = (keys[0], keys[1] if dq_sel is None else None, keys[2])
     start(
         problem.memo,
-        ("dq", dq_sel is None),
+        ("dq", dq_sel is None, has_cmp),
         band_backward.band_dq,
         (
             q, dout, *(x for kv in walked for x in (problem.keys(*kv, tiles.BN) if kv else NONE)),
@@ -157,15 +163,19 @@ def _branch_constants(problem: Problem, select: bool) -> dict[str, Any]:
     }
 
 
-def _num_parts(num_programs: int, per_group: int, branch: int) -> int:
-    """Among how many programs the heads of a group are shared out.
+def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
+    """Among how many programs the heads of a group are shared out, and in how many the queries.
 
     Compressed tokens are few and each is seen by many queries: there, every head gets its own.
     """
-    if branch == 0:
-        return per_group
-    divisors = (n for n in range(1, per_group + 1) if per_group % n == 0)
-    return next((n for n in divisors if n * num_programs >= BUSY), per_group)
+    per_group = problem.per_group
+    if branch != 0:
+        divisors = (n for n in range(1, per_group + 1) if per_group % n == 0)
+        return next((n for n in divisors if n * num_tiles >= BUSY), per_group), 1
+    slices, row_tiles = 1, ceil_div(problem.seq_len, num_rows)
+    while slices * num_tiles * per_group < 3 * BUSY // 2 and slices * 2 * SLICE_TILES <= row_tiles:
+        slices *= 2
+    return per_group, slices
 
 
 def _sum_parts(problem: Problem, branch: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +193,7 @@ def _sum_parts(problem: Problem, branch: int, dk: Tensor, dv: Tensor) -> tuple[T
         ("sums", branch),
         sums.sum_parts,
         (dk, dv, *totals),
-        lambda: Launch(
+        lambda: Launch.plain(
             (sum(ceil_div(size, SUM_BLOCK) for size in sizes), problem.batch),
             (*sizes, parts),
             {"BLOCK": SUM_BLOCK},

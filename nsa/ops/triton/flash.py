@@ -1,9 +1,10 @@
-"""Window and compressed branch through flash kernels of another library.
+"""Window and compressed branch through attention kernels of another library.
 
 The window is a causal band, which they know. The compressed branch they do not: query t sees the
 compressed tokens i with i*d + l - 1 <= t. With u = t - (l - 1) that is i <= u // d, so that the
 queries of one residue u % d see one token more from each to the next: a causal square. The residues
-become rows of the batch; all of them share the keys.
+become rows of the batch, as views of the tensors; all of them share the keys. What is left at the
+end, less than d queries, sees every key: plain products.
 
 Kernels take [B, S, H, D] with fewer heads of keys than of queries; their log-sum-exp is [B, Hq, S].
 """
@@ -11,16 +12,17 @@ Kernels take [B, S, H, D] with fewer heads of keys than of queries; their log-su
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.ops.spec import BlockSpec
 
 LOG2_E = math.log2(math.e)
+RESIDUE_BYTES = 256 << 20
+"""What the queries of the residues in one call may take: kernels need several times as much."""
 
 
 class Kernel(NamedTuple):
@@ -48,12 +50,7 @@ def forward(
         out, natural = kernel.forward(q, k, v, scale, _window(spec, q))
         torch.mul(natural, LOG2_E, out=lse)
         return out.contiguous()
-    rows, keys, values = _by_residue(q, spec), _for_residues(k, spec), _for_residues(v, spec)
-    out, natural = kernel.forward(rows, keys, values, scale, None)
-    lse.fill_(torch.inf)
-    by_token = _by_token(natural.transpose(1, 2).unsqueeze(-1), q, spec).squeeze(-1)  # [B, S, Hq]
-    lse[:, :, spec.l - 1 :] = by_token[:, spec.l - 1 :].transpose(1, 2) * LOG2_E
-    return _by_token(out, q, spec)
+    return _compressed_forward(kernel, q, k, v, spec, scale, lse)
 
 
 def backward(
@@ -66,46 +63,112 @@ def backward(
     dout: Tensor,  # [B, S, Hq, D]  gradient of this branch, its gate included
     spec: BlockSpec,
     scale: float,
+    dq: Tensor,  # [B, S, Hq, D], added to
     kernel: Kernel | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v; adds that of q to the given one."""
     kernel = kernel or TORCH
     natural = lse / LOG2_E
     if branch == 2:
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, natural, scale, _window(spec, q))
-        return dq, dk.contiguous(), dv.contiguous()
-    keys, values = _for_residues(k, spec), _for_residues(v, spec)
-    rows, out, dout = (_by_residue(x, spec) for x in (q, out, dout))
-    # Rows of padding see keys, but have no gradient; their log-sum-exp must only be finite.
-    natural = _by_residue(natural.transpose(1, 2).unsqueeze(-1), spec).squeeze(-1).transpose(1, 2)
-    dq, dk, dv = kernel.backward(
-        *(dout, rows, keys, values, out, natural.contiguous(), scale, None),
-    )
-    dk, dv = (x.unflatten(0, (-1, spec.d)).sum(dim=1) for x in (dk, dv))
-    return _by_token(dq, q, spec), dk, dv
+        part, dk, dv = kernel.backward(dout, q, k, v, out, natural, scale, _window(spec, q))
+        dq += part
+        return dk.contiguous(), dv.contiguous()
+    return _compressed_backward(kernel, q, k, v, out, natural, dout, spec, scale, dq)
 
 
 def _window(spec: BlockSpec, q: Tensor) -> int | None:
     return spec.w if spec.w < q.shape[1] else None
 
 
-def _by_residue(x: Tensor, spec: BlockSpec) -> Tensor:
-    """[B, S, H, D] -> [B * d, N, H, D]: the queries that see something, by residue; zeros after."""
-    num_queries = x.shape[1] - (spec.l - 1)
-    x = F.pad(x[:, spec.l - 1 :], (0, 0, 0, 0, 0, -num_queries % spec.d))
-    return x.unflatten(1, (-1, spec.d)).transpose(1, 2).flatten(0, 1).contiguous()
+def _compressed_forward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, spec: BlockSpec, scale: float, lse: Tensor
+) -> Tensor:
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    first, num_groups = spec.l - 1, (q.shape[1] - spec.l + 1) // spec.d
+    out[:, :first], lse[:, :, :first] = 0.0, torch.inf
+    for i, some in _calls(q, spec, num_groups):
+        square = _square(q[i], k[i], v[i], spec, num_groups, some)
+        part, natural = kernel.forward(*square, scale, None)
+        _by_residue(out[i], spec, num_groups)[some].copy_(part)
+        by_row = _by_residue(lse[i].t(), spec, num_groups)[some]
+        by_row.transpose(1, 2).copy_(natural * LOG2_E)
+    rest = first + num_groups * spec.d
+    logits = _logits(q[:, rest:], k, scale)
+    lse[:, :, rest:] = logits.logsumexp(dim=-1).flatten(1, 2) * LOG2_E
+    last = torch.einsum("bhgtn,bnhd->bthgd", logits.softmax(dim=-1), v.to(logits.dtype))
+    out[:, rest:] = last.flatten(2, 3)
+    return out
 
 
-def _for_residues(x: Tensor, spec: BlockSpec) -> Tensor:
-    """[B, N, H, D] -> [B * d, N, H, D]: the same keys for every residue."""
-    return x[:, None].expand(-1, spec.d, -1, -1, -1).flatten(0, 1)
+def _compressed_backward(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    natural: Tensor,  # [B, Hq, S], base e
+    dout: Tensor,
+    spec: BlockSpec,
+    scale: float,
+    dq: Tensor,
+) -> tuple[Tensor, Tensor]:
+    first, num_groups = spec.l - 1, (q.shape[1] - spec.l + 1) // spec.d
+    rest = first + num_groups * spec.d
+    # The queries at the end, with plain products.
+    logits = _logits(q[:, rest:], k, scale)
+    wide_q, wide_k, wide_v, wide_out, wide_dout = (
+        x.to(logits.dtype) for x in (q[:, rest:], k, v, out[:, rest:], dout[:, rest:])
+    )
+    wide_q, wide_out, wide_dout = (
+        x.unflatten(2, (k.shape[2], -1)) for x in (wide_q, wide_out, wide_dout)
+    )
+    probs = logits.softmax(dim=-1)
+    dv = torch.einsum("bhgtn,bthgd->bnhd", probs, wide_dout)
+    dlogits = torch.einsum("bthgd,bnhd->bhgtn", wide_dout, wide_v)
+    delta = torch.einsum("bthgd,bthgd->bhgt", wide_out, wide_dout)
+    dlogits = probs * (dlogits - delta.unsqueeze(-1)) * scale
+    dq[:, rest:] += torch.einsum("bhgtn,bnhd->bthgd", dlogits, wide_k).flatten(2, 3)
+    dk = torch.einsum("bhgtn,bthgd->bnhd", dlogits, wide_q)
+    for i, some in _calls(q, spec, num_groups):
+        square = _square(q[i], k[i], v[i], spec, num_groups, some)
+        part_out, part_dout = (_by_residue(x[i], spec, num_groups)[some] for x in (out, dout))
+        lse = _by_residue(natural[i].t(), spec, num_groups)[some].transpose(1, 2).contiguous()
+        grads = kernel.backward(part_dout, *square, part_out, lse, scale, None)
+        _by_residue(dq[i], spec, num_groups)[some].add_(grads[0])
+        dk[i, :num_groups] += grads[1].sum(dim=0, dtype=dk.dtype)
+        dv[i, :num_groups] += grads[2].sum(dim=0, dtype=dv.dtype)
+    return dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _by_token(x: Tensor, q: Tensor, spec: BlockSpec) -> Tensor:
-    """[B * d, N, H, D] -> [B, S, H, D], the way back; 0 for the queries that see nothing."""
-    x = x.unflatten(0, (-1, spec.d)).transpose(1, 2).flatten(1, 2)
+def _calls(q: Tensor, spec: BlockSpec, num_groups: int) -> Iterator[tuple[int, slice]]:
+    """Batch elements and residues of every call."""
+    size = num_groups * q.shape[2] * q.shape[3] * q.element_size()
+    together = max(min(RESIDUE_BYTES // max(size, 1), spec.d), 1)
+    for i in range(q.shape[0] if num_groups else 0):
+        for residue in range(0, spec.d, together):
+            yield i, slice(residue, min(residue + together, spec.d))
+
+
+def _square(
+    q: Tensor, k: Tensor, v: Tensor, spec: BlockSpec, num_groups: int, some: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of some residues, and the keys that they see, for each residue."""
+    rows = _by_residue(q, spec, num_groups)[some]
+    keys, values = (x[:num_groups].expand(len(rows), -1, -1, -1).contiguous() for x in (k, v))
+    return rows, keys, values
+
+
+def _by_residue(x: Tensor, spec: BlockSpec, num_groups: int) -> Tensor:
+    """[S, ...] -> [d, num_groups, ...]: a view of the queries that see something, by residue."""
     first = spec.l - 1
-    return F.pad(x[:, : q.shape[1] - first], (0, 0, 0, 0, first, 0)).contiguous()
+    return x[first : first + num_groups * spec.d].unflatten(0, (num_groups, spec.d)).transpose(0, 1)
+
+
+def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:  # [B, Hkv, G, S, N]
+    """Of queries that see every key, in fp32 or wider."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
+    return torch.einsum("bthgd,bnhd->bhgtn", grouped, k.to(dtype)) * scale
 
 
 def _torch_forward(
@@ -145,3 +208,43 @@ def _sides(window: int | None) -> dict[str, int]:
 
 TORCH = Kernel(_torch_forward, _torch_backward)
 """The flash kernels that are built into torch."""
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    _without(window)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, True, False, scale=scale
+    )
+    return out.transpose(1, 2), lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _without(window)
+    no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
+    no_bounds = None, None, q.shape[1], k.shape[1]
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
+        *(lse.unsqueeze(-1), no_dropout[0], no_dropout[1], None, *no_bounds, 0.0, True),
+        scale=scale,
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _without(window: int | None) -> None:
+    if window is not None:
+        raise ValueError(f"cuDNN attention is causal without a window, not of {window} keys")
+
+
+CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
+"""The attention of cuDNN, as torch calls it."""

@@ -34,7 +34,7 @@ def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
         (form(x), spec, tuple(doc_lens)),
         mean_forward,
         (x, out, first),
-        lambda: Launch(
+        lambda: Launch.plain(
             (ceil_div(num_cmp, ROWS), batch * num_heads),
             (num_cmp, num_heads, *x.stride()[:3]),
             dict(L=spec.l, STRIDE=spec.d, D=dim, D_PAD=padded(dim), HAS_DOCS=packed, BLOCKS=ROWS),
@@ -59,7 +59,7 @@ def backward(dout: Tensor, seq_len: int, spec: BlockSpec, doc_lens: list[int]) -
         (form(dout), spec, tuple(doc_lens)),
         mean_backward,
         (dout, dx, *index),
-        lambda: Launch(
+        lambda: Launch.plain(
             (ceil_div(seq_len, ROWS), batch * num_heads),
             (seq_len, num_cmp, num_heads, *dout.stride()[:3]),
             dict(L=spec.l, STRIDE=spec.d, D=dim, D_PAD=padded(dim), HAS_DOCS=packed, ROWS=ROWS),

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import attention, band, mean, select, selected
+from nsa.ops.triton import attention, band, mean, select
 from nsa.ops.triton.attention import Inputs, Results, Saved
+from nsa.ops.triton.inverse import empty_inverse
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.start import describable
 
@@ -95,7 +96,7 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
             problem.empty(batch, groups, seq_len, dtype=torch.int32),
             problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int32),
             problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int16),
-            *selected.empty_inverse(problem, sized=not (problem.masked or problem.by_query)),
+            *empty_inverse(problem, sized=not (problem.masked or problem.by_query)),
         )
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ BY_BLOCK_BEYOND = 2
 longer than what a query selects (docs/kernels.md)."""
 BY_QUERY_FROM = 9
 """Heads per group from which its forward then goes by queries: they fill a tile of 16 rows."""
+LONG_FROM = 49152
+"""Tokens from which the compressed branch goes through cuDNN (docs/kernels.md)."""
 MAX_KEPT = 256
 """Problems remembered; beyond, all are forgotten and built again."""
 
@@ -64,6 +66,7 @@ class Problem:
         self.scale_log2 = scale * LOG2_E
         self.num_blocks = sum(spec.num_blocks(length) for length in doc_lens)
         self.num_words = ceil_div(self.num_blocks, 32)
+        self.num_cmp = sum(spec.num_cmp(length) for length in doc_lens)
 
     @cached_property
     def bands(self) -> tuple[Band, Band, Band]:
@@ -81,6 +84,13 @@ class Problem:
         if not fits_blocks(self.d_k, self.d_v, self.dtype):
             return True
         return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
+
+    @cached_property
+    def long(self) -> bool:
+        """cuDNN takes the compressed branch, and is able to."""
+        if self.packed or self.seq_len < LONG_FROM or self.num_cmp == 0:
+            return False
+        return cudnn_runs(self.device, self.dtype, self.d_k, self.d_v)
 
     @cached_property
     def by_query(self) -> bool:
@@ -138,6 +148,18 @@ class Problem:
     def upcast(self) -> bool:
         """The interpreter cannot multiply bf16."""
         return INTERPRETED
+
+
+@lru_cache
+def cudnn_runs(device: torch.device, dtype: torch.dtype, d_k: int, d_v: int) -> bool:
+    """Whether cuDNN has faster attention kernels for such heads here: for D=64 it has not."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    if dtype not in (torch.bfloat16, torch.float16) or not d_k == d_v == 128:
+        return False
+    q = torch.empty(1, 1, 64, d_k, dtype=dtype, device=device)
+    params = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+    return bool(torch.backends.cuda.can_use_cudnn_attention(params))
 
 
 def problem_of(

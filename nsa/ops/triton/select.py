@@ -108,7 +108,7 @@ def _choose(
         ("choose", chunk),
         score.choose_blocks,
         (scores, *chosen, *problem.row_index(0, q)),
-        lambda: Launch(
+        lambda: Launch.plain(
             (chunk.stop - chunk.first, problem.num_segments),
             (
                 chunk.first, chunk.stop - chunk.first, problem.seq_len, problem.num_groups,
@@ -133,7 +133,7 @@ def given(problem: Problem, selection: Tensor) -> Selection:
         "given",
         score.pack_selection,
         (selection, *chosen, row_start, row_block),
-        lambda: Launch(
+        lambda: Launch.plain(
             (problem.seq_len, problem.num_segments),
             (problem.seq_len, problem.num_groups, problem.num_words),
             {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}

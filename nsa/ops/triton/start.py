@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.ops.triton.kernels import band
@@ -24,8 +25,18 @@ INTERPRETED = not isinstance(band.band_forward, triton.runtime.jit.JITFunction)
 ALIGNMENT = 16
 """Bytes of the widest load: kernels are compiled apart for pointers that allow it or not."""
 
-Memo = dict[Any, tuple[Any, tuple[int, int, int], tuple[Any, ...]]]
-"""By place: the compiled kernel (None for an empty grid), the grid, the numbers and constants."""
+Memo = dict[Any, "Known"]
+"""By place, how a kernel was started there."""
+
+
+class Known(NamedTuple):
+    """A compiled kernel (None for an empty grid), its launcher, grid, numbers and constants."""
+
+    compiled: Any
+    run: Any
+    grid: tuple[int, int, int]
+    rest: tuple[Any, ...]
+    device: int
 
 
 class Rows:
@@ -45,16 +56,25 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     numbers: tuple[Any, ...]
     constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
+    options: dict[str, int]
 
     @staticmethod
     def tiled(
         grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any], tiles: Tiles
     ) -> Launch:
-        """With BM and BN as the last constants, and the warps and stages of the tiles."""
+        """With BM and BN as the last constants, and the options of the tiles."""
         sized = {**constants, "BM": tiles.BM, "BN": tiles.BN}
-        return Launch(grid, numbers, sized, tiles.num_warps, tiles.num_stages)
+        return Launch(grid, numbers, sized, tiles.options)
+
+    @staticmethod
+    def plain(
+        grid: tuple[int, ...],
+        numbers: tuple[Any, ...],
+        constants: dict[str, Any],
+        num_warps: int = 4,
+    ) -> Launch:
+        """Without tiles of a matrix product."""
+        return Launch(grid, numbers, constants, {"num_warps": num_warps})
 
 
 def start(
@@ -63,20 +83,34 @@ def start(
     """Start `kernel` on the current stream; `launch` is asked when the place is new to the memo."""
     known = memo.get(place)
     if known is not None:
-        compiled, grid, rest = known
-        if compiled is not None:
-            compiled[grid](*tensors, *rest)
+        if known.compiled is not None:
+            _start_again(known, tensors)
         return
     one = launch()
     first, second, third = (*one.grid, 1, 1)[:3]
     compiled = None
     if 0 not in one.grid:
-        options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
         checked = (_descriptor(x) if isinstance(x, Rows) else x for x in tensors)
-        compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **options)
+        compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
     if not INTERPRETED:
+        device = torch.cuda.current_device()
         rest = (*one.numbers, *one.constants.values())
-        memo[place] = (compiled, (first, second, third), rest)
+        run = None if compiled is None else compiled.run
+        memo[place] = Known(compiled, run, (first, second, third), rest, device)
+
+
+def _start_again(known: Known, tensors: tuple[Any, ...]) -> None:
+    """What `compiled[grid](...)` does, without asking for the device, hooks and pointers anew."""
+    compiled, run, grid, rest, device = known
+    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        compiled[grid](*tensors, *rest)  # a profiler wants to know
+        return
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run(
+        *(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None),
+        *(*addresses, *rest),
+    )
 
 
 def form(*tensors: Tensor) -> tuple[Any, ...]:

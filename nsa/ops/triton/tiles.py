@@ -8,12 +8,22 @@ import torch
 
 
 class Tiles(NamedTuple):
-    """Rows and keys of a tile, warps of a program, stages of its pipeline."""
+    """Rows and keys of a tile, warps of a program, stages of its pipeline, registers of a thread.
+
+    Without a limit (0) the compiler takes what it likes, at the price of fewer programs at a time.
+    """
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As Triton calls them."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 def padded(size: int) -> int:
@@ -31,13 +41,18 @@ def _wide(d_k: int, d_v: int) -> int:
     return max(sum(parts_of(d_k)), padded(d_v))
 
 
-def forward_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of band_forward; measured on an H200, docs/kernels.md has the alternatives."""
+def forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles:
+    """Tiles of band_forward; measured on an H200, docs/kernels.md has the alternatives.
+
+    Branch 0 is the compressed one, with the longest loops, 2 the window with the shortest.
+    """
     wide = _wide(d_k, d_v)
     if dtype == torch.float32:
         return Tiles(64, 32, 4, 2) if wide <= 128 else Tiles(32, 16, 4, 2)
     if wide <= 64:
-        return Tiles(64, 128, 4, 2)
+        return Tiles(64, 64, 4, 2, 96) if branch == 2 else Tiles(64, 128, 4, 2)
+    if d_k == d_v == 128 and branch == 0:
+        return Tiles(128, 64, 8, 2, 128)
     if wide <= 192:
         return Tiles(64, 64, 4, 3 if wide <= 128 else 2)
     return Tiles(64, 32, 8, 2)
@@ -48,8 +63,10 @@ def dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     wide = _wide(d_k, d_v)
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2) if wide <= 128 else Tiles(16, 16, 4, 1)
+    if wide <= 64:
+        return Tiles(64, 64, 4, 3, 168)
     if wide <= 128:
-        return Tiles(64, 64, 4, 3 if wide <= 64 else 2)
+        return Tiles(64, 64, 4, 2)
     return Tiles(32, 64, 4, 3) if wide <= 192 else Tiles(32, 32, 8, 1)
 
 
@@ -70,7 +87,7 @@ def score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
         return Tiles(32, 32, 4, 2)
     if wide <= 64:
         return Tiles(64, 64, 4, 3)
-    return Tiles(64, 128, 4, 2) if wide <= 128 else Tiles(64, 64, 4, 2)
+    return Tiles(64, 128, 4, 2, 168) if wide <= 128 else Tiles(64, 64, 4, 2)
 
 
 def fits_blocks(d_k: int, d_v: int, dtype: torch.dtype) -> bool:
@@ -81,19 +98,22 @@ def fits_blocks(d_k: int, d_v: int, dtype: torch.dtype) -> bool:
 def block_tiles(
     d_k: int, d_v: int, per_group: int, l_sel: int, dtype: torch.dtype, purpose: str
 ) -> Tiles:
-    """Tiles of block_forward, block_dkv and block_dq (purpose: forward, dkv, dq).
+    """Tiles of block_forward and block_backward (purpose: forward, backward, dkv alone).
 
     Rows are (query, head) pairs, keys one selection block.
     """
     wide = _wide(d_k, d_v)
+    keys, dkv = padded(l_sel), purpose == "dkv"
     if dtype == torch.float32 or wide > 192 or l_sel > 64:
-        tiles = Tiles(32, padded(l_sel), 4, 1)
+        tiles = Tiles(32, keys, 4, 1)
     elif wide <= 64:
-        tiles = Tiles(64, padded(l_sel), 4, 2)
-    elif purpose == "dkv":
-        tiles = Tiles(64 if wide <= 128 else 32, padded(l_sel), 4, 2)
+        tiles = Tiles(64, keys, 4, 2)
+    elif purpose == "forward":
+        tiles = Tiles(64, keys, 4, 2, 168 if d_k == d_v == 128 else 0)
+    elif wide <= 128:
+        tiles = Tiles(64, keys, 4, 2) if dkv else Tiles(32, keys, 4, 3)
     else:
-        tiles = Tiles(64, padded(l_sel), 4, 3 if wide <= 128 else 2)
+        tiles = Tiles(32, keys, 4 if dkv else 8, 2)
     return tiles._replace(BM=max(tiles.BM, padded(per_group)))
 
 

@@ -93,7 +93,7 @@ def band_forward(
             top = new_top
 
     sees_none = total == 0.0
-    b_out = b_out / tl.where(sees_none, 1.0, total)[:, None]
+    b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
     lse = tl.where(sees_none, float("inf"), top + tl.math.log2(total))
     tl.store(p_lse + tl.program_id(1).to(tl.int64) * S + o_t, lse, mask=m_t)
     row = (i_b * S + o_t) * Hq + i_h

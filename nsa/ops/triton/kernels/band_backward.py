@@ -26,17 +26,21 @@ def band_dkv(
     p_row_start, p_row_key, p_row_block, p_key_first, p_key_last,
     S, K, Hkv, G, scale, scale_log2,
     s_kb, s_ks, s_kh, s_vb, s_vs, s_vh,
-    OFF, STEP, W, NUM_WORDS, HEADS,
+    OFF, STEP, W, NUM_WORDS, SEGMENTS, HEADS, SLICES,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
     UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BN keys and values from HEADS heads of their group.
+    """Gradients of BN keys and values from HEADS heads of their group and a slice of the queries.
 
-    Sums go to dk, dv [B, parts, K, Hkv, D] with parts = G / HEADS. Tiles are [keys, queries], so
-    that probabilities and their gradients are left operands of the products as they are.
+    Sums go to dk, dv [B, parts, K, Hkv, D] with parts = G / HEADS * SLICES. Tiles are [keys,
+    queries], so that probabilities and their gradients are left operands as they are.
     """
-    i_n, i_bg, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_parts = G // HEADS * SLICES
+    each = SEGMENTS * num_parts
+    i_n = tl.program_id(0) // each  # early keys are seen by the most queries: they start first
+    i_bg, i_part = tl.program_id(0) % each // num_parts, tl.program_id(0) % num_parts
+    h0, i_slice = i_part // SLICES * HEADS, i_part % SLICES
     i_b, i_g = (i_bg // Hkv).to(tl.int64), (i_bg % Hkv).to(tl.int64)
     o_m = tl.arange(0, BM)
     o_k = i_n * BN + tl.arange(0, BN)
@@ -62,8 +66,10 @@ def band_dkv(
         last_query = S - 1
         if W > 0:
             last_query = tl.minimum(last_query, i_n * BN + BN - 1 + W - 1)
-    first_tile = first_query // BM
-    stop_tile = tl.maximum(tl.cdiv(last_query + 1, BM), first_tile)
+    per_slice = tl.cdiv(tl.cdiv(S, BM), SLICES)
+    first_tile = tl.maximum(first_query // BM, i_slice * per_slice)
+    stop_tile = tl.minimum(tl.cdiv(last_query + 1, BM), i_slice * per_slice + per_slice)
+    stop_tile = tl.maximum(stop_tile, first_tile)
     # From tile `full` to tile `masked` every query sees every key, and nothing needs a mask.
     full = stop_tile
     masked = stop_tile
@@ -84,7 +90,7 @@ def band_dkv(
         else:
             lo, hi = masked, stop_tile
         for i in range(lo * HEADS, hi * HEADS):
-            i_h = i_g * G + i_part * HEADS + i % HEADS
+            i_h = i_g * G + h0 + i % HEADS
             t0 = i // HEADS * BM
             o_t = t0 + o_m
             m_t = o_t < S
@@ -114,7 +120,7 @@ def band_dkv(
             if DK2 > 0:
                 b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
 
-    row = ((i_b * tl.num_programs(2) + i_part) * K + keys) * Hkv + i_g
+    row = ((i_b * num_parts + i_part) * K + keys) * Hkv + i_g
     dtype = p_dk.dtype.element_ty
     m_rows = m_k[:, None]
     p_rows = p_dk + row * DK

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.kernels.gate import _store_gated
-from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load, _rows, _stats
+from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load, _offsets, _rows, _stats
 
 
 @triton.jit
@@ -46,6 +46,19 @@ def _block_range(
 
 
 @triton.jit
+def _masked_stop(p_queries, first, stop, k0, PER_TILE, ALWAYS: tl.constexpr, BN: tl.constexpr):
+    """One past the last entry whose tile needs a mask, a whole number of tiles from `first`.
+
+    Entries are in the order of the queries, so only the first BN of a block's can be queries that
+    lie in the block and do not see all of it. ALWAYS: the block may end before the tile.
+    """
+    if ALWAYS:
+        return stop
+    own = tl.load(p_queries + first) < k0 + BN
+    return tl.where(own, tl.minimum(first + tl.cdiv(BN, PER_TILE) * PER_TILE, stop), first)
+
+
+@triton.jit
 def block_forward(
     p_q, t_k, t_k2, t_v, p_part, p_part_lse, p_queries, p_places, p_items, p_item_ends, p_ends,
     p_block_start, p_block_stop,
@@ -53,7 +66,8 @@ def block_forward(
     Hkv, G, scale_log2, s_qb, s_qs, s_qh,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
-    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Partial outputs of one item: up to PIECE queries that chose one block, all their heads.
 
@@ -78,29 +92,38 @@ def block_forward(
         o_dk2 = DK1 + tl.arange(0, DK2)
         b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
     p_qh = p_q + i_b * s_qb + i_g * G * s_qh
-    for entry in range(first, stop, BM // G):
-        m_r = (entry + nth < stop) & (nth < BM // G)
-        at = i_seg * NUM_ENTRIES + entry + nth
-        t = tl.load(p_queries + at, mask=m_r, other=0)
-        p_rows = p_qh + (t.to(tl.int64) * s_qs + head * s_qh)[:, None]
-        b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
-        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
-        if DK2 > 0:
-            b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
-            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
-        visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= t[:, None])
-        b_s = tl.where(visible, b_s * scale_log2, float("-inf"))
-        # An unused row may see nothing of the block; a chosen block holds a visible token.
-        top = tl.where(m_r, tl.max(b_s, axis=1), 0.0)
-        b_p = tl.math.exp2(b_s - top[:, None])
-        total = tl.where(m_r, tl.sum(b_p, axis=1), 1.0)
-        b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST) / total[:, None]
-        place = tl.load(p_places + at, mask=m_r, other=0).to(tl.int32)
-        row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + head
-        tl.store(p_part_lse + row, top + tl.math.log2(total), mask=m_r)
-        m_o = m_r[:, None] & (o_dv < DV)[None, :]
-        p_rows_o = p_part + row[:, None] * DV + o_dv[None, :]
-        tl.store(p_rows_o, b_out.to(p_part.dtype.element_ty), mask=m_o)
+    masked_stop = _masked_stop(
+        p_queries + i_seg * NUM_ENTRIES, first, stop, k0, BM // G, HAS_DOCS or L_SEL < BN, BN
+    )
+    for part in tl.static_range(2):
+        if part == 0:
+            lo, hi = first, masked_stop
+        else:
+            lo, hi = masked_stop, stop
+        for entry in range(lo, hi, BM // G):
+            m_r = (entry + nth < stop) & (nth < BM // G)
+            at = i_seg * NUM_ENTRIES + entry + nth
+            t = tl.load(p_queries + at, mask=m_r, other=0)
+            p_rows = p_qh + _offsets(t, s_qs, head, s_qh, NARROW)[:, None]
+            b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+            b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+            if DK2 > 0:
+                b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
+                b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+            if part == 0:
+                visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= t[:, None])
+                b_s = tl.where(visible, b_s, float("-inf"))
+            # An unused row may see nothing of the block; a chosen block holds a visible token.
+            top = tl.where(m_r, tl.max(b_s, axis=1) * scale_log2, 0.0)
+            b_p = tl.math.exp2(b_s * scale_log2 - top[:, None])
+            total = tl.where(m_r, tl.sum(b_p, axis=1), 1.0)
+            b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST) * (1.0 / total)[:, None]
+            place = tl.load(p_places + at, mask=m_r, other=0).to(tl.int32)
+            row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + head
+            tl.store(p_part_lse + row, top + tl.math.log2(total), mask=m_r)
+            m_o = m_r[:, None] & (o_dv < DV)[None, :]
+            p_rows_o = p_part + row[:, None] * DV + o_dv[None, :]
+            tl.store(p_rows_o, b_out.to(p_part.dtype.element_ty), mask=m_o)
 
 
 @triton.jit
@@ -132,7 +155,7 @@ def merge_parts(
         weight = tl.math.exp2(lse - safe_top)
         total += weight
         b_out += b_part.to(tl.float32) * weight[:, None]
-    b_out = b_out / tl.where(none, 1.0, total)[:, None]
+    b_out = b_out * (1.0 / tl.where(none, 1.0, total))[:, None]
     lse = tl.where(none, float("inf"), top + tl.math.log2(total))
     i_h = i_g * G + o_h
     tl.store(p_lse + (i_b * Hkv * G + i_h) * S + t, lse, mask=m_h)
@@ -143,20 +166,25 @@ def merge_parts(
 
 
 @triton.jit
-def block_dkv(
-    p_q, p_k, p_v, p_dout, p_stats, p_dk, p_dv,
-    p_queries, p_items, p_item_ends, p_ends, p_block_start, p_block_stop,
-    num_chunks, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE, Hkv, G, scale, scale_log2,
+def block_backward(
+    p_q, p_k, p_v, p_dout, p_stats, p_dk, p_dv, p_part, p_queries, p_places, p_items, p_item_ends,
+    p_ends, p_block_start, p_block_stop,
+    first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    Hkv, G, scale, scale_log2,
     s_qb, s_qs, s_qh, s_kb, s_ks, s_kh, s_vb, s_vs, s_vh, s_ob, s_os, s_oh,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
-    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr, HAS_DOCS: tl.constexpr,
-    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr, WITH_DQ: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block's keys and values from one item: up to PIECE queries, all their heads.
+    """Gradients from one item: of a block's keys and values, and the item's share of its queries'.
 
-    Summed in registers and added to fp32 [B, S, Hkv, D] once an item. Tiles are [keys, rows].
+    Those of keys and values are summed in registers and added to fp32 [B, S, Hkv, D] once an item.
+    Those of queries, WITH_DQ, go to part [segments, num_rows, N_SEL, G, DK], as in the forward.
+    Tiles are [keys, rows]: probabilities and their gradients are left operands as they are.
     """
-    i_seg, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    i_seg = tl.program_id(2).to(tl.int64)
+    chunk = first_chunk + tl.program_id(1)
     block, first, stop = _item(
         p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
     )
@@ -164,6 +192,7 @@ def block_dkv(
         return
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     p_queries += i_seg * NUM_ENTRIES
+    p_places += i_seg * NUM_ENTRIES
     o_r = tl.arange(0, BM)
     head = i_g * G + o_r % G
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
@@ -184,17 +213,19 @@ def block_dkv(
     for entry in range(first, stop, BM // G):
         m_r = (entry + o_r // G < stop) & (o_r // G < BM // G)
         t = tl.load(p_queries + entry + o_r // G, mask=m_r, other=0)
-        p_rows_q = p_q + i_b * s_qb + (t.to(tl.int64) * s_qs + head * s_qh)[:, None]
+        p_rows_q = p_q + i_b * s_qb + _offsets(t, s_qs, head, s_qh, NARROW)[:, None]
         b_q = _load(p_rows_q + o_dk[None, :], m_r, o_dk, DK, DK1, True)
         b_s = _dot(b_k, tl.trans(b_q), UPCAST)  # [BN, BM]
         if DK2 > 0:
             b_q2 = _load(p_rows_q + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
             b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
-        p_rows_o = p_dout + i_b * s_ob + (t.to(tl.int64) * s_os + head * s_oh)[:, None]
+        p_rows_o = p_dout + i_b * s_ob + _offsets(t, s_os, head, s_oh, NARROW)[:, None]
         b_dout = _load(p_rows_o + o_dv[None, :], m_r, o_dv, DV, DV_PAD, True)
         lse, delta, gate, token = _stats(p_stats, (i_b * Hkv * G + head) * S + t, m_r)
         b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :])
-        visible = m_k[:, None] & (o_k.to(tl.float32)[:, None] <= token[None, :])
+        visible = o_k.to(tl.float32)[:, None] <= token[None, :]
+        if HAS_DOCS or L_SEL < BN:  # else a key beyond the block is beyond every query, too
+            visible = visible & m_k[:, None]
         b_p = tl.where(visible, b_p, 0.0) * gate[None, :]
         b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
         b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)
@@ -202,6 +233,18 @@ def block_dkv(
         b_dk = _dot_add(b_dk, b_ds, b_q, UPCAST)
         if DK2 > 0:
             b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
+        if WITH_DQ:
+            place = tl.load(p_places + entry + o_r // G, mask=m_r, other=0).to(tl.int32)
+            row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + o_r % G
+            p_row = p_part + row[:, None] * DK
+            # As [DK, rows]: K can be turned as a left operand, dS would have to be moved.
+            b_dq = tl.trans(_dot(tl.trans(b_k), b_ds, UPCAST)) * scale
+            m_q = m_r[:, None] & (o_dk < DK)[None, :]
+            tl.store(p_row + o_dk[None, :], b_dq.to(p_part.dtype.element_ty), mask=m_q)
+            if DK2 > 0:
+                b_dq2 = tl.trans(_dot(tl.trans(b_k2), b_ds, UPCAST)) * scale
+                m_q2 = m_r[:, None] & (o_dk2 < DK)[None, :]
+                tl.store(p_row + o_dk2[None, :], b_dq2.to(p_part.dtype.element_ty), mask=m_q2)
     row = (i_b * S + keys) * Hkv + i_g
     p_rows = p_dk + row * DK
     m_rows = m_k[:, None] & (o_dk < DK)[None, :]
@@ -211,67 +254,6 @@ def block_dkv(
         tl.atomic_add(p_rows + o_dk2[None, :], b_dk2 * scale, mask=m_rows, sem="relaxed")
     m_rows = m_k[:, None] & (o_dv < DV)[None, :]
     tl.atomic_add(p_dv + row * DV + o_dv[None, :], b_dv, mask=m_rows, sem="relaxed")
-
-
-@triton.jit
-def block_dq(
-    p_q, t_k, t_k2, t_v, p_dout, p_stats, p_part, p_queries, p_places, p_items, p_item_ends,
-    p_ends, p_block_start, p_block_stop,
-    first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
-    Hkv, G, scale, scale_log2, s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
-    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
-    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
-    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Partial gradients of the queries of one item.
-
-    part is [segments, num_rows, N_SEL, G, DK], as in the forward.
-    """
-    i_seg = tl.program_id(2).to(tl.int64)
-    chunk = first_chunk + tl.program_id(1)
-    block, first, stop = _item(
-        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
-    )
-    if block >= NUM_BLOCKS:
-        return
-    i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    o_r, o_dk, o_dv = tl.arange(0, BM), tl.arange(0, DK1), tl.arange(0, DV_PAD)
-    nth, head = o_r // G, (o_r % G).to(tl.int64)
-    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
-    o_k = k0 + tl.arange(0, BN)
-    b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
-    b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
-    if DK2 > 0:
-        o_dk2 = DK1 + tl.arange(0, DK2)
-        b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
-    p_qh = p_q + i_b * s_qb + i_g * G * s_qh
-    p_oh = p_dout + i_b * s_ob + i_g * G * s_oh
-    for entry in range(first, stop, BM // G):
-        m_r = (entry + nth < stop) & (nth < BM // G)
-        at = i_seg * NUM_ENTRIES + entry + nth
-        t = tl.load(p_queries + at, mask=m_r, other=0)
-        p_rows = p_qh + (t.to(tl.int64) * s_qs + head * s_qh)[:, None]
-        b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
-        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
-        if DK2 > 0:
-            b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
-            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
-        p_rows_o = p_oh + (t.to(tl.int64) * s_os + head * s_oh)[:, None] + o_dv[None, :]
-        b_dout = _load(p_rows_o, m_r, o_dv, DV, DV_PAD, True)
-        b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
-        lse, delta, gate, _ = _stats(p_stats, (i_seg * G + head) * S + t, m_r)
-        visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= t[:, None])
-        b_p = tl.where(visible, tl.math.exp2(b_s * scale_log2 - lse[:, None]), 0.0)
-        b_ds = (b_p * gate[:, None] * (b_dp - delta[:, None])).to(b_q.dtype)
-        place = tl.load(p_places + at, mask=m_r, other=0).to(tl.int32)
-        row = (((i_seg * num_rows + t - first_row) * N_SEL + place) * G + head)[:, None] * DK
-        b_dq = (_dot(b_ds, b_k, UPCAST) * scale).to(p_part.dtype.element_ty)
-        m_q = m_r[:, None] & (o_dk < DK)[None, :]
-        tl.store(p_part + row + o_dk[None, :], b_dq, mask=m_q)
-        if DK2 > 0:
-            b_dq2 = (_dot(b_ds, b_k2, UPCAST) * scale).to(p_part.dtype.element_ty)
-            m_q2 = m_r[:, None] & (o_dk2 < DK)[None, :]
-            tl.store(p_part + row + o_dk2[None, :], b_dq2, mask=m_q2)
 
 
 @triton.jit

@@ -65,7 +65,7 @@ def query_forward(
         b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
         top = new_top
     sees_none = total == 0.0
-    b_out = b_out / tl.where(sees_none, 1.0, total)[:, None]
+    b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
     lse = tl.where(sees_none, float("inf"), top + tl.math.log2(total))
     tl.store(p_lse + (i_b * Hkv * G + i_h) * S + t, lse, mask=m_h)
     at = ((i_b * S + t) * Hkv * G + i_h)[:, None] * DV + o_dv[None, :]

@@ -21,14 +21,15 @@ def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
 
 @triton.jit
 def gate_backward(
-    p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, NUM_ROWS, Hq, S,
-    s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
+    p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, p_dcmp, p_dwin,
+    NUM_ROWS, Hq, S, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta = <dout, branch> of each row: the gradient of its gate, and what its softmax subtracts.
 
     dgates is [B, S, Hq, 3]; stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
-    of a row: log-sum-exp, delta, gate, and its own index in the sequence.
+    of a row: log-sum-exp, delta, gate, and its own index in the sequence. Where they are asked for,
+    the gradients of branches with their gates, gate * dout, are written: [B, S, Hq, DV].
     """
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_r = o_r < NUM_ROWS
@@ -53,4 +54,10 @@ def gate_backward(
         tl.store(p_stats + row * 4 + 1, delta, mask=m_r)
         tl.store(p_stats + row * 4 + 2, gate, mask=m_r)
         tl.store(p_stats + row * 4 + 3, i_s.to(tl.float32), mask=m_r)
+        if branch == 0 and p_dcmp is not None:
+            b_gated = (dout * gate[:, None]).to(p_dcmp.dtype.element_ty)
+            tl.store(p_dcmp + at, b_gated, mask=mask)
+        if branch == 2 and p_dwin is not None:
+            b_gated = (dout * gate[:, None]).to(p_dwin.dtype.element_ty)
+            tl.store(p_dwin + at, b_gated, mask=mask)
         tl.store(p_dgates + o_r * 3 + branch, delta.to(p_dgates.dtype.element_ty), mask=m_r)

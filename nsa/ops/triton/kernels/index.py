@@ -39,6 +39,18 @@ def count_choices(
 
 
 @triton.jit
+def add_up(p_counts, p_ends, SIZE, BLOCK: tl.constexpr):
+    """Running sums of the SIZE counts of a segment."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    total = 0
+    for i in range(0, SIZE, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        counts = tl.load(p_counts + start + o, mask=o < SIZE, other=0)
+        tl.store(p_ends + start + o, total + tl.cumsum(counts, axis=0), mask=o < SIZE)
+        total += tl.sum(counts, axis=0)
+
+
+@triton.jit
 def list_choices(
     p_bits, p_before, p_counts, p_ends, p_queries, p_places, S, SUB, NUM_BLOCKS, NUM_WORDS,
     NUM_ENTRIES, SUBS: tl.constexpr, BQ: tl.constexpr,

@@ -14,6 +14,9 @@ import triton.language as tl
 
 from nsa.ops.triton.kernels.tile import _band, _dot, _dot_add, _rows
 
+FIRST_GUESS = tl.constexpr(2 << 23)
+"""Two in the exponent of an fp32 number: a factor of 4."""
+
 
 @triton.jit
 def _group_probs(
@@ -155,21 +158,24 @@ def choose_blocks(
     key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
     num_forced = tl.minimum(current + 1, 3)
     need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
-    # The largest `low` that at least `need` keys reach; of all candidates, 0 will do.
+    # The largest `low` that at least `need` keys reach; of all candidates, 0 will do. It is likely
+    # to lie above a quarter of the largest, which is tried first.
     low = 0
     high = 0
     if current + 1 > N_SEL:
         high = tl.max(key, axis=0)
+    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
     while low < high:
-        middle = low + (high - low + 1) // 2
         reached = tl.sum((key >= middle).to(tl.int32), axis=0)
         low = tl.where(reached >= need, middle, low)
         high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
+        middle = low + (high - low + 1) // 2
     above = key > low
     equal = key == low
     spare = need - tl.sum(above.to(tl.int32), axis=0)
-    first_equal = tl.cumsum(equal.to(tl.int32), axis=0) <= spare
-    chosen = ((forced & legal) | above | (equal & first_equal)).to(tl.int32)
+    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks go first
+        equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
+    chosen = ((forced & legal) | above | equal).to(tl.int32)
 
     row = (i_b * S + t) * Hkv + i_g
     place = tl.cumsum(chosen, axis=0) - 1

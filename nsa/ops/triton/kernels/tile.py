@@ -47,6 +47,13 @@ def _rows(t, i_b, row, i_h, column: tl.constexpr, BM: tl.constexpr, D: tl.conste
 
 
 @triton.jit
+def _offsets(o_t, s_t, o_h, s_h, NARROW: tl.constexpr):
+    """Where rows of [S, H, D] begin; NARROW: nothing lies beyond 2^31, which saves registers."""
+    dtype: tl.constexpr = tl.int32 if NARROW else tl.int64
+    return o_t.to(dtype) * s_t + o_h.to(dtype) * s_h
+
+
+@triton.jit
 def _load(p, m_rows, o_d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
     """A [rows, D_PAD] tile; columns from D on read as 0, and so do rows outside of the mask."""
     if D >= D_PAD:
