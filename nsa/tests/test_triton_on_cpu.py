@@ -21,6 +21,7 @@ from nsa.ops.triton.tiles import (
     dkv_tiles,
     dq_tiles,
     fits_blocks,
+    fits_dq,
     forward_tiles,
     padded,
     parts_of,
@@ -109,11 +110,11 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
         flags = dict(HAS_DOCS=False, UPCAST=False)
         scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
         yield scoring.group_scores, scores, score_tiles(d_k, dtype)
-        if not fits_blocks(d_k, d_v, dtype):
+        if not fits_blocks(d_k, d_v, l_sel, dtype):
             continue
         sizes = (d_k, d_v, per_group, l_sel, dtype)
         chosen = dims | dict(N_SEL=16, L_SEL=l_sel)
-        if per_group < 9:
+        if per_group < 9 and fits_dq(d_k, d_v):
             blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True)
             yield by_block.block_forward, blocks, block_tiles(*sizes, "forward")
             both = block_tiles(*sizes, "backward")
@@ -137,10 +138,12 @@ CASES = named(
     attention_cases(((64, 64, 6), (128, 128, 4), (128, 128, 16), (192, 128, 16))),
 )
 WIDEST = {
-    "bf16": named(attention_cases(((256, 256, 8), (256, 256, 64)), l_sel=128, selects=(True,))),
-    "fp32": named(
-        attention_cases(((192, 192, 8), (256, 256, 64)), torch.float32, 128, selects=(True,))
-    ),
+    dtype: named(
+        case
+        for heads, l_sel in (((256, 256, 8), 128), ((64, 64, 8), 128), ((128, 128, 64), 64))
+        for case in attention_cases((heads,), kind, l_sel, selects=(True,))
+    )
+    for dtype, kind in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 
 

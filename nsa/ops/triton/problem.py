@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
 from nsa.ops.triton.start import INTERPRETED, Memo, Rows, ceil_div, form
-from nsa.ops.triton.tiles import fits_blocks, padded, parts_of
+from nsa.ops.triton.tiles import fits_blocks, fits_dq, padded, parts_of
 
 MAX_TOKENS = 1 << 24
 """The index of a row travels beside its statistics as fp32, which is exact up to here."""
@@ -81,7 +81,7 @@ class Problem:
     @cached_property
     def masked(self) -> bool:
         """The selected branch masks the whole past instead of going to its blocks."""
-        if not fits_blocks(self.d_k, self.d_v, self.dtype):
+        if not fits_blocks(self.d_k, self.d_v, self.spec.l_sel, self.dtype):
             return True
         return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
 
@@ -94,7 +94,8 @@ class Problem:
 
     @cached_property
     def by_query(self) -> bool:
-        return not self.masked and self.per_group >= BY_QUERY_FROM
+        large = self.per_group >= BY_QUERY_FROM or not fits_dq(self.d_k, self.d_v)
+        return large and not self.masked
 
     @cached_property
     def documents(self) -> Documents | None:

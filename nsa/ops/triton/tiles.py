@@ -90,9 +90,18 @@ def score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
     return Tiles(64, 128, 4, 2, 168) if wide <= 128 else Tiles(64, 64, 4, 2)
 
 
-def fits_blocks(d_k: int, d_v: int, dtype: torch.dtype) -> bool:
-    """Whether a tile with a whole selection block and a whole group fits the shared memory."""
-    return dtype != torch.float32 or _wide(d_k, d_v) <= 192
+def fits_blocks(d_k: int, d_v: int, l_sel: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels that go to the selected blocks take them: wider tiles spill registers.
+
+    With 256 numbers in a head, block_backward compiled to wrong code (docs/kernels.md).
+    """
+    wide = _wide(d_k, d_v)
+    return wide <= 64 or (l_sel <= 64 and wide <= (128 if dtype == torch.float32 else 192))
+
+
+def fits_dq(d_k: int, d_v: int) -> bool:
+    """Whether block_backward has room for the gradient of q, too."""
+    return _wide(d_k, d_v) <= 128
 
 
 def block_tiles(
@@ -102,18 +111,17 @@ def block_tiles(
 
     Rows are (query, head) pairs, keys one selection block.
     """
-    wide = _wide(d_k, d_v)
-    keys, dkv = padded(l_sel), purpose == "dkv"
-    if dtype == torch.float32 or wide > 192 or l_sel > 64:
+    wide, keys = _wide(d_k, d_v), padded(l_sel)
+    if dtype == torch.float32 or l_sel > 64:
         tiles = Tiles(32, keys, 4, 1)
     elif wide <= 64:
         tiles = Tiles(64, keys, 4, 2)
     elif purpose == "forward":
         tiles = Tiles(64, keys, 4, 2, 168 if d_k == d_v == 128 else 0)
-    elif wide <= 128:
-        tiles = Tiles(64, keys, 4, 2) if dkv else Tiles(32, keys, 4, 3)
+    elif purpose == "backward":
+        tiles = Tiles(32, keys, 4, 3)
     else:
-        tiles = Tiles(32, keys, 4 if dkv else 8, 2)
+        tiles = Tiles(64 if wide <= 128 else 32, keys, 4, 2)
     return tiles._replace(BM=max(tiles.BM, padded(per_group)))
 
 
