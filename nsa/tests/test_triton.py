@@ -137,8 +137,8 @@ def test_slices_of_queries_for_compressed_keys_change_nothing(monkeypatch):
     monkeypatch.setattr(band, "SLICE_TILES", 1)
     monkeypatch.setattr(band, "_parts", lambda *args: slices.append(real(*args)) or slices[-1])
 
-    for docs in ((90, 110), ()):
-        case = Case(SMALL, S=200, Hkv=2, G=3, docs=docs)
+    for docs in ((45, 55), ()):
+        case = Case(SMALL, S=100, Hkv=1, G=2, docs=docs)
         compare(case, torch.float32, "reference", 1e-5, 1e-4)
 
     assert [parts[1] for parts in slices[::2]] == [4, 4]
