@@ -1,4 +1,4 @@
-"""The console command `nsa`: settings, sizes, the plan, and training."""
+"""The console command `nsa`: settings, sizes, the plan, training, checkpoints, and data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import nsa
-from nsa.config import BAD_INPUT, Config, StrictParser, load_config
+from nsa.config import BAD_INPUT, Config, DataConfig, StrictParser, load_config
 from nsa.config.describe import (
     key_markdown,
     key_rows,
@@ -60,7 +61,59 @@ def _parser() -> StrictParser:
                 action="store_true",
                 help="start a long run without checkpoints or with a config that nobody named",
             )
+            parsed.add_argument(
+                "--resume",
+                default="auto",
+                metavar="PATH|latest|none",
+                help="default: the newest checkpoint in train.out_dir, if it is of the same run",
+            )
+    _add_data_commands(commands.add_parser("data", help="prepare and check token shards"))
+    text = "verify, show, copy or convert checkpoints"
+    _add_checkpoint_commands(commands.add_parser("checkpoint", help=text, description=text))
+    text = "train in one piece and in two, and show that both are equal bit by bit"
+    prove = commands.add_parser("prove-resume", help=text, description=text)
+    prove.add_argument("--config", metavar="FILE", help="default: the variable CONFIG")
+    prove.add_argument("--out-dir", required=True, metavar="DIR", help="for both runs, the proof")
+    prove.add_argument("--steps", type=int, default=8, metavar="N", help="of the whole run (8)")
+    prove.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
+    prove.add_argument("overrides", nargs="*", metavar="group.key=value")
+    prove.set_defaults(command=_prove_resume)
     return parser
+
+
+def _add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text in (
+        ("verify", "hold checkpoints to their manifests; exit code 0 or 1"),
+        ("show", "print what a checkpoint holds"),
+        ("backup", "copy a checkpoint elsewhere, and verify the copy"),
+        ("export", "write the weights as safetensors"),
+    ):
+        parsed = commands.add_parser(name, help=text, description=text)
+        parsed.add_argument("path", type=Path, metavar="PATH", help="a file, or a run folder")
+        if name in ("backup", "export"):
+            parsed.add_argument("--to", type=Path, required=True, metavar="PATH")
+        parsed.set_defaults(command=_checkpoint, action=name)
+
+
+def _add_data_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "tokenize local documents into shards, for data.dataset=shards"
+    prepare = commands.add_parser("prepare", help=text, description=text)
+    prepare.add_argument("--input", required=True, metavar="PATH", help="as data.local_path")
+    prepare.add_argument("--output", required=True, metavar="DIR", help="a new or empty folder")
+    prepare.add_argument("--tokenizer", default="byte", help="as data.tokenizer; default: byte")
+    prepare.add_argument("--tokenizer-path", default="", metavar="PATH", help="as in the config")
+    prepare.add_argument("--eos", default="", metavar="TOKEN", help="as data.eos")
+    prepare.add_argument("--shard-tokens", type=int, metavar="N", help="tokens that end a shard")
+    prepare.set_defaults(command=_data_prepare)
+    for name, command, text in (
+        ("verify", _data_verify, "check the size and the hash of every shard; exit code 0 or 1"),
+        ("show", _data_show, "print what a folder of shards holds"),
+    ):
+        parsed = commands.add_parser(name, help=text, description=text)
+        parsed.add_argument("folder", metavar="DIR")
+        parsed.set_defaults(command=command)
 
 
 def _env(args: argparse.Namespace) -> int:
@@ -105,10 +158,67 @@ def _train(args: argparse.Namespace) -> int:
             config_named=bool(args.config or raw("CONFIG")),
             allow_long_run=args.allow_long_run,
             sampler=sample_text,
+            resume=args.resume,
         )
     except TrainError as error:
         print(f"nsa: {error}", file=sys.stderr)
         return error.exit_code
+    return 0
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.train import checkpoint_commands
+
+    paths = [args.path, args.to] if args.action in ("backup", "export") else [args.path]
+    code: int = getattr(checkpoint_commands, args.action)(*paths)
+    return code
+
+
+def _prove_resume(args: argparse.Namespace) -> int:
+    path, config = _load(args)
+    from nsa.train.prove import prove_resume
+
+    folder, steps = Path(args.out_dir), args.steps
+    stop_at = steps // 2 if args.stop_at is None else args.stop_at
+    holds = prove_resume(config, path, folder, steps, stop_at)
+    verdict = "equal bit by bit" if holds else "NOT equal"
+    print(f"{steps} steps in one piece, and stopped at {stop_at}: {verdict}; proof in {folder}")
+    return 0 if holds else 1
+
+
+def _data_prepare(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.data import open_tokenizer
+    from nsa.data.prepare import SHARD_TOKENS, prepare
+    from nsa.data.show import describe_shards
+
+    config = DataConfig(tokenizer=args.tokenizer, tokenizer_path=args.tokenizer_path, eos=args.eos)
+    shard_tokens = SHARD_TOKENS if args.shard_tokens is None else args.shard_tokens
+    source, folder = Path(args.input), Path(args.output)
+    prepare(source, folder, open_tokenizer(config), shard_tokens=shard_tokens, say=print)
+    print(describe_shards(folder))
+    return 0
+
+
+def _data_verify(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.data.shards import verify_shards
+
+    problems = verify_shards(Path(args.folder))
+    for problem in problems:
+        print(f"nsa: {problem}", file=sys.stderr)
+    print(
+        f"{args.folder}: {f'{len(problems)} wrong' if problems else 'every shard is as prepared'}"
+    )
+    return 1 if problems else 0
+
+
+def _data_show(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.data.show import describe_shards
+
+    print(describe_shards(Path(args.folder)))
     return 0
 
 

@@ -16,6 +16,7 @@ from nsa.config.env import check_environment, in_effect, raw, read
 from nsa.generate import sample_text
 from nsa.model import TinyLM
 from nsa.train import TrainError, run
+from nsa.train.resume import AUTO
 
 __all__ = ["TinyLM", "main"]
 
@@ -26,8 +27,12 @@ KEYS = {
     "batch_size": "train.batch_size",
     "accum_batches": "train.accumulate_grad_batches",
     "out_dir": "train.out_dir",
+    "local_path": "data.local_path",
 }
 """Flags that are another spelling of a config key."""
+
+
+RESUME_HELP = "default: the newest checkpoint in <out_dir>, if it is of the same run"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             stop_after=flags.steps,
             model_path=flags.save,
             sampler=sample_text,
+            resume=flags.resume,
         )
     except ValueError as error:  # bad input, by the convention of this package
         print(f"train_showcase: error: {error}", file=sys.stderr)
@@ -65,6 +71,7 @@ def _parser() -> StrictParser:
         parser.add_argument(f"--{flag.replace('_', '-')}", help=f"sets {key}")
     parser.add_argument("--no-gc", action="store_true", help="gradient checkpointing off")
     parser.add_argument("--save", type=Path, metavar="FILE", help="default: <out_dir>/model.pt")
+    parser.add_argument("--resume", default=AUTO, metavar="PATH|latest|none", help=RESUME_HELP)
     parser.add_argument("--allow-long-run", action="store_true", help="start a run that is refused")
     return parser
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nsa.config.env_table import TABLE, Value, Variable
@@ -65,6 +65,15 @@ def in_effect(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
+def recorded(
+    names: Sequence[str], prefixes: Sequence[str], environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the variables with these names or prefixes as they are written, for a run's record."""
+    environ = _environ(environ)
+    chosen = (name for name in environ if name in names or name.startswith(tuple(prefixes)))
+    return {name: environ[name] for name in sorted(chosen)}
+
+
 def _environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
     return os.environ if environ is None else environ
 
@@ -108,3 +117,8 @@ def _bad_value(variable: Variable, text: str, allowed: str) -> ConfigError:
     return ConfigError(
         f"{variable.name}={text!r} is not allowed; use {allowed}, or unset it ({variable.meaning})"
     )
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable that a library reads when it starts, unless somebody has set it."""
+    os.environ.setdefault(name, value)

@@ -112,9 +112,9 @@ _TELEMETRY = (
     Variable(
         "NSA_DISABLE_AUX_STATS", bool, False, "code", "1 collects no gate and selection statistics"
     ),
-    Variable("NSA_TB_DISABLE", bool, False, "planned", "1 writes no TensorBoard events"),
-    Variable("NSA_MEM_DUMP_EVERY", int, 0, "planned", "memory snapshot every N steps; 0 is never"),
-    Variable("NSA_HEARTBEAT_EVERY", int, 1, "planned", "heartbeat line every N steps"),
+    Variable("NSA_TB_DISABLE", bool, False, "code", "1 writes no TensorBoard events"),
+    Variable("NSA_MEM_DUMP_EVERY", int, 0, "code", "memory snapshot every N steps; 0 is never"),
+    Variable("NSA_HEARTBEAT_EVERY", int, 1, "code", "heartbeat line every N steps"),
     Variable("NSA_LOG_GRAD_NORM", bool, False, "planned", "gradient norm in the step line"),
 )
 

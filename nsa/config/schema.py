@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from nsa.config.check import (
     at_least,
@@ -14,13 +15,25 @@ from nsa.config.check import (
     one_of,
     refuse,
 )
+from nsa.config.errors import nearest
+from nsa.config.tokenizer_json import count_ids
 
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
 SCHEDULES = ("cosine", "constant")
-DATASETS = ("shakespeare", "synthetic", "fineweb_edu")
+DATASETS = (
+    "shakespeare",
+    "synthetic",
+    "synthetic_copy",
+    "fineweb_edu_local",
+    "shards",
+    "fineweb_edu",
+)
+LOCAL_DATASETS = ("fineweb_edu_local", "shards")
+"""Those that are read from data.local_path."""
+TOKENIZERS = ("byte", "gpt2", "hf")
 VOCABULARIES = {"byte": 256, "gpt2": 50257}
-"""Ids of each tokenizer; padding for speed is never counted."""
+"""Ids of each tokenizer that is the same everywhere; padding for speed is never counted."""
 PRECISIONS = ("fp32", "bf16")
 BACKENDS = ("auto", "reference", "torch", "triton")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -114,7 +127,11 @@ class TrainConfig:
     eval_batches: int = 8
     """Micro-batches in an evaluation."""
     save_every: int = 0
-    """Updates between two checkpoints; 0 writes none."""
+    """Updates between two checkpoints; 0 writes them only when the run is asked to stop."""
+    keep_last: int = 5
+    """Checkpoints that are kept, the newest ones; 0 keeps all."""
+    backup_dir: str = ""
+    """Folder elsewhere that gets a verified copy of every checkpoint; empty for none."""
     seed: int = 1337
     """Decides the initial weights and the order of the data."""
     out_dir: str = "artifacts/base"
@@ -123,7 +140,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         counts = ("steps", "seq_len", "batch_size", "accumulate_grad_batches")
         at_least(1, self, "train", *counts, "log_every", "eval_batches")
-        at_least(0, self, "train", "warmup_steps", "eval_every", "save_every", "seed")
+        at_least(0, self, "train", "warmup_steps", "eval_every", "save_every", "keep_last", "seed")
         finite_positive(self, "train", "lr")
         between(0.0, 1.0, self, "train", "weight_decay")
         between(0.0, 1e9, self, "train", "grad_clip")
@@ -133,6 +150,9 @@ class TrainConfig:
             refuse("train.warmup_steps", self.warmup_steps, f"at most steps={self.steps}", todo)
         if not self.out_dir.strip():
             refuse("train.out_dir", self.out_dir, "the name of a folder", "name one")
+        if self.backup_dir and self.backup_dir.rstrip("/") == self.out_dir.rstrip("/"):
+            allowed = "another folder than train.out_dir"
+            refuse("train.backup_dir", self.backup_dir, allowed, "name one on another disk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,18 +160,49 @@ class DataConfig:
     """What the model reads."""
 
     dataset: str = "synthetic"
-    """shakespeare (shipped), synthetic (uniform random tokens), or fineweb_edu (not loaded yet)."""
+    """shakespeare, synthetic, synthetic_copy, fineweb_edu_local, shards; not yet: fineweb_edu."""
+    local_path: str = ""
+    """fineweb_edu_local: a .jsonl, .txt or .parquet file or a folder of them; shards: a folder."""
     tokenizer: str = "byte"
-    """How text becomes ids: byte has exactly 256, gpt2 has 50257 (not loaded yet)."""
+    """How text becomes ids: byte (exactly 256), gpt2 (50257), hf, or a path of a tokenizer.json."""
+    tokenizer_path: str = ""
+    """hf: its tokenizer.json; gpt2: a folder with its vocabulary files, empty asks tiktoken."""
+    eos: str = ""
+    """The token that ends a document, where a tokenizer.json has an unusual name for it."""
 
     def __post_init__(self) -> None:
         one_of("data.dataset", self.dataset, DATASETS)
-        one_of("data.tokenizer", self.tokenizer, tuple(VOCABULARIES))
+        self._check_tokenizer()
+        if self.local_path and self.dataset not in LOCAL_DATASETS:
+            todo = f"leave it empty, or choose data.dataset {' or '.join(LOCAL_DATASETS)}"
+            refuse("data.local_path", self.local_path, f"empty for {self.dataset}", todo)
+        if not self.local_path and self.dataset in LOCAL_DATASETS:
+            allowed = f"a file or folder for data.dataset={self.dataset}"
+            refuse("data.local_path", self.local_path, allowed, "name one")
+
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer not in TOKENIZERS and not self.tokenizer.endswith(".json"):
+            allowed = f"{' | '.join(TOKENIZERS)} | the path of a tokenizer.json"
+            todo = f"the nearest is {nearest(self.tokenizer, TOKENIZERS)!r}"
+            refuse("data.tokenizer", self.tokenizer, allowed, todo)
+        if self.tokenizer == "hf" and not self.tokenizer_path:
+            refuse("data.tokenizer_path", "", "a tokenizer.json for data.tokenizer=hf", "name it")
+        if self.tokenizer_path and self.tokenizer not in ("gpt2", "hf"):
+            allowed = f"empty for data.tokenizer={self.tokenizer}"
+            refuse("data.tokenizer_path", self.tokenizer_path, allowed, "leave it empty")
+        if self.eos and self.tokenizer in VOCABULARIES:
+            allowed = f"empty for data.tokenizer={self.tokenizer}, which has its own"
+            refuse("data.eos", self.eos, allowed, "leave it empty")
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer.json, where the tokenizer is one."""
+        return Path(self.tokenizer_path if self.tokenizer == "hf" else self.tokenizer)
 
     @property
     def vocab(self) -> int:
-        """Number of ids of the tokenizer."""
-        return VOCABULARIES[self.tokenizer]
+        """Number of ids of the tokenizer; that of a tokenizer.json is read from the file."""
+        return VOCABULARIES.get(self.tokenizer) or count_ids(self.tokenizer_file)
 
 
 @dataclass(frozen=True, kw_only=True)

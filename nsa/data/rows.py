@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nsa.data.errors import DataError
+from nsa.data.fingerprint import fingerprint_of
 from nsa.data.order import shuffled
-from nsa.data.tokenizer import ByteTokenizer
+from nsa.data.stream import Stream
+from nsa.data.tokenizer import Ids, Tokenizer, id_type
 
 
 class Rows(Protocol):
@@ -26,50 +26,49 @@ class Rows(Protocol):
     def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
         """Return the rows at global positions `position` to `position + size - 1`."""
 
+    def fingerprint(self) -> str:
+        """Return a sha256 of what decides every row; a resume on other data can be refused."""
+
 
 class StreamRows:
     """Rows of a token stream: row i starts at token i*S, so neighbours overlap by one token."""
 
-    def __init__(self, stream: NDArray[np.uint8], seq_len: int, seed: int, side: str) -> None:
-        self.num_rows = (len(stream) - 1) // seq_len
+    def __init__(
+        self, stream: Stream | Ids, seq_len: int, seed: int, side: str, content: str = ""
+    ) -> None:
+        """`content` names what the stream holds; without it, its tokens are hashed for that."""
+        self._stream = stream if isinstance(stream, Stream) else Stream([stream])
+        self._seq_len, self._seed, self._content = seq_len, seed, content
+        self.num_rows = (len(self._stream) - 1) // seq_len
         if self.num_rows < 1:
-            raise DataError(
-                f"seq_len={seq_len} needs {seq_len + 1} tokens, the {side} text has {len(stream)}; "
-                f"use a train.seq_len of at most {len(stream) - 1}"
-            )
-        self._tokens = torch.from_numpy(stream)
-        self._seq_len, self._seed = seq_len, seed
+            raise _too_short(len(self._stream), seq_len, side)
 
     def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
         """Each epoch visits every row once, in an order of its own."""
-        return torch.stack([self._row(p) for p in range(position, position + size)])
+        rows = np.empty((size, self._seq_len + 1), dtype=np.int64)
+        for row, place in zip(rows, range(position, position + size), strict=True):
+            epoch, index = divmod(place, self.num_rows)
+            start = shuffled(index, self.num_rows, self._seed, epoch) * self._seq_len
+            self._stream.copy_to(row, start)
+        return torch.from_numpy(rows)
 
-    def _row(self, position: int) -> Tensor:  # [S+1] int64
-        epoch, index = divmod(position, self.num_rows)
-        start = shuffled(index, self.num_rows, self._seed, epoch) * self._seq_len
-        return self._tokens[start : start + self._seq_len + 1].long()
-
-
-class SyntheticRows:
-    """Uniform random tokens, fresh at every position: nothing in them can be learned."""
-
-    num_rows = None
-
-    def __init__(self, vocab: int, seq_len: int, seed: int, side: str) -> None:
-        self._vocab, self._seq_len, self._key = vocab, seq_len, f"{seed}/{side}"
-
-    def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
-        """The row at a position has a generator of its own."""
-        return torch.stack([self._row(p) for p in range(position, position + size)])
-
-    def _row(self, position: int) -> Tensor:  # [S+1] int64
-        digest = hashlib.blake2b(f"{self._key}/{position}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.randint(self._vocab, (self._seq_len + 1,), generator=generator)
+    def fingerprint(self) -> str:
+        """Hash the content, how it is cut and in which order it comes."""
+        self._content = self._content or self._stream.sha256()
+        return fingerprint_of(
+            rows="stream", content=self._content, seq_len=self._seq_len, seed=self._seed
+        )
 
 
-def to_stream(documents: Iterable[str], tokenizer: ByteTokenizer) -> NDArray[np.uint8]:
+def to_stream(documents: Iterable[str], tokenizer: Tokenizer) -> Ids:
     """Join the ids of the documents; each ends with the end mark."""
-    end = np.array([tokenizer.eos], dtype=np.uint8)
+    end: Ids = np.array([tokenizer.eos], dtype=id_type(tokenizer.vocab))
     parts = [part for text in documents for part in (tokenizer.encode(text), end)]
     return np.concatenate(parts) if parts else end[:0]
+
+
+def _too_short(num_tokens: int, seq_len: int, side: str) -> DataError:
+    given = f"seq_len={seq_len} needs {seq_len + 1} tokens, the {side} text has {num_tokens}"
+    if num_tokens < 2:
+        return DataError(f"{given}; the hash of a document decides its side; give more documents")
+    return DataError(f"{given}; use a train.seq_len of at most {num_tokens - 1}")

@@ -1,13 +1,43 @@
-"""The byte tokenizer: text to UTF-8 bytes and back, with byte 0 as the end of a document."""
+"""What a tokenizer is, and the byte tokenizer: text to UTF-8 bytes and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nsa.data.errors import DataError
+from nsa.data.fingerprint import fingerprint_of
+
+Ids = NDArray[np.unsignedinteger[Any]]
+"""Token ids in the smallest type that holds the vocabulary."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. The ids of a text never hold the end mark."""
+
+    @property
+    def name(self) -> str:
+        """What kind it is: byte, gpt2 or hf."""
+
+    @property
+    def vocab(self) -> int:
+        """Number of ids: all are below it."""
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a document."""
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids of `text`, without an end mark; names of special tokens are mere text."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`."""
+
+    def fingerprint(self) -> str:
+        """Return a sha256 of everything that decides the ids of a text."""
 
 
 class ByteTokenizer:
@@ -28,3 +58,13 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return bytes(ids).decode("utf-8", errors="replace")
+
+    def fingerprint(self) -> str:
+        """Return a sha256 of what decides the ids: the name says it all."""
+        return fingerprint_of(tokenizer=self.name, vocab=self.vocab, eos=self.eos)
+
+
+def id_type(vocab: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the smallest little-endian type that holds every id below `vocab`."""
+    assert 1 <= vocab <= 2**32, f"a vocabulary of {vocab} ids does not fit 32 bits"
+    return np.dtype("u1" if vocab <= 2**8 else "<u2" if vocab <= 2**16 else "<u4")

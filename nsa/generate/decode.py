@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.data import ByteTokenizer
+from nsa.data import Tokenizer
 from nsa.generate.sampling import sample_token
 from nsa.model import TinyLM
 
@@ -15,7 +15,7 @@ TEMPERATURE = 0.5
 """Low: a model of a two-minute run writes words then, where it would mumble at 1."""
 
 
-def sample_text(model: TinyLM, tokenizer: ByteTokenizer, seed: int) -> str:
+def sample_text(model: TinyLM, tokenizer: Tokenizer, seed: int) -> str:
     """Let a model write a short text, to see what it has learned."""
     prompt = torch.from_numpy(tokenizer.encode(PROMPT).copy()).long()[None]
     ids = generate(model, prompt, SAMPLE_TOKENS, temperature=TEMPERATURE, seed=seed)

@@ -163,9 +163,12 @@ class TinyLM(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, V]
         """The output head: its own matrix, or the embedding's where they are tied."""
-        if self.lm_head is None:
-            return nn.functional.linear(hidden, self.embed.weight)
-        return self.lm_head(hidden)
+        return nn.functional.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:  # [V, dim]
+        """The matrix of the output head."""
+        return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
     def new_cache(self, batch: int, max_len: int) -> ModelCache:
         """An empty cache for `batch` sequences of at most `max_len` tokens."""

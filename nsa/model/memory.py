@@ -6,6 +6,8 @@ from nsa.config import Config, parse_layers
 from nsa.model.counts import BYTES, block_spec, parameter_counts
 
 FP32 = 4
+PART = 1 << 24
+"""Logits that the loss has at a time, at most."""
 
 
 def training_memory(config: Config) -> dict[str, int]:
@@ -15,8 +17,7 @@ def training_memory(config: Config) -> dict[str, int]:
     """
     parts = parameter_counts(config)
     weights = FP32 * sum(parts.values())
-    looked_up = 0 if config.model.tie_embeddings else parts["embedding"]
-    matrices = sum(parts.values()) - parts["norms"] - looked_up
+    matrices = sum(parts.values()) - parts["norms"] - parts["embedding"] - parts["head"]
     num_checkpointed = _num_checkpointed(config)
     num_kept = config.model.n_layers - num_checkpointed
     stream = FP32 * _tokens(config) * config.model.dim  # the residual stream is fp32
@@ -26,10 +27,17 @@ def training_memory(config: Config) -> dict[str, int]:
         "gradients": weights,
         "optimizer": 2 * weights,  # AdamW: two moments, fp32
         "bf16 weights": 2 * matrices if config.runtime.precision == "bf16" else 0,
-        "activations": num_kept * layer + (num_checkpointed + 3) * stream,  # 3: the last norm
+        "activations": num_kept * layer + (num_checkpointed + 2) * stream,  # 2: the last norm
         "recomputation": layer if num_checkpointed else 0,  # one layer at a time, in backward
-        "logits": _tokens(config) * config.data.vocab * (2 * FP32 + _half(config)),
+        "head": head_activations(config),
+        "logits": min(_tokens(config) * config.data.vocab, PART) * (2 * FP32 + _half(config)),
     }
+
+
+def head_activations(config: Config) -> int:
+    """Count what the loss keeps: the gradients of its input and of its matrix."""
+    size = BYTES[config.runtime.precision]
+    return (_tokens(config) * size + config.data.vocab * FP32) * config.model.dim
 
 
 def layer_activations(config: Config) -> int:

@@ -5,14 +5,18 @@ Schema, version 1: a header line, then numbers. training.csv: `step` (optimizer 
 the line before). val.csv: `step`, `loss` (nats per token on held-out rows), `ppl` (e to the loss).
 
 Lines are appended, not renamed into place, so that `tail -f` follows the file; a reader may meet a
-last line that is not complete, and leaves it out.
+last line that is not complete, and leaves it out. A full disk costs lines, not the run.
 """
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, get_type_hints
+
+from nsa.telemetry.atomic import write_text
+from nsa.telemetry.best_effort import LineFile, best_effort
 
 
 class TrainingRow(NamedTuple):
@@ -32,30 +36,47 @@ class ValRow(NamedTuple):
     ppl: float
 
 
-Row = TypeVar("Row", TrainingRow, ValRow)
+Row = TypeVar("Row", bound=NamedTuple)
+"""A tuple of ints and floats with names; the first is the step."""
 
 TRAINING = "training.csv"
 VAL = "val.csv"
-FORMATS = {"step": "d", "loss": ".6f", "lr": ".6e", "toks_per_s": ".0f", "ppl": ".6f"}
+FORMATS = {"lr": ".6e", "toks_per_s": ".0f"}
+"""Columns that are not written as whole numbers, or with six digits after the point."""
 
 
 class CsvLog(Generic[Row]):
     """Keeps the rows of a run, and appends each to its file; without a path it only keeps them."""
 
-    def __init__(self, kind: type[Row], path: Path | None) -> None:
+    def __init__(self, kind: type[Row], path: Path | None, resumed_at: int = 0) -> None:
+        """The file starts anew; a run that goes on from a step keeps its rows up to that one."""
         self.rows: list[Row] = []
         self.path = path
-        if path is not None:
-            path.write_text(",".join(kind._fields) + "\n", encoding="utf-8")
+        if path is None:
+            return
+        if resumed_at and path.exists():
+            self.rows = [row for row in read_rows(kind, path) if row[0] <= resumed_at]
+        head = ",".join(kind._fields) + "\n"
+        with best_effort(path):
+            write_text(path, head + "".join(f"{_line(row)}\n" for row in self.rows))
+        self._file = LineFile(path, head)
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that could not be written."""
+        return 0 if self.path is None else self._file.num_dropped
 
     def append(self, row: Row) -> None:
         """Add one row; its line reaches the file in one piece before this returns."""
         self.rows.append(row)
-        if self.path is None:
-            return
-        cells = (format(v, FORMATS[k]) for k, v in zip(row._fields, row, strict=True))
-        with self.path.open("a", encoding="utf-8", newline="\n") as file:
-            file.write(",".join(cells) + "\n")
+        if self.path is not None:
+            self._file.append(_line(row))
+
+
+def _line(row: NamedTuple) -> str:
+    usual = ("d" if isinstance(value, int) else ".6f" for value in row)
+    cells = zip(row._fields, row, usual, strict=True)
+    return ",".join(format(value, FORMATS.get(name, form)) for name, value, form in cells)
 
 
 def read_rows(kind: type[Row], path: Path) -> list[Row]:
@@ -70,4 +91,15 @@ def read_rows(kind: type[Row], path: Path) -> list[Row]:
             f"{path}: the header is {','.join(header)!r}, not {','.join(kind._fields)!r}; "
             "the file is of another version or another program"
         )
-    return [kind(int(line[0]), *map(float, line[1:])) for line in lines]
+    types = tuple(get_type_hints(kind).values())
+    return [_row(kind, types, cells, f"{path}, line {n}") for n, cells in enumerate(lines, start=2)]
+
+
+def _row(kind: type[Row], types: Sequence[type], cells: Sequence[str], where: str) -> Row:
+    try:
+        return kind._make(cast(cell) for cast, cell in zip(types, cells, strict=True))
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {','.join(cells)!r} is not {','.join(kind._fields)} ({error}); "
+            "remove that line, or look who else writes this file"
+        ) from None

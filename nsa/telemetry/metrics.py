@@ -25,7 +25,8 @@ class Metrics:
 
     version: int = VERSION
     status: str = "running"
-    """running, finished, non_finite (the loss was NaN or infinite) or interrupted (Ctrl-C)."""
+    """running, finished, halted (asked to stop; can be resumed), non_finite (the loss was NaN or
+    infinite) or interrupted (a second Ctrl-C)."""
     config_file: str
     """The file that the run was started with; config.yaml holds what it resolved to."""
     num_params: int
@@ -40,6 +41,8 @@ class Metrics:
     """Optimizer updates that the run is meant to do."""
     step: int = 0
     """Optimizer updates done."""
+    resumed_at: int | None = None
+    """The update after which the run went on from a checkpoint; null for a run in one piece."""
     seq_len: int
     batch_global: int
     """Rows in an optimizer update."""
@@ -48,7 +51,7 @@ class Metrics:
     loss_first: float | None = None
     loss_last: float | None = None
     val_loss: float | None = None
-    """Nats per token on held-out rows, at the last evaluation; a token is a byte here."""
+    """Nats per token on held-out rows, at the last evaluation."""
     val_ppl: float | None = None
     val_bits_per_byte: float | None = None
     train_s: float = 0.0

@@ -7,10 +7,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nsa.config import ConfigError
-from nsa.telemetry import config_file, csv_log, curve, metrics, sample
+from nsa.telemetry import (
+    config_file,
+    counter_files,
+    csv_log,
+    curve,
+    env_file,
+    metrics,
+    sample,
+    sentinels,
+    tensorboard,
+)
 
 MODEL = "model.pt"
-CHECKPOINTS = "checkpoint_step*.pt"
+CHECKPOINTS = "checkpoint_step*"
 RUN_FILES = (
     csv_log.TRAINING,
     csv_log.VAL,
@@ -20,8 +30,22 @@ RUN_FILES = (
     curve.NAME,
     MODEL,
     CHECKPOINTS,
+    counter_files.K_STATS,
+    counter_files.FALLBACK_COUNTERS,
+    env_file.NAME,
+    tensorboard.FOLDER,
+    sentinels.ANOMALY,
+    sentinels.DONE + "*",
+    "anomaly_step*.pt",
+    "heartbeat_rank*.jsonl",
+    "stackdump_*.txt",
+    "watchdog_stackdump_*.txt",
+    "mem_boot*",
+    "mem_step1*",
+    "mem_pre_step*",
+    "mem_post_step*",
 )
-"""Patterns of what a run writes; other files in its folder are never touched."""
+"""Patterns of what a run writes; other files, and a .HALT, which is an order, are not touched."""
 
 
 class Folder(NamedTuple):
@@ -31,8 +55,8 @@ class Folder(NamedTuple):
     previous: Path | None
 
 
-def open_folder(path: Path) -> Folder:
-    """Create the folder; move an earlier run's files to previous/<time>/ in it."""
+def open_folder(path: Path, *, resumed: bool = False) -> Folder:
+    """Create the folder; move an earlier run's files to previous/<time>/, unless it goes on."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -41,7 +65,7 @@ def open_folder(path: Path) -> Folder:
             "name one that can be written"
         ) from None
     old = [file for pattern in RUN_FILES for file in sorted(path.glob(pattern))]
-    if not old:
+    if resumed or not old:
         return Folder(path, None)
     previous = _new_folder(path / "previous")
     for file in old:

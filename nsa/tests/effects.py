@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +79,7 @@ def fingerprint(folder: Path, *overrides: str) -> Fingerprint:
         rates=_columns(result.folder / TRAINING, 2),
         evaluations=_columns(result.folder / VAL, 0, 1),
         weights=_hash(result.model),
-        files=" ".join(sorted(str(p.relative_to(folder)) for p in folder.rglob("*.*"))),
+        files=_names(folder),
         kept=kept,
         plan=f"{metrics.device}: {metrics.attention}",
         stats=" ".join(metrics.attention_stats),
@@ -101,6 +102,12 @@ def keep_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+def _names(folder: Path) -> str:
+    """Without what TensorBoard puts into a name: time, host and process."""
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*.*"))
+    return " ".join(sorted(re.sub(r"tfevents.*", "tfevents", name) for name in names))
 
 
 def _columns(path: Path, *columns: int) -> str:

@@ -161,10 +161,15 @@ MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
         {},
         "fineweb_edu",
     ),
-    "a tokenizer of later": (
-        ["train", "--config", QUICKSTART, "data.tokenizer=gpt2"],
+    "a tokenizer that is not there": (
+        ["train", "--config", QUICKSTART, "data.tokenizer=nowhere/tokenizer.json"],
         {},
-        "gpt2",
+        "nowhere/tokenizer.json: no such tokenizer file",
+    ),
+    "shards that are not there": (
+        ["data", "show", "nowhere"],
+        {},
+        "nowhere has no manifest.json",
     ),
 }
 

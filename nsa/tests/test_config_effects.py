@@ -43,10 +43,15 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "train.eval_every": ("1", "evaluations"),
     "train.eval_batches": ("2", "evaluations"),
     "train.save_every": ("2", "files"),
+    "train.keep_last": ("1", "files"),
+    "train.backup_dir": ("", "files"),  # the test gives a folder
     "train.seed": ("7", "losses"),
     "train.out_dir": ("", "files"),  # the test gives another folder
     "data.dataset": ("synthetic", "losses"),
-    "data.tokenizer": ("gpt2", "refused"),
+    "data.local_path": ("nowhere", "refused"),  # test_sources.py and test_shards.py read from it
+    "data.tokenizer": ("nowhere/tokenizer.json", "refused"),
+    "data.tokenizer_path": ("nowhere", "refused"),  # test_tokenizers.py reads from it
+    "data.eos": ("<end>", "refused"),  # test_tokenizers.py ends documents with it
     "runtime.device": ("cuda:99", "refused"),
     "runtime.precision": ("bf16", "losses"),
     "runtime.use_flash": ("false", "plan"),
@@ -56,6 +61,8 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
 }
 GIVEN: dict[str, tuple[str, ...]] = {
     "runtime.gc_layers": ("runtime.gradient_checkpointing=true",),
+    "train.keep_last": ("train.save_every=1",),
+    "train.backup_dir": ("train.save_every=2",),
 }
 """Settings without which a key is refused, on both sides of the comparison."""
 ONLY = {
@@ -63,6 +70,8 @@ ONLY = {
     "train.eval_every": {"evaluations"},
     "train.eval_batches": {"evaluations"},
     "train.save_every": {"files"},
+    "train.keep_last": {"files"},
+    "train.backup_dir": {"files"},
     "train.out_dir": {"files"},
     "runtime.use_flash": {"plan"},
     "runtime.gradient_checkpointing": {"kept"},
@@ -87,7 +96,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Usual:
 def test_another_value_changes_the_run(key: str, usual: Usual, tmp_path: Path) -> None:
     value, field = EFFECTS[key]
     given = GIVEN.get(key, ())
-    if key == "train.out_dir":
+    if key in ("train.out_dir", "train.backup_dir"):
         value = str(tmp_path / "a" / "elsewhere")
 
     other = fingerprint(tmp_path / "a", *given, f"{key}={value}")

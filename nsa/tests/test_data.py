@@ -197,7 +197,6 @@ def test_open_data_serves_random_tokens() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (DataConfig(tokenizer="gpt2"), "data.tokenizer=gpt2: this version does not have it"),
         (DataConfig(dataset="fineweb_edu"), "data.dataset=fineweb_edu: this version does not"),
     ],
 )

@@ -12,6 +12,7 @@ from nsa.cli import main
 from nsa.config import load_config
 from nsa.config.env_table import TABLE
 from nsa.model import TinyLM
+from nsa.telemetry import read_heartbeat
 from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
 
 IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes at least)
@@ -32,6 +33,8 @@ IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes a
     "NSA_FORCE_BRANCH": ("win", {"losses", "evaluations", "weights"}),
     "NSA_DISABLE_CSV_LOGS": ("1", {"losses", "rates", "evaluations", "files"}),
     "NSA_DISABLE_AUX_STATS": ("1", {"stats"}),
+    "NSA_TB_DISABLE": ("1", {"files"}),
+    "NSA_MEM_DUMP_EVERY": ("2", {"files"}),
 }
 ELSEWHERE = {
     "CONFIG",
@@ -39,6 +42,7 @@ ELSEWHERE = {
     "NSA_STRICT_ASSERTS",
     "NSA_PREFILL_BATCHED",
     "NSA_PREFILL_TILE",
+    "NSA_HEARTBEAT_EVERY",
 }
 """Tested below, one by one: what they do does not show in a run of these settings."""
 
@@ -145,3 +149,14 @@ def test_prefill_tile_cuts_the_prompt(model: TinyLM, monkeypatch: pytest.MonkeyP
     assert prefill_reads(model) == 0
     monkeypatch.setenv("NSA_PREFILL_TILE", "19")
     assert prefill_reads(model) > 0
+
+
+def test_heartbeat_lines_come_every_so_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSA_HEARTBEAT_EVERY", "2")
+
+    fingerprint(tmp_path / "a")
+
+    lines = read_heartbeat(tmp_path / "a" / "run" / "heartbeat_rank0.jsonl")
+    assert [line.step for line in lines if line.msg == "beat"] == [2, 4]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nsa.config import Config, ConfigError, RuntimeConfig, TrainConfig
-from nsa.data import open_data
+from nsa.data import ByteTokenizer, Data, open_data
 from nsa.model import TinyLM
 from nsa.telemetry import TrainingRow
 from nsa.train import RunRefused
@@ -123,7 +126,7 @@ def test_evaluation_is_the_mean_over_different_rows(tiny_config: Callable[..., C
     model, runtime = tiny_model(cfg), resolve_runtime(cfg.runtime)
     rows = open_data(cfg.data, 32, 0).val
     model.train()
-    found = evaluate(model, rows, cfg.train, runtime)
+    found = evaluate(model, Data(rows, rows, ByteTokenizer()), cfg.train, runtime)
     expected = next_token_loss(model, rows.batch(0, 6), runtime).item()
     assert found.loss == pytest.approx(expected, rel=1e-5)
     assert found.num_tokens == 6 * 32
@@ -138,18 +141,53 @@ def test_evaluation_counts_no_row_twice(tiny_config: Callable[..., Config]) -> N
             seen.extend(range(position, position + size))
             return torch.zeros(size, 33, dtype=torch.int64)
 
+        def fingerprint(self) -> str:
+            return "five"
+
     seen: list[int] = []
     cfg = tiny_config("train.eval_batches=100", "train.batch_size=2")
-    found = evaluate(tiny_model(cfg), FiveRows(), cfg.train, resolve_runtime(cfg.runtime))
+    data = Data(FiveRows(), FiveRows(), ByteTokenizer())
+    found = evaluate(tiny_model(cfg), data, cfg.train, resolve_runtime(cfg.runtime))
     assert seen == [0, 1, 2, 3, 4]
     assert found.num_tokens == 5 * 32
 
 
+def test_bits_per_byte_count_the_bytes_of_the_text(tiny_config: Callable[..., Config]) -> None:
+    class Pairs:
+        """Every id but the end mark stands for two bytes."""
+
+        name, vocab, eos = "pairs", 255, 254
+
+        def encode(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
+            raise NotImplementedError
+
+        def decode(self, ids: Iterable[int]) -> str:
+            return "ab" * len(list(ids))
+
+        def fingerprint(self) -> str:
+            return "pairs"
+
+    class Rows:
+        num_rows = 1
+
+        def fingerprint(self) -> str:
+            return "rows"
+
+        def batch(self, position: int, size: int) -> Tensor:
+            return torch.tensor([[1, 2, 3, 254, 4]])
+
+    cfg = tiny_config("train.eval_batches=1", "train.batch_size=1", "train.seq_len=4")
+    data = Data(Rows(), Rows(), Pairs())
+    found = evaluate(tiny_model(cfg), data, cfg.train, resolve_runtime(cfg.runtime))
+    assert (found.num_tokens, found.num_bytes) == (4, 7)
+    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2) * 4 / 7)
+
+
 def test_evaluation_speaks_in_nats_perplexity_and_bits() -> None:
-    found = Evaluation(loss=math.log(8), num_tokens=1)
+    found = Evaluation(loss=math.log(8), num_tokens=1, num_bytes=1)
     assert found.ppl == pytest.approx(8.0)
     assert found.bits_per_byte == pytest.approx(3.0)
-    assert Evaluation(loss=1e6, num_tokens=1).ppl == math.inf
+    assert Evaluation(loss=1e6, num_tokens=1, num_bytes=1).ppl == math.inf
 
 
 def test_device_that_is_not_there_is_refused() -> None:

@@ -1,10 +1,13 @@
 """Training: the loop, and its parts from the guards before it to the model file after it."""
 
-from nsa.train.errors import Interrupted, NonFiniteLoss, RunRefused, TrainError
+from nsa.train.checkpoint import BadCheckpoint
+from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, RunRefused, TrainError
 from nsa.train.model_file import load_model, save_model
 from nsa.train.run import TrainResult, run
 
 __all__ = [
+    "BadCheckpoint",
+    "Halted",
     "Interrupted",
     "NonFiniteLoss",
     "RunRefused",

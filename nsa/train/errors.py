@@ -9,8 +9,14 @@ class TrainError(RuntimeError):
     exit_code = 1
 
 
+class Halted(TrainError):
+    """SIGTERM, Ctrl-C or .HALT, obeyed after a step: the run can be resumed."""
+
+    exit_code = 0
+
+
 class Interrupted(TrainError):
-    """Ctrl-C: the user's wish, not a failure."""
+    """A second Ctrl-C, in the middle of a step: the user's wish, not a failure."""
 
     exit_code = 0
 
@@ -25,3 +31,7 @@ class NonFiniteLoss(TrainError):
     """The loss or the gradient became NaN or infinite; no model was written after that."""
 
     exit_code = 10
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step

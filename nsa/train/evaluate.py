@@ -6,20 +6,23 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nsa.config import TrainConfig
-from nsa.data import Rows
+from nsa.data import ByteTokenizer, Data, Tokenizer
 from nsa.model import TinyLM
 from nsa.train.loss import next_token_loss
 from nsa.train.runtime import Runtime
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation found; a token is a byte here."""
+    """What an evaluation found."""
 
     loss: float
     """Nats per token."""
     num_tokens: int
+    num_bytes: int
+    """Bytes of the text of these tokens; an end mark counts as one."""
 
     @property
     def ppl(self) -> float:
@@ -28,21 +31,34 @@ class Evaluation(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits."""
-        return self.loss / math.log(2)
+        """The loss in bits, over the bytes of the text: comparable between tokenizers."""
+        return self.loss / math.log(2) * self.num_tokens / self.num_bytes
 
 
 @torch.no_grad()
-def evaluate(model: TinyLM, rows: Rows, train: TrainConfig, runtime: Runtime) -> Evaluation:
-    """Average over the first eval_batches * batch_size rows, each at most once."""
+def evaluate(model: TinyLM, data: Data, train: TrainConfig, runtime: Runtime) -> Evaluation:
+    """Average over the first eval_batches * batch_size held-out rows, each at most once."""
+    rows = data.val
     wanted = train.eval_batches * train.batch_size
     num_rows = min(wanted, rows.num_rows or wanted)
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    num_bytes = 0
     for position in range(0, num_rows, train.batch_size):
         size = min(train.batch_size, num_rows - position)
-        batch = rows.batch(position, size).to(runtime.device)
-        total += next_token_loss(model, batch, runtime).double() * size
+        batch = rows.batch(position, size)
+        num_bytes += _num_bytes(batch[:, 1:], data.tokenizer)
+        total += next_token_loss(model, batch.to(runtime.device), runtime).double() * size
     model.train(was_training)
-    return Evaluation(total.item() / num_rows, num_rows * train.seq_len)
+    return Evaluation(total.item() / num_rows, num_rows * train.seq_len, num_bytes)
+
+
+def _num_bytes(targets: Tensor, tokenizer: Tokenizer) -> int:  # [B, S]
+    """Bytes of the text that the targets stand for."""
+    if tokenizer.vocab == ByteTokenizer.vocab:
+        return targets.numel()
+    rows = targets.tolist()
+    ends = sum(row.count(tokenizer.eos) for row in rows)
+    texts = (tokenizer.decode(i for i in row if i != tokenizer.eos) for row in rows)
+    return ends + sum(len(text.encode("utf-8", errors="replace")) for text in texts)

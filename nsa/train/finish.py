@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nsa.data import ByteTokenizer
+from nsa.data import Tokenizer
 from nsa.model import TinyLM
 from nsa.telemetry import Metrics, PlotUnavailable, draw_loss_curve, write_sample
 from nsa.train.loop import Trainer
 from nsa.train.model_file import save_model
 from nsa.train.progress import clock
 
-Sampler = Callable[[TinyLM, ByteTokenizer, int], str]
+Sampler = Callable[[TinyLM, Tokenizer, int], str]
 """Lets a model write: (model, tokenizer, seed) -> text. nsa.generate.sample_text is one."""
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from nsa.config import Config
-from nsa.train.errors import RunRefused
+from nsa.telemetry.sentinels import ANOMALY, HALT, read_anomaly, read_halt
+from nsa.train.errors import NonFiniteLoss, RunRefused
 
 LONG_STEPS = 5000
 """From here on a run needs checkpoints and a config that was chosen on purpose."""
@@ -24,3 +27,18 @@ def refuse_waste(cfg: Config, steps: int, *, config_path: str, config_named: boo
             "more needs a config that was chosen; name it with --config or CONFIG, or pass "
             "--allow-long-run"
         )
+
+
+def refuse_halted(folder: Path) -> None:
+    """Raise where a .HALT from before is still there: it would end the run after its first step."""
+    halt = read_halt(folder)
+    if halt is None:
+        return
+    anomaly = read_anomaly(folder)
+    clear = f"look at the cause, then remove {folder / HALT}"
+    if anomaly == "nan_loss":
+        raise NonFiniteLoss(
+            f"{folder} holds a run that ended with {anomaly}; {clear} and {folder / ANOMALY}"
+        )
+    reason = f" ({anomaly})" if anomaly else ""
+    raise RunRefused(f"{folder} holds a .HALT from before{reason}; {clear} to start")

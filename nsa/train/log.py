@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,54 +20,92 @@ from nsa.telemetry import TRAINING, VAL, CsvLog, Metrics, TrainingRow, ValRow, w
 from nsa.train.errors import NonFiniteLoss
 from nsa.train.evaluate import Evaluation
 from nsa.train.progress import Progress
+from nsa.train.vitals import Vitals
+
+
+class Pending(NamedTuple):
+    """A step whose numbers are on their way from the device."""
+
+    values: Tensor  # [2] loss, gradient norm; on the CPU
+    arrival: torch.cuda.Event | None
+
+    @staticmethod
+    def of(loss: Tensor, norm: Tensor) -> Pending:
+        values = torch.stack([loss.detach(), norm.detach()])
+        if values.device.type != "cuda":
+            return Pending(values, None)
+        copy = torch.empty(2, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record()
+        return Pending(copy, arrival)
+
+    def look(self) -> tuple[float, float]:
+        """Wait for the numbers."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        loss, norm = self.values.tolist()
+        return loss, norm
 
 
 class RunLog:
-    """Keeps the losses on the device until a step is logged: one wait then, none in between."""
+    """Looks at the numbers of a step one step late, when they have arrived from the device."""
 
     def __init__(
-        self, folder: Path, metrics: Metrics, train: TrainConfig, progress: Progress
+        self,
+        folder: Path,
+        metrics: Metrics,
+        train: TrainConfig,
+        progress: Progress,
+        vitals: Vitals,
+        resumed_at: int = 0,
     ) -> None:
         csv = not read("NSA_DISABLE_CSV_LOGS")
-        self.training = CsvLog(TrainingRow, folder / TRAINING if csv else None)
-        self.val = CsvLog(ValRow, folder / VAL if csv else None)
-        self.metrics, self.progress = metrics, progress
+        self.training = CsvLog(TrainingRow, folder / TRAINING if csv else None, resumed_at)
+        self.val = CsvLog(ValRow, folder / VAL if csv else None, resumed_at)
+        self._line_step = resumed_at  # the step of the last line
+        self._first_step = resumed_at + 1
+        self.metrics, self.progress, self.vitals = metrics, progress, vitals
+        self._norm = math.nan  # of the last step looked at
         self.folder, self._every = folder, train.log_every
-        self._waiting: list[Tensor] = []  # [loss, gradient norm] of the steps not yet looked at
+        self._waiting: deque[Pending] = deque()
         self._since = time.perf_counter()
         self._first_s = 0.0
 
     def is_logged(self, step: int) -> bool:
         """The first step, every log_every-th and the last get a line."""
-        return step == 1 or step % self._every == 0 or step == self.metrics.steps
+        return step == self._first_step or step % self._every == 0 or step == self.metrics.steps
 
     def add(
         self, step: int, loss: Tensor, norm: Tensor, lr: float, stats: AttentionStats | None
     ) -> None:
         """Take the result of an update, and write a line where one is due."""
-        self._waiting.append(torch.stack([loss.detach(), norm.detach()]))
+        self._waiting.append(Pending.of(loss, norm))
         self.progress.advance()
+        self._look(at_most=len(self._waiting) - 1)
         if self.is_logged(step):
             self.settle()
             self._write_line(step, lr, stats)
 
     def settle(self) -> None:
-        """Wait for the device, and raise NonFiniteLoss if any step since the last look went wrong.
+        """Wait for the device, and raise NonFiniteLoss if a step went wrong.
 
         It is called before anything is saved, so a broken model never replaces a good one.
         """
-        if not self._waiting:
-            return
-        values, self._waiting = torch.stack(self._waiting).tolist(), []
-        for loss, norm in values:
+        self._look(at_most=len(self._waiting))
+
+    def _look(self, at_most: int) -> None:
+        for _ in range(at_most):
+            loss, norm = self._waiting.popleft().look()
             self.metrics.step += 1
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NonFiniteLoss(
-                    f"[train][FATAL] non-finite loss or gradient at step {self.metrics.step}: "
-                    f"loss {loss}, gradient norm {norm}; no model was written; lower train.lr, or "
-                    "look at the data of that step"
+                    "[train][FATAL] non-finite loss detected — aborting run. "
+                    f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}; its update was "
+                    "not done; lower train.lr, or look at the data of that step",
+                    step=self.metrics.step,
                 )
-            self.metrics.loss_last = loss
+            self.metrics.loss_last, self._norm = loss, norm
             if self.metrics.loss_first is None:
                 self.metrics.loss_first = loss
 
@@ -74,9 +114,11 @@ class RunLog:
         if not math.isfinite(evaluation.loss):
             raise NonFiniteLoss(
                 f"[train][FATAL] non-finite loss on held-out rows after step {step}: "
-                f"{evaluation.loss}; no model was written; lower train.lr"
+                f"{evaluation.loss}; no model was written; lower train.lr",
+                step=step,
             )
         self.val.append(ValRow(step, evaluation.loss, evaluation.ppl))
+        self.vitals.evaluated(step, evaluation)
         self.metrics.val_loss, self.metrics.val_ppl = evaluation.loss, evaluation.ppl
         self.metrics.val_bits_per_byte = evaluation.bits_per_byte
         self.write()
@@ -103,7 +145,7 @@ class RunLog:
     def _write_line(self, step: int, lr: float, stats: AttentionStats | None) -> None:
         now, metrics = time.perf_counter(), self.metrics
         seconds, self._since = now - self._since, now
-        num_steps = step - (self.training.rows[-1].step if self.training.rows else 0)
+        num_steps, self._line_step = step - self._line_step, step
         metrics.train_s += seconds
         metrics.toks_per_s = metrics.tokens_per_step * step / metrics.train_s
         if stats is not None:
@@ -113,11 +155,17 @@ class RunLog:
         row = TrainingRow(step, metrics.loss_last, lr, speed)
         self.training.append(row)
         self.write()
+        self.vitals.logged(
+            row,
+            grad_norm=self._norm,
+            step_time_s=seconds / num_steps,
+            attention=metrics.attention_stats if stats is not None else None,
+        )
         self.progress.show(row, (metrics.steps - step) * self._step_s(step, seconds))
 
     def _step_s(self, step: int, seconds: float) -> float:
         """Seconds for each step so far; the first one also warms up, and counts only alone."""
-        if step == 1:
-            self._first_s = seconds
+        if step == self._first_step:
+            self._first_s = self.metrics.train_s
             return seconds
-        return (self.metrics.train_s - self._first_s) / (step - 1)
+        return (self.metrics.train_s - self._first_s) / (step - self._first_step)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
+from nsa.train.cross_entropy import linear_cross_entropy
 from nsa.train.runtime import Runtime
 
 
@@ -18,5 +18,6 @@ def next_token_loss(
 ) -> Tensor:  # [] fp32
     """Mean cross-entropy in nats: the first S tokens of a row predict the last S."""
     with runtime.compute():
-        logits = model(batch[:, :-1], stats=stats)  # [B, S, V]
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        hidden = model.hidden(batch[:, :-1], stats=stats)  # [B, S, dim]
+    targets = batch[:, 1:].flatten()
+    return linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, targets, runtime.dtype)

@@ -1,7 +1,8 @@
-"""model.pt and checkpoint_step{N}.pt: the weights of a model with the config that builds it.
+"""model.pt: the weights of a model with the config that builds it.
 
 Schema: a dict of `state_dict` (fp32 tensors on the CPU) and `cfg` (the resolved config as plain
-dicts); a checkpoint has also `step`. All of it loads with `torch.load(..., weights_only=True)`.
+dicts). A checkpoint (checkpoint.py) has both, too, so a model can be loaded from either. All of it
+loads with `torch.load(..., weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -16,17 +17,12 @@ from nsa.model import TinyLM
 from nsa.telemetry.atomic import replacing
 
 
-def save_model(path: Path, model: TinyLM, cfg: Config, **extra: int) -> Path:
+def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
     """Write the model; the name holds either the old file or the whole new one."""
     weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     with replacing(path) as temporary:
-        torch.save({"state_dict": weights, "cfg": to_container(cfg), **extra}, temporary)
+        torch.save({"state_dict": weights, "cfg": to_container(cfg)}, temporary)
     return path
-
-
-def save_checkpoint(folder: Path, model: TinyLM, cfg: Config, step: int) -> Path:
-    """Write the weights after `step` updates."""
-    return save_model(folder / f"checkpoint_step{step}.pt", model, cfg, step=step)
 
 
 def load_model(path: Path) -> tuple[TinyLM, Config]:

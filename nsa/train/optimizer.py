@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from nsa.config import TrainConfig
@@ -28,7 +27,16 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:  # [] fp32
+def skip_unless_finite(optimizer: Optimizer, loss: Tensor, norm: Tensor) -> None:
+    """Make the next update a no-op, on the device, where the loss or the gradient is not finite.
+
+    The fused optimizer reads this attribute, as gradient scaling sets it; nobody waits for it.
+    """
+    finite = loss.isfinite() & norm.isfinite()
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:  # [] fp32
     """Scale the gradients down to `max_norm`, 0 for never, and return their norm before that."""
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
 

@@ -45,9 +45,9 @@ class Progress:
         """Print a line as it is; in a terminal it appears above the bar."""
         self._console.print(text, markup=False)
 
-    def advance(self) -> None:
-        """Count one step."""
-        self._bar.advance(self._task)
+    def advance(self, steps: int = 1) -> None:
+        """Count steps that are done."""
+        self._bar.advance(self._task, steps)
 
     def show(self, row: TrainingRow, eta_s: float) -> None:
         """Show a logged step."""

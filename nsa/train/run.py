@@ -15,15 +15,22 @@ from nsa.config import Config
 from nsa.data import open_data
 from nsa.model import TinyLM
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
+from nsa.telemetry.sentinels import obeyed
 from nsa.train.announce import announce
-from nsa.train.errors import Interrupted, NonFiniteLoss
+from nsa.train.anomaly import record_anomaly
+from nsa.train.errors import Halted, Interrupted, NonFiniteLoss
 from nsa.train.finish import Sampler, finish, summarize
-from nsa.train.guard import refuse_waste
+from nsa.train.guard import refuse_halted, refuse_waste
 from nsa.train.log import RunLog
 from nsa.train.loop import Trainer
 from nsa.train.optimizer import build_optimizer
 from nsa.train.progress import Progress
+from nsa.train.resume import AUTO, find_start, identity_of
 from nsa.train.runtime import Runtime, resolve_runtime
+from nsa.train.saver import new_saver
+from nsa.train.state import restore
+from nsa.train.stop import Stop
+from nsa.train.vitals import Vitals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +54,14 @@ def run(
     stop_after: int | None = None,
     model_path: Path | None = None,
     sampler: Sampler | None = None,
+    resume: str = AUTO,
 ) -> TrainResult:
     """Train the model of `cfg` and write everything under cfg.train.out_dir.
 
     `config_path` is printed and stored; `config_named` is false when that file was a default.
     `stop_after` ends the run earlier than train.steps; the learning-rate schedule stays.
     `model_path` replaces <out_dir>/model.pt. Without a `sampler` no sample is written.
+    `resume` is auto, latest, none or a checkpoint (resume.py).
     """
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
@@ -63,43 +72,71 @@ def run(
     model = TinyLM.from_config(cfg, data.tokenizer.vocab).to(runtime.device)
     metrics = _new_metrics(cfg, model, runtime, config_path, steps)
 
+    identity = identity_of(cfg, data)
+    path = Path(cfg.train.out_dir)
+    refuse_halted(path)
+
     with Progress(out or sys.stdout, steps) as progress:
-        folder = open_folder(Path(cfg.train.out_dir))
+        start = find_start(path, resume, identity, steps, progress.say)
+        done = start.content["step"] if start else 0
+        goes_on = start is not None and start.path.parent.resolve() == path.resolve()
+        folder = open_folder(path, resumed=goes_on)
         announce(cfg, metrics, data, runtime, folder, progress)
         files = [write_config(folder.path, cfg, config_path)]
-        log = RunLog(folder.path, metrics, cfg.train, progress)
-        trainer = Trainer(
-            cfg=cfg,
-            model=model,
-            optimizer=build_optimizer(model, cfg.train),
-            data=data,
-            runtime=runtime,
-            log=log,
-            folder=folder.path,
-        )
-        with _ending_is_recorded(log):
-            files += trainer.train(steps)
+        with (
+            Stop(folder.path) as stop,
+            Vitals(folder.path, runtime, done if goes_on else 0, progress.say) as vitals,
+        ):
+            log = RunLog(folder.path, metrics, cfg.train, progress, vitals, done)
+            trainer = Trainer(
+                cfg=cfg,
+                model=model,
+                optimizer=build_optimizer(model, cfg.train),
+                data=data,
+                runtime=runtime,
+                log=log,
+                saver=new_saver(folder.path, cfg.train, progress.say),
+                stop=stop,
+                identity=identity,
+                folder=folder.path,
+            )
+            if start is not None:
+                restore(trainer, start.content)
+                metrics.resumed_at = done
+                progress.advance(done)
+                progress.say(f"[resume] from {start.path}: {done} of {steps} steps are done")
+            with _ending_is_recorded(trainer):
+                files += trainer.train(steps, done)
     files += finish(trainer, sampler, model_path or folder.path / MODEL)
     progress.say(summarize(metrics, files))
     return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
 
 
 @contextmanager
-def _ending_is_recorded(log: RunLog) -> Iterator[None]:
-    """Leave the reason in metrics.json when a run ends before its last step."""
+def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
+    """Leave the reason in the run folder when a run ends before its last step."""
+    log = trainer.log
     log.write()
     try:
         yield
-    except NonFiniteLoss:
+    except NonFiniteLoss as error:
         log.metrics.status = "non_finite"
         log.write()
+        trainer.saver.wait()
+        record_anomaly(trainer, error.step)
+        raise
+    except Halted:
+        log.metrics.status = "halted"
+        log.write()
+        obeyed(log.folder)
         raise
     except KeyboardInterrupt:
         log.metrics.status = "interrupted"
         log.write()
+        trainer.saver.wait()
         raise Interrupted(
-            f"interrupted after step {log.metrics.step}; the logs are in {log.folder}, no model "
-            "was written, and this version cannot resume; start again"
+            f"interrupted after step {log.metrics.step}; the logs are in {log.folder}; the same "
+            "command goes on from the last checkpoint, if there is one"
         ) from None
 
 

@@ -26,6 +26,11 @@ class Runtime:
     plan: str
     """Which attention backend runs, and why."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that products are computed in."""
+        return DTYPES[self.precision]
+
     @contextmanager
     def compute(self) -> Iterator[None]:
         """The context of every forward pass."""

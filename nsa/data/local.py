@@ -1,0 +1,59 @@
+"""Documents on their sides, as ids with an end mark: in memory, or for shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from nsa.data.documents import Document
+from nsa.data.errors import DataError
+from nsa.data.split import is_held_out
+from nsa.data.tokenizer import Ids, Tokenizer, id_type
+
+TRAIN, VAL = "train", "val"
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What became of the documents that were read."""
+
+    documents: int = 0
+    """On either side; empty ones are not counted here."""
+    empty: int = 0
+    """Dropped, because they hold nothing but white space."""
+    held_out: int = 0
+    """Those on the side that is never trained on."""
+
+
+def encode_sides(
+    documents: Iterable[Document], tokenizer: Tokenizer, counts: Counts
+) -> Iterator[tuple[str, Ids]]:
+    """Yield (side, ids with the end mark) for each document, and count on the way.
+
+    The side is decided by the words of the document alone: not by its place, file or tokenizer.
+    """
+    for document in documents:
+        if not document.text.strip():
+            counts.empty += 1
+            continue
+        counts.documents += 1
+        side = VAL if is_held_out(document.text) else TRAIN
+        counts.held_out += side == VAL
+        try:
+            ids = tokenizer.encode(document.text)
+        except DataError as error:
+            raise DataError(f"{document.where}: {error}") from None
+        yield side, np.append(ids, ids.dtype.type(tokenizer.eos))
+
+
+def encode_all(
+    documents: Iterable[Document], tokenizer: Tokenizer, counts: Counts
+) -> dict[str, Ids]:
+    """Return the tokens of both sides in memory."""
+    parts: dict[str, list[Ids]] = {TRAIN: [], VAL: []}
+    for side, ids in encode_sides(documents, tokenizer, counts):
+        parts[side].append(ids)
+    nothing: Ids = np.empty(0, dtype=id_type(tokenizer.vocab))
+    return {side: np.concatenate([nothing, *found]) for side, found in parts.items()}

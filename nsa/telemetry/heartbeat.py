@@ -1,0 +1,224 @@
+"""heartbeat_rank{r}.jsonl: what a rank is doing, one JSON object a line, added while it does it.
+
+Schema, version 1. Every line has `schema`, `ts` (Unix time, s), `iso` (the same, UTC), `pid`,
+`rank`, `step` (the update it is about; 0 before the first) and `msg`, the kind of line; the fields
+of each kind are in docs/schemas/heartbeat.md. JSON has no NaN: a number that is not finite is null,
+and `non_finite` says what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nsa.telemetry.best_effort import LineFile
+from nsa.telemetry.gpu import GpuReading
+from nsa.telemetry.strict_json import strict
+from nsa.telemetry.tail import Line, complete_lines, lines_from_end
+
+SCHEMA = 1
+NAME = "heartbeat_rank{rank}.jsonl"
+BASE_FIELDS = ("schema", "ts", "iso", "pid", "rank", "step", "msg")
+
+BOOT, BEAT, PROGRESS, STEP_END = "boot", "beat", "progress", "step_end"
+LOADER_READY = "fineweb_loader_ready"
+LOADER_ERROR = "fineweb_loader_error"
+LOADER_WARMUP = "fineweb_loader_warmup"
+WATCHDOG_DUMP = "watchdog_dump"
+
+ATTENTION_FIELDS = {  # name in the line: name in AttentionStats.summary()
+    "entropy_mean": "entropy_mean",
+    "max_gate_mean": "max_gate_mean",
+    "collapse_fraction": "collapse_fraction",
+    "gate_entropy_mean": "entropy_mean",
+    "gate_entropy_min": "entropy_min",
+    "gate_max_gate": "max_gate_max",
+    "gate_collapse_frac": "collapse_fraction",
+    "gate_branch_shares": "branch_shares",
+    "sel_k_mean": "sel_k_mean",
+    "sel_k_max": "sel_k_max",
+    "sel_rows": "sel_rows",
+    "sel_pct_at_max": "sel_pct_at_max",
+}
+"""Gate health has two spellings, because readers of both kinds exist."""
+SEARCH_BYTES = 4 * 1024 * 1024
+"""How far from the end of the file the last line of a kind is looked for."""
+
+
+class Heartbeat:
+    """Writes the lines of one rank; about 20 microseconds each, and never a reason to stop."""
+
+    def __init__(self, out_dir: Path | str, rank: int = 0, *, every: int = 1) -> None:
+        """`every`: only these steps get a `beat` line, the others pass in silence."""
+        self.rank, self._every = rank, every
+        self.path = Path(out_dir) / NAME.format(rank=rank)
+        self._file = LineFile(self.path)
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that could not be written."""
+        return self._file.num_dropped
+
+    def write(self, step: int, msg: str, extra: Mapping[str, Any] | None = None) -> None:
+        """Append a line; `extra` may hold tensors and NaN, but none of the fields of every line."""
+        now = time.time()
+        line: dict[str, Any] = {
+            "schema": SCHEMA,
+            "ts": round(now, 6),
+            "iso": iso(now),
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "step": step,
+            "msg": msg,
+        }
+        if extra:
+            if clash := line.keys() & extra.keys():
+                raise ValueError(
+                    f"heartbeat {msg!r}: {', '.join(sorted(clash))} is a field of every line; "
+                    "give the extra field another name"
+                )
+            line |= strict(extra)
+        self._file.append(json.dumps(line, allow_nan=False, separators=(", ", ": ")))
+
+    def boot(self, step: int = 0) -> None:
+        """The process is up; `step` is the update that it goes on from."""
+        self.write(step, BOOT, {"phase": "start"})
+
+    def beat(self, step: int, phase: str = "step_start") -> None:
+        """An update begins, or has come to a phase of its own name."""
+        if self._every > 0 and step % self._every == 0:
+            self.write(step, BEAT, {"phase": phase})
+
+    def progress(
+        self,
+        step: int,
+        *,
+        loss: float,
+        toks_per_s: float | None,
+        lr: float | None,
+        grad_norm: float | None = None,
+        step_time_s: float | None = None,
+        dt_fetch_s: float | None = None,
+        fetch_p50_ms: float | None = None,
+        fetch_p95_ms: float | None = None,
+        gpu: GpuReading | None = None,
+        attention: Mapping[str, Any] | None = None,
+        fallbacks: Mapping[str, int] | None = None,
+    ) -> None:
+        """The numbers of a logged update; what is not known is null.
+
+        `attention` is AttentionStats.summary(), `fallbacks` is counter_files.fallback_counts().
+        """
+        extra: dict[str, Any] = {
+            "loss": loss,
+            "toks_per_s": toks_per_s,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "step_time_s": step_time_s,
+            "dt_fetch_s": dt_fetch_s,
+            "fetch_p50_ms": fetch_p50_ms,
+            "fetch_p95_ms": fetch_p95_ms,
+        }
+        extra |= (gpu or GpuReading())._asdict()
+        extra |= {name: (attention or {}).get(key) for name, key in ATTENTION_FIELDS.items()}
+        extra |= {f"fb_{name}": count for name, count in (fallbacks or {}).items()}
+        self.write(step, PROGRESS, extra)
+
+    def step_end(self, step: int) -> None:
+        """A logged update is over."""
+        self.write(step, STEP_END, {"phase": "end"})
+
+    def loader_ready(self, dt_s: float, step: int = 0) -> None:
+        """The first batch came, after `dt_s` seconds."""
+        self.write(step, LOADER_READY, {"dt": dt_s})
+
+    def loader_error(self, error: BaseException | str, step: int = 0) -> None:
+        """No batch will come."""
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.write(step, LOADER_ERROR, {"error": text})
+
+    def loader_warmup(self, requested: int, filled: int, wait_ms: float, step: int = 0) -> None:
+        """Batches were fetched ahead of the first update."""
+        extra = {"requested": requested, "filled": filled, "wait_ms": wait_ms}
+        self.write(step, LOADER_WARMUP, extra)
+
+    def watchdog_dump(self, path: Path | str, step: int = 0) -> None:
+        """A watchdog wrote the stacks; this line is no sign of life, and readers know it."""
+        self.write(step, WATCHDOG_DUMP, {"path": str(path)})
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+
+def iso(ts: float) -> str:
+    """Unix time as UTC text, to the millisecond, with a Z."""
+    moment = datetime.fromtimestamp(ts, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """A line, read back."""
+
+    ts: float
+    step: int = 0
+    msg: str = ""
+    rank: int = 0
+    pid: int | None = None
+    iso: str = ""
+    schema: int = SCHEMA
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The fields of its kind, by name."""
+
+
+class BrokenHeartbeat(ValueError):
+    """A line, other than a last one that is cut off, is not what a heartbeat writes."""
+
+
+def read_heartbeat(path: Path | str) -> list[Beat]:
+    """All lines, without a last one that is cut off."""
+    return [_parse(Path(path), line) for line in complete_lines(Path(path))]
+
+
+def last_beat(path: Path | str, msg: str | None = None) -> Beat | None:
+    """The last line, or the last of the kind `msg`; None without one near the end, or any file."""
+    beats = _beats_from_end(Path(path))
+    return next((beat for beat in beats if msg is None or beat.msg == msg), None)
+
+
+def age_seconds(path: Path | str, now: float | None = None) -> float | None:
+    """Seconds since the last sign of life of the rank; None when there is none."""
+    beats = _beats_from_end(Path(path))
+    ts = next((beat.ts for beat in beats if beat.msg != WATCHDOG_DUMP), None)
+    return None if ts is None else (time.time() if now is None else now) - ts
+
+
+def _beats_from_end(path: Path) -> Iterator[Beat]:
+    for line in lines_from_end(path, SEARCH_BYTES):
+        yield _parse(path, line)
+
+
+def _parse(path: Path, line: Line) -> Beat:
+    try:
+        content = json.loads(line.text)
+        fields = {name: content.pop(name) for name in BASE_FIELDS if name in content}
+        beat = Beat(**fields, extra=content)
+        float(beat.ts), int(beat.step)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BrokenHeartbeat(
+            f"{path}, {line.where}: not a line of a heartbeat ({error}): {line.text[:80]!r}; "
+            "remove that line, or look who else writes this file"
+        ) from None
+    if beat.schema > SCHEMA:
+        raise BrokenHeartbeat(
+            f"{path}, {line.where}: schema {beat.schema}; this program reads up to {SCHEMA}; "
+            "use the program that wrote it"
+        )
+    return beat

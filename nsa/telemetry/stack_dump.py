@@ -1,0 +1,152 @@
+"""stackdump_{unixtime}.txt: where every thread of a process is, written when SIGUSR1 asks.
+
+Schema, version 1: the line `Signal {number} at {UTC time}Z`, the line `pid {pid} rank {rank}
+threads {count}`, then each thread: its name, and its stack with the innermost call last.
+
+The signal only wakes a thread of this module, so nothing runs inside a signal handler, and the dump
+is there at once even while the main thread waits in a long operation (torch releases the
+interpreter lock there). Where that lock is never released no Python can run; for this case the
+handler in C of faulthandler first leaves the main thread's stack in a hidden file, which is emptied
+when the dump is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import chain, count
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from nsa.telemetry.best_effort import best_effort
+from nsa.telemetry.heartbeat import iso
+
+SIGNAL = signal.SIGUSR1
+THREAD = "nsa-stack-dump"
+PREFIX = "stackdump"
+WATCHDOG_PREFIX = "watchdog_stackdump"
+"""For dumps that nobody asked for: a watchdog saw no step for too long."""
+RAW = ".stackdump_raw_rank{rank}.txt"
+"""What faulthandler leaves; not empty only where no dump could be written."""
+
+
+def install(out_dir: Path | str, rank: int = 0) -> Callable[[], None]:
+    """Answer SIGUSR1 from now on; call the result to stop that.
+
+    Outside the main thread, where Python allows no handler, it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return _nothing
+    return _Installed(Path(out_dir), rank).uninstall
+
+
+def write_dump(
+    out_dir: Path | str, cause: str, rank: int = 0, *, prefix: str = PREFIX
+) -> Path | None:
+    """Write the stacks of all threads now; an existing dump is never replaced.
+
+    `cause` opens the first line. None, and a line on stderr, if it could not be written.
+    """
+    folder, now = Path(out_dir), time.time()
+    text = "\n".join([f"{cause} at {iso(now)}", *_stacks(rank), ""])
+    stem = f"{prefix}_{int(now)}"
+    with best_effort(folder / f"{stem}.txt"):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, path = _create(folder, stem)
+        try:
+            os.write(descriptor, text.encode(errors="replace"))
+        finally:
+            os.close(descriptor)
+        return path
+    return None
+
+
+class _Installed:
+    """The parts that the answer is made of, and how they go again."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._ear, self._mouth = os.pipe()
+        os.set_blocking(self._mouth, False)
+        self._handler = signal.signal(SIGNAL, _ignore)  # also refuses any other thread
+        self._wakeup = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+        self._raw = self._register_raw()
+        self._thread = threading.Thread(target=self._listen, name=THREAD, daemon=True)
+        self._thread.start()
+
+    def uninstall(self) -> None:
+        """Restore what was before; a second call does nothing."""
+        if self._mouth < 0:
+            return
+        faulthandler.unregister(SIGNAL)
+        signal.signal(SIGNAL, self._handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._mouth)  # the thread reads the end of the pipe, and ends
+        self._mouth = -1
+        self._thread.join(timeout=5)
+        if self._raw is not None:
+            self._raw.close()
+            path = Path(self._raw.name)
+            if path.exists() and path.stat().st_size == 0:
+                path.unlink()
+
+    def _register_raw(self) -> BinaryIO | None:
+        path = self._folder / RAW.format(rank=self._rank)
+        with best_effort(path):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            raw = path.open("wb", buffering=0)
+            # Only the thread that the signal interrupts: the stacks of others may change meanwhile.
+            faulthandler.register(SIGNAL, file=raw, all_threads=False, chain=True)
+            return raw
+        return None
+
+    def _listen(self) -> None:
+        with contextlib.closing(os.fdopen(self._ear, "rb", buffering=0)) as ear:
+            while numbers := ear.read(1):
+                if numbers[0] == SIGNAL and self._dump():
+                    self._forget_raw()
+
+    def _dump(self) -> Path | None:
+        return write_dump(self._folder, f"Signal {int(SIGNAL)}", self._rank)
+
+    def _forget_raw(self) -> None:
+        if self._raw is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._raw.fileno(), 0)
+                os.lseek(self._raw.fileno(), 0, os.SEEK_SET)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The byte that the interpreter wrote into the pipe has done all."""
+
+
+def _nothing() -> None:
+    """Uninstall what was not installed."""
+
+
+def _create(folder: Path, stem: str) -> tuple[int, Path]:
+    """Open a file that did not exist; several ranks may dump into one folder in one second."""
+    for suffix in chain([""], (f"_{number}" for number in count(2))):
+        path = folder / f"{stem}{suffix}.txt"
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), path
+    raise AssertionError("count() does not end")
+
+
+def _stacks(rank: int) -> Iterator[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {
+        ident: frame for ident, frame in sys._current_frames().items() if names.get(ident) != THREAD
+    }
+    yield f"pid {os.getpid()} rank {rank} threads {len(frames)}"
+    for ident, frame in frames.items():
+        yield f"\nThread {names.get(ident, 'without a name')} ({ident:#x}):"
+        yield "".join(traceback.format_stack(frame)).rstrip("\n")

@@ -1,0 +1,61 @@
+"""Complete lines of a file that another process is still writing, from its start or its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+BLOCK_BYTES = 65536
+
+
+class Line(NamedTuple):
+    """A line without its end, and where it stands, for messages."""
+
+    text: str
+    where: str
+
+
+def complete_lines(path: Path) -> Iterator[Line]:
+    """Every line that has its end, in order."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield Line(_text(line), f"line {number}")
+
+
+def lines_from_end(path: Path, most_bytes: int) -> Iterator[Line]:
+    """Lines that have their end, the last one first, looking at the last `most_bytes` only.
+
+    It reads as it is asked, a block at a time. A file that is not there has no lines.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        yield from _backwards(descriptor, most_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _backwards(descriptor: int, most_bytes: int) -> Iterator[Line]:
+    start = os.fstat(descriptor).st_size
+    lowest = max(0, start - most_bytes)
+    held = b""  # the file from `start` to the line that was given last
+    while start > lowest:
+        size = min(BLOCK_BYTES, start - lowest)
+        start -= size
+        held = os.pread(descriptor, size, start) + held
+        while (end := held.rfind(b"\n")) >= 0:  # what follows the last line end is a cut line
+            before = held.rfind(b"\n", 0, end)
+            if before < 0 and start > 0:
+                break  # the line begins further to the left
+            # Its number would cost reading the whole file, so it is named by its place.
+            yield Line(_text(held[before + 1 : end]), f"the line at byte {start + before + 1}")
+            held = held[: before + 1]
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", errors="replace").removesuffix("\n")

@@ -1,0 +1,59 @@
+"""The loss in parts equals the loss from whole logits, and never has whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from nsa.train import cross_entropy
+from nsa.train.cross_entropy import linear_cross_entropy
+
+
+@pytest.mark.parametrize("part", [1, 7 * 50, 1 << 24], ids=["row-by-row", "parts", "whole"])
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_loss_and_gradients_equal_whole_logits(
+    num_rows: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "PART_NUMBERS", part)
+    torch.manual_seed(0)
+    hidden = torch.randn(num_rows, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(50, (num_rows,))
+    expected = F.cross_entropy(hidden @ weight.t(), targets)
+    expected_grads = torch.autograd.grad(expected * 3, (hidden, weight))
+
+    loss = linear_cross_entropy(hidden, weight, targets, torch.float64)
+    grads = torch.autograd.grad(loss * 3, (hidden, weight))
+
+    torch.testing.assert_close(loss, expected.float())
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "PART_NUMBERS", 40 * 10)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple) else (out,):
+                if isinstance(x, torch.Tensor) and x.shape[-1:] == (40,):
+                    largest = max(largest, x.shape[0])
+            return out
+
+    hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (1000, 40))
+    with Watch():
+        linear_cross_entropy(hidden, weight, torch.zeros(1000, dtype=torch.long), torch.float32)
+    assert largest == 10
+
+
+def test_without_gradients_none_are_computed() -> None:
+    hidden, weight = torch.randn(3, 8), torch.randn(5, 8)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0, 1, 4]), torch.float32)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(
+        F.cross_entropy(hidden @ weight.t(), torch.tensor([0, 1, 4])).item(), rel=1e-5
+    )

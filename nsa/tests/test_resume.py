@@ -1,0 +1,412 @@
+"""Checkpoints: a run that was stopped and goes on is, bit for bit, the run that was not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.config import Config
+from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
+from nsa.tests.conftest import REPOSITORY
+from nsa.train import BadCheckpoint, Halted, NonFiniteLoss, RunRefused, TrainResult, checkpoint, run
+from nsa.train.loss import next_token_loss
+from nsa.train.saver import Saver, back_up
+
+BuildConfig = Callable[..., Config]
+LONG = ("train.steps=8", "train.save_every=3", "train.log_every=1", "train.eval_every=4")
+
+
+def train(cfg: Config, **options: object) -> tuple[TrainResult, str]:
+    """Run and return the result with what was printed."""
+    out = io.StringIO()
+    result = run(cfg, config_path="configs/tiny.yaml", out=out, **options)  # type: ignore[arg-type]
+    return result, out.getvalue()
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal arrives while step `step` is being computed."""
+    from nsa.train.loop import Trainer
+
+    real = Trainer.update
+
+    def update(self: Trainer, number: int, *args: object) -> tuple[Tensor, Tensor]:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, number, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "update", update)
+
+
+def weights(result: TrainResult) -> dict[str, Tensor]:
+    return result.model.state_dict()
+
+
+def losses(cfg: Config) -> list[tuple[int, float, float]]:
+    rows = read_rows(TrainingRow, Path(cfg.train.out_dir) / TRAINING)
+    return [(row.step, row.loss, row.lr) for row in rows]
+
+
+SETTINGS = {
+    "plain": (),
+    "accumulated": ("train.accumulate_grad_batches=2",),
+    "checkpointed": ("runtime.gradient_checkpointing=true",),
+    "synthetic": ("data.dataset=synthetic",),
+    "bf16": ("runtime.precision=bf16",),
+    "mlp": ("nsa.phi=mlp", "nsa.gate=sigmoid", "model.tie_embeddings=true"),
+}
+
+
+@pytest.mark.parametrize("step", [3, 5], ids=["on-a-checkpoint", "between-two"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    settings: str,
+    step: int,
+    tiny_config: BuildConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides = (*LONG, *SETTINGS[settings])
+    whole = tiny_config(*overrides, f"train.out_dir={tmp_path / 'whole'}")
+    parts = tiny_config(*overrides, f"train.out_dir={tmp_path / 'parts'}")
+    expected, _ = train(whole)
+    with monkeypatch.context() as patch:
+        stop_after(step, patch)
+        with pytest.raises(Halted, match=f"SIGTERM after step {step}"):
+            train(parts)
+    assert read_metrics(tmp_path / "parts").status == "halted"
+
+    resumed, printed = train(parts)
+
+    assert f"{step} of 8 steps are done" in printed
+    assert losses(parts) == losses(whole)
+    assert read_rows(ValRow, tmp_path / "parts" / VAL) == read_rows(
+        ValRow, tmp_path / "whole" / VAL
+    )
+    for name, tensor in weights(expected).items():
+        assert torch.equal(weights(resumed)[name], tensor), name
+    metrics = read_metrics(tmp_path / "parts")
+    assert (metrics.status, metrics.step, metrics.resumed_at) == ("finished", 8, step)
+    assert metrics.loss_first == read_metrics(tmp_path / "whole").loss_first
+
+
+def test_lines_after_the_last_checkpoint_are_written_again_once(
+    tiny_config: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed without a chance to save: the log is ahead of the checkpoint."""
+    cfg = tiny_config(*LONG)
+    folder = Path(cfg.train.out_dir)
+    with monkeypatch.context() as patch:
+        stop_after(5, patch)
+        with pytest.raises(Halted):
+            train(cfg)
+    for name in ("checkpoint_step5.pt", "checkpoint_step5.json"):
+        (folder / name).unlink()  # as if the kill had come first
+
+    train(cfg)
+
+    assert [step for step, *_ in losses(cfg)] == list(range(1, 9))
+
+
+def test_every_checkpoint_loads_as_plain_containers_and_as_a_model(
+    tiny_config: BuildConfig,
+) -> None:
+    from nsa.train import load_model
+
+    cfg = tiny_config(*LONG)
+    result, _ = train(cfg)
+    path = Path(cfg.train.out_dir) / "checkpoint_step6.pt"
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    assert content["step"] == 6
+    assert content["tokens_seen"] == 6 * result.metrics.tokens_per_step
+    model, loaded = load_model(path)
+    assert loaded == cfg
+    assert sum(p.numel() for p in model.parameters()) == result.metrics.num_params
+
+
+def stopped(cfg: Config, step: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    with monkeypatch.context() as patch:
+        stop_after(step, patch)
+        with pytest.raises(Halted):
+            train(cfg)
+    return Path(cfg.train.out_dir)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no manifest", "empty manifest"])
+def test_a_damaged_latest_is_passed_over_aloud(
+    damage: str, tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tiny_config(*LONG)
+    folder = stopped(cfg, 5, monkeypatch)
+    path, manifest = folder / "checkpoint_step5.pt", folder / "checkpoint_step5.json"
+    content = bytearray(path.read_bytes())
+    if damage == "truncated":
+        path.write_bytes(content[:-100])
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "no manifest":
+        manifest.unlink()
+    else:
+        manifest.write_text("")
+
+    with pytest.raises(BadCheckpoint, match="checkpoint_step5"):
+        train(cfg, resume=str(path))
+    _, printed = train(cfg)
+
+    assert "passed over" in printed and "checkpoint_step5" in printed
+    assert "3 of 8 steps are done" in printed
+
+
+def test_another_run_in_the_folder_moves_the_old_one_aside(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stopped(tiny_config(*LONG), 5, monkeypatch)
+    other = tiny_config(*LONG, "train.seed=7", "model.dim=24")
+
+    _, printed = train(other)
+
+    assert "train.seed: 1337 there, 7 here" in printed or "train.seed" in printed
+    assert "model.dim" in printed
+    assert len(list(folder.glob("previous/*/checkpoint_step5.pt"))) == 1
+    assert read_metrics(folder).resumed_at is None
+
+
+def test_a_named_checkpoint_of_another_run_is_refused(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stopped(tiny_config(*LONG), 5, monkeypatch)
+    other = tiny_config(*LONG, "model.dim=24")
+    for wanted in (str(folder / "checkpoint_step5.pt"), "latest"):
+        with pytest.raises(BadCheckpoint, match=r"model.dim: \d+ there, 24 here"):
+            train(other, resume=wanted)
+    with pytest.raises(BadCheckpoint, match="does not exist"):
+        train(other, resume=str(folder / "checkpoint_step99.pt"))
+
+
+def test_latest_needs_a_checkpoint_and_none_ignores_it(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tiny_config(*LONG)
+    with pytest.raises(BadCheckpoint, match="no checkpoint that can be used"):
+        train(cfg, resume="latest")
+    folder = stopped(cfg, 5, monkeypatch)
+    _, printed = train(cfg, resume="none")
+    assert "[resume] from" not in printed
+    assert len(list(folder.glob("previous/*/checkpoint_step5.pt"))) == 1
+
+
+def test_a_batch_cut_otherwise_goes_on_and_a_larger_one_does_not(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tiny_config(*LONG, "train.batch_size=2", "train.accumulate_grad_batches=1")
+    stopped(cfg, 5, monkeypatch)
+    same = tiny_config(*LONG, "train.batch_size=1", "train.accumulate_grad_batches=2")
+    larger = tiny_config(*LONG, "train.batch_size=4")
+    with pytest.raises(BadCheckpoint, match="global batch: 2 there, 4 here"):
+        train(larger, resume="latest")
+    _, printed = train(same)
+    assert "5 of 8 steps are done" in printed
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny_config: BuildConfig) -> None:
+    cfg = tiny_config("train.steps=6", "train.save_every=1", "train.keep_last=2")
+    train(cfg)
+    assert checkpoint.steps_of(Path(cfg.train.out_dir)) == [6, 5]
+    assert len(list(Path(cfg.train.out_dir).glob("checkpoint_step*.json"))) == 2
+
+
+def test_what_does_not_match_its_manifest_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint.write(tmp_path, {"step": step})
+    with (tmp_path / "checkpoint_step4.pt").open("ab") as file:
+        file.write(b"!")
+    assert [p.name for p in checkpoint.remove_old(tmp_path, 1)] == [
+        "checkpoint_step2.pt",
+        "checkpoint_step1.pt",
+    ]
+    assert checkpoint.steps_of(tmp_path) == [4, 3]
+
+
+def test_backups_are_verified_copies(tiny_config: BuildConfig, tmp_path: Path) -> None:
+    backup = tmp_path / "elsewhere"
+    cfg = tiny_config(*LONG, f"train.backup_dir={backup}")
+    train(cfg)
+    assert checkpoint.steps_of(backup) == [6, 3]
+    assert checkpoint.read(backup / "checkpoint_step6.pt")["step"] == 6
+    with (backup / "checkpoint_step6.pt").open("ab") as file:
+        file.write(b"!")
+    with pytest.raises(BadCheckpoint, match="bytes"):
+        back_up(backup / "checkpoint_step6.pt", tmp_path / "third")
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tiny_config(*LONG)
+    real = torch.save
+
+    def save(content: dict[str, object], file: Path) -> None:
+        if content.get("step") == 6:
+            file.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(content, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    _, printed = train(cfg)
+    folder = Path(cfg.train.out_dir)
+    assert "checkpoint_step6.pt" in printed and "No space left" in printed
+    assert checkpoint.steps_of(folder) == [3]
+    assert not list(folder.glob(".*tmp"))
+    assert read_metrics(folder).status == "finished"
+
+
+def test_writing_happens_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, threads = threading.Event(), []
+
+    def write(folder: Path, content: dict[str, object]) -> Path:
+        threads.append(threading.current_thread().name)
+        assert release.wait(30)
+        return folder / "checkpoint_step1.pt"
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    saver = Saver(tmp_path, keep=0, backup=None, say=print)
+    saver.save({"step": 1})  # returns although nothing is written yet
+    release.set()
+    assert saver.wait()
+    assert threads == ["checkpoint"]
+
+
+def test_a_halt_file_stops_after_the_step_and_is_put_aside(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa.train.loop import Trainer
+
+    cfg = tiny_config(*LONG)
+    folder = Path(cfg.train.out_dir)
+    real = Trainer.update
+
+    def update(self: Trainer, number: int, *args: object) -> tuple[Tensor, Tensor]:
+        if number == 4:
+            (folder / ".HALT").touch()
+        return real(self, number, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "update", update)
+    out = io.StringIO()
+    with pytest.raises(Halted) as halted:
+        run(cfg, config_path="tiny", out=out)
+    assert halted.value.exit_code == 0
+    assert "[train] HALT file detected — stopping gracefully." in out.getvalue()
+    assert not (folder / ".HALT").exists() and (folder / ".HALT.done").exists()
+    assert checkpoint.steps_of(folder) == [4, 3]
+
+
+def test_a_halt_file_from_before_is_refused_with_the_way_out(tiny_config: BuildConfig) -> None:
+    cfg = tiny_config(*LONG)
+    folder = Path(cfg.train.out_dir)
+    folder.mkdir(parents=True)
+    (folder / ".HALT").touch()
+    with pytest.raises(RunRefused, match=r"remove .*\.HALT to start"):
+        train(cfg)
+    (folder / ".HALT").unlink()
+    train(cfg)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_state_and_blocks_a_restart(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tiny_config(*LONG)
+    folder = Path(cfg.train.out_dir)
+    real = next_token_loss
+    calls = []
+
+    def poisoned(*args: object, **options: object) -> Tensor:
+        calls.append(1)
+        loss = real(*args, **options)  # type: ignore[arg-type]
+        return loss * float("nan") if len(calls) == 5 else loss
+
+    monkeypatch.setattr("nsa.train.loop.next_token_loss", poisoned)
+    with pytest.raises(NonFiniteLoss, match="Step 5: loss nan") as failed:
+        train(cfg)
+    assert failed.value.exit_code == 10
+    assert (folder / ".anomaly_type").read_text().strip() == "nan_loss"
+    assert (folder / ".HALT").read_text().strip() == "halt: nan_loss"
+    assert read_metrics(folder).status == "non_finite"
+    assert checkpoint.steps_of(folder) == [3]
+    found = torch.load(folder / "anomaly_step5.pt", weights_only=True)
+    assert found["step"] == 5 and found["batch"].shape[1] == cfg.train.seq_len + 1
+    assert all(x.isfinite().all() for x in found["state_dict"].values())
+    with pytest.raises(NonFiniteLoss, match="nan_loss") as again:
+        train(cfg)
+    assert again.value.exit_code == 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kill_9_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Twenty kills; every restart finds a checkpoint that is whole, and the end is the same."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "scripts/train_showcase.py", "--config", str(_tiny(tmp_path))]
+    command += ["--out-dir", str(folder)]
+    seen = 0
+    for attempt in range(20):
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not checkpoint.steps_of(folder) or checkpoint.steps_of(folder)[0] <= seen:
+            if process.poll() is not None or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        time.sleep(0.003 * attempt)
+        process.kill()
+        process.wait()
+        steps = [s for s in checkpoint.steps_of(folder) if _is_whole(folder, s)]
+        assert steps and steps[0] >= seen, f"attempt {attempt}: {steps} after {seen}"
+        seen = steps[0]
+        if process.returncode == 0:
+            break
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps_logged = [row.step for row in read_rows(TrainingRow, folder / TRAINING)]
+    assert steps_logged == sorted(set(steps_logged))
+
+
+def _is_whole(folder: Path, step: int) -> bool:
+    try:
+        checkpoint.verify(folder / checkpoint.NAME.format(step=step))
+    except BadCheckpoint:
+        return False
+    return True
+
+
+def _tiny(folder: Path) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(
+        "model: {dim: 16, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}\n"
+        "nsa: {l: 8, d: 4, l_sel: 8, n_sel: 3, w: 8}\n"
+        "train: {steps: 400, seq_len: 32, batch_size: 1, log_every: 1, eval_every: 0, "
+        "save_every: 2, keep_last: 3}\n"
+        "data: {dataset: synthetic}\n"
+        "runtime: {device: cpu, precision: fp32}\n"
+    )
+    return path
+
+
+def test_a_manifest_names_its_file_its_size_and_its_hash(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, {"step": 7})
+    manifest = json.loads((tmp_path / "checkpoint_step7.json").read_text())
+    assert manifest["file"] == path.name and manifest["step"] == 7
+    assert manifest["bytes"] == path.stat().st_size
+    assert manifest["sha256"] == checkpoint.file_sha256(path)

@@ -1,0 +1,37 @@
+"""What a run that met a number that is not finite leaves for those who look into it.
+
+anomaly_step{N}.pt, a dict that loads with `weights_only=True`: `step`, `batch` (the token rows of
+that update, [rows, S+1]), `state_dict` (the weights, without that update) and `cfg`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nsa.config import to_container
+from nsa.telemetry.atomic import replacing
+from nsa.telemetry.sentinels import write_anomaly, write_halt
+from nsa.train.loop import Trainer
+
+KIND = "nan_loss"
+
+
+def record_anomaly(trainer: Trainer, step: int) -> Path:
+    """Write the batch and the weights, then the two files that keep a restart from repeating it."""
+    train = trainer.cfg.train
+    rows = train.batch_size * train.accumulate_grad_batches
+    weights = {name: x.detach().cpu() for name, x in trainer.model.state_dict().items()}
+    content = {
+        "step": step,
+        "batch": trainer.data.train.batch((step - 1) * rows, rows),
+        "state_dict": weights,
+        "cfg": to_container(trainer.cfg),
+    }
+    path = trainer.folder / f"anomaly_step{step}.pt"
+    with replacing(path) as temporary:
+        torch.save(content, temporary)
+    write_anomaly(trainer.folder, KIND)
+    write_halt(trainer.folder, KIND)
+    return path

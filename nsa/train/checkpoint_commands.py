@@ -1,0 +1,89 @@
+"""The commands `nsa checkpoint verify|show|backup|export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from nsa.train import checkpoint
+from nsa.train.checkpoint import BadCheckpoint
+from nsa.train.export import write_safetensors
+from nsa.train.saver import back_up
+
+
+def verify(path: Path) -> int:
+    """Hold a checkpoint, or every one in a folder, to its manifest; 1 where one does not match."""
+    paths = _paths(path)
+    bad = 0
+    for one in paths:
+        try:
+            manifest = checkpoint.verify(one)
+            print(f"ok   {one}: step {manifest.step}, {manifest.bytes:,} bytes")
+        except BadCheckpoint as error:
+            bad += 1
+            print(f"BAD  {error}")
+    print(f"{len(paths) - bad} of {len(paths)} match their manifests")
+    return 1 if bad else 0
+
+
+def show(path: Path) -> int:
+    """Print what a checkpoint holds."""
+    path = _paths(path)[0]
+    content = checkpoint.read(path)
+    weights = content["state_dict"]
+    expected = expected_bytes(content)
+    print(f"{path}: step {content['step']}, {content['tokens_seen']:,} tokens seen")
+    print(f"parameters: {sum(x.numel() for x in weights.values()):,} in {len(weights)} tensors")
+    print(f"bytes: {path.stat().st_size:,} (tensors alone: {expected:,})")
+    for name, value in content["metrics"].items():
+        print(f"{name}: {value}")
+    for name, value in content["identity"].items():
+        print(f"  {name}: {value}")
+    return 0
+
+
+def backup(path: Path, to: Path) -> int:
+    """Copy a checkpoint, or the newest one of a folder, elsewhere, and verify the copy."""
+    copy = back_up(_paths(path)[0], to)
+    print(f"{copy}: a verified copy")
+    return 0
+
+
+def export(path: Path, to: Path) -> int:
+    """Write the weights of a checkpoint or of model.pt as safetensors, with the config."""
+    if path.is_dir():
+        path = _paths(path)[0]
+    if checkpoint.PATTERN.fullmatch(path.name):
+        content = checkpoint.read(path)
+    else:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    metadata = {"format": "pt", "cfg": json.dumps(content["cfg"])}
+    write_safetensors(to, content["state_dict"], metadata)
+    print(f"{to}: {len(content['state_dict'])} tensors, {to.stat().st_size:,} bytes")
+    return 0
+
+
+def expected_bytes(content: checkpoint.Content) -> int:
+    """Bytes of all tensors: a file of a checkpoint is a little larger, never smaller."""
+    total, todo = 0, [content]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, dict):
+            todo.extend(value.values())
+        elif isinstance(value, list | tuple):
+            todo.extend(value)
+    return total
+
+
+def _paths(path: Path) -> list[Path]:
+    """A checkpoint, or those of a folder, newest first."""
+    if not path.is_dir():
+        return [path]
+    paths = [path / checkpoint.NAME.format(step=step) for step in checkpoint.steps_of(path)]
+    if not paths:
+        raise BadCheckpoint(f"{path} holds no checkpoint_step{{N}}.pt; name a run folder or a file")
+    return paths

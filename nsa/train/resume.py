@@ -1,0 +1,127 @@
+"""Whether a run goes on from a checkpoint, and from which one.
+
+Without being told, a run goes on from the newest good checkpoint in its folder if what decides its
+numbers has not changed and it has not finished. Told `latest`, it must find one; told a file, it
+must be that one. Told `none`, it starts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from nsa.config import Config, to_container
+from nsa.data import Data
+from nsa.telemetry.metrics import NAME as METRICS
+from nsa.telemetry.metrics import read_metrics
+from nsa.train import checkpoint
+from nsa.train.checkpoint import BadCheckpoint, Content
+
+DECIDING = (
+    *("steps", "seq_len", "lr", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip"),
+    "seed",
+)
+"""Keys of the train group that change the numbers; the global batch stands for its parts."""
+AUTO, LATEST, NONE = "auto", "latest", "none"
+
+Identity = dict[str, str]
+
+
+class Start(NamedTuple):
+    """A checkpoint to go on from."""
+
+    path: Path
+    content: Content
+
+
+def identity_of(cfg: Config, data: Data) -> Identity:
+    """All that decides the numbers of a run, as text by name."""
+    groups = to_container(cfg)
+    found = {
+        f"{group}.{key}": value
+        for group in ("model", "nsa")
+        for key, value in groups[group].items()
+    }
+    found |= {f"train.{key}": groups["train"][key] for key in DECIDING}
+    found["global batch"] = cfg.train.batch_size * cfg.train.accumulate_grad_batches
+    found["runtime.precision"] = cfg.runtime.precision
+    found |= {"data (train)": data.train.fingerprint(), "data (val)": data.val.fingerprint()}
+    return {name: str(value) for name, value in found.items()}
+
+
+def find_start(
+    folder: Path, wanted: str, identity: Identity, steps: int, say: Callable[[str], None]
+) -> Start | None:
+    """The checkpoint to go on from; None starts anew."""
+    if wanted == NONE:
+        return None
+    if wanted not in (AUTO, LATEST):
+        return _named(Path(wanted), identity, steps)
+    start = _newest_good(folder, say)
+    if start is None:
+        if wanted == LATEST:
+            raise BadCheckpoint(
+                f"--resume latest: {folder} has no checkpoint that can be used; name one with "
+                "--resume PATH, or start anew with --resume none"
+            )
+        return None
+    changed = _differences(start.content["identity"], identity)
+    if wanted == LATEST:
+        _refuse(start.path, changed, start.content["step"], steps)
+        return start
+    if changed:
+        say(f"[resume] not from {start.path}: the run is another one ({_list(changed)})")
+        return None
+    if start.content["step"] >= steps or _finished(folder, steps):
+        return None
+    return start
+
+
+def _named(path: Path, identity: Identity, steps: int) -> Start:
+    content = checkpoint.read(path)
+    _refuse(path, _differences(content["identity"], identity), content["step"], steps)
+    return Start(path, content)
+
+
+def _newest_good(folder: Path, say: Callable[[str], None]) -> Start | None:
+    for step in checkpoint.steps_of(folder):
+        path = folder / checkpoint.NAME.format(step=step)
+        try:
+            return Start(path, checkpoint.read(path))
+        except BadCheckpoint as error:
+            say(f"[resume] passed over: {error}")
+    return None
+
+
+def _refuse(path: Path, changed: list[str], step: int, steps: int) -> None:
+    if changed:
+        raise BadCheckpoint(
+            f"{path} is of another run ({_list(changed)}); resume with the settings it was written "
+            "with, or start anew with --resume none"
+        )
+    if step >= steps:
+        raise BadCheckpoint(
+            f"{path} is at step {step}, and the run ends at step {steps}: nothing is left to do"
+        )
+
+
+def _differences(stored: Identity, wanted: Identity) -> list[str]:
+    names = sorted(stored.keys() | wanted.keys())
+    return [
+        f"{name}: {stored.get(name, 'absent')} there, {wanted.get(name, 'absent')} here"
+        for name in names
+        if stored.get(name) != wanted.get(name)
+    ]
+
+
+def _list(changed: list[str], most: int = 5) -> str:
+    rest = f", and {len(changed) - most} more" if len(changed) > most else ""
+    return "; ".join(changed[:most]) + rest
+
+
+def _finished(folder: Path, steps: int) -> bool:
+    if not (folder / METRICS).is_file():
+        return False
+    metrics = read_metrics(folder)
+    return metrics.status == "finished" and metrics.steps >= steps

@@ -1,0 +1,83 @@
+"""Checkpoints in the background: a step waits for the copy of the state, not for the disk."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from nsa.config import TrainConfig
+from nsa.telemetry.atomic import replacing
+from nsa.train import checkpoint
+from nsa.train.checkpoint import Content
+
+
+class Saver:
+    """Writes one checkpoint at a time; a second one waits for the first."""
+
+    def __init__(
+        self, folder: Path, *, keep: int, backup: Path | None, say: Callable[[str], None]
+    ) -> None:
+        self.folder, self.written = folder, list[Path]()
+        self._keep, self._backup, self._say = keep, backup, say
+        self._thread: threading.Thread | None = None
+        self._problem = ""
+
+    def save(self, content: Content) -> None:
+        """Start to write a captured state."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(content,), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> bool:
+        """Wait for what is being written; False, and a line that says why, where that failed.
+
+        A full disk does not end a run: the checkpoint before is untouched, and the next may fit.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        problem, self._problem = self._problem, ""
+        if problem:
+            self._say(f"[checkpoint] not written: {problem}; the run goes on without it")
+        return not problem
+
+    def _write(self, content: Content) -> None:
+        try:
+            path = checkpoint.write(self.folder, content)
+            self.written.append(path)
+            if self._backup is not None:
+                back_up(path, self._backup)
+            for old in checkpoint.remove_old(self.folder, self._keep):
+                if old in self.written:
+                    self.written.remove(old)
+        except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
+            self._problem = f"{_name(content)} in {self.folder}: {_first_line(error)}"
+
+
+def new_saver(folder: Path, train: TrainConfig, say: Callable[[str], None]) -> Saver:
+    """The saver that a config asks for."""
+    backup = Path(train.backup_dir) if train.backup_dir else None
+    return Saver(folder, keep=train.keep_last, backup=backup, say=say)
+
+
+def back_up(path: Path, folder: Path) -> Path:
+    """Copy a checkpoint and its manifest elsewhere, and hold the copy to the manifest."""
+    checkpoint.verify(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / path.name
+    with replacing(copy) as temporary:
+        shutil.copyfile(path, temporary)
+    with replacing(checkpoint.manifest_path(copy)) as temporary:
+        shutil.copyfile(checkpoint.manifest_path(path), temporary)
+    checkpoint.verify(copy)
+    return copy
+
+
+def _name(content: Content) -> str:
+    return checkpoint.NAME.format(step=content["step"])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

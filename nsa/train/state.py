@@ -1,0 +1,66 @@
+"""The state of a trainer as plain containers, and back: what checkpoints hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nsa.config import to_container
+from nsa.train.checkpoint import Content
+
+if TYPE_CHECKING:
+    from nsa.train.loop import Trainer
+
+CARRIED = (
+    *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
+    *("train_s", "eval_and_save_s"),
+)
+"""Fields of metrics.json that a resumed run goes on from."""
+
+
+def capture(trainer: Trainer, step: int) -> Content:
+    """Copy everything that changes in training to the CPU; later steps leave the copy alone."""
+    metrics = dataclasses.asdict(trainer.log.metrics)
+    return {
+        "step": step,
+        "state_dict": _copied(trainer.model.state_dict()),
+        "cfg": to_container(trainer.cfg),
+        "identity": dict(trainer.identity),
+        "optimizer": _copied(trainer.optimizer.state_dict()),
+        "rng": _rng_states(),
+        "tokens_seen": step * trainer.log.metrics.tokens_per_step,
+        "metrics": {name: metrics[name] for name in CARRIED},
+    }
+
+
+def restore(trainer: Trainer, content: Content) -> None:
+    """Put a trainer that was built from the same config into a captured state."""
+    trainer.model.load_state_dict(content["state_dict"], strict=True)
+    trainer.optimizer.load_state_dict(content["optimizer"])
+    torch.set_rng_state(content["rng"]["cpu"])
+    states = content["rng"]["cuda"]
+    if states and len(states) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states)
+    metrics = trainer.log.metrics
+    metrics.step = content["step"]
+    for name in CARRIED:
+        setattr(metrics, name, content["metrics"][name])
+
+
+def _rng_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _copied(value: Any) -> Any:
+    """The same containers, with copies of their tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(inner) for inner in value)
+    return value
