@@ -20,7 +20,7 @@ from nsa.config.tokenizer_json import count_ids
 
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
-SCHEDULES = ("cosine", "constant")
+SCHEDULES = ("cosine", "constant", "wsd")
 DATASETS = (
     "shakespeare",
     "synthetic",
@@ -34,7 +34,7 @@ LOCAL_DATASETS = ("fineweb_edu_local", "shards")
 TOKENIZERS = ("byte", "gpt2", "hf")
 VOCABULARIES = {"byte": 256, "gpt2": 50257}
 """Ids of each tokenizer that is the same everywhere; padding for speed is never counted."""
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("auto", "reference", "torch", "triton")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -113,9 +113,11 @@ class TrainConfig:
     lr: float = 2.0e-4
     """Peak learning rate."""
     lr_schedule: str = "cosine"
-    """After the warm-up: cosine falls towards zero until the last step, constant stays."""
+    """After the warm-up: cosine falls to the end, constant stays, wsd falls in the last steps."""
     warmup_steps: int = 0
     """Updates in which the rate grows linearly; it protects Adam's first estimates."""
+    decay_steps: int = 0
+    """Updates in which wsd falls to zero at the end; 0 is a fifth of the steps."""
     weight_decay: float = 0.01
     """AdamW's decay of the matrices, as a factor of the learning rate."""
     grad_clip: float = 1.0
@@ -140,7 +142,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         counts = ("steps", "seq_len", "batch_size", "accumulate_grad_batches")
         at_least(1, self, "train", *counts, "log_every", "eval_batches")
-        at_least(0, self, "train", "warmup_steps", "eval_every", "save_every", "keep_last", "seed")
+        at_least(
+            0,
+            self,
+            "train",
+            "warmup_steps",
+            "decay_steps",
+            "eval_every",
+            "save_every",
+            "keep_last",
+            "seed",
+        )
         finite_positive(self, "train", "lr")
         between(0.0, 1.0, self, "train", "weight_decay")
         between(0.0, 1e9, self, "train", "grad_clip")
@@ -148,6 +160,9 @@ class TrainConfig:
         if self.warmup_steps > self.steps:
             todo = "shorten the warm-up or lengthen the run"
             refuse("train.warmup_steps", self.warmup_steps, f"at most steps={self.steps}", todo)
+        if self.warmup_steps + self.decay_steps > self.steps:
+            allowed = f"at most steps - warmup_steps = {self.steps - self.warmup_steps}"
+            refuse("train.decay_steps", self.decay_steps, allowed, "shorten it")
         if not self.out_dir.strip():
             refuse("train.out_dir", self.out_dir, "the name of a folder", "name one")
         if self.backup_dir and self.backup_dir.rstrip("/") == self.out_dir.rstrip("/"):
@@ -212,7 +227,7 @@ class RuntimeConfig:
     device: str = "auto"
     """auto takes a GPU when there is one; otherwise cpu, cuda or cuda:N."""
     precision: str = "bf16"
-    """bf16 computes in bfloat16 with fp32 weights and optimizer; fp32 is faster on a CPU."""
+    """bf16 and fp16 (with loss scaling) keep fp32 weights and optimizer; fp32 suits a CPU."""
     use_flash: bool = True
     """false forces the torch backend and plain-math SDPA, to rule fused kernels out."""
     gradient_checkpointing: bool = False

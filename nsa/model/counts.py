@@ -11,7 +11,7 @@ from collections.abc import Callable
 from nsa.config import Config
 from nsa.ops.spec import BlockSpec
 
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Size of a number in the precision that the model computes in."""
 NO_BACKWARD = ("scores",)
 """Parts without a gradient: they cost nothing in backward."""

@@ -26,7 +26,7 @@ def training_memory(config: Config) -> dict[str, int]:
         "weights": weights,
         "gradients": weights,
         "optimizer": 2 * weights,  # AdamW: two moments, fp32
-        "bf16 weights": 2 * matrices if config.runtime.precision == "bf16" else 0,
+        "16-bit weights": 2 * matrices if config.runtime.precision != "fp32" else 0,
         "activations": num_kept * layer + (num_checkpointed + 2) * stream,  # 2: the last norm
         "recomputation": layer if num_checkpointed else 0,  # one layer at a time, in backward
         "head": head_activations(config),
@@ -102,8 +102,8 @@ def _num_checkpointed(config: Config) -> int:
 
 
 def _half(config: Config) -> int:
-    """bf16 logits exist beside their fp32 copy."""
-    return 2 if config.runtime.precision == "bf16" else 0
+    """16-bit logits exist beside their fp32 copy."""
+    return 2 if config.runtime.precision != "fp32" else 0
 
 
 def _compressed(config: Config) -> int:

@@ -26,7 +26,7 @@ class Metrics:
     version: int = VERSION
     status: str = "running"
     """running, finished, halted (asked to stop; can be resumed), non_finite (the loss was NaN or
-    infinite) or interrupted (a second Ctrl-C)."""
+    infinite), oom (no memory left) or interrupted (a second Ctrl-C)."""
     config_file: str
     """The file that the run was started with; config.yaml holds what it resolved to."""
     num_params: int

@@ -159,7 +159,8 @@ REFUSED = {
     "data.eos=<end>": "it must be empty for data.tokenizer=byte, which has its own",
     "runtime.device=gpu": "cuda:N",
     "runtime.device=cuda:x": "cuda:N",
-    "runtime.precision=fp16": "fp32 | bf16",
+    "runtime.precision=fp8": "fp32 | bf16 | fp16",
+    "train.decay_steps=2000": "at most steps - warmup_steps",
     "runtime.backend=cuda": "auto | reference | torch | triton",
     "runtime.gc_layers=0:2": "gradient_checkpointing=true",
 }

@@ -37,6 +37,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "train.lr": ("0.02", "rates"),
     "train.lr_schedule": ("constant", "rates"),
     "train.warmup_steps": ("2", "rates"),
+    "train.decay_steps": ("3", "rates"),
     "train.weight_decay": ("0.5", "weights"),
     "train.grad_clip": ("0.001", "weights"),
     "train.log_every": ("2", "losses"),
@@ -62,6 +63,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
 GIVEN: dict[str, tuple[str, ...]] = {
     "runtime.gc_layers": ("runtime.gradient_checkpointing=true",),
     "train.keep_last": ("train.save_every=1",),
+    "train.decay_steps": ("train.lr_schedule=wsd",),
     "train.backup_dir": ("train.save_every=2",),
 }
 """Settings without which a key is refused, on both sides of the comparison."""

@@ -218,7 +218,7 @@ def test_the_activation_estimate_is_near_what_autograd_keeps(overrides: list[str
 
     kept = _bytes_kept_for_backward(config)
 
-    expected = estimate["activations"] + estimate["bf16 weights"] + estimate["head"]
+    expected = estimate["activations"] + estimate["16-bit weights"] + estimate["head"]
     assert kept == pytest.approx(expected, rel=0.03)
 
 

@@ -43,6 +43,10 @@ ELSEWHERE = {
     "NSA_PREFILL_BATCHED",
     "NSA_PREFILL_TILE",
     "NSA_HEARTBEAT_EVERY",
+    "NSA_SCALER_INIT_SCALE",
+    "NSA_SCALER_GROWTH_INTERVAL",
+    "NSA_SCALER_GROWTH_FACTOR",
+    "NSA_SCALER_BACKOFF_FACTOR",
 }
 """Tested below, one by one: what they do does not show in a run of these settings."""
 
@@ -160,3 +164,19 @@ def test_heartbeat_lines_come_every_so_many_steps(
 
     lines = read_heartbeat(tmp_path / "a" / "run" / "heartbeat_rank0.jsonl")
     assert [line.step for line in lines if line.msg == "beat"] == [2, 4]
+
+
+def test_the_loss_scale_follows_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSA_SCALER_INIT_SCALE", "1024")
+    monkeypatch.setenv("NSA_SCALER_GROWTH_INTERVAL", "2")
+    monkeypatch.setenv("NSA_SCALER_GROWTH_FACTOR", "3")
+    monkeypatch.setenv("NSA_SCALER_BACKOFF_FACTOR", "0.25")
+
+    fingerprint(tmp_path / "a", "runtime.precision=fp16", "train.save_every=4")
+
+    path = tmp_path / "a" / "run" / "checkpoint_step4.pt"
+    scaler = torch.load(path, weights_only=True)["scaler"]
+    assert scaler["scale"] == 1024 * 3 * 3  # four good steps: it grew twice
+    assert scaler["backoff_factor"] == 0.25

@@ -64,6 +64,7 @@ SETTINGS = {
     "checkpointed": ("runtime.gradient_checkpointing=true",),
     "synthetic": ("data.dataset=synthetic",),
     "bf16": ("runtime.precision=bf16",),
+    "fp16": ("runtime.precision=fp16", "train.accumulate_grad_batches=2"),
     "mlp": ("nsa.phi=mlp", "nsa.gate=sigmoid", "model.tie_embeddings=true"),
 }
 

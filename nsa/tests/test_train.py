@@ -27,7 +27,15 @@ from nsa.telemetry import (
     read_rows,
     read_sample,
 )
-from nsa.train import Interrupted, NonFiniteLoss, RunRefused, TrainResult, load_model, run
+from nsa.train import (
+    Interrupted,
+    NonFiniteLoss,
+    OutOfMemory,
+    RunRefused,
+    TrainResult,
+    load_model,
+    run,
+)
 
 BuildConfig = Callable[..., Config]
 
@@ -223,6 +231,35 @@ def test_non_finite_gradient_of_the_last_step_is_caught(
     with pytest.raises(NonFiniteLoss, match="Step 1: loss"):
         train(cfg)
     assert not (Path(cfg.train.out_dir) / "model.pt").exists()
+
+
+def test_out_of_memory_says_what_to_try(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **options: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr("nsa.train.loop.next_token_loss", full)
+    cfg = tiny_config("train.batch_size=3")
+    with pytest.raises(OutOfMemory) as error:
+        train(cfg)
+    message = str(error.value)
+    assert "Tried to allocate 2.00 GiB" in message and "more" not in message
+    assert "train.batch_size=2 train.accumulate_grad_batches=2" in message
+    assert "runtime.gradient_checkpointing=true" in message
+    assert read_metrics(Path(cfg.train.out_dir)).status == "oom"
+    assert (Path(cfg.train.out_dir) / ".anomaly_type").read_text().strip() == "oom"
+
+
+def test_fp16_overflows_are_skipped_and_the_scale_falls(tiny_config: BuildConfig) -> None:
+    """A scale that no gradient survives: the first steps change nothing, then training starts."""
+    cfg = tiny_config("runtime.precision=fp16", "train.steps=12", "train.save_every=12")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NSA_SCALER_INIT_SCALE", str(2.0**24))
+        result, _ = train(cfg)
+    scale = torch.load(result.folder / "checkpoint_step12.pt", weights_only=True)["scaler"]["scale"]
+    assert scale < 2.0**24
+    assert result.metrics.status == "finished"
 
 
 def test_interrupt_is_recorded_and_is_no_failure(tiny_config: BuildConfig) -> None:

@@ -39,6 +39,15 @@ def tiny_model(cfg: Config) -> TinyLM:
     return TinyLM.from_config(cfg, vocab=256)
 
 
+def test_wsd_stays_and_then_falls_to_zero_after_the_last_step() -> None:
+    train = TrainConfig(steps=100, warmup_steps=10, lr=1.0, lr_schedule="wsd", decay_steps=20)
+    rates = [lr_at(step, train) for step in range(1, 101)]
+    assert rates[9:80] == [1.0] * 71
+    assert rates[80] == pytest.approx(20 / 21) and rates[99] == pytest.approx(1 / 21)
+    default = TrainConfig(steps=100, lr=1.0, lr_schedule="wsd")
+    assert lr_at(80, default) == 1.0 > lr_at(81, default)
+
+
 def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
     train = TrainConfig(steps=100, warmup_steps=10, lr=1.0)
     assert [lr_at(step, train) for step in (1, 5, 10)] == pytest.approx([0.1, 0.5, 1.0])

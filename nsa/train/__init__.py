@@ -1,7 +1,7 @@
 """Training: the loop, and its parts from the guards before it to the model file after it."""
 
 from nsa.train.checkpoint import BadCheckpoint
-from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, RunRefused, TrainError
+from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory, RunRefused, TrainError
 from nsa.train.model_file import load_model, save_model
 from nsa.train.run import TrainResult, run
 
@@ -10,6 +10,7 @@ __all__ = [
     "Halted",
     "Interrupted",
     "NonFiniteLoss",
+    "OutOfMemory",
     "RunRefused",
     "TrainError",
     "TrainResult",

@@ -8,6 +8,7 @@ Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_on
     cfg          the resolved config as plain dicts
     identity     what decides the numbers of the run (resume.py)
     optimizer    its state_dict
+    scaler       that of the loss scaling; empty where there is none
     rng          states of torch's generators: `cpu`, and `cuda` for every device
     tokens_seen  tokens trained on
     metrics      the counters of metrics.json that go on
@@ -32,7 +33,7 @@ VERSION = 1
 NAME = "checkpoint_step{step}.pt"
 PATTERN = re.compile(r"checkpoint_step(\d+)\.pt")
 CHUNK = 1 << 22
-KEYS = ("state_dict", "cfg", "identity", "optimizer", "rng", "tokens_seen", "metrics")
+KEYS = ("state_dict", "cfg", "identity", "optimizer", "scaler", "rng", "tokens_seen", "metrics")
 
 Content = dict[str, Any]
 

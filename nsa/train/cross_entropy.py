@@ -51,7 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             probs = logits.sub_(norm).exp_()
             at = torch.arange(len(part), device=rows.device)
             probs[at, its_targets[:, 0]] -= 1.0
-            d_logits = probs.div_(num_rows).to(dtype)
+            d_logits = probs.to(dtype)  # not divided by num_rows yet: fp16 has no such numbers
             d_rows[first : first + size] = d_logits @ matrix
             d_matrix += d_logits.t() @ part
         if d_rows is not None and d_matrix is not None:
@@ -63,4 +63,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         d_rows, d_matrix = ctx.saved_tensors
         rows_dtype, matrix_dtype = ctx.dtypes
-        return (d_rows * grad).to(rows_dtype), (d_matrix * grad).to(matrix_dtype), None, None
+        share = grad / d_rows.shape[0]
+        return (d_rows * share).to(rows_dtype), (d_matrix * share).to(matrix_dtype), None, None

@@ -21,6 +21,10 @@ class Interrupted(TrainError):
     exit_code = 0
 
 
+class OutOfMemory(TrainError):
+    """The device has no room for a step; the last checkpoint is untouched."""
+
+
 class RunRefused(TrainError):
     """The run was not started, because it would likely be wasted."""
 

@@ -22,6 +22,9 @@ from nsa.train.evaluate import Evaluation
 from nsa.train.progress import Progress
 from nsa.train.vitals import Vitals
 
+MAX_OVERFLOWS = 40
+"""In a row, with fp16: from a scale of 65536 even 2^-24 would have been tried by then."""
+
 
 class Pending(NamedTuple):
     """A step whose numbers are on their way from the device."""
@@ -67,6 +70,9 @@ class RunLog:
         self._first_step = resumed_at + 1
         self.metrics, self.progress, self.vitals = metrics, progress, vitals
         self._norm = math.nan  # of the last step looked at
+        self.tolerated = 0
+        """Steps in a row whose gradient may overflow: loss scaling skips them and goes lower."""
+        self._overflows = 0
         self.folder, self._every = folder, train.log_every
         self._waiting: deque[Pending] = deque()
         self._since = time.perf_counter()
@@ -98,7 +104,8 @@ class RunLog:
         for _ in range(at_most):
             loss, norm = self._waiting.popleft().look()
             self.metrics.step += 1
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
+            if not math.isfinite(loss) or self._overflows > self.tolerated:
                 raise NonFiniteLoss(
                     "[train][FATAL] non-finite loss detected — aborting run. "
                     f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}; its update was "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from nsa.config import Config
@@ -33,6 +34,7 @@ class Trainer:
     cfg: Config
     model: TinyLM
     optimizer: Optimizer
+    scaler: GradScaler
     data: Data
     runtime: Runtime
     log: RunLog
@@ -76,13 +78,16 @@ class Trainer:
                 batch = self.data.train.batch(position, train.batch_size)
             batch = batch.to(self.runtime.device)
             loss = next_token_loss(self.model, batch, self.runtime, None if micro else stats)
-            (loss / accumulate).backward()
+            self.scaler.scale(loss / accumulate).backward()
             losses.append(loss.detach())
+        self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.model, train.grad_clip)
         loss = sum(losses[1:], losses[0]) / accumulate
         set_lr(self.optimizer, lr)
-        skip_unless_finite(self.optimizer, loss, norm)
-        self.optimizer.step()
+        if not self.scaler.is_enabled():  # it skips by itself
+            skip_unless_finite(self.optimizer, loss, norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm
 

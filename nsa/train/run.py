@@ -15,19 +15,21 @@ from nsa.config import Config
 from nsa.data import open_data
 from nsa.model import TinyLM
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
-from nsa.telemetry.sentinels import obeyed
+from nsa.telemetry.sentinels import obeyed, write_anomaly
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
-from nsa.train.errors import Halted, Interrupted, NonFiniteLoss
+from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
-from nsa.train.log import RunLog
+from nsa.train.log import MAX_OVERFLOWS, RunLog
 from nsa.train.loop import Trainer
+from nsa.train.memory_advice import explain_memory
 from nsa.train.optimizer import build_optimizer
 from nsa.train.progress import Progress
 from nsa.train.resume import AUTO, find_start, identity_of
 from nsa.train.runtime import Runtime, resolve_runtime
 from nsa.train.saver import new_saver
+from nsa.train.scaler import new_scaler
 from nsa.train.state import restore
 from nsa.train.stop import Stop
 from nsa.train.vitals import Vitals
@@ -88,10 +90,12 @@ def run(
             Vitals(folder.path, runtime, done if goes_on else 0, progress.say) as vitals,
         ):
             log = RunLog(folder.path, metrics, cfg.train, progress, vitals, done)
+            log.tolerated = MAX_OVERFLOWS if runtime.precision == "fp16" else 0
             trainer = Trainer(
                 cfg=cfg,
                 model=model,
                 optimizer=build_optimizer(model, cfg.train),
+                scaler=new_scaler(runtime),
                 data=data,
                 runtime=runtime,
                 log=log,
@@ -130,6 +134,12 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
         log.write()
         obeyed(log.folder)
         raise
+    except torch.OutOfMemoryError as error:
+        log.metrics.status = "oom"
+        log.write()
+        trainer.saver.wait()
+        write_anomaly(log.folder, "oom")
+        raise OutOfMemory(explain_memory(trainer.cfg, trainer.runtime, str(error))) from None
     except KeyboardInterrupt:
         log.metrics.status = "interrupted"
         log.write()

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.config import ConfigError, RuntimeConfig
 from nsa.ops.plan import plan_attention
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Runtime:
 
     device: torch.device
     precision: str
-    """bf16 computes matrix products in bfloat16; weights and optimizer stay fp32."""
+    """bf16 and fp16 compute matrix products in 16 bits; weights and optimizer stay fp32."""
     use_flash: bool
     plan: str
     """Which attention backend runs, and why."""
@@ -34,8 +34,9 @@ class Runtime:
     @contextmanager
     def compute(self) -> Iterator[None]:
         """The context of every forward pass."""
-        bf16 = self.precision == "bf16"
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16):
+        half = self.precision != "fp32"
+        kind = self.dtype if half else torch.bfloat16  # autocast wants one even where it is off
+        with torch.autocast(self.device.type, dtype=kind, enabled=half):
             if self.use_flash:
                 yield
             else:

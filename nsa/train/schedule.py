@@ -17,5 +17,8 @@ def lr_at(step: int, train: TrainConfig) -> float:
         return train.lr * step / train.warmup_steps
     if train.lr_schedule == "constant":
         return train.lr
+    if train.lr_schedule == "wsd":
+        falling = train.decay_steps or min(train.steps // 5, train.steps - train.warmup_steps)
+        return train.lr * min((train.steps + 1 - step) / (falling + 1), 1.0)
     done = (step - train.warmup_steps) / (train.steps - train.warmup_steps + 1)
     return train.lr * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -30,6 +30,7 @@ def capture(trainer: Trainer, step: int) -> Content:
         "cfg": to_container(trainer.cfg),
         "identity": dict(trainer.identity),
         "optimizer": _copied(trainer.optimizer.state_dict()),
+        "scaler": trainer.scaler.state_dict(),
         "rng": _rng_states(),
         "tokens_seen": step * trainer.log.metrics.tokens_per_step,
         "metrics": {name: metrics[name] for name in CARRIED},
@@ -40,6 +41,8 @@ def restore(trainer: Trainer, content: Content) -> None:
     """Put a trainer that was built from the same config into a captured state."""
     trainer.model.load_state_dict(content["state_dict"], strict=True)
     trainer.optimizer.load_state_dict(content["optimizer"])
+    if content["scaler"]:
+        trainer.scaler.load_state_dict(content["scaler"])
     torch.set_rng_state(content["rng"]["cpu"])
     states = content["rng"]["cuda"]
     if states and len(states) == torch.cuda.device_count():
