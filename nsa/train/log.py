@@ -61,8 +61,11 @@ class RunLog:
         train: TrainConfig,
         progress: Progress,
         vitals: Vitals,
+        *,
         resumed_at: int = 0,
+        overflows: bool = False,
     ) -> None:
+        """`overflows`: a gradient may do so now and then; loss scaling skips it and goes lower."""
         csv = not read("NSA_DISABLE_CSV_LOGS")
         self.training = CsvLog(TrainingRow, folder / TRAINING if csv else None, resumed_at)
         self.val = CsvLog(ValRow, folder / VAL if csv else None, resumed_at)
@@ -70,9 +73,7 @@ class RunLog:
         self._first_step = resumed_at + 1
         self.metrics, self.progress, self.vitals = metrics, progress, vitals
         self._norm = math.nan  # of the last step looked at
-        self.tolerated = 0
-        """Steps in a row whose gradient may overflow: loss scaling skips them and goes lower."""
-        self._overflows = 0
+        self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
         self.folder, self._every = folder, train.log_every
         self._waiting: deque[Pending] = deque()
         self._since = time.perf_counter()
@@ -105,7 +106,7 @@ class RunLog:
             loss, norm = self._waiting.popleft().look()
             self.metrics.step += 1
             self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
-            if not math.isfinite(loss) or self._overflows > self.tolerated:
+            if not math.isfinite(loss) or self._overflows > self._tolerated:
                 raise NonFiniteLoss(
                     "[train][FATAL] non-finite loss detected — aborting run. "
                     f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}; its update was "

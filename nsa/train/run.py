@@ -21,7 +21,7 @@ from nsa.train.anomaly import record_anomaly
 from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
-from nsa.train.log import MAX_OVERFLOWS, RunLog
+from nsa.train.log import RunLog
 from nsa.train.loop import Trainer
 from nsa.train.memory_advice import explain_memory
 from nsa.train.optimizer import build_optimizer
@@ -89,8 +89,11 @@ def run(
             Stop(folder.path) as stop,
             Vitals(folder.path, runtime, done if goes_on else 0, progress.say) as vitals,
         ):
-            log = RunLog(folder.path, metrics, cfg.train, progress, vitals, done)
-            log.tolerated = MAX_OVERFLOWS if runtime.precision == "fp16" else 0
+            log = RunLog(
+                *(folder.path, metrics, cfg.train, progress, vitals),
+                resumed_at=done,
+                overflows=runtime.precision == "fp16",
+            )
             trainer = Trainer(
                 cfg=cfg,
                 model=model,
