@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import TracebackType
+
+from nsa.files import put_in_place, temporary_name
 
 
 class DurableFile:
@@ -12,7 +13,7 @@ class DurableFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._temporary = temporary_name(path)
         self._file = self._temporary.open("wb")
 
     def write(self, content: bytes | memoryview) -> None:
@@ -20,16 +21,9 @@ class DurableFile:
         self._file.write(content)
 
     def commit(self) -> None:
-        """Bring the bytes to the disk, then rename, then bring the new name there, too."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Give the file its name."""
         self._file.close()
-        self._temporary.replace(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        put_in_place(self._temporary, self.path)
 
     def discard(self) -> None:
         """Leave nothing behind."""

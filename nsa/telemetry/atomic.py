@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from nsa.files import put_in_place, temporary_name
 
 
 @contextmanager
@@ -15,11 +16,10 @@ def replacing(path: Path) -> Iterator[Path]:
     When the block raises, the temporary file goes and what `path` held before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     try:
         yield temporary
-        _flush_to_disk(temporary)
-        temporary.replace(path)
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -28,9 +28,3 @@ def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` by `text`, all or nothing."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
-
-
-def _flush_to_disk(path: Path) -> None:
-    """A rename may reach the disk before the bytes do; after this it cannot."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

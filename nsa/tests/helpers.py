@@ -101,13 +101,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest difference over the largest expected value (0 for empty tensors).
 
     Where everything expected is 0, as the gradient of q with a single key, rounding is all that a
-    path has to show, and the difference is taken over 0.1.
+    path has to show, and the difference is taken over 1e-2.
     """
     if expected.numel() == 0:
         return 0.0
     difference = (actual.double() - expected.double()).abs().max().item()
     scale = expected.double().abs().max().item()
-    return difference / (scale if scale > ZERO else 0.1)
+    return difference / (scale if scale > ZERO else 1e-2)
 
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str = "output") -> None:

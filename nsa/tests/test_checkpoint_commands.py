@@ -15,7 +15,7 @@ from nsa.tests.effects import TINY
 from nsa.train import checkpoint, run
 from nsa.train.checkpoint_commands import expected_bytes
 from nsa.train.export import read_safetensors, write_safetensors
-from nsa.train.prove import read_proof
+from nsa.train.prove import compare_runs, read_proof
 
 BuildConfig = Callable[..., Config]
 
@@ -104,5 +104,10 @@ def test_resume_is_proved_and_a_broken_one_is_not(
     assert proof["holds"] and proof["resumed_at"] == 2
     assert proof["losses"]["whole"] == proof["losses"]["parts"]
     assert "equal bit by bit" in capfd.readouterr().out
+    model = out / "parts" / "model.pt"
+    content = torch.load(model, weights_only=True)
+    content["state_dict"]["norm.weight"][0] += 1e-6
+    torch.save(content, model)
+    assert not compare_runs(out / "whole", out / "parts", 4)["holds"]
     assert main(command) == 2  # never over an older proof
     assert "exists" in capfd.readouterr().err

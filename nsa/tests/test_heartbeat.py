@@ -26,6 +26,7 @@ from nsa.telemetry import (
 from nsa.telemetry.counter_files import fallback_counts
 from nsa.telemetry.heartbeat import BASE_FIELDS, SEARCH_BYTES
 from nsa.telemetry.tail import BLOCK_BYTES
+from nsa.tests.gpu import on_gpu
 
 NAN, INF = float("nan"), float("inf")
 
@@ -426,6 +427,7 @@ def test_load_is_what_the_driver_says_or_none(
 
 
 @pytest.mark.gpu
+@on_gpu
 def test_the_reading_of_a_gpu_is_complete() -> None:
     held = torch.empty(64 * 1024 * 1024, dtype=torch.uint8, device="cuda")
     reading = read_gpu(held.device)

@@ -178,8 +178,8 @@ def test_another_run_in_the_folder_moves_the_old_one_aside(
 
     _, printed = train(other)
 
-    assert "train.seed: 1337 there, 7 here" in printed or "train.seed" in printed
-    assert "model.dim" in printed
+    assert "train.seed: 1337 there, 7 here" in printed
+    assert "there, 24 here" in printed
     assert len(list(folder.glob("previous/*/checkpoint_step5.pt"))) == 1
     assert read_metrics(folder).resumed_at is None
 
@@ -250,6 +250,29 @@ def test_backups_are_verified_copies(tiny_config: BuildConfig, tmp_path: Path) -
         file.write(b"!")
     with pytest.raises(BadCheckpoint, match="bytes"):
         back_up(backup / "checkpoint_step6.pt", tmp_path / "third")
+
+
+def test_a_backup_that_fails_is_said_and_the_checkpoint_counts(
+    tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("a file where a folder is wanted")
+    cfg = tiny_config(*LONG, f"train.backup_dir={tmp_path / 'taken'}")
+    _, printed = train(cfg)
+    assert f"checkpoint_step6.pt: no copy in {tmp_path / 'taken'}" in printed
+    assert checkpoint.steps_of(Path(cfg.train.out_dir)) == [6, 3]
+
+
+def test_gradients_that_overflow_without_end_end_the_run(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflowing(*args: object) -> Tensor:
+        return torch.tensor(float("inf"))
+
+    monkeypatch.setattr("nsa.train.loop.clip_gradients", overflowing)
+    monkeypatch.setattr("nsa.train.log.MAX_OVERFLOWS", 3)
+    cfg = tiny_config(*LONG, "runtime.precision=fp16")
+    with pytest.raises(NonFiniteLoss, match="Step 4: loss .*gradient norm inf"):
+        train(cfg)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
@@ -366,22 +389,38 @@ def test_kill_9_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
     for attempt in range(20):
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
-        while not checkpoint.steps_of(folder) or checkpoint.steps_of(folder)[0] <= seen:
+        while (newest := _newest_finished(folder)) <= seen:
             if process.poll() is not None or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
         time.sleep(0.003 * attempt)
         process.kill()
         process.wait()
+        assert process.returncode in (-signal.SIGKILL, 0), "it ended by itself, and badly"
         steps = [s for s in checkpoint.steps_of(folder) if _is_whole(folder, s)]
-        assert steps and steps[0] >= seen, f"attempt {attempt}: {steps} after {seen}"
+        assert steps and steps[0] >= newest, f"attempt {attempt}: {steps} after {newest}"
+        assert steps[0] > seen or process.returncode == 0, f"attempt {attempt}: nothing gained"
         seen = steps[0]
         if process.returncode == 0:
             break
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     steps_logged = [row.step for row in read_rows(TrainingRow, folder / TRAINING)]
-    assert steps_logged == sorted(set(steps_logged))
+    assert steps_logged == list(range(1, 401))
+    command[-1] = str(tmp_path / "whole")
+    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
+    parts, whole = (
+        torch.load(path / "model.pt", weights_only=True)["state_dict"]
+        for path in (folder, tmp_path / "whole")
+    )
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def _newest_finished(folder: Path) -> int:
+    """The newest checkpoint that has its manifest; 0 without one."""
+    steps = checkpoint.steps_of(folder)
+    paths = ((step, folder / checkpoint.NAME.format(step=step)) for step in steps)
+    return next((step for step, path in paths if checkpoint.manifest_path(path).exists()), 0)
 
 
 def _is_whole(folder: Path, step: int) -> bool:

@@ -49,6 +49,7 @@ from nsa.telemetry import (
     write_env,
 )
 from nsa.telemetry.heartbeat import BASE_FIELDS
+from nsa.tests.gpu import on_gpu
 
 PAGES = REPOSITORY / "docs" / "schemas"
 SUMMARY: dict[str, Any] = {
@@ -291,6 +292,7 @@ def test_memory_dumps_of_two_ranks_do_not_collide(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@on_gpu
 def test_memory_dumps_of_a_gpu_have_torchs_statistics(tmp_path: Path) -> None:
     MemoryDumps(tmp_path, "cuda", every=1).boot()
 

@@ -12,6 +12,7 @@ import torch
 
 from nsa.config import to_container
 from nsa.telemetry.atomic import replacing
+from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.sentinels import write_anomaly, write_halt
 from nsa.train.loop import Trainer
 
@@ -19,7 +20,9 @@ KIND = "nan_loss"
 
 
 def record_anomaly(trainer: Trainer, step: int) -> Path:
-    """Write the batch and the weights, then the two files that keep a restart from repeating it."""
+    """Write the two files that keep a restart from repeating it, then the batch and the weights."""
+    write_anomaly(trainer.folder, KIND)
+    write_halt(trainer.folder, KIND)
     train = trainer.cfg.train
     rows = train.batch_size * train.accumulate_grad_batches
     weights = {name: x.detach().cpu() for name, x in trainer.model.state_dict().items()}
@@ -30,8 +33,6 @@ def record_anomaly(trainer: Trainer, step: int) -> Path:
         "cfg": to_container(trainer.cfg),
     }
     path = trainer.folder / f"anomaly_step{step}.pt"
-    with replacing(path) as temporary:
+    with best_effort(path), replacing(path) as temporary:
         torch.save(content, temporary)
-    write_anomaly(trainer.folder, KIND)
-    write_halt(trainer.folder, KIND)
     return path

@@ -36,7 +36,7 @@ def prove_resume(cfg: Config, config_path: str, folder: Path, steps: int, stop_a
             raise ValueError(f"{config.train.out_dir} exists; name another --out-dir, or remove it")
     for name, until in (("whole", steps), ("parts", stop_at), ("parts", steps)):
         _in_a_process(runs[name], config_path, until)
-    proof = _compare(folder / "whole", folder / "parts", steps)
+    proof = compare_runs(folder / "whole", folder / "parts", steps)
     proof = {"config": config_path, "steps": steps, "stopped_at": stop_at, **proof}
     write_text(folder / NAME, json.dumps({"version": VERSION, **proof}, indent=2) + "\n")
     return bool(proof["holds"])
@@ -77,7 +77,8 @@ def _train(cfg: Config, config_path: str, until: int) -> None:
     run(cfg, config_path=config_path, stop_after=until, allow_long_run=True, out=sys.stderr)
 
 
-def _compare(whole: Path, parts: Path, steps: int) -> dict[str, Any]:
+def compare_runs(whole: Path, parts: Path, steps: int) -> dict[str, Any]:
+    """Losses by step and weights of both runs; `holds` where all are equal and one was resumed."""
     losses = {
         folder.name: {row.step: row.loss for row in read_rows(TrainingRow, folder / TRAINING)}
         for folder in (whole, parts)

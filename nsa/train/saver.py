@@ -10,7 +10,7 @@ from pathlib import Path
 from nsa.config import TrainConfig
 from nsa.telemetry.atomic import replacing
 from nsa.train import checkpoint
-from nsa.train.checkpoint import Content
+from nsa.train.checkpoint import BadCheckpoint, Content
 
 
 class Saver:
@@ -22,7 +22,8 @@ class Saver:
         self.folder, self.written = folder, list[Path]()
         self._keep, self._backup, self._say = keep, backup, say
         self._thread: threading.Thread | None = None
-        self._problem = ""
+        self._problems: list[str] = []
+        self._failed = False
 
     def save(self, content: Content) -> None:
         """Start to write a captured state."""
@@ -31,29 +32,37 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> bool:
-        """Wait for what is being written; False, and a line that says why, where that failed.
+        """Wait for what is being written; False where no checkpoint came of it.
 
         A full disk does not end a run: the checkpoint before is untouched, and the next may fit.
+        What went wrong is said here, not in the thread.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        problem, self._problem = self._problem, ""
-        if problem:
-            self._say(f"[checkpoint] not written: {problem}; the run goes on without it")
-        return not problem
+        problems, self._problems = self._problems, []
+        for problem in problems:
+            self._say(f"[checkpoint] {problem}; the run goes on without it")
+        return not self._failed
 
     def _write(self, content: Content) -> None:
+        name = checkpoint.NAME.format(step=content["step"])
+        self._failed = True
         try:
             path = checkpoint.write(self.folder, content)
+            self._failed = False
             self.written.append(path)
-            if self._backup is not None:
-                back_up(path, self._backup)
             for old in checkpoint.remove_old(self.folder, self._keep):
                 if old in self.written:
                     self.written.remove(old)
         except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
-            self._problem = f"{_name(content)} in {self.folder}: {_first_line(error)}"
+            self._problems.append(f"{name} in {self.folder}: not written: {_first_line(error)}")
+        if self._backup is None or self._failed:
+            return
+        try:
+            back_up(path, self._backup)
+        except (OSError, BadCheckpoint) as error:
+            self._problems.append(f"{name}: no copy in {self._backup}: {_first_line(error)}")
 
 
 def new_saver(folder: Path, train: TrainConfig, say: Callable[[str], None]) -> Saver:
@@ -73,10 +82,6 @@ def back_up(path: Path, folder: Path) -> Path:
         shutil.copyfile(checkpoint.manifest_path(path), temporary)
     checkpoint.verify(copy)
     return copy
-
-
-def _name(content: Content) -> str:
-    return checkpoint.NAME.format(step=content["step"])
 
 
 def _first_line(error: BaseException) -> str:
