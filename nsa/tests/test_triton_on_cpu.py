@@ -35,7 +35,7 @@ MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
 """Registers that do not fit and live in slow memory, per thread: measured limits, not wishes."""
 POINTERS = {
     "*bf16": ("p_part", "p_q", "p_k", "p_v", "p_o", "p_out", "p_dout", "p_x", "p_dx", "p_dq")
-    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin"),
+    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more"),
     "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
     + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts"),
     "*i16": ("p_places", "p_before"),

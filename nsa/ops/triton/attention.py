@@ -102,9 +102,17 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     dgates, stats, gated = _gate_backward(problem, saved, dout, inputs.gates, routes)
     keys = ((inputs[1], inputs[2]), (inputs[3], inputs[4]), (inputs[5], inputs[6]))
     grads: dict[int, tuple[Tensor, Tensor]] = {}
+    dq_more: Tensor | None = None
     for branch in (0, 2):
         if branch not in routes:
             grads[branch] = band.backward_kv(problem, branch, q, *keys[branch], dout, stats, bits)
+            continue
+        dq, *grads_kv = flash.backward(
+            *(branch, q, *keys[branch], saved.o_cmp if branch == 0 else saved.o_win),
+            *(saved.lse[branch], gated.pop(branch), problem.spec, problem.scale, routes[branch]),
+        )
+        grads[branch] = grads_kv[0], grads_kv[1]
+        dq_more = dq if dq_more is None else dq_more + dq
     dq_sel: Tensor | None = None
     if problem.masked or ordered:
         grads[1] = band.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
@@ -120,14 +128,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             grads[1] = grads_kv[0], grads_kv[1]
     if 2 in routes:
         stats[2, ..., 2] = 0.0  # with a gate of 0 the window adds nothing to the gradient of q
-    dq = band.backward_q(problem, q, keys, dout, stats, bits, dq_sel, skip_cmp=0 in routes)
-    del dq_sel  # room for what the routes need
-    for branch, kernel in routes.items():
-        out = saved.o_cmp if branch == 0 else saved.o_win
-        grads[branch] = flash.backward(
-            *(branch, q, *keys[branch], out, saved.lse[branch], gated[branch]),
-            *(problem.spec, problem.scale, dq, kernel),
-        )
+    rest = (q, keys, dout, stats, bits, dq_sel, dq_more)
+    dq = band.backward_q(problem, *rest, skip_cmp=0 in routes)
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 

@@ -121,10 +121,14 @@ def backward_q(
     stats: Tensor,  # [3, B, Hq, S, 4] fp32
     bits: Tensor,
     dq_sel: Tensor | None,  # [B, S, Hq, Dk] fp32
+    dq_more: Tensor | None = None,  # [B, S, Hq, Dk], contiguous
     *,
     skip_cmp: bool = False,
 ) -> Tensor:
-    """Gradient of q from all branches; without `dq_sel` the selected one masks the past."""
+    """Gradient of q from all branches; without `dq_sel` the selected one masks the past.
+
+    `dq_more` is what branches got elsewhere; `skip_cmp`: the compressed one did.
+    """
     tiles = dq_tiles(problem.d_k, problem.d_v, problem.dtype)
     dq = problem.empty(*q.shape)
     has_cmp = keys[0][0].shape[1] > 0 and not skip_cmp
@@ -133,11 +137,11 @@ def backward_q(
     walked = (keys[0], keys[1] if dq_sel is None else None, keys[2])
     start(
         problem.memo,
-        ("dq", dq_sel is None, has_cmp),
+        ("dq", dq_sel is None, dq_more is None, has_cmp),
         band_backward.band_dq,
         (
             q, dout, *(x for kv in walked for x in (problem.keys(*kv, tiles.BN) if kv else NONE)),
-            stats, bits, stats if dq_sel is None else dq_sel, dq, *problem.row_index(0, q),
+            stats, bits, stats if dq_sel is None else dq_sel, dq_more, dq, *problem.row_index(0, q),
         ),
         lambda: Launch.tiled(
             (ceil_div(problem.seq_len, tiles.BM), problem.batch * problem.num_heads),

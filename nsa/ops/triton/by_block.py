@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 
 from nsa.ops.triton.band import Gated
-from nsa.ops.triton.inverse import SUBS, Inverse, chunk_size, piece_size
+from nsa.ops.triton.inverse import (
+    PART_BYTES,
+    SUBS,
+    Inverse,
+    chunk_size,
+    part_bytes,
+    piece_size,
+)
 from nsa.ops.triton.kernels import by_block
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
 from nsa.ops.triton.start import Launch, ceil_div, start
 from nsa.ops.triton.tiles import Tiles, block_tiles, padded
-
-PART_BYTES = 1 << 30
-"""Workspace for what a query gets from its blocks; longer sequences go in groups of chunks."""
 
 WIDE = 1 << 31
 """Offsets from here on need 64 bits."""
@@ -206,10 +210,7 @@ def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, 
 def _groups(problem: Problem, dim: int) -> list[Group]:
     """Chunks in groups whose partial results of `dim` numbers fit the workspace."""
     chunk, seq_len = chunk_size(problem), problem.seq_len
-    row_bytes = (
-        problem.batch * problem.num_heads * problem.spec.n_sel * dim * problem.dtype.itemsize
-    )
-    together = max(PART_BYTES // (row_bytes * chunk), 1)
+    together = max(PART_BYTES // (part_bytes(problem, dim) * chunk), 1)
     num_chunks = ceil_div(seq_len, chunk)
     return [
         Group(

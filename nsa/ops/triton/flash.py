@@ -21,6 +21,7 @@ from torch import Tensor
 from nsa.ops.spec import BlockSpec
 
 LOG2_E = math.log2(math.e)
+WIDEST = torch.complex128
 RESIDUE_BYTES = 256 << 20
 """What the queries of the residues in one call may take: kernels need several times as much."""
 
@@ -63,17 +64,15 @@ def backward(
     dout: Tensor,  # [B, S, Hq, D]  gradient of this branch, its gate included
     spec: BlockSpec,
     scale: float,
-    dq: Tensor,  # [B, S, Hq, D], added to
     kernel: Kernel | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v; adds that of q to the given one."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, contiguous."""
     kernel = kernel or TORCH
     natural = lse / LOG2_E
     if branch == 2:
-        part, dk, dv = kernel.backward(dout, q, k, v, out, natural, scale, _window(spec, q))
-        dq += part
-        return dk.contiguous(), dv.contiguous()
-    return _compressed_backward(kernel, q, k, v, out, natural, dout, spec, scale, dq)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, natural, scale, _window(spec, q))
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    return _compressed_backward(kernel, q, k, v, out, natural, dout, spec, scale)
 
 
 def _window(spec: BlockSpec, q: Tensor) -> int | None:
@@ -89,7 +88,7 @@ def _compressed_forward(
     for i, some in _calls(q, spec, num_groups):
         square = _square(q[i], k[i], v[i], spec, num_groups, some)
         part, natural = kernel.forward(*square, scale, None)
-        _by_residue(out[i], spec, num_groups)[some].copy_(part)
+        _copy_rows(_by_residue(out[i], spec, num_groups)[some], part)
         by_row = _by_residue(lse[i].t(), spec, num_groups)[some]
         by_row.transpose(1, 2).copy_(natural * LOG2_E)
     rest = first + num_groups * spec.d
@@ -110,8 +109,7 @@ def _compressed_backward(
     dout: Tensor,
     spec: BlockSpec,
     scale: float,
-    dq: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     first, num_groups = spec.l - 1, (q.shape[1] - spec.l + 1) // spec.d
     rest = first + num_groups * spec.d
     # The queries at the end, with plain products.
@@ -127,17 +125,30 @@ def _compressed_backward(
     dlogits = torch.einsum("bthgd,bnhd->bhgtn", wide_dout, wide_v)
     delta = torch.einsum("bthgd,bthgd->bhgt", wide_out, wide_dout)
     dlogits = probs * (dlogits - delta.unsqueeze(-1)) * scale
-    dq[:, rest:] += torch.einsum("bhgtn,bnhd->bthgd", dlogits, wide_k).flatten(2, 3)
+    dq = q.new_empty(q.shape)
+    dq[:, :first] = 0.0
+    dq[:, rest:] = torch.einsum("bhgtn,bnhd->bthgd", dlogits, wide_k).flatten(2, 3)
     dk = torch.einsum("bhgtn,bthgd->bnhd", dlogits, wide_q)
     for i, some in _calls(q, spec, num_groups):
         square = _square(q[i], k[i], v[i], spec, num_groups, some)
         part_out, part_dout = (_by_residue(x[i], spec, num_groups)[some] for x in (out, dout))
         lse = _by_residue(natural[i].t(), spec, num_groups)[some].transpose(1, 2).contiguous()
         grads = kernel.backward(part_dout, *square, part_out, lse, scale, None)
-        _by_residue(dq[i], spec, num_groups)[some].add_(grads[0])
+        _copy_rows(_by_residue(dq[i], spec, num_groups)[some], grads[0])
         dk[i, :num_groups] += grads[1].sum(dim=0, dtype=dk.dtype)
         dv[i, :num_groups] += grads[2].sum(dim=0, dtype=dv.dtype)
-    return dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _copy_rows(to: Tensor, source: Tensor) -> None:
+    """Copy rows that lie apart, 16 bytes at a time where they allow it: torch copies such tensors
+    number by number.
+    """
+    step = WIDEST.itemsize // to.element_size()
+    places = [n for x in (to, source) for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])]
+    if to.dtype == source.dtype and all(n % step == 0 for n in places):
+        to, source = to.view(WIDEST), source.view(WIDEST)
+    to.copy_(source)
 
 
 def _calls(q: Tensor, spec: BlockSpec, num_groups: int) -> Iterator[tuple[int, slice]]:

@@ -15,7 +15,13 @@ from nsa.ops.triton.tiles import padded
 
 CACHE_BYTES = 24 << 20
 """What the queries of one chunk and KV head may take of the L2 cache, with their gradients."""
-MAX_PIECE, MIN_PIECE = 256, 32
+BIN_ROWS = 1024
+"""Rows, pairs of a query and a head, that a bin shall have on average, whatever the cache says: a
+bin ends with a pass over the gradients of its block."""
+MIN_CHUNK, MAX_CHUNK = 1024, 16384
+PART_BYTES = 2 << 30
+"""Workspace for what queries get from their blocks; longer sequences go in groups of chunks."""
+MAX_PIECE, MIN_PIECE = 512, 32
 """Queries of one item, at most: many for less overhead, fewer where there is little work."""
 ITEMS = 2048
 """Items that keep every processor of a large GPU at work, some of them longer than others."""
@@ -114,8 +120,22 @@ def piece_size(problem: Problem) -> int:
 
 
 def chunk_size(problem: Problem) -> int:
-    """Queries whose rows of one KV head stay in the cache: a power of two."""
+    """Queries of one chunk, a power of two.
+
+    Their rows of one KV head stay in the cache, or, where there are many blocks, fill the bins.
+    """
     width = 2 * problem.d_k + 2 * problem.d_v + 4 * problem.d_k
-    rows = CACHE_BYTES // (problem.per_group * width)
-    rows = min(max(1 << rows.bit_length() - 1, 1024), 16384)
+    cached = CACHE_BYTES // (problem.per_group * width)
+    filled = ceil_div(problem.num_blocks * BIN_ROWS, problem.spec.n_sel * problem.per_group)
+    rows = max(1 << cached.bit_length() - 1, 1 << (filled - 1).bit_length())
+    if not problem.by_query:
+        fitting = PART_BYTES // part_bytes(problem, max(problem.d_k, problem.d_v))
+        rows = min(rows, 1 << max(fitting, 1).bit_length() - 1)
+    rows = min(max(rows, MIN_CHUNK), MAX_CHUNK)
     return min(rows, max(1 << (problem.seq_len - 1).bit_length(), SUBS))
+
+
+def part_bytes(problem: Problem, dim: int) -> int:
+    """What one query's partial results of `dim` numbers take."""
+    num_rows = problem.batch * problem.num_heads * problem.spec.n_sel
+    return num_rows * dim * problem.dtype.itemsize

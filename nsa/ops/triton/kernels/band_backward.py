@@ -187,7 +187,7 @@ def _branch_dq(
 @triton.jit
 def band_dq(
     p_q, p_dout, t_k_cmp, t_k2_cmp, t_v_cmp, t_k_sel, t_k2_sel, t_v_sel,
-    t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_sel, p_dq,
+    t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_sel, p_dq_more, p_dq,
     p_row_start, p_row_cmp, p_row_block,
     S, N, Hq, G, STATS, scale, scale_log2,
     s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
@@ -199,7 +199,8 @@ def band_dq(
     """Gradient of BM queries of one head, from all branches: [B, S, Hq, DK].
 
     The selected branch is walked here (SELECT: the masked past), or its part is read from the fp32
-    dq_sel. STATS numbers lie between the stats of two branches.
+    dq_sel. What branches got elsewhere is read from dq_more, laid out like dq, where it is given.
+    STATS numbers lie between the stats of two branches.
     """
     i_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
     i_b, i_h = (tl.program_id(1) // Hq).to(tl.int64), (tl.program_id(1) % Hq).to(tl.int64)
@@ -246,10 +247,14 @@ def band_dq(
     b_dq = b_dq * scale
     if not SELECT:
         b_dq += tl.load(p_dq_sel + row + o_dk[None, :], mask=m_dq, other=0.0)
+    if p_dq_more is not None:
+        b_dq += tl.load(p_dq_more + row + o_dk[None, :], mask=m_dq, other=0.0).to(tl.float32)
     tl.store(p_dq + row + o_dk[None, :], b_dq.to(p_dq.dtype.element_ty), mask=m_dq)
     if DK2 > 0:
         b_dq2 = b_dq2 * scale
         m_dq = m_t[:, None] & (o_dk2 < DK)[None, :]
         if not SELECT:
             b_dq2 += tl.load(p_dq_sel + row + o_dk2[None, :], mask=m_dq, other=0.0)
+        if p_dq_more is not None:
+            b_dq2 += tl.load(p_dq_more + row + o_dk2[None, :], mask=m_dq, other=0.0).to(tl.float32)
         tl.store(p_dq + row + o_dk2[None, :], b_dq2.to(p_dq.dtype.element_ty), mask=m_dq)
