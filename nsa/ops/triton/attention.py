@@ -128,8 +128,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             grads[1] = grads_kv[0], grads_kv[1]
     if 2 in routes:
         stats[2, ..., 2] = 0.0  # with a gate of 0 the window adds nothing to the gradient of q
-    rest = (q, keys, dout, stats, bits, dq_sel, dq_more)
-    dq = band.backward_q(problem, *rest, skip_cmp=0 in routes)
+    own = (dq_sel, dq_more)
+    dq = band.backward_q(problem, q, keys, dout, stats, bits, *own, skip_cmp=0 in routes)
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 
