@@ -131,6 +131,35 @@ def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
         assert assert_fair_selection(case, inputs, selection.cpu()) <= 0.002
 
 
+@pytest.mark.parametrize(
+    ("order", "part_bytes", "case"),
+    [("by-block", 1 << 30, TINY_CASES[3]), ("by-query", 1, TINY_CASES[2])],
+    ids=["by-block-at-once", "by-query-chunk-by-chunk"],
+)
+def test_sums_in_a_fixed_order_equal_the_oracle(order, part_bytes, case, force_order, monkeypatch):
+    force_order(order)
+    for module in (inverse, by_block):
+        monkeypatch.setattr(module, "chunk_size", lambda problem: 16)
+        monkeypatch.setattr(module, "piece_size", lambda problem: 3)
+    monkeypatch.setattr(by_block, "PART_BYTES", part_bytes)
+    summed: list[tuple] = []
+    monkeypatch.setattr(by_block, "_sum_slots", _noting(summed, by_block._sum_slots))
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(case, torch.float32, "reference", 1e-5, 1e-4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert summed
+
+
+def _noting(calls, function):
+    def noted(*args):
+        calls.append(args)
+        return function(*args)
+
+    return noted
+
+
 def test_slices_of_queries_for_compressed_keys_change_nothing(monkeypatch):
     slices = []
     real = band._parts

@@ -37,7 +37,7 @@ POINTERS = {
     "*bf16": ("p_part", "p_q", "p_k", "p_v", "p_o", "p_out", "p_dout", "p_x", "p_dx", "p_dq")
     + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more"),
     "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
-    + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts"),
+    + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum"),
     "*i16": ("p_places", "p_before"),
 }
 """Types of the pointers; the others are indices."""
@@ -117,12 +117,13 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
         if per_group < 9 and fits_dq(d_k, d_v):
             blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True)
             yield by_block.block_forward, blocks, block_tiles(*sizes, "forward")
-            both = block_tiles(*sizes, "backward")
-            yield by_block.block_backward, blocks | dict(WITH_DQ=True), both
+            for ordered in (False, True):
+                flagged = blocks | dict(WITH_DQ=True, ORDERED=ordered)
+                yield by_block.block_backward, flagged, block_tiles(*sizes, "backward")
         else:
             yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
             yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
-            blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True, WITH_DQ=False)
+            blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
             yield by_block.block_backward, blocks, block_tiles(*sizes, "dkv")
 
 
@@ -200,6 +201,7 @@ SMALL_KERNELS = [
     (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True)),
     (by_block.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
+    (by_block.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
     (index.count_choices, dict(SUBS=8, BQ=128)),
     (index.add_up, dict(BLOCK=8192)),
     (index.list_choices, dict(SUBS=8, BQ=128)),

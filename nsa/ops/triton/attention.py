@@ -93,8 +93,7 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> Inputs:
     """Gradients of all inputs.
 
-    Where sums need a fixed order, the selected branch masks the past whatever its length, and
-    every branch takes the kernels of this package.
+    Where sums need a fixed order, every branch takes the kernels of this package.
     """
     q, bits = inputs.q, saved.bits
     ordered = torch.are_deterministic_algorithms_enabled()
@@ -114,17 +113,18 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         grads[branch] = grads_kv[0], grads_kv[1]
         dq_more = dq if dq_more is None else dq_more + dq
     dq_sel: Tensor | None = None
-    if problem.masked or ordered:
+    if problem.masked:
         grads[1] = band.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
     else:
         chosen = Selection(saved.ids, saved.num_chosen, bits, saved.before)
         rest = (q, *keys[1], dout, stats[1])
         if problem.by_query:
             dq_sel = by_query.backward_q(problem, *rest, chosen)
-            grads[1] = by_block.backward_kv(problem, *rest, invert(problem, chosen))
+            inverse = invert(problem, chosen)
+            grads[1] = by_block.backward_kv(problem, *rest, inverse, ordered=ordered)
         else:
             inverse = Inverse(*saved[-len(Inverse._fields) :])
-            dq_sel, *grads_kv = by_block.backward(problem, *rest, chosen, inverse)
+            dq_sel, *grads_kv = by_block.backward(problem, *rest, chosen, inverse, ordered=ordered)
             grads[1] = grads_kv[0], grads_kv[1]
     if 2 in routes:
         stats[2, ..., 2] = 0.0  # with a gate of 0 the window adds nothing to the gradient of q

@@ -48,7 +48,7 @@ def forward(
     """Output of the selected branch; finishes the gated sum."""
     out = torch.empty_like(gated.out)
     tiles = _tiles(problem)
-    groups = _groups(problem, problem.d_v)
+    groups = _groups(problem, inverse, part_bytes(problem, problem.d_v))
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     part, part_lse = problem.empty(size, problem.d_v), problem.empty(size, dtype=torch.float32)
     for group in groups:
@@ -122,20 +122,26 @@ def backward(
     stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
     chosen: Selection,
     inverse: Inverse,
+    *,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # the first fp32
     """Gradients of q, k and v.
 
-    Those of k and v are sums of several programs, which meet in memory in no fixed order.
+    Those of k and v are sums of several programs, which meet in memory in no fixed order, or,
+    `ordered`, each in a place of its own.
     """
-    dk, dv = _zeros(k), _zeros(v)
+    sums = _zeros(k), _zeros(v)
     dq = problem.empty(*q.shape, dtype=torch.float32)
-    groups = _groups(problem, problem.d_k)
+    groups = _groups(problem, inverse, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     part = problem.empty(size, problem.d_k)
+    slots = _slots(problem, inverse, groups[0]) if ordered else None
     for group in groups:
-        _backward_group(problem, group, q, k, v, dout, stats, inverse, dk, dv, part)
+        _backward_group(problem, group, q, k, v, dout, stats, inverse, slots or sums, part, ordered)
         _sum_group(problem, group, part, chosen, dq)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        if slots:
+            _sum_slots(problem, group, q, inverse, slots, sums)
+    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
 def backward_kv(
@@ -146,12 +152,18 @@ def backward_kv(
     dout: Tensor,
     stats: Tensor,
     inverse: Inverse,
+    *,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of k and v alone."""
-    dk, dv = _zeros(k), _zeros(v)
-    whole = Group(0, inverse.item_block.shape[1], 0, problem.seq_len)
-    _backward_group(problem, whole, q, k, v, dout, stats, inverse, dk, dv, None)
-    return dk.to(k.dtype), dv.to(v.dtype)
+    sums = _zeros(k), _zeros(v)
+    groups = _groups(problem, inverse, 0, ordered)
+    slots = _slots(problem, inverse, groups[0]) if ordered else None
+    for group in groups:
+        _backward_group(problem, group, q, k, v, dout, stats, inverse, slots or sums, None, ordered)
+        if slots:
+            _sum_slots(problem, group, q, inverse, slots, sums)
+    return sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
 def _backward_group(
@@ -163,16 +175,16 @@ def _backward_group(
     dout: Tensor,
     stats: Tensor,
     inverse: Inverse,
-    dk: Tensor,
-    dv: Tensor,
+    grads: tuple[Tensor, Tensor],  # of k and v: their sums, or the slots of the items
     part: Tensor | None,  # partial gradients of q; None: none
+    ordered: bool,
 ) -> None:
     start(
         problem.memo,
-        ("backward by block", group),
+        ("backward by block", group, ordered),
         by_block.block_backward,
         (
-            q, k, v, dout, stats, dk, dv, q if part is None else part,
+            q, k, v, dout, stats, *grads, q if part is None else part,
             inverse.queries, inverse.places, inverse.item_block, inverse.item_ends, inverse.ends,
             *problem.block_index(q),
         ),
@@ -182,7 +194,7 @@ def _backward_group(
                 *_sizes(problem, inverse, group), problem.scale, problem.scale_log2,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3],
             ),
-            {**_constants(problem, q, dout), "WITH_DQ": part is not None},
+            {**_constants(problem, q, dout), "WITH_DQ": part is not None, "ORDERED": ordered},
             _tiles(problem, "dkv" if part is None else "backward"),
         ),
     )  # fmt: skip
@@ -207,11 +219,70 @@ def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, 
     )  # fmt: skip
 
 
-def _groups(problem: Problem, dim: int) -> list[Group]:
-    """Chunks in groups whose partial results of `dim` numbers fit the workspace."""
+def _slots(problem: Problem, inverse: Inverse, group: Group) -> tuple[Tensor, Tensor]:
+    """Memory for the gradients of k and v of every item of a group."""
+    num_items = problem.num_segments * group.num_chunks * inverse.item_block.shape[2]
+    keys = padded(problem.spec.l_sel)
+    return (
+        problem.empty(num_items, keys, problem.d_k, dtype=torch.float32),
+        problem.empty(num_items, keys, problem.d_v, dtype=torch.float32),
+    )
+
+
+def _sum_slots(
+    problem: Problem,
+    group: Group,
+    q: Tensor,
+    inverse: Inverse,
+    slots: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, Tensor],
+) -> None:
+    for name, slot, total in zip("kv", slots, sums, strict=True):
+        _sum_slots_of(problem, group, name, slot, total, inverse, problem.block_index(q))
+
+
+def _sum_slots_of(
+    problem: Problem,
+    group: Group,
+    name: str,
+    slots: Tensor,
+    total: Tensor,
+    inverse: Inverse,
+    block_index: tuple[Tensor, ...],
+) -> None:
+    _, num_chunks, num_items = inverse.item_block.shape
+    start(
+        problem.memo,
+        ("sum of slots", name, group),
+        by_block.sum_items,
+        (slots, total, inverse.item_ends, *block_index),
+        lambda: Launch.plain(
+            (problem.num_blocks, problem.num_segments),
+            (
+                group.first_chunk, num_chunks, group.num_chunks, problem.seq_len,
+                problem.num_blocks, num_items, problem.num_groups,
+            ),
+            {"D": total.shape[3], "D_PAD": padded(total.shape[3]), "L_SEL": problem.spec.l_sel}
+            | {"HAS_DOCS": problem.packed, "BN": padded(problem.spec.l_sel)},
+        ),
+    )  # fmt: skip
+
+
+def _groups(
+    problem: Problem, inverse: Inverse, row_bytes: int, ordered: bool = False
+) -> list[Group]:
+    """Chunks in groups whose partial results fit the workspace.
+
+    A query has `row_bytes` of them; an item, `ordered`, its slot.
+    """
     chunk, seq_len = chunk_size(problem), problem.seq_len
-    together = max(PART_BYTES // (part_bytes(problem, dim) * chunk), 1)
+    chunk_bytes = row_bytes * chunk
+    if ordered:
+        width = padded(problem.spec.l_sel) * (problem.d_k + problem.d_v)
+        slot_bytes = problem.num_segments * inverse.item_block.shape[2] * width * 4
+        chunk_bytes = max(chunk_bytes, slot_bytes)
     num_chunks = ceil_div(seq_len, chunk)
+    together = max(PART_BYTES // chunk_bytes, 1) if chunk_bytes else num_chunks
     return [
         Group(
             first,

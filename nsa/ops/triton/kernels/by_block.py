@@ -175,11 +175,13 @@ def block_backward(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
     HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr, WITH_DQ: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    ORDERED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradients from one item: of a block's keys and values, and the item's share of its queries'.
 
-    Those of keys and values are summed in registers and added to fp32 [B, S, Hkv, D] once an item.
+    Those of keys and values are summed in registers and added to fp32 [B, S, Hkv, D] once an item,
+    in no fixed order. ORDERED: they go to the item's own slot, [segments, chunks of this launch,
+    NUM_ITEMS, BN, D] fp32, which sum_items reads.
     Those of queries, WITH_DQ, go to part [segments, num_rows, N_SEL, G, DK], as in the forward.
     Tiles are [keys, rows]: probabilities and their gradients are left operands as they are.
     """
@@ -245,15 +247,52 @@ def block_backward(
                 b_dq2 = tl.trans(_dot(tl.trans(b_k2), b_ds, UPCAST)) * scale
                 m_q2 = m_r[:, None] & (o_dk2 < DK)[None, :]
                 tl.store(p_row + o_dk2[None, :], b_dq2.to(p_part.dtype.element_ty), mask=m_q2)
-    row = (i_b * S + keys) * Hkv + i_g
-    p_rows = p_dk + row * DK
-    m_rows = m_k[:, None] & (o_dk < DK)[None, :]
-    tl.atomic_add(p_rows + o_dk[None, :], b_dk * scale, mask=m_rows, sem="relaxed")
+    if ORDERED:
+        slot = (i_seg * tl.num_programs(1) + tl.program_id(1)) * NUM_ITEMS + tl.program_id(0)
+        row = slot * BN + tl.arange(0, BN)[:, None]
+    else:
+        row = (i_b * S + keys) * Hkv + i_g
+    p_rows = p_dk + row * DK + o_dk[None, :]
+    _give(p_rows, b_dk * scale, m_k[:, None] & (o_dk < DK)[None, :], ORDERED)
     if DK2 > 0:
-        m_rows = m_k[:, None] & (o_dk2 < DK)[None, :]
-        tl.atomic_add(p_rows + o_dk2[None, :], b_dk2 * scale, mask=m_rows, sem="relaxed")
-    m_rows = m_k[:, None] & (o_dv < DV)[None, :]
-    tl.atomic_add(p_dv + row * DV + o_dv[None, :], b_dv, mask=m_rows, sem="relaxed")
+        p_rows = p_dk + row * DK + o_dk2[None, :]
+        _give(p_rows, b_dk2 * scale, m_k[:, None] & (o_dk2 < DK)[None, :], ORDERED)
+    p_rows = p_dv + row * DV + o_dv[None, :]
+    _give(p_rows, b_dv, m_k[:, None] & (o_dv < DV)[None, :], ORDERED)
+
+
+@triton.jit
+def _give(p, b, mask, ORDERED: tl.constexpr):
+    """Write to places of one's own, or add to those that others add to."""
+    if ORDERED:
+        tl.store(p, b, mask=mask)
+    else:
+        tl.atomic_add(p, b, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def sum_items(
+    p_slots, p_sum, p_item_ends, p_block_start, p_block_stop,
+    first_chunk, num_chunks, num_together, S, NUM_BLOCKS, NUM_ITEMS, Hkv,
+    D: tl.constexpr, D_PAD: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Add the slots of one block's items to fp32 [B, S, Hkv, D], in the order of the items."""
+    block, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_n, o_d = tl.arange(0, BN), tl.arange(0, D_PAD)
+    mask = (k0 + o_n < k_stop)[:, None] & (o_d < D)[None, :]
+    row = ((i_seg // Hkv) * S + k0 + o_n) * Hkv + i_seg % Hkv
+    p_rows = p_sum + row[:, None] * D + o_d[None, :]
+    b_sum = tl.load(p_rows, mask=mask, other=0.0)
+    for i in range(0, num_together):
+        p_ends = p_item_ends + (i_seg * num_chunks + first_chunk + i) * NUM_BLOCKS + block
+        first = tl.load(p_ends - 1, mask=block > 0, other=0)
+        for item in range(first, tl.load(p_ends)):
+            slot = (i_seg * num_together + i) * NUM_ITEMS + item
+            p_slot = p_slots + (slot * BN + o_n)[:, None] * D + o_d[None, :]
+            b_sum += tl.load(p_slot, mask=mask, other=0.0)
+    tl.store(p_rows, b_sum, mask=mask)
 
 
 @triton.jit
