@@ -7,7 +7,9 @@ from nsa.model.counts import BYTES, block_spec, num_branches, parameter_counts
 
 FP32 = 4
 PART = 1 << 24
-"""Logits that the loss has at a time, at most."""
+"""Logits that the loss has at a time, at most, ..."""
+FUSED_PART = 1 << 27
+"""... and where a kernel computes it, in one copy."""
 
 
 def training_memory(config: Config) -> dict[str, int]:
@@ -30,7 +32,7 @@ def training_memory(config: Config) -> dict[str, int]:
         "activations": num_kept * layer + (num_checkpointed + 2) * stream,  # 2: the last norm
         "recomputation": layer if num_checkpointed else 0,  # one layer at a time, in backward
         "head": head_activations(config),
-        "logits": min(_tokens(config) * config.data.vocab, PART) * (2 * FP32 + _half(config)),
+        "logits": _logits(config),
     }
 
 
@@ -111,9 +113,11 @@ def _num_checkpointed(config: Config) -> int:
     return last - first
 
 
-def _half(config: Config) -> int:
-    """16-bit logits exist beside their fp32 copy."""
-    return 2 if config.runtime.precision != "fp32" else 0
+def _logits(config: Config) -> int:
+    """The larger of both ways: some rows in three copies, or more rows in one."""
+    logits, size = _tokens(config) * config.data.vocab, BYTES[config.runtime.precision]
+    plain = min(logits, PART) * (2 * FP32 + (size if size < FP32 else 0))
+    return max(plain, min(logits, FUSED_PART) * size)
 
 
 def _compressed(config: Config) -> int:
