@@ -11,11 +11,15 @@ from typing import NamedTuple
 
 import nsa
 from bench.cases import Case
+from nsa.config import Config
+from nsa.model.counts import step_flops
 
 FLOPS_PER_S = 790e12
 """Dense bf16 products of large matrices; measured on an H200."""
 BYTES_PER_S = 4.3e12
 """Device memory, by a large copy; measured on an H200."""
+PEAK_FLOPS_PER_S = 989e12
+"""Dense bf16 products by the data sheet of an H100 or H200: what MFU is counted against."""
 
 
 class Pairs(NamedTuple):
@@ -73,6 +77,16 @@ def dense_work(case: Case, *, itemsize: int) -> Work:
     size = shape.Hq * shape.Dk + shape.Hkv * (shape.Dk + shape.Dv)
     inputs, out = tokens * size * itemsize, tokens * shape.Hq * shape.Dv * itemsize
     return Work(fwd_flops, bwd_flops, inputs + out, inputs + out + inputs)
+
+
+def train_mfu(config: Config, tokens_per_s: float) -> float:
+    """Share of the peak that a training run uses: forward and backward of what the model needs.
+
+    Work that is done twice, in a kernel's backward or a checkpointed layer, is not counted.
+    """
+    train = config.train
+    tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
+    return sum(step_flops(config).values()) / tokens * tokens_per_s / PEAK_FLOPS_PER_S
 
 
 def _products(pairs: int, case: Case) -> tuple[float, float]:

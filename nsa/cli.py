@@ -139,7 +139,9 @@ def _plan(args: argparse.Namespace) -> int:
     path, config = _load(args)
     from nsa.train.runtime import resolve_runtime
 
-    runtime = resolve_runtime(config.runtime, (config.model.d_k, config.model.d_v))
+    runtime = resolve_runtime(
+        config.runtime, (config.model.d_k, config.model.d_v), config.model.attention
+    )
     print(f"config: {path}")
     print(f"device: {runtime.describe_device()}, precision: {runtime.precision}")
     print(runtime.plan)

@@ -18,6 +18,7 @@ from nsa.config.check import (
 from nsa.config.errors import nearest
 from nsa.config.tokenizer_json import count_ids
 
+ATTENTIONS = ("nsa", "dense")
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
 SCHEDULES = ("cosine", "constant", "wsd")
@@ -55,6 +56,8 @@ class ModelConfig:
     """Size of a query or key head; even, because RoPE rotates halves."""
     d_v: int = 128
     """Size of a value head; may differ from d_k."""
+    attention: str = "nsa"
+    """nsa, or dense: causal attention to all earlier tokens, to compare with; ignores group nsa."""
     tie_embeddings: bool = False
     """One matrix for the input embedding and the output head; saves vocab * dim parameters."""
     rope_base: float = 10000.0
@@ -64,6 +67,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "model", "dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v")
+        one_of("model.attention", self.attention, ATTENTIONS)
         finite_positive(self, "model", "rope_base", "rope_scale")
         divides("model.n_kv_groups", self.n_kv_groups, "model.n_heads", self.n_heads)
         if self.d_k % 2:
@@ -268,3 +272,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.runtime.gc_layers:
             ok_layers("runtime.gc_layers", self.runtime.gc_layers, self.model.n_layers)
+        if self.model.attention == "dense" and self.runtime.backend not in ("auto", "torch"):
+            todo = "set runtime.backend=auto, or model.attention=nsa"
+            allowed = "auto or torch for model.attention=dense, which is torch's own"
+            refuse("runtime.backend", self.runtime.backend, allowed, todo)

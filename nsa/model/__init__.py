@@ -2,7 +2,16 @@
 
 from nsa.model.attention import NSAAttention
 from nsa.model.cache import NSACache
+from nsa.model.dense import DenseAttention, DenseCache
 from nsa.model.lm import ModelCache, TinyLM
 from nsa.model.stats import AttentionStats
 
-__all__ = ["AttentionStats", "ModelCache", "NSAAttention", "NSACache", "TinyLM"]
+__all__ = [
+    "AttentionStats",
+    "DenseAttention",
+    "DenseCache",
+    "ModelCache",
+    "NSAAttention",
+    "NSACache",
+    "TinyLM",
+]

@@ -48,7 +48,10 @@ class NSAAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = BlockSpec(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
-        _check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, phi, gate, rope_base, rope_scale)
+        check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
+        for name, choice, known in (("phi", phi, PHIS), ("gate", gate, GATES)):
+            if choice not in known:
+                raise ValueError(f"{name}={choice!r} is not known; use one of {', '.join(known)}")
         self.num_heads, self.num_groups, self.d_k, self.d_v = n_heads, n_kv_groups, d_k, d_v
         self.phi, self.gate_kind, self.backend = phi, gate, backend
         self.rope_base, self.rope_scale = rope_base, rope_scale
@@ -201,9 +204,10 @@ class NSAAttention(nn.Module):
         # The learned phi wants unrotated keys; it rotates its output instead.
         num_rotated = num_keys - (self.num_groups if self.phi == "mlp" else 0)
         rotated = apply_rope(heads[:, :, :num_rotated], rope)
-        heads = torch.cat([rotated, heads[:, :, num_rotated:]], dim=2)
+        if num_rotated < num_keys:
+            rotated = torch.cat([rotated, heads[:, :, num_rotated:]], dim=2)
         sizes = [self.num_heads] + 3 * [self.num_groups]
-        q, k_sel, k_win, k_cmp = heads.split(sizes, dim=2)
+        q, k_sel, k_win, k_cmp = rotated.split(sizes, dim=2)
         v = values.unflatten(-1, (3, self.num_groups, self.d_v)).unbind(dim=2)
         return q, (k_cmp, k_sel, k_win), v, self._gates(x, q.dtype)
 
@@ -242,17 +246,16 @@ class NSAAttention(nn.Module):
         return self.rope(document_positions(num_tokens, None, x.device, first), x.dtype)
 
 
-def _check_sizes(
+def check_sizes(
     dim: int,
     n_heads: int,
     n_kv_groups: int,
     d_k: int,
     d_v: int,
-    phi: str,
-    gate: str,
     rope_base: float,
     rope_scale: float,
 ) -> None:
+    """Refuse heads and positions that no attention can have."""
     sizes = {"dim": dim, "n_heads": n_heads, "n_kv_groups": n_kv_groups, "d_k": d_k, "d_v": d_v}
     for name, value in sizes.items():
         if value < 1:
@@ -267,6 +270,3 @@ def _check_sizes(
     for name, number in (("rope_base", rope_base), ("rope_scale", rope_scale)):
         if not number > 0:
             raise ValueError(f"{name}={number}; give a positive number")
-    for name, choice, known in (("phi", phi, PHIS), ("gate", gate, GATES)):
-        if choice not in known:
-            raise ValueError(f"{name}={choice!r} is not known; use one of {', '.join(known)}")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from nsa.model.attention import NSAAttention
-from nsa.model.cache import NSACache
+from nsa.model.dense import DenseAttention
 from nsa.model.norm import RMSNorm
 from nsa.model.rope import Rope
 from nsa.model.stats import AttentionStats
+
+Attention = NSAAttention | DenseAttention
+"""Both have the same methods; a cache is of the kind of the attention that made it."""
 
 MLP_RATIO = 4
 """Width of the MLP in units of the model's."""
@@ -34,11 +39,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
-    def __init__(self, dim: int, attn: NSAAttention, layer: int) -> None:
+    def __init__(self, dim: int, attn: Attention, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.norm1 = RMSNorm(dim)
-        self.attn = attn
+        self.attn: Any = attn
         self.norm2 = RMSNorm(dim)
         self.mlp = MLP(dim)
 
@@ -54,10 +59,10 @@ class Block(nn.Module):
         )
         return self._feed(x + attended)
 
-    def prefill(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
+    def prefill(self, x: Tensor, cache: Any) -> Tensor:  # [B, T, dim] -> [B, T, dim]
         return self._feed(x + self.attn.prefill(self.norm1(x), cache))
 
-    def step(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+    def step(self, x: Tensor, cache: Any) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
         return self._feed(x + self.attn.step(self.norm1(x), cache))
 
     def _feed(self, x: Tensor) -> Tensor:

@@ -26,11 +26,12 @@ def block_spec(config: Config) -> BlockSpec:
 def parameter_counts(config: Config) -> dict[str, int]:
     """Count the parameters of TinyLM by part; a tied head has none of its own."""
     model, layers = config.model, config.model.n_layers
+    gates = 0 if _is_dense(config) else 3 * model.n_heads
     return {
         "embedding": config.data.vocab * model.dim,
         "qkv": layers * model.dim * _qkv_width(config),
         "out": layers * model.n_heads * model.d_v * model.dim,
-        "gate": layers * (model.dim + 1) * 3 * model.n_heads,
+        "gate": layers * (model.dim + 1) * gates,
         "phi": layers * _phi_weights(config),
         "mlp": layers * 8 * model.dim**2,
         "norms": (2 * layers + 1) * model.dim,
@@ -39,18 +40,14 @@ def parameter_counts(config: Config) -> dict[str, int]:
 
 
 def forward_flops(config: Config, seq_len: int | None = None) -> dict[str, int]:
-    """Count the FLOPs of one row through the whole model, by part."""
-    model, spec = config.model, block_spec(config)
+    """Count the FLOPs of one row through the whole model, by part; dense has one branch, all."""
+    model = config.model
     seq_len = config.train.seq_len if seq_len is None else seq_len
     per_pair = 2 * model.n_heads * (model.d_k + model.d_v)  # q.k and p.v of all heads
     layer = {
         "projections": 2 * seq_len * model.dim * (_qkv_width(config) + model.n_heads * model.d_v),
-        "gates": 2 * seq_len * 3 * model.n_heads * (model.dim + model.d_v),
-        "compression": spec.num_cmp(seq_len) * model.n_kv_groups * _phi_flops(config),
-        "scores": _score_flops(config, seq_len),
-        "cmp": per_pair * visible(spec.num_cmp, seq_len),
-        "sel": per_pair * visible(spec.num_selected_tokens, seq_len),
-        "win": per_pair * visible(lambda count: min(spec.w, count), seq_len),
+        **({} if _is_dense(config) else _nsa_flops(config, seq_len)),
+        **{name: per_pair * pairs for name, pairs in _visible_pairs(config, seq_len).items()},
         "mlp": 2 * seq_len * 8 * model.dim**2,
     }
     flops = {part: model.n_layers * count for part, count in layer.items()}
@@ -64,19 +61,15 @@ def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> 
     decode does; a kernel that shares tiles between queries reads less. A matrix is read once for
     all rows, and its inputs and outputs move once.
     """
-    model, spec, size = config.model, block_spec(config), BYTES[config.runtime.precision]
+    model, size = config.model, BYTES[config.runtime.precision]
     seq_len = config.train.seq_len if seq_len is None else seq_len
     tokens, dim = rows * seq_len, model.dim
     pair = rows * model.n_kv_groups * (model.d_k + model.d_v)
     layer = {
         "projections": _matrix(tokens, dim, _qkv_width(config))
         + _matrix(tokens, model.n_heads * model.d_v, dim),
-        "gates": _matrix(tokens, dim, 3 * model.n_heads),
-        "compression": pair * (seq_len + spec.num_cmp(seq_len)) + _phi_weights(config),
-        "scores": 0,  # from p_cmp, which is never stored
-        "cmp": pair * visible(spec.num_cmp, seq_len),
-        "sel": pair * visible(spec.num_selected_tokens, seq_len),
-        "win": pair * visible(lambda count: min(spec.w, count), seq_len),
+        **({} if _is_dense(config) else _nsa_numbers(config, seq_len, rows)),
+        **{name: pair * pairs for name, pairs in _visible_pairs(config, seq_len).items()},
         "mlp": _matrix(tokens, dim, 4 * dim) + _matrix(tokens, 4 * dim, dim),
     }
     moved = {part: model.n_layers * count for part, count in layer.items()}
@@ -108,10 +101,52 @@ def visible(sees: Callable[[int], int], seq_len: int) -> int:
     return sum(sees(count) for count in range(1, seq_len + 1))
 
 
+def num_branches(config: Config) -> int:
+    """Branches with K and V of their own."""
+    return 1 if _is_dense(config) else 3
+
+
+def _is_dense(config: Config) -> bool:
+    return config.model.attention == "dense"
+
+
+def _visible_pairs(config: Config, seq_len: int) -> dict[str, int]:
+    """Keys seen by all queries of a row, by branch."""
+    if _is_dense(config):
+        return {"all": visible(lambda count: count, seq_len)}
+    spec = block_spec(config)
+    return {
+        "cmp": visible(spec.num_cmp, seq_len),
+        "sel": visible(spec.num_selected_tokens, seq_len),
+        "win": visible(lambda count: min(spec.w, count), seq_len),
+    }
+
+
+def _nsa_flops(config: Config, seq_len: int) -> dict[str, int]:
+    """What one layer of NSA does beside its branches, for a row."""
+    model, num_cmp = config.model, block_spec(config).num_cmp(seq_len)
+    return {
+        "gates": 2 * seq_len * 3 * model.n_heads * (model.dim + model.d_v),
+        "compression": num_cmp * model.n_kv_groups * _phi_flops(config),
+        "scores": _score_flops(config, seq_len),
+    }
+
+
+def _nsa_numbers(config: Config, seq_len: int, rows: int) -> dict[str, int]:
+    """The numbers that it moves beside its branches, for all rows."""
+    model, num_cmp = config.model, block_spec(config).num_cmp(seq_len)
+    pair = rows * model.n_kv_groups * (model.d_k + model.d_v)
+    return {
+        "gates": _matrix(rows * seq_len, model.dim, 3 * model.n_heads),
+        "compression": pair * (seq_len + num_cmp) + _phi_weights(config),
+        "scores": 0,  # from p_cmp, which is never stored
+    }
+
+
 def _qkv_width(config: Config) -> int:
-    """Columns of the fused projection: q, and K and V of each of the three branches."""
-    model = config.model
-    return model.n_heads * model.d_k + 3 * model.n_kv_groups * (model.d_k + model.d_v)
+    """Columns of the fused projection: q, and K and V of each branch."""
+    model, num_kv = config.model, num_branches(config) * config.model.n_kv_groups
+    return model.n_heads * model.d_k + num_kv * (model.d_k + model.d_v)
 
 
 def _matrix(rows: int, inputs: int, outputs: int) -> int:

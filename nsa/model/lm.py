@@ -1,9 +1,9 @@
-"""TinyLM: a decoder-only language model on NSA."""
+"""TinyLM: a decoder-only language model on NSA, or on dense attention to compare with."""
 
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.config import Config, parse_layers
 from nsa.model.attention import NSAAttention
-from nsa.model.block import Block
-from nsa.model.cache import NSACache
+from nsa.model.block import Attention, Block
+from nsa.model.dense import ATTENTIONS, DenseAttention
 from nsa.model.norm import RMSNorm
 from nsa.model.rope import document_positions
 from nsa.model.stats import AttentionStats
@@ -21,9 +21,9 @@ EMBED_STD = 0.02
 
 
 class ModelCache:
-    """One NSACache per layer; all hold the same tokens."""
+    """One NSACache or DenseCache per layer; all hold the same tokens."""
 
-    def __init__(self, layers: list[NSACache]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
 
     @property
@@ -67,15 +67,26 @@ class TinyLM(nn.Module):
         rope_scale: float = 1.0,
         tie_embeddings: bool = False,
         backend: str = "auto",
+        attention: str = "nsa",
     ) -> None:
+        """`attention` "dense" leaves aside what is NSA's alone: blocks, phi, gate and backend."""
         super().__init__()
+        if attention not in ATTENTIONS:
+            known = ", ".join(ATTENTIONS)
+            raise ValueError(f"attention={attention!r} is not known; use one of {known}")
         for name, value in (("vocab", vocab), ("n_layers", n_layers)):
             if value < 1:
                 raise ValueError(f"{name}={value}; give a positive size")
         self.vocab = vocab
         self.checkpointed = _checkpointed_layers(n_layers, grad_checkpointing, gc_layers)
 
-        def attention() -> NSAAttention:
+        def new_attention() -> Attention:
+            if attention == "dense":
+                return DenseAttention(
+                    *(dim, n_heads, n_kv_groups, d_k, d_v),
+                    rope_base=rope_base,
+                    rope_scale=rope_scale,
+                )
             return NSAAttention(
                 dim,
                 n_heads,
@@ -95,7 +106,7 @@ class TinyLM(nn.Module):
             )
 
         self.embed = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(Block(dim, attention(), i) for i in range(n_layers))
+        self.blocks = nn.ModuleList(Block(dim, new_attention(), i) for i in range(n_layers))
         self.norm = RMSNorm(dim)
         self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab, bias=False)
         self._scale_init(n_layers)
@@ -125,6 +136,7 @@ class TinyLM(nn.Module):
             rope_scale=cfg.model.rope_scale,
             tie_embeddings=cfg.model.tie_embeddings,
             backend=cfg.runtime.attention_backend,
+            attention=cfg.model.attention,
         )
 
     def forward(

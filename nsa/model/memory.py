@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from nsa.config import Config, parse_layers
-from nsa.model.counts import BYTES, block_spec, parameter_counts
+from nsa.model.counts import BYTES, block_spec, num_branches, parameter_counts
 
 FP32 = 4
 PART = 1 << 24
-"""Logits that the loss has at a time, at most."""
+"""Logits that the loss has at a time, at most, ..."""
+FUSED_PART = 1 << 27
+"""... and where a kernel computes it, in one copy."""
 
 
 def training_memory(config: Config) -> dict[str, int]:
@@ -30,7 +32,7 @@ def training_memory(config: Config) -> dict[str, int]:
         "activations": num_kept * layer + (num_checkpointed + 2) * stream,  # 2: the last norm
         "recomputation": layer if num_checkpointed else 0,  # one layer at a time, in backward
         "head": head_activations(config),
-        "logits": min(_tokens(config) * config.data.vocab, PART) * (2 * FP32 + _half(config)),
+        "logits": _logits(config),
     }
 
 
@@ -41,22 +43,30 @@ def head_activations(config: Config) -> int:
 
 
 def layer_activations(config: Config) -> int:
-    """Count what one layer keeps for its backward pass, under the torch backend."""
-    model, spec = config.model, block_spec(config)
+    """Count what one layer keeps for its backward pass, under the torch backend.
+
+    Dense attention is taken to keep no probabilities, as every backend but the plain-math one.
+    """
+    model, num_kv = config.model, num_branches(config) * config.model.n_kv_groups
     size, tokens = BYTES[config.runtime.precision], _tokens(config)
-    num_keys = model.n_heads + 3 * model.n_kv_groups
+    num_keys = model.n_heads + num_kv
     norms = 2 * (2 * FP32 * model.dim + FP32)  # input, scaled input, 1 / rms; of both norms
-    inputs = model.dim * (3 if size == 2 else 2)  # of qkv, gate (its own cast copy), fc1
-    attention = num_keys * model.d_k + 3 * model.n_kv_groups * model.d_v  # as projected
+    inputs = model.dim * 2  # of qkv and gate, of fc1
+    attention = num_keys * model.d_k + num_kv * model.d_v  # as projected
     rotated = num_keys * model.d_k
     out = model.n_heads * model.d_v
-    small = FP32 * (6 * model.n_heads + model.n_kv_groups * spec.n_sel)  # gates, LSEs, selection
-    per_token = norms + size * (inputs + attention + rotated + out + 8 * model.dim) + small
+    per_token = norms + size * (inputs + attention + rotated + out + 8 * model.dim)
+    if num_branches(config) == 1:
+        return tokens * (per_token + FP32 * model.n_heads)  # LSEs
+    chosen = model.n_kv_groups * config.nsa.n_sel
+    per_token += FP32 * (6 * model.n_heads + chosen)  # gates, LSEs, selection
     return tokens * per_token + config.train.batch_size * size * _compressed(config)
 
 
 def cache_bytes(config: Config, num_tokens: int, batch: int = 1) -> dict[str, int]:
     """Count the decode cache of `num_tokens`, by what it holds."""
+    if num_branches(config) == 1:
+        return {"all": dense_cache_bytes(config, num_tokens, batch)}
     spec, token = block_spec(config), batch * _token_bytes(config)
     return {
         "selected": num_tokens * token,
@@ -73,6 +83,8 @@ def dense_cache_bytes(config: Config, num_tokens: int, batch: int = 1) -> int:
 
 def decode_reads(config: Config, num_tokens: int) -> dict[str, int]:
     """Count the tokens that each KV head reads to decode one more, at this length."""
+    if num_branches(config) == 1:
+        return {"all": num_tokens}
     spec = block_spec(config)
     return {
         "cmp": spec.num_cmp(num_tokens),
@@ -101,9 +113,11 @@ def _num_checkpointed(config: Config) -> int:
     return last - first
 
 
-def _half(config: Config) -> int:
-    """16-bit logits exist beside their fp32 copy."""
-    return 2 if config.runtime.precision != "fp32" else 0
+def _logits(config: Config) -> int:
+    """The larger of both ways: some rows in three copies, or more rows in one."""
+    logits, size = _tokens(config) * config.data.vocab, BYTES[config.runtime.precision]
+    plain = min(logits, PART) * (2 * FP32 + (size if size < FP32 else 0))
+    return max(plain, min(logits, FUSED_PART) * size)
 
 
 def _compressed(config: Config) -> int:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, eps 1e-6."""
+    """x / rms(x) * weight, eps 1e-6.
+
+    Under autocast the result has autocast's type: only products read it, and each of them would
+    otherwise make a rounded copy of its own.
+    """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -15,6 +20,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.double() if x.dtype == torch.float64 else x.float()
-        inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (wide * inverse_rms * self.weight.to(wide.dtype)).to(x.dtype)
+        wide = x if x.dtype == torch.float64 else x.float()
+        normed = F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps)
+        kind = x.device.type
+        rounded = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return normed.to(rounded)

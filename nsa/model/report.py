@@ -86,7 +86,8 @@ def _per_token(costs: dict[str, int], seq_len: int) -> dict[str, float]:
 
 
 def _decode(config: Config) -> str:
-    header = ("  length", "cmp", "sel", "win", "reads", "dense reads", "cache", "dense cache")
+    branches = tuple(decode_reads(config, 1))
+    header = ("  length", *branches, "reads", "dense reads", "cache", "dense cache")
     rows: list[tuple[str, ...]] = [header]
     for length in sorted({config.train.seq_len, *DECODE_LENGTHS}):
         reads = decode_reads(config, length)
@@ -100,7 +101,7 @@ def _decode(config: Config) -> str:
                 _bytes(dense_cache_bytes(config, length)),
             )
         )
-    return text_table(rows, right=range(1, 8))
+    return text_table(rows, right=range(1, len(header)))
 
 
 def _shares(parts: dict[str, int], show: Callable[[float], str]) -> str:

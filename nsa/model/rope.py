@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,34 @@ def rope_tables(
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate [B, S, H, Dk]; computed in the tables' dtype, returned in x's."""
     cos, sin = rope.cos[:, None], rope.sin[:, None]
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated.to(x.dtype)
+    if torch.compiler.is_compiling():  # it fuses the passes, and the casts cost nothing
+        return _rotate(x.to(cos.dtype), cos, sin).to(x.dtype)
+    rotated: Tensor = _Rotation.apply(x, cos, sin)
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: one pass, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """No copy of x in the tables' dtype is made: products read it as it is."""
+    first, second = x.chunk(2, dim=-1)
+    turned = (
+        torch.addcmul(first * cos, second, sin, value=-1),
+        torch.addcmul(second * cos, first, sin),
+    )
+    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
 
 
 def document_positions(

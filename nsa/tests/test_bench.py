@@ -12,8 +12,20 @@ import pytest
 import torch
 
 import nsa
-from bench import bench_prefill, flops, measure, peers, plot_prefill, report, selections
+from bench import (
+    bench_prefill,
+    bench_train,
+    flops,
+    measure,
+    peers,
+    plot_prefill,
+    report,
+    selections,
+    train_cell,
+    train_report,
+)
 from bench.cases import PRESETS, Case, Shape, parse_shape
+from bench.train_cases import GOALS, NAMES, Cell, config_of
 from nsa.ops import reference
 from nsa.tests.conftest import REPOSITORY
 
@@ -391,3 +403,109 @@ def test_kernels_are_listed_with_their_share():
 def test_commit_is_unknown_without_git(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert report.commit() == "unknown"
+
+
+def run_train(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Rehearse the training benchmark: its exit code, and what it printed."""
+    small = ["--device", "cpu", "--tiny", "--steps", "2", "--warmup", "1"]
+    code = bench_train.main([*small, *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_train_bench_measures_both_models_and_says_why_a_variant_failed(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    settings = ["--cells", "64x2", "--variants", "nsa,nsa-graph,dense", "--json", str(path)]
+    code, printed = run_train(capsys, *settings, "--commit", "abc")
+    assert code == 1  # a variant of ours failed
+    result = train_report.read_result(path)
+    assert result["environment"]["commit"] == "abc"
+    assert result["environment"]["torch"] == torch.__version__
+    assert "--cells 64x2" in result["environment"]["command"]
+    (cell,) = result["cells"]
+    ours, captured, dense = cell["rows"]
+    assert ours["timed_steps"] == dense["timed_steps"] == 2
+    assert ours["tokens_per_s"] == pytest.approx(1e3 * 128 / ours["step_ms"])
+    assert cell["ratio"] == ours["ratio"] == ours["tokens_per_s"] / dense["tokens_per_s"]
+    assert abs(ours["loss"] - np.log(256)) < 0.2 and ours["loss"] != dense["loss"]
+    assert "needs a CUDA device" in captured["reason"] and "tokens_per_s" not in captured
+    lines = printed.splitlines()[-3:]
+    assert [line.split()[1] for line in lines] == ["nsa", "nsa-graph", "dense"]
+    assert "failed: ValueError" in lines[1]
+
+
+def test_train_bench_goes_on_without_the_variant_that_ended_its_process(monkeypatch, capsys):
+    asked = []
+
+    def process(task: train_cell.Task, timeout_s: float):
+        asked.append(task.variants)
+        begins = [{"kind": "begin", "variant": name} for name in task.variants[:2]]
+        if "nsa-graph" in task.variants:
+            return "the process ended with code -11", begins
+        row = dict(step_ms=2.0, tokens_per_s=64e3, mfu=None, peak_mib=None, first_s=1.0, loss=1.0)
+        return "", [{"kind": "row", "variant": name, **row} for name in task.variants]
+
+    monkeypatch.setattr(bench_train, "run_process", process)
+    code, printed = run_train(capsys, "--cells", "128x1", "--variants", "nsa,nsa-graph,dense")
+    assert code == 1 and asked == [["nsa", "nsa-graph", "dense"], ["nsa", "dense"]]
+    last = printed.splitlines()[-3:]
+    assert "64,000" in last[0] and "failed: the process ended with code -11" in last[1]
+    assert "64,000" in last[2]
+
+
+def test_train_bench_stops_a_process_that_hangs():
+    task = train_cell.Task(
+        length=64, batch=1, variants=["nsa"], steps=10**6, warmup=1, device="cpu", tiny=True
+    )
+    ending, _ = bench_train.run_process(task, 0.01)
+    assert "more than 0.01 s (--cell-timeout)" in ending
+
+
+@pytest.mark.parametrize("cell", GOALS, ids=str)
+def test_train_bench_holds_ours_to_the_goal_of_a_cell(cell):
+    goal = GOALS[cell]
+    dense = goal.tokens_per_s or 100.0
+    for ours, met in ((1.001, True), (0.999, False)):
+        speed = dense * ours * (goal.ratio or 1.0)
+        rows = [dict(variant="nsa-graph", tokens_per_s=speed), dict(variant="nsa", reason="no")]
+        rows += [dict(variant="dense", tokens_per_s=1.0), dict(variant="dense-x", reason="no")]
+        rows += [dict(variant="dense-compiled", tokens_per_s=dense)]
+        found = train_report.summarize(cell, rows, tiny=False)
+        assert (found["goal_met"], found["best_dense"]) == (met, "dense-compiled")
+        result = {"cells": [found | {"rows": []}]}
+        assert ("ok" if met else "miss") in train_report.table(result)
+    alone = [dict(variant="nsa", tokens_per_s=1.0)]
+    assert train_report.summarize(cell, alone, tiny=False)["goal_met"] in (None, False)
+
+
+def test_train_bench_has_the_production_model_with_the_gpt2_vocabulary():
+    ours, dense = (config_of(Cell(8192, 4), name, "cpu", tiny=False) for name in ("nsa", "dense"))
+    assert (ours.model.dim, ours.model.n_layers, ours.data.vocab) == (768, 12, 50257)
+    assert (ours.train.seq_len, ours.train.batch_size) == (8192, 4)
+    assert ours.runtime.precision == "bf16" and dense.model.attention == "dense"
+    # 3 * 2 FLOPs for each weight of a matrix and token, and the attention of half the length
+    matrices = 12 * (768 * (12 * 64 + 2 * 128) + 768 * 768 + 8 * 768**2) + 768 * 50257
+    attention = 12 * 12 * 2 * 128 * 8193 / 2
+    expected = 3 * (2 * matrices + attention) * 1e5 / flops.PEAK_FLOPS_PER_S
+    assert flops.train_mfu(dense, 1e5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cells", "2048"], "'2048' is no cell; give length x batch"),
+        (["--cells", "64x0"], "'64x0' is no cell"),
+        (["--variants", "nsa,sparse"], f"'sparse' is not known; choose from {', '.join(NAMES)}"),
+        (["--steps", "0"], "--steps 0 is below 1"),
+        (["--json", "nowhere/r.json"], "create it first"),
+    ],
+)
+def test_train_bench_refuses_before_it_measures(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_train.main(["--device", "cpu", "--tiny", *arguments])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_train_bench_refuses_the_production_model_on_a_cpu(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_train.main(["--device", "cpu"])
+    assert "add --tiny" in capsys.readouterr().err

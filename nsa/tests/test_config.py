@@ -126,6 +126,7 @@ REFUSED = {
     "model.n_kv_groups=128": "multiple of model.n_kv_groups=128",
     "model.d_k=191": "even",
     "model.d_v=0": ">= 1",
+    "model.attention=sparse": "nsa | dense",
     "model.rope_scale=0": "> 0",
     "model.rope_base=inf": "> 0",
     "nsa.l=40": "use 32 or 48",
@@ -210,6 +211,10 @@ COMBINATIONS = {
     "no range of layers": (
         ["runtime.gradient_checkpointing=true", "runtime.gc_layers=3"],
         "A:B",
+    ),
+    "kernels of NSA for dense attention": (
+        ["model.attention=dense", "runtime.backend=triton"],
+        "auto or torch for model.attention=dense",
     ),
     "kernels without flash": (["runtime.use_flash=false", "runtime.backend=triton"], "use_flash"),
 }

@@ -20,6 +20,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "model.n_kv_groups": ("1", "weights"),
     "model.d_k": ("6", "weights"),
     "model.d_v": ("6", "weights"),
+    "model.attention": ("dense", "weights"),
     "model.tie_embeddings": ("true", "weights"),
     "model.rope_base": ("100", "losses"),
     "model.rope_scale": ("8", "losses"),

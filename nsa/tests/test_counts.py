@@ -37,6 +37,7 @@ VARIANTS = {
     "one head per group": ["model.n_kv_groups=6"],
     "one group": ["model.n_kv_groups=1", "model.n_layers=1"],
     "gpt2": ["data.tokenizer=gpt2"],
+    "dense": ["model.attention=dense"],
 }
 
 
@@ -205,6 +206,9 @@ MEMORY = {
     "fp32": [],
     "bf16": ["runtime.precision=bf16"],
     "mlp": ["nsa.phi=mlp"],
+    # with d_k = d_v: otherwise a CPU has plain math alone, which keeps the probabilities
+    "dense": ["model.attention=dense", "model.d_v=24"],
+    "dense in bf16": ["model.attention=dense", "model.d_v=24", "runtime.precision=bf16"],
     "checkpointed": ["runtime.gradient_checkpointing=true"],
     "some checkpointed": ["runtime.gradient_checkpointing=true", "runtime.gc_layers=1:2"],
 }

@@ -58,3 +58,25 @@ def test_positions_restart_with_each_document():
     cu_seqlens = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     positions = document_positions(9, cu_seqlens, torch.device("cpu"))
     assert positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
+
+
+def test_gradient_of_a_rotation_is_the_rotation_back():
+    rope = rope_tables(torch.arange(7), 8, base=100.0, scale=1.0, dtype=torch.float64)
+    x = torch.randn(2, 7, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: apply_rope(x, rope), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: apply_rope(x, rope), (x,))
+
+
+def test_rotation_of_bfloat16_is_rounded_once():
+    rope = rope_tables(torch.arange(50), 16, base=100.0, scale=1.0)
+    exact = rope_tables(torch.arange(50), 16, base=100.0, scale=1.0, dtype=torch.float64)
+    x = torch.randn(1, 50, 2, 16).bfloat16().requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    weight = torch.randn(1, 50, 2, 16).bfloat16()
+    out, wanted = apply_rope(x, rope), apply_rope(wide, exact)
+    (grad,) = torch.autograd.grad(out, x, weight)
+    (wanted_grad,) = torch.autograd.grad(wanted, wide, weight.double())
+    for found, expected in ((out, wanted), (grad, wanted_grad)):
+        assert found.dtype == torch.bfloat16
+        difference = (found.double() - expected).abs()
+        assert (difference <= 2**-8 * expected.abs() + 1e-6).all()

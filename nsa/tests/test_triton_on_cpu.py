@@ -14,7 +14,17 @@ triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nsa.ops.triton.kernels import band, band_backward, by_block, by_query, gate, index, mean, sums
+from nsa.ops.triton.kernels import (
+    band,
+    band_backward,
+    by_block,
+    by_query,
+    gate,
+    index,
+    loss,
+    mean,
+    sums,
+)
 from nsa.ops.triton.kernels import score as scoring
 from nsa.ops.triton.tiles import (
     block_tiles,
@@ -35,10 +45,11 @@ MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
 """Registers that do not fit and live in slow memory, per thread: measured limits, not wishes."""
 POINTERS = {
     "*bf16": ("p_part", "p_q", "p_k", "p_v", "p_o", "p_out", "p_dout", "p_x", "p_dx", "p_dq")
-    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more"),
+    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits"),
     "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
-    + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum"),
+    + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum", "p_losses"),
     "*i16": ("p_places", "p_before"),
+    "*i64": ("p_targets",),
 }
 """Types of the pointers; the others are indices."""
 
@@ -207,6 +218,7 @@ SMALL_KERNELS = [
     (index.list_choices, dict(SUBS=8, BQ=128)),
     (index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
     (sums.sum_parts, dict(BLOCK=1024)),
+    (loss.softmax_loss, dict(BLOCK=4096, WITH_GRAD=True)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
     (mean.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),

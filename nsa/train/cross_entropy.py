@@ -3,18 +3,27 @@
 With V ids, the logits of N rows and their gradient take 8 N V bytes in fp32; for a large
 vocabulary that is more than the rest of the step. Here the gradient of a part follows at once, and
 only the gradients of the hidden states and of the matrix are kept for the backward.
+
+On a GPU a kernel reads the logits of a part twice and leaves their gradient in their place; there
+a part has more rows, because each adds its share to the gradient of the whole matrix, and the
+matrix is padded with zero rows, because products of an odd width are slow.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.model.memory import PART
+from nsa.model.memory import FUSED_PART, PART
 
 PART_NUMBERS = PART
+FUSED_PART_NUMBERS = FUSED_PART
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDTH_STEP = 64
+"""The kernel's logits have a width that is a multiple of this."""
 
 
 def linear_cross_entropy(
@@ -28,6 +37,11 @@ def linear_cross_entropy(
     return loss
 
 
+def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes the loss of a part."""
+    return device.type == "cuda" and dtype in FUSED_DTYPES and find_spec("triton") is not None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -35,28 +49,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wanted = any(ctx.needs_input_grad[:2])
         ctx.dtypes = hidden.dtype, weight.dtype
-        rows, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
-        num_rows, vocab = rows.shape[0], matrix.shape[0]
-        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        fused = is_fused(hidden.device, dtype)
+        rows = hidden.detach().to(dtype)
+        matrix = _matrix(weight.detach(), dtype, WIDTH_STEP if fused else 1)
+        num_rows, vocab = rows.shape[0], weight.shape[0]
+        losses = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
         d_rows = torch.empty_like(rows) if wanted else None
-        d_matrix = torch.zeros(matrix.shape, device=rows.device) if wanted else None
-        size = max(PART_NUMBERS // vocab, 1)
+        d_matrix: Tensor | None = None
+        size = max((FUSED_PART_NUMBERS if fused else PART_NUMBERS) // len(matrix), 1)
+        part_of = _fused_part if fused else _plain_part
         for first in range(0, num_rows, size):
-            part, its_targets = rows[first : first + size], targets[first : first + size, None]
-            logits = (part @ matrix.t()).float()
-            norm = logits.logsumexp(dim=-1, keepdim=True)
-            total += (norm - logits.gather(1, its_targets)).sum()
-            if d_rows is None or d_matrix is None:
+            span = slice(first, first + size)
+            logits = rows[span] @ matrix.t()
+            d_logits = part_of(logits, targets[span], losses[span], vocab, wanted)
+            if d_rows is None:
                 continue
-            probs = logits.sub_(norm).exp_()
-            at = torch.arange(len(part), device=rows.device)
-            probs[at, its_targets[:, 0]] -= 1.0
-            d_logits = probs.to(dtype)  # not divided by num_rows yet: fp16 has no such numbers
-            d_rows[first : first + size] = d_logits @ matrix
-            d_matrix += d_logits.t() @ part
+            d_rows[span] = d_logits @ matrix
+            share = d_logits.t() @ rows[span]
+            d_matrix = share.float() if d_matrix is None else d_matrix.add_(share)
         if d_rows is not None and d_matrix is not None:
-            ctx.save_for_backward(d_rows, d_matrix)
-        return total / num_rows
+            ctx.save_for_backward(d_rows, d_matrix[:vocab])
+        return losses.mean()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -65,3 +78,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows_dtype, matrix_dtype = ctx.dtypes
         share = grad / d_rows.shape[0]
         return (d_rows * share).to(rows_dtype), (d_matrix * share).to(matrix_dtype), None, None
+
+
+def _matrix(weight: Tensor, dtype: torch.dtype, step: int) -> Tensor:  # [V, dim] -> [V_PAD, dim]
+    """The matrix in `dtype`, with zero rows up to a multiple of `step`."""
+    vocab, dim = weight.shape
+    padded = -(-vocab // step) * step
+    if padded == vocab:
+        return weight.to(dtype)
+    matrix = torch.empty(padded, dim, dtype=dtype, device=weight.device)
+    matrix[:vocab] = weight
+    matrix[vocab:] = 0
+    return matrix
+
+
+def _plain_part(
+    logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, wanted: bool
+) -> Tensor:
+    """Write the losses of a part, and return the gradient of their sum for the logits.
+
+    It is not divided by the number of rows here: fp16 has no such numbers.
+    """
+    wide, column = logits.float(), targets[:, None]
+    norm = wide.logsumexp(dim=-1, keepdim=True)
+    losses.copy_((norm - wide.gather(1, column))[:, 0])
+    if not wanted:
+        return logits
+    probs = wide.sub_(norm).exp_()
+    probs[torch.arange(len(targets), device=logits.device), targets] -= 1.0
+    return probs.to(logits.dtype)
+
+
+def _fused_part(
+    logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, wanted: bool
+) -> Tensor:
+    """The same by the kernel, in the memory of the logits."""
+    from nsa.ops.triton.loss import losses_and_gradient
+
+    losses_and_gradient(logits, targets, losses, vocab, with_grad=wanted)
+    return logits

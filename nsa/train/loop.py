@@ -47,7 +47,8 @@ class Trainer:
     def train(self, steps: int, done: int = 0) -> list[Path]:
         """Do the updates after the first `done`, and return the checkpoints that were written."""
         every_eval, every_save = self.cfg.train.eval_every, self.cfg.train.save_every
-        wants_stats = not read("NSA_DISABLE_AUX_STATS")
+        has_stats = self.cfg.model.attention == "nsa"  # dense has no gates and selects nothing
+        wants_stats = has_stats and not read("NSA_DISABLE_AUX_STATS")
         self.model.train()
         for step in range(done + 1, steps + 1):
             self.log.vitals.before_step(step)

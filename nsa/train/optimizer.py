@@ -11,20 +11,26 @@ BETAS = (0.9, 0.95)
 """A shorter memory of squared gradients than torch's 0.999: usual for language models."""
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig) -> Optimizer:
-    """Build the optimizer, in its fused form: one kernel instead of many for each parameter."""
+def build_optimizer(model: nn.Module, train: TrainConfig, *, capturable: bool = False) -> Optimizer:
+    """Build the optimizer, in its fused form: one kernel instead of many for each parameter.
+
+    With `capturable` a CUDA graph can hold its updates (graph_step.py).
+    """
     decayed, free = _by_decay(model)
     groups = [
         {"params": decayed, "weight_decay": train.weight_decay},
         {"params": free, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=train.lr, betas=BETAS, fused=True)
+    return AdamW(groups, lr=train.lr, betas=BETAS, fused=True, capturable=capturable)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Give all groups the rate of the next update."""
+    """Give all groups the rate of the next update; a rate that is a tensor stays the same one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def skip_unless_finite(optimizer: Optimizer, loss: Tensor, norm: Tensor) -> None:

@@ -68,7 +68,7 @@ def run(
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
-    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v))
+    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention)
     data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
     torch.manual_seed(cfg.train.seed)
     model = TinyLM.from_config(cfg, data.tokenizer.vocab).to(runtime.device)

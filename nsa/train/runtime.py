@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config import ConfigError, RuntimeConfig
+from nsa.model.dense import describe_backends
 from nsa.ops.plan import plan_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,14 +52,19 @@ class Runtime:
         return f"{self.device} ({torch.get_num_threads()} threads)"
 
 
-def resolve_runtime(config: RuntimeConfig, head_dims: tuple[int, ...] = (64,)) -> Runtime:
+def resolve_runtime(
+    config: RuntimeConfig, head_dims: tuple[int, ...] = (64,), attention: str = "nsa"
+) -> Runtime:
     """Choose the device, allow TF32 on it, and ask for the plan for heads of these dims."""
     device = _device(config.device)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     dtype, backend = DTYPES[config.precision], config.attention_backend
-    plan = str(plan_attention(device, dtype, backend, head_dims))
+    if attention == "dense":
+        plan = f"attention: dense, {describe_backends()}"
+    else:
+        plan = str(plan_attention(device, dtype, backend, head_dims))
     if not config.use_flash:
         plan += ", SDPA: math only (runtime.use_flash=false)"
     return Runtime(device=device, precision=config.precision, use_flash=config.use_flash, plan=plan)

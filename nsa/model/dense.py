@@ -1,0 +1,220 @@
+"""DenseAttention: causal attention to every earlier token, with NSAAttention's interface.
+
+The twin that NSA is compared with: the same heads, head dims, positions and initial scales, one K
+and V instead of three, no gates.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa.config.env import read
+from nsa.model.attention import check_sizes
+from nsa.model.rope import Rope, apply_rope, document_positions, rope_tables
+from nsa.model.stats import AttentionStats
+from nsa.ops.checks import check_documents
+from nsa.ops.eager.launch import compute_dtype
+from nsa.ops.plan import read_switches
+
+ATTENTIONS = ("nsa", "dense")
+NOT_FLASH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+class DenseCache:
+    """Keys and values of one layer for `batch` sequences of equal length, at most `max_len`."""
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        max_len: int,
+        num_groups: int,
+        d_k: int,
+        d_v: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        for name, value in (("batch", batch), ("max_len", max_len)):
+            if value < 1:
+                raise ValueError(f"cache {name}={value}; give at least 1")
+        self.batch, self.max_len = batch, max_len
+        self.length = 0
+        """Tokens in the cache."""
+        size = (batch, num_groups, max_len)
+        self.k = torch.empty(*size, d_k, dtype=dtype, device=device)
+        self.v = torch.empty(*size, d_v, dtype=dtype, device=device)
+
+    def nbytes(self) -> int:
+        """Memory of both buffers."""
+        return self.k.nbytes + self.v.nbytes
+
+    def append(
+        self, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:  # [B, Hkv, T, D] -> [B, Hkv, all, D]
+        """Add T tokens, and return all there are."""
+        batch, _, num_tokens, _ = k.shape
+        end = self.length + num_tokens
+        if batch != self.batch:
+            raise ValueError(
+                f"{batch} sequences given to a cache for {self.batch}; make the cache with "
+                f"batch={batch}"
+            )
+        if end > self.max_len:
+            raise ValueError(
+                f"{self.length} + {num_tokens} tokens do not fit a cache for {self.max_len}; make "
+                f"it with max_len >= {end}"
+            )
+        if k.device != self.k.device:
+            raise ValueError(f"tokens on {k.device}, cache on {self.k.device}; use one device")
+        self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
+class DenseAttention(nn.Module):
+    """Causal grouped-query attention with its own projections: [B, S, dim] -> [B, S, dim]."""
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_groups: int,
+        d_k: int,
+        d_v: int,
+        *,
+        rope_base: float = 10000.0,
+        rope_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
+        self.num_heads, self.num_groups, self.d_k, self.d_v = n_heads, n_kv_groups, d_k, d_v
+        self.rope_base, self.rope_scale = rope_base, rope_scale
+        self.qkv = nn.Linear(dim, n_heads * d_k + n_kv_groups * (d_k + d_v), bias=False)
+        self.out = nn.Linear(n_heads * d_v, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Projections at half of unit gain, as in NSAAttention."""
+        nn.init.normal_(self.qkv.weight, std=0.5 * self.qkv.in_features**-0.5)
+        nn.init.normal_(self.out.weight, std=0.5 * self.out.in_features**-0.5)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, S, dim]
+        *,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+        rope: Rope | None = None,  # tables of all positions, where the caller has them already
+        stats: AttentionStats | None = None,
+        layer: int | None = None,
+    ) -> Tensor:  # [B, S, dim]
+        """Attention over whole sequences; packed documents stay apart.
+
+        There are no gates and no selection, so nothing is recorded in `stats`.
+        """
+        doc_lens = check_documents(cu_seqlens, x.shape[0], x.shape[1], x.device)
+        if rope is None:
+            rope = self.rope(document_positions(x.shape[1], cu_seqlens, x.device), x.dtype)
+        q, k, v = self._project(x, rope)
+        if len(doc_lens) == 1:
+            return self._merge(_attend(q, k, v, is_causal=True))
+        documents = zip(*(t.split(doc_lens, dim=2) for t in (q, k, v)), strict=True)
+        outs = [_attend(*document, is_causal=True) for document in documents]
+        return self._merge(torch.cat(outs, dim=2))
+
+    def new_cache(self, batch: int, max_len: int) -> DenseCache:
+        """An empty cache for `batch` sequences of at most `max_len` tokens."""
+        weight = self.qkv.weight
+        return DenseCache(
+            batch=batch,
+            max_len=max_len,
+            num_groups=self.num_groups,
+            d_k=self.d_k,
+            d_v=self.d_v,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    @torch.no_grad()
+    def prefill(self, x: Tensor, cache: DenseCache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
+        """Append T tokens; on a filled cache this is chunked prefill."""
+        tile = read("NSA_PREFILL_TILE") if read("NSA_PREFILL_BATCHED") else 1
+        parts = x.split(tile or x.shape[1], dim=1)
+        return torch.cat([self._append(part, cache) for part in parts], dim=1)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, cache: DenseCache) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        """Append one token per sequence."""
+        if x.shape[1] != 1:
+            raise ValueError(
+                f"step got {x.shape[1]} tokens per sequence; it takes one: use prefill for more"
+            )
+        return self._append(x, cache)
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Tables for positions [S]; fp32, or float64 for a float64 model."""
+        return rope_tables(
+            positions,
+            self.d_k,
+            base=self.rope_base,
+            scale=self.rope_scale,
+            dtype=compute_dtype(dtype),
+        )
+
+    def _append(self, x: Tensor, cache: DenseCache) -> Tensor:
+        first, num_tokens = cache.length, x.shape[1]
+        positions = document_positions(num_tokens, None, x.device, first)
+        q, k, v = self._project(x, self.rope(positions, x.dtype))
+        k, v = cache.append(k, v)
+        if num_tokens == 1:
+            return self._merge(_attend(q, k, v))  # the newest token sees all
+        if first == 0:
+            return self._merge(_attend(q, k, v, is_causal=True))
+        seen = torch.arange(cache.length, device=x.device) <= positions[:, None]  # [T, all]
+        return self._merge(_attend(q, k, v, attn_mask=seen))
+
+    def _project(
+        self, x: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor, Tensor]:  # [B, Hq, S, Dk], [B, Hkv, S, Dk], [B, Hkv, S, Dv]
+        """One matrix product; q and k lie together, to be rotated in one go."""
+        num_keys = self.num_heads + self.num_groups
+        heads, v = self.qkv(x).split([num_keys * self.d_k, self.num_groups * self.d_v], dim=-1)
+        rotated = apply_rope(heads.unflatten(-1, (num_keys, self.d_k)), rope)
+        q, k = rotated.transpose(1, 2).split([self.num_heads, self.num_groups], dim=1)
+        return q, k, v.unflatten(-1, (self.num_groups, self.d_v)).transpose(1, 2)
+
+    def _merge(self, out: Tensor) -> Tensor:  # [B, Hq, S, Dv] -> [B, S, dim]
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def _attend(
+    q: Tensor,  # [B, Hq, T, Dk]
+    k: Tensor,  # [B, Hkv, K, Dk]
+    v: Tensor,  # [B, Hkv, K, Dv]
+    *,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,  # [T, K] bool
+) -> Tensor:  # [B, Hq, T, Dv]
+    with _allowed_backends():
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def describe_backends() -> str:
+    """What computes dense attention, for the line that a run prints."""
+    switches = read_switches()
+    allowed = "no flash" if switches.no_flash else "flash only" if switches.flash_only else "any"
+    return f"scaled_dot_product_attention (backends: {allowed})"
+
+
+def _allowed_backends() -> AbstractContextManager[None]:
+    """NSA_SDPA_NO_FLASH and NSA_SDPA_FLASH_ONLY; unset, whatever the caller allows."""
+    switches = read_switches()
+    if switches.flash_only:
+        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    return sdpa_kernel(list(NOT_FLASH)) if switches.no_flash else nullcontext()

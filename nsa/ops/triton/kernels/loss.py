@@ -1,0 +1,38 @@
+"""Kernel of the cross-entropy of logits: losses, and the gradient in the logits' own memory."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def softmax_loss(
+    p_logits, p_targets, p_losses, s_logits, V, V_PAD,
+    BLOCK: tl.constexpr, WITH_GRAD: tl.constexpr,
+):  # fmt: skip
+    """One row: its loss in nats; its V logits become softmax minus one-hot, those behind them 0.
+
+    Two passes over the row, the second from the cache. A row with a NaN or inf has a NaN loss.
+    """
+    i_r = tl.program_id(0).to(tl.int64)
+    p_row = p_logits + i_r * s_logits
+    target = tl.load(p_targets + i_r)
+    largest = -float("inf")
+    total = 0.0
+    at_target = 0.0
+    for first in range(0, V, BLOCK):
+        o_v = first + tl.arange(0, BLOCK)
+        b_x = tl.load(p_row + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(largest, tl.max(b_x, axis=0))
+        total = total * tl.exp(largest - higher) + tl.sum(tl.exp(b_x - higher), axis=0)
+        at_target += tl.sum(tl.where(o_v == target, b_x, 0.0), axis=0)
+        largest = higher
+    lse = largest + tl.log(total)
+    tl.store(p_losses + i_r, lse - at_target)
+    if WITH_GRAD:
+        for first in range(0, V_PAD, BLOCK):
+            o_v = first + tl.arange(0, BLOCK)
+            b_x = tl.load(p_row + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
+            b_d = tl.exp(b_x - lse) - tl.where(o_v == target, 1.0, 0.0)
+            tl.store(p_row + o_v, b_d.to(p_logits.dtype.element_ty), mask=o_v < V_PAD)
