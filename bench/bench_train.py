@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     for cell in cells:
         rows = measure_cell(cell, variants, args, result["environment"])
         result["cells"].append(summarize(cell, rows, tiny=args.tiny))
-        if args.json:  # after every cell: a run that is stopped leaves what it had
+        # After every cell: a run that is stopped leaves what it had.
+        print(table({"cells": result["cells"][-1:]}), flush=True)
+        if args.json:
             write_result(args.json, result)
     print(", ".join(f"{name} {value}" for name, value in result["environment"].items()))
     print(f"{time.perf_counter() - start:.0f} s in all\n")

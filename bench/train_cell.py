@@ -103,9 +103,8 @@ def main(argv: list[str]) -> int:
         for one in going:
             with _reported(events, one.variant.name, task.device):
                 _time(one, min(STEPS_PER_ROUND, task.steps - done), task.device)
+                events.write("row", **_row(one, task))  # a later round has a better one
                 ready.append(one)
-    for one in ready:
-        events.write("row", **_row(one, task))
     return 0
 
 

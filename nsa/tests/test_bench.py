@@ -509,3 +509,15 @@ def test_train_bench_refuses_the_production_model_on_a_cpu(capsys):
     with pytest.raises(SystemExit, match="2"):
         bench_train.main(["--device", "cpu"])
     assert "add --tiny" in capsys.readouterr().err
+
+
+def test_train_bench_needs_torch_and_omegaconf_alone():
+    """It runs on machines without the packages that show a run, draw, or read other data."""
+    code = (
+        "import sys\n"
+        "for name in ('rich', 'tensorboard', 'matplotlib', 'tiktoken', 'tokenizers', 'datasets'):\n"
+        "    sys.modules[name] = None\n"
+        "import bench.bench_train, bench.train_cell\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

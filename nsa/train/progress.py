@@ -5,10 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-
 from nsa.telemetry import TrainingRow
 
 
@@ -16,6 +12,11 @@ class Progress:
     """Shows each logged step with the time that is left."""
 
     def __init__(self, out: TextIO, steps: int) -> None:
+        # Imported here: benchmarks use parts of training where there is torch and little else.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
         self._console = Console(file=out, highlight=False, emoji=False, soft_wrap=True)
         self._steps = steps
         self._bar = Bar(
