@@ -6,7 +6,7 @@ them sees, never over S * S. One multiply-add is two FLOPs; exponentials are not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 from nsa.config import Config
 from nsa.ops.spec import BlockSpec
@@ -42,15 +42,16 @@ def forward_flops(config: Config, seq_len: int | None = None) -> dict[str, int]:
     """Count the FLOPs of one row through the whole model, by part."""
     model, spec = config.model, block_spec(config)
     seq_len = config.train.seq_len if seq_len is None else seq_len
+    pairs = count_pairs(seq_len, spec)
     per_pair = 2 * model.n_heads * (model.d_k + model.d_v)  # q.k and p.v of all heads
     layer = {
         "projections": 2 * seq_len * model.dim * (_qkv_width(config) + model.n_heads * model.d_v),
         "gates": 2 * seq_len * 3 * model.n_heads * (model.dim + model.d_v),
         "compression": spec.num_cmp(seq_len) * model.n_kv_groups * _phi_flops(config),
         "scores": _score_flops(config, seq_len),
-        "cmp": per_pair * visible(spec.num_cmp, seq_len),
-        "sel": per_pair * visible(spec.num_selected_tokens, seq_len),
-        "win": per_pair * visible(lambda count: min(spec.w, count), seq_len),
+        "cmp": per_pair * pairs.cmp,
+        "sel": per_pair * pairs.sel,
+        "win": per_pair * pairs.win,
         "mlp": 2 * seq_len * 8 * model.dim**2,
     }
     flops = {part: model.n_layers * count for part, count in layer.items()}
@@ -66,7 +67,7 @@ def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> 
     """
     model, spec, size = config.model, block_spec(config), BYTES[config.runtime.precision]
     seq_len = config.train.seq_len if seq_len is None else seq_len
-    tokens, dim = rows * seq_len, model.dim
+    tokens, dim, pairs = rows * seq_len, model.dim, count_pairs(seq_len, spec)
     pair = rows * model.n_kv_groups * (model.d_k + model.d_v)
     layer = {
         "projections": _matrix(tokens, dim, _qkv_width(config))
@@ -74,14 +75,19 @@ def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> 
         "gates": _matrix(tokens, dim, 3 * model.n_heads),
         "compression": pair * (seq_len + spec.num_cmp(seq_len)) + _phi_weights(config),
         "scores": 0,  # from p_cmp, which is never stored
-        "cmp": pair * visible(spec.num_cmp, seq_len),
-        "sel": pair * visible(spec.num_selected_tokens, seq_len),
-        "win": pair * visible(lambda count: min(spec.w, count), seq_len),
+        "cmp": pair * pairs.cmp,
+        "sel": pair * pairs.sel,
+        "win": pair * pairs.win,
         "mlp": _matrix(tokens, dim, 4 * dim) + _matrix(tokens, 4 * dim, dim),
     }
     moved = {part: model.n_layers * count for part, count in layer.items()}
     moved["head"] = _matrix(tokens, dim, config.data.vocab)
     return {part: size * count for part, count in moved.items()}
+
+
+def training_flops(forward: dict[str, int]) -> dict[str, int]:
+    """Add the backward pass, twice the forward one where there is a gradient."""
+    return {part: count * (1 if part in NO_BACKWARD else 3) for part, count in forward.items()}
 
 
 def step_flops(config: Config) -> dict[str, int]:
@@ -90,10 +96,8 @@ def step_flops(config: Config) -> dict[str, int]:
     Work that is done again, in checkpointed layers or inside a kernel, is not counted.
     """
     rows = config.train.batch_size * config.train.accumulate_grad_batches
-    return {
-        part: rows * count * (1 if part in NO_BACKWARD else 3)
-        for part, count in forward_flops(config).items()
-    }
+    flops = training_flops(forward_flops(config))
+    return {part: rows * count for part, count in flops.items()}
 
 
 def step_bytes(config: Config) -> dict[str, int]:
@@ -103,9 +107,22 @@ def step_bytes(config: Config) -> dict[str, int]:
     return {part: train.accumulate_grad_batches * 3 * count for part, count in moved.items()}
 
 
-def visible(sees: Callable[[int], int], seq_len: int) -> int:
-    """Sum over the positions of a row what each sees, given the tokens up to and with it."""
-    return sum(sees(count) for count in range(1, seq_len + 1))
+class Pairs(NamedTuple):
+    """Keys seen by each branch, summed over the queries of one row, for one query head."""
+
+    cmp: int
+    sel: int
+    win: int
+
+
+def count_pairs(seq_len: int, spec: BlockSpec) -> Pairs:
+    """Count what each position sees; every legal selection gives the same count."""
+    ends = range(1, seq_len + 1)  # tokens up to and with the query
+    return Pairs(
+        cmp=sum(spec.num_cmp(end) for end in ends),
+        sel=sum(spec.num_selected_tokens(end) for end in ends),
+        win=sum(min(spec.w, end) for end in ends),
+    )
 
 
 def _qkv_width(config: Config) -> int:
@@ -128,7 +145,7 @@ def _score_flops(config: Config, seq_len: int) -> int:
             first, last = newest * spec.d, newest * spec.d + spec.l - 1
             overlaps += last // spec.l_sel - first // spec.l_sel + 1
         pairs += overlaps
-    return model.n_heads * visible(spec.num_cmp, seq_len) + 2 * model.n_kv_groups * pairs
+    return model.n_heads * count_pairs(seq_len, spec).cmp + 2 * model.n_kv_groups * pairs
 
 
 def _phi_parameters(config: Config, size: int) -> int:
