@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FOLDER = "tb"
 FLUSH_S = 30
 """A run that is killed loses the events of at most this many seconds."""
-TRAIN_TAGS = ("train/loss", "train/toks_per_s", "train/lr")
+TRAIN_TAGS = ("train/loss", "train/toks_per_s", "train/lr", "train/mfu")
 VAL_TAGS = ("val/loss", "val/ppl")
 GATES = ("entropy_mean", "entropy_min", "max_gate_mean", "max_gate_max", "collapse_fraction")
 BRANCHES = ("cmp", "sel", "win")
@@ -35,9 +35,12 @@ class TensorBoard:
         self._writer = writer
         self._failed = False
 
-    def train(self, step: int, *, loss: float, toks_per_s: float, lr: float) -> None:
-        """The numbers of a logged step."""
-        self._add(step, zip(TRAIN_TAGS, (loss, toks_per_s, lr), strict=True))
+    def train(
+        self, step: int, *, loss: float, toks_per_s: float, lr: float, mfu: float | None = None
+    ) -> None:
+        """The numbers of a logged step; without an MFU its curve has no point."""
+        values = zip(TRAIN_TAGS, (loss, toks_per_s, lr, mfu), strict=True)
+        self._add(step, [(tag, value) for tag, value in values if value is not None])
 
     def val(self, step: int, *, loss: float, ppl: float) -> None:
         """The result of an evaluation."""

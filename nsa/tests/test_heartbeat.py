@@ -104,6 +104,7 @@ def test_progress_has_gate_health_in_both_spellings(tmp_path: Path) -> None:
         lr=1e-4,
         grad_norm=0.5,
         step_time_s=0.1,
+        mfu=0.41,
         dt_fetch_s=0.01,
         fetch_p50_ms=9.0,
         fetch_p95_ms=20.0,
@@ -123,7 +124,7 @@ def test_progress_has_gate_health_in_both_spellings(tmp_path: Path) -> None:
     assert line["gate_entropy_min"] == stats["entropy_min"]
     assert line["gate_branch_shares"] == pytest.approx([0.45, 0.25, 0.3])
     assert (line["sel_k_mean"], line["sel_k_max"], line["sel_rows"]) == (1.5, 2.0, 2.0)
-    assert line["sel_pct_at_max"] == 0.5
+    assert line["sel_pct_at_max"] == 0.5 and line["mfu"] == 0.41
     assert (line["gpu_mem_alloc"], line["gpu_mem_reserved"]) == (1200, 2000)
     assert (line["gpu_util_pct"], line["gpu_temp_c"]) == (97, 61)
     assert sum(name.startswith("fb_") for name in line) == 7 and line["fb_total_fallbacks"] == 0
@@ -136,7 +137,7 @@ def test_progress_on_a_cpu_without_statistics_has_all_fields_as_null(tmp_path: P
 
     (line,) = lines(heartbeat.path)
 
-    for name in ("gpu_mem_alloc", "gpu_util_pct", "entropy_mean", "sel_rows", "grad_norm"):
+    for name in ("gpu_mem_alloc", "gpu_util_pct", "entropy_mean", "sel_rows", "grad_norm", "mfu"):
         assert line[name] is None
 
 

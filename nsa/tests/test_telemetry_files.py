@@ -509,7 +509,8 @@ def test_a_full_disk_costs_the_dump_only(
 
 def test_events_read_back_what_was_written(tmp_path: Path) -> None:
     board = open_tensorboard(tmp_path)
-    board.train(1, loss=4.0, toks_per_s=100.0, lr=0.5)
+    board.train(1, loss=4.0, toks_per_s=100.0, lr=0.5, mfu=0.25)
+    board.train(2, loss=3.0, toks_per_s=100.0, lr=0.5)  # on a device whose peak nobody knows
     board.gates(1, SUMMARY)
     board.gates(2, None)
     board.val(2, loss=2.0, ppl=8.0)
@@ -517,8 +518,8 @@ def test_events_read_back_what_was_written(tmp_path: Path) -> None:
 
     found = tensorboard.read_scalars(tmp_path)
 
-    assert found["train/loss"] == [(1, 4.0)] and found["train/toks_per_s"] == [(1, 100.0)]
-    assert found["train/lr"] == [(1, 0.5)]
+    assert found["train/loss"] == [(1, 4.0), (2, 3.0)] and found["train/mfu"] == [(1, 0.25)]
+    assert found["train/lr"][0] == (1, 0.5) and found["train/toks_per_s"][0] == (1, 100.0)
     assert found["val/loss"] == [(2, 2.0)] and found["val/ppl"] == [(2, 8.0)]
     assert found["gates/entropy_min"] == [(1, 0.5)] and found["gates/share_win"] == [(1, 0.25)]
     assert found.keys() == {*tensorboard.TRAIN_TAGS, *tensorboard.VAL_TAGS, *tensorboard.GATE_TAGS}

@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from nsa.config import Config, to_container
 from nsa.data import ByteTokenizer
 from nsa.model import TinyLM
+from nsa.model.flops import training_flops_per_token
 from nsa.telemetry import (
     TRAINING,
     VAL,
     TrainingRow,
     ValRow,
     read_config,
+    read_heartbeat,
     read_metrics,
     read_rows,
     read_sample,
@@ -103,6 +105,30 @@ def test_run_says_first_what_it_will_do(tiny_config: BuildConfig) -> None:
         assert text in before
     assert f"out_dir={cfg.train.out_dir}" in before
     assert "eta" in printed
+
+
+def test_mfu_is_the_same_in_line_heartbeat_and_metrics(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device with a known peak; a CPU has none."""
+    plain, printed = train(tiny_config())
+    assert plain.metrics.mfu is None and "| mfu" not in printed and " | rss " in printed
+
+    monkeypatch.setattr("nsa.model.flops.PEAKS", (("cpu", 1.0),))
+    monkeypatch.setattr("nsa.model.flops.HALF", ("fp32",))
+    cfg = tiny_config("train.seed=5")
+    result, printed = train(cfg)
+    metrics = result.metrics
+    assert metrics.flops_per_token == sum(training_flops_per_token(cfg).values())
+    rate = metrics.flops_per_token * (metrics.toks_per_s or 0)
+    assert metrics.mfu == pytest.approx(rate / 1e12)
+    assert metrics.peak_mem_mib is not None and metrics.peak_mem_mib > 10
+    lines = read_heartbeat(Path(cfg.train.out_dir) / "heartbeat_rank0.jsonl")
+    beats = [beat.extra for beat in lines if beat.msg == "progress"]
+    assert [beat["mfu"] for beat in beats] == pytest.approx(
+        [metrics.flops_per_token * beat["toks_per_s"] / 1e12 for beat in beats]
+    )
+    assert f" | mfu {beats[-1]['mfu']:.1%} | rss " in printed
 
 
 def test_training_learns_the_text(tiny_config: BuildConfig) -> None:

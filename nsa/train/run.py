@@ -14,6 +14,7 @@ import torch
 from nsa.config import Config
 from nsa.data import open_data
 from nsa.model import TinyLM
+from nsa.model.flops import peak_flops, training_flops_per_token
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
 from nsa.telemetry.sentinels import obeyed, write_anomaly
 from nsa.train.announce import announce
@@ -161,6 +162,8 @@ def _new_metrics(
         config_file=config_path,
         num_params=sum(p.numel() for p in model.parameters()),
         tokens_per_step=rows * cfg.train.seq_len,
+        flops_per_token=sum(training_flops_per_token(cfg).values()),
+        peak_flops=peak_flops(runtime.device_name, runtime.precision),
         device=str(runtime.device),
         dtype=runtime.precision,
         attention=runtime.plan,

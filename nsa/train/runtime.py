@@ -43,11 +43,17 @@ class Runtime:
                 with sdpa_kernel(SDPBackend.MATH):
                     yield
 
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU's model, or cpu."""
+        is_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if is_gpu else self.device.type
+
     def describe_device(self) -> str:
         """Name the device as a person would."""
         if self.device.type == "cuda":
             tf32 = "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
-            return f"{self.device} ({torch.cuda.get_device_name(self.device)}, TF32 {tf32})"
+            return f"{self.device} ({self.device_name}, TF32 {tf32})"
         return f"{self.device} ({torch.get_num_threads()} threads)"
 
 

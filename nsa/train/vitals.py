@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from nsa.config.env import read
-from nsa.telemetry import CounterFiles, Heartbeat, MemoryDumps, TrainingRow, open_tensorboard
+from nsa.telemetry import CounterFiles, Heartbeat, MemoryDumps, open_tensorboard
 from nsa.telemetry.counter_files import fallback_counts
 from nsa.telemetry.env_file import write_env
-from nsa.telemetry.gpu import read_gpu
 from nsa.telemetry.stack_dump import install
 from nsa.train.evaluate import Evaluation
 from nsa.train.runtime import Runtime
+from nsa.train.step_report import FetchTimes, StepReport
 
 FETCHES = 200
 """The last so many times to get a batch make the percentiles."""
@@ -29,7 +29,7 @@ class Vitals:
     def __init__(
         self, folder: Path, runtime: Runtime, resumed_at: int, say: Callable[[str], None]
     ) -> None:
-        self._folder, self._device, self._resumed_at = folder, runtime.device, resumed_at
+        self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
         self._heartbeat = Heartbeat(folder, every=read("NSA_HEARTBEAT_EVERY"))
         self._board = open_tensorboard(
             folder, disabled=read("NSA_TB_DISABLE"), resumed_at=resumed_at, say=say
@@ -74,32 +74,32 @@ class Vitals:
         yield
         self._fetches.append(time.perf_counter() - start)
 
-    def logged(
-        self,
-        row: TrainingRow,
-        *,
-        grad_norm: float,
-        step_time_s: float,
-        attention: Mapping[str, Any] | None,
-    ) -> None:
+    def fetch_times(self) -> FetchTimes:
+        """How long batches took, up to now."""
+        return FetchTimes.of(self._fetches)
+
+    def logged(self, report: StepReport, attention: Mapping[str, Any] | None) -> None:
         """An update got a line in the log."""
-        times = sorted(self._fetches)
+        row, fetch = report.row, report.fetch
         self._heartbeat.progress(
             row.step,
             loss=row.loss,
             toks_per_s=row.toks_per_s,
             lr=row.lr,
-            grad_norm=grad_norm,
-            step_time_s=step_time_s,
-            dt_fetch_s=self._fetches[-1] if times else None,
-            fetch_p50_ms=_percentile(times, 0.50),
-            fetch_p95_ms=_percentile(times, 0.95),
-            gpu=read_gpu(self._device),
+            grad_norm=report.grad_norm,
+            step_time_s=report.step_time_s,
+            mfu=report.mfu,
+            dt_fetch_s=fetch.last_s,
+            fetch_p50_ms=fetch.p50_ms,
+            fetch_p95_ms=fetch.p95_ms,
+            gpu=report.gpu,
             attention=attention,
             fallbacks=fallback_counts(),
         )
         self._heartbeat.step_end(row.step)
-        self._board.train(row.step, loss=row.loss, toks_per_s=row.toks_per_s, lr=row.lr)
+        self._board.train(
+            row.step, loss=row.loss, toks_per_s=row.toks_per_s, lr=row.lr, mfu=report.mfu
+        )
         self._board.gates(row.step, attention)
         if self._counters is not None:
             self._counters.append(row.step, attention)
@@ -107,10 +107,3 @@ class Vitals:
     def evaluated(self, step: int, found: Evaluation) -> None:
         """The held-out loss was measured."""
         self._board.val(step, loss=found.loss, ppl=found.ppl)
-
-
-def _percentile(sorted_s: list[float], share: float) -> float | None:
-    """In milliseconds; None of nothing."""
-    if not sorted_s:
-        return None
-    return 1e3 * sorted_s[min(int(share * len(sorted_s)), len(sorted_s) - 1)]
