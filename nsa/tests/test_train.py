@@ -29,6 +29,7 @@ from nsa.telemetry import (
     read_rows,
     read_sample,
 )
+from nsa.telemetry.tensorboard import read_scalars
 from nsa.train import (
     Interrupted,
     NonFiniteLoss,
@@ -129,6 +130,23 @@ def test_mfu_is_the_same_in_line_heartbeat_and_metrics(
         [metrics.flops_per_token * beat["toks_per_s"] / 1e12 for beat in beats]
     )
     assert f" | mfu {beats[-1]['mfu']:.1%} | rss " in printed
+
+
+def test_every_layer_has_its_statistics_on_logged_steps(tiny_config: BuildConfig) -> None:
+    cfg = tiny_config("train.steps=4", "train.log_every=2")
+    train(cfg)
+    folder = Path(cfg.train.out_dir)
+    lines = read_heartbeat(folder / "heartbeat_rank0.jsonl")
+    beats = {beat.step: beat.layers() for beat in lines if beat.msg == "progress"}
+    curves = read_scalars(folder)
+
+    assert beats.keys() == {1, 2, 4}
+    assert [len(layers) for layers in beats.values()] == [cfg.model.n_layers] * 3
+    for layer in range(cfg.model.n_layers):
+        points = [(step, found[layer]["entropy_mean"]) for step, found in beats.items()]
+        steps, values = zip(*curves[f"layer_entropy_mean/{layer:02d}"], strict=True)
+        assert steps == (1, 2, 4)
+        assert values == pytest.approx([value for _, value in points], abs=1e-6)
 
 
 def test_training_learns_the_text(tiny_config: BuildConfig) -> None:

@@ -169,11 +169,13 @@ class RunLog:
         row = TrainingRow(step, metrics.loss_last, lr, speed)
         self.training.append(row)
         self.write()
-        report = self._report(row, seconds / num_steps, self._step_s(step, seconds))
-        self.vitals.logged(report, metrics.attention_stats if stats is not None else None)
+        report = self._report(row, seconds / num_steps, self._step_s(step, seconds), stats)
+        self.vitals.logged(report)
         self.progress.show(report)
 
-    def _report(self, row: TrainingRow, step_time_s: float, usual_s: float) -> StepReport:
+    def _report(
+        self, row: TrainingRow, step_time_s: float, usual_s: float, stats: AttentionStats | None
+    ) -> StepReport:
         device = self.vitals.device
         return StepReport(
             row=row,
@@ -184,6 +186,8 @@ class RunLog:
             mfu=self._mfu(row.toks_per_s),
             gpu=read_gpu(device),
             rss_mib=rss_mib() if device.type == "cpu" else None,
+            attention=None if stats is None else stats.summary(),
+            layers=None if stats is None else stats.per_layer(),
         )
 
     def _mfu(self, toks_per_s: float) -> float | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nsa.telemetry import GpuReading, TrainingRow
 
@@ -46,6 +46,10 @@ class StepReport:
     gpu: GpuReading = field(default_factory=GpuReading)
     rss_mib: float | None = None
     """Memory of the process; None where the device has its own."""
+    attention: Mapping[str, Any] | None = None
+    """AttentionStats.summary(), if it was collected."""
+    layers: Sequence[Mapping[str, float]] | None = None
+    """AttentionStats.per_layer(), if it was collected."""
 
 
 def step_line(report: StepReport) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from nsa.config.env import read
 from nsa.telemetry import CounterFiles, Heartbeat, MemoryDumps, open_tensorboard
 from nsa.telemetry.counter_files import fallback_counts
 from nsa.telemetry.env_file import write_env
+from nsa.telemetry.scalars import Scalars, attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.stack_dump import install
 from nsa.train.evaluate import Evaluation
 from nsa.train.runtime import Runtime
@@ -78,7 +78,7 @@ class Vitals:
         """How long batches took, up to now."""
         return FetchTimes.of(self._fetches)
 
-    def logged(self, report: StepReport, attention: Mapping[str, Any] | None) -> None:
+    def logged(self, report: StepReport) -> None:
         """An update got a line in the log."""
         row, fetch = report.row, report.fetch
         self._heartbeat.progress(
@@ -93,17 +93,30 @@ class Vitals:
             fetch_p50_ms=fetch.p50_ms,
             fetch_p95_ms=fetch.p95_ms,
             gpu=report.gpu,
-            attention=attention,
+            attention=report.attention,
+            layers=report.layers,
             fallbacks=fallback_counts(),
         )
         self._heartbeat.step_end(row.step)
-        self._board.train(
-            row.step, loss=row.loss, toks_per_s=row.toks_per_s, lr=row.lr, mfu=report.mfu
-        )
-        self._board.gates(row.step, attention)
+        self._curves(row.step, _scalars(report))
         if self._counters is not None:
-            self._counters.append(row.step, attention)
+            self._counters.append(row.step, report.attention)
 
     def evaluated(self, step: int, found: Evaluation) -> None:
         """The held-out loss was measured."""
-        self._board.val(step, loss=found.loss, ppl=found.ppl)
+        self._curves(step, val_scalars(loss=found.loss, ppl=found.ppl))
+
+    def _curves(self, step: int, scalars: Scalars) -> None:
+        self._board.add(step, scalars)
+
+
+def _scalars(report: StepReport) -> Scalars:
+    row = report.row
+    scalars = train_scalars(
+        loss=row.loss,
+        toks_per_s=row.toks_per_s,
+        lr=row.lr,
+        grad_norm=report.grad_norm,
+        mfu=report.mfu,
+    )
+    return scalars | attention_scalars(report.attention, report.layers)
