@@ -52,6 +52,7 @@ from nsa.telemetry import (
 )
 from nsa.telemetry.heartbeat import BASE_FIELDS
 from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
+from nsa.telemetry.tracker import Tracked, write_tracked
 from nsa.tests.gpu import on_gpu
 
 PAGES = REPOSITORY / "docs" / "schemas"
@@ -634,6 +635,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
     heartbeat.watchdog_dump("x")
     lines = [json.loads(line) for line in heartbeat.path.read_text().splitlines()]
     (layers,) = (line["layers"] for line in lines if "layers" in line)
+    tracked = Tracked("wandb", "x")
     memory = memory_dump.write_memory(folder, "boot", "cpu")
     return {
         "heartbeat.md": {*BASE_FIELDS}.union(*lines, layers, (line["msg"] for line in lines)),
@@ -646,6 +648,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "sentinels.md": {*sentinels.ANOMALIES, sentinels.HALT, sentinels.DONE, sentinels.ANOMALY},
         "stackdump.md": {"pid", "rank", "threads"},
         "mem_dumps.md": {*read_memory(memory)},
+        "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
         "tensorboard.md": {
             *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
             *(f"{tag}/{{layer}}" for tag in scalars.LAYER_TAGS),

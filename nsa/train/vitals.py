@@ -15,6 +15,7 @@ from nsa.telemetry.counter_files import fallback_counts
 from nsa.telemetry.env_file import write_env
 from nsa.telemetry.scalars import Scalars, attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.stack_dump import install
+from nsa.telemetry.tracker import Tracker
 from nsa.train.evaluate import Evaluation
 from nsa.train.runtime import Runtime
 from nsa.train.step_report import FetchTimes, StepReport
@@ -27,13 +28,19 @@ class Vitals:
     """Open while a run trains; every call costs microseconds, and none can end the run."""
 
     def __init__(
-        self, folder: Path, runtime: Runtime, resumed_at: int, say: Callable[[str], None]
+        self,
+        folder: Path,
+        runtime: Runtime,
+        resumed_at: int,
+        say: Callable[[str], None],
+        tracker: Tracker | None = None,
     ) -> None:
         self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
         self._heartbeat = Heartbeat(folder, every=read("NSA_HEARTBEAT_EVERY"))
         self._board = open_tensorboard(
             folder, disabled=read("NSA_TB_DISABLE"), resumed_at=resumed_at, say=say
         )
+        self._tracker = tracker or Tracker()
         csv = not read("NSA_DISABLE_CSV_LOGS")
         self._counters = CounterFiles(folder, resumed_at) if csv else None
         self._memory = MemoryDumps(folder, runtime.device, every=read("NSA_MEM_DUMP_EVERY"))
@@ -108,6 +115,7 @@ class Vitals:
 
     def _curves(self, step: int, scalars: Scalars) -> None:
         self._board.add(step, scalars)
+        self._tracker.add(step, scalars)
 
 
 def _scalars(report: StepReport) -> Scalars:
