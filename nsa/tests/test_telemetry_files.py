@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from bench.compare_report import Comparison, NotRun, Result
 from nsa.config.load import REPOSITORY
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
 from nsa.ops import fallbacks
@@ -649,6 +650,10 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "stackdump.md": {"pid", "rank", "threads"},
         "mem_dumps.md": {*read_memory(memory)},
         "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
+        "profiler_comparison.md": {
+            *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),
+            *NotRun._fields,
+        },
         "tensorboard.md": {
             *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
             *(f"{tag}/{{layer}}" for tag in scalars.LAYER_TAGS),
