@@ -99,7 +99,7 @@ def test_run_says_first_what_it_will_do(tiny_config: BuildConfig) -> None:
         f"parameters: {count:,}",
         "tokens per step: 192",
         "device: cpu",
-        "precision: fp32",
+        "flash enabled | precision FP32",
         "attention backend: torch",
         "gradient_checkpointing=off",
     ):

@@ -220,6 +220,7 @@ def test_bf16_computes_in_bf16() -> None:
 def test_use_flash_off_allows_math_only_and_the_plan_says_so() -> None:
     runtime = resolve_runtime(RuntimeConfig(device="cpu", use_flash=False))
     assert "math only" in runtime.plan
+    assert runtime.describe_flash() == "flash disabled (runtime.use_flash=false)"
     with runtime.compute():
         assert torch.backends.cuda.math_sdp_enabled()
         assert not torch.backends.cuda.flash_sdp_enabled()

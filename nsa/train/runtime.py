@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config import ConfigError, RuntimeConfig
+from nsa.config.env import read
 from nsa.ops.plan import plan_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +56,14 @@ class Runtime:
             tf32 = "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
             return f"{self.device} ({self.device_name}, TF32 {tf32})"
         return f"{self.device} ({torch.get_num_threads()} threads)"
+
+    def describe_flash(self) -> str:
+        """Say whether flash kernels may run; the plan says which branches use them."""
+        if not self.use_flash:
+            return "flash disabled (runtime.use_flash=false)"
+        if read("NSA_SDPA_NO_FLASH"):
+            return "flash disabled (NSA_SDPA_NO_FLASH=1)"
+        return "flash enabled"
 
 
 def resolve_runtime(config: RuntimeConfig, head_dims: tuple[int, ...] = (64,)) -> Runtime:
