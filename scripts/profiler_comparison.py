@@ -16,7 +16,10 @@ from bench.compare_report import describe, write_comparison
 from nsa.config import BAD_INPUT, StrictParser, load_config
 from nsa.config.env import check_environment, read
 
-OVERRIDES = ("train.eval_every=0", "train.save_every=0", "train.log_every=1000000")
+OVERRIDES = (
+    *("train.eval_every=0", "train.save_every=0", "train.log_every=1000000"),
+    "train.tracker=none",
+)
 """Nothing between the steps but the steps; the first and the last are logged always."""
 
 

@@ -30,11 +30,13 @@ class TensorBoard:
         self._failed = False
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a point to each of these curves."""
+        """Add a point to each of these curves: one event, which costs less than one for each."""
 
         def write(writer: SummaryWriter) -> None:
-            for tag, value in scalars.items():
-                writer.add_scalar(tag, value, step)
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            points = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]
+            writer._get_file_writer().add_summary(Summary(value=points), step)
 
         if not self._guarded(write):
             self.num_dropped += len(scalars)

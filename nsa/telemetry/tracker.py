@@ -157,7 +157,7 @@ def open_tracker(
     name = cfg.train.tracker
     if name == NO_TRACKER:
         return Tracker()
-    tracked = read_tracked(folder) if resumed else None
+    tracked = _known(folder, say) if resumed else None
     if tracked is None or tracked.tracker != name:
         tracked = Tracked(name, f"{folder.name}-{uuid.uuid4().hex[:8]}")
     write_tracked(folder, tracked)
@@ -182,6 +182,14 @@ def open_tracker(
     return tracker
 
 
+def _known(folder: Path, say: Callable[[str], None]) -> Tracked | None:
+    try:
+        return read_tracked(folder)
+    except ValueError as error:
+        say(f"[telemetry] {error}; the tracker gets this run under a new id")
+        return None
+
+
 def write_tracked(folder: Path, tracked: Tracked) -> Path:
     """Write tracker.json; a full disk costs only the file."""
     path = folder / NAME
@@ -197,9 +205,12 @@ def read_tracked(folder: Path) -> Tracked | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    if content.get("version") != VERSION:
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); remove it") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != VERSION:
         raise ValueError(
-            f"{path} has version {content.get('version')!r}; this program reads version "
-            f"{VERSION}; use the program that wrote it"
+            f"{path} has version {version!r}; this program reads version {VERSION}; use the "
+            "program that wrote it"
         )
-    return Tracked(str(content["tracker"]), str(content["id"]))
+    return Tracked(str(content.get("tracker")), str(content.get("id")))

@@ -578,7 +578,7 @@ def test_a_full_disk_ends_the_events_and_not_the_run(
     board.add(1, train_scalars(loss=4.0, toks_per_s=100.0, lr=0.5))
     writer = board._writer
     assert writer is not None
-    monkeypatch.setattr(writer, "add_scalar", full_disk)
+    monkeypatch.setattr(writer.file_writer, "add_summary", full_disk)
     board.add(2, train_scalars(loss=4.0, toks_per_s=100.0, lr=0.5))
     board.add(2, val_scalars(loss=4.0, ppl=2.0))
     board.close()

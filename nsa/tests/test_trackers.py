@@ -76,6 +76,21 @@ def test_a_resumed_run_goes_on_under_its_id_and_a_new_one_does_not(
     assert first == second != third
 
 
+def test_a_broken_tracker_file_costs_the_id_and_not_the_run(
+    tiny_config: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("wandb", tmp_path, monkeypatch)
+    cfg, said = tiny_config("train.tracker=wandb"), list[str]()
+    folder = Path(cfg.train.out_dir)
+    folder.mkdir()
+    for text in ("{", "[]", '{"version": 9}'):
+        (folder / tracker.NAME).write_text(text)
+        open_tracker(cfg, folder, resumed=True, say=said.append).close()
+
+        assert "under a new id" in said[-2]
+        assert read_tracked(folder) is not None
+
+
 def test_a_missing_package_is_an_error_before_the_training(
     tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
