@@ -11,23 +11,14 @@ from typing import NamedTuple
 
 import nsa
 from bench.cases import Case
-from nsa.config import Config
-from nsa.model.counts import step_flops
+from nsa.model.counts import Pairs, count_pairs, dense_pairs
+
+__all__ = ["Pairs", "Work", "count_pairs", "dense_work", "nsa_work"]
 
 FLOPS_PER_S = 790e12
 """Dense bf16 products of large matrices; measured on an H200."""
 BYTES_PER_S = 4.3e12
 """Device memory, by a large copy; measured on an H200."""
-PEAK_FLOPS_PER_S = 989e12
-"""Dense bf16 products by the data sheet of an H100 or H200: what MFU is counted against."""
-
-
-class Pairs(NamedTuple):
-    """Keys seen, summed over the queries of one sequence, for one query head."""
-
-    cmp: int
-    sel: int
-    win: int
 
 
 class Work(NamedTuple):
@@ -43,16 +34,6 @@ class Work(NamedTuple):
         flops = self.fwd_flops + backward * self.bwd_flops
         traffic = self.fwd_bytes + backward * self.bwd_bytes
         return 1e3 * max(flops / FLOPS_PER_S, traffic / BYTES_PER_S)
-
-
-def count_pairs(length: int, spec: nsa.BlockSpec) -> Pairs:
-    """Pairs of the three branches; every legal selection gives the same count."""
-    ends = range(1, length + 1)
-    return Pairs(
-        cmp=sum(spec.num_cmp(end) for end in ends),
-        sel=sum(spec.num_selected_tokens(end) for end in ends),
-        win=sum(min(spec.w, end) for end in ends),
-    )
 
 
 def nsa_work(case: Case, spec: nsa.BlockSpec, *, scored: bool, itemsize: int) -> Work:
@@ -72,21 +53,11 @@ def nsa_work(case: Case, spec: nsa.BlockSpec, *, scored: bool, itemsize: int) ->
 def dense_work(case: Case, *, itemsize: int) -> Work:
     """Causal attention over every earlier key."""
     shape, tokens = case.shape, case.batch * case.length
-    pairs = case.length * (case.length + 1) // 2
+    pairs = dense_pairs(case.length)
     fwd_flops, bwd_flops = _products(pairs * case.batch * shape.Hq, case)
     size = shape.Hq * shape.Dk + shape.Hkv * (shape.Dk + shape.Dv)
     inputs, out = tokens * size * itemsize, tokens * shape.Hq * shape.Dv * itemsize
     return Work(fwd_flops, bwd_flops, inputs + out, inputs + out + inputs)
-
-
-def train_mfu(config: Config, tokens_per_s: float) -> float:
-    """Share of the peak that a training run uses: forward and backward of what the model needs.
-
-    Work that is done twice, in a kernel's backward or a checkpointed layer, is not counted.
-    """
-    train = config.train
-    tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
-    return sum(step_flops(config).values()) / tokens * tokens_per_s / PEAK_FLOPS_PER_S
 
 
 def _products(pairs: int, case: Case) -> tuple[float, float]:

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.flops import train_mfu
 from bench.timing import first_line
 from bench.train_cases import Cell, Variant, config_of
 from bench.train_report import describe_machine
 from nsa.config import Config
 from nsa.model import TinyLM
+from nsa.model.flops import peak_flops, training_flops_per_token, utilization
 from nsa.train.graph_step import WARM_UP, EagerStep, GraphStep
 from nsa.train.optimizer import build_optimizer
 from nsa.train.runtime import resolve_runtime
@@ -199,12 +199,18 @@ def _row(one: Running, task: Task) -> dict[str, Any]:
         "slowest_ms": max(one.times_ms),
         "timed_steps": len(one.times_ms),
         "tokens_per_s": tokens_per_s,
-        "mfu": train_mfu(one.config, tokens_per_s) if task.device == "cuda" else None,
+        "mfu": _mfu(one.config, tokens_per_s) if task.device == "cuda" else None,
         "peak_mib": one.peak_mib if task.device == "cuda" else None,
         "first_s": one.first_s,
         "ready_s": one.ready_s,
         "loss": one.loss,
     }
+
+
+def _mfu(config: Config, tokens_per_s: float) -> float | None:
+    """None on a card whose peak is not known."""
+    peak = peak_flops(torch.cuda.get_device_name(), config.runtime.precision)
+    return utilization(sum(training_flops_per_token(config).values()), tokens_per_s, peak)
 
 
 @contextmanager

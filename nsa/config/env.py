@@ -122,3 +122,8 @@ def _bad_value(variable: Variable, text: str, allowed: str) -> ConfigError:
 def set_default(name: str, value: str) -> None:
     """Set a variable that a library reads when it starts, unless somebody has set it."""
     os.environ.setdefault(name, value)
+
+
+def changed(values: Mapping[str, str]) -> dict[str, str]:
+    """The environment with other values for some variables, for a process that is started."""
+    return {**os.environ, **values}

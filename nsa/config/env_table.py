@@ -183,6 +183,9 @@ _EXTERNAL = (
     Variable("CUDA_LAUNCH_BLOCKING", str, None, "external", "CUDA: 1 makes launches synchronous"),
     Variable("HF_DATASETS_CACHE", str, None, "external", "datasets: cache folder"),
     Variable("TOKENIZERS_PARALLELISM", str, None, "external", "tokenizers: threads or not"),
+    Variable("WANDB_MODE", str, None, "external", "wandb: offline keeps everything on disk"),
+    Variable("WANDB_PROJECT", str, None, "external", "wandb: project of the runs; ours is nsa"),
+    Variable("TRACKIO_DIR", str, None, "external", "trackio: folder of its database"),
     Variable("TRITON_INTERPRET", str, None, "external", "Triton: 1 runs kernels on the CPU"),
     Variable("PYTHONPATH", str, None, "external", "Python: import folders; not needed here"),
 )

@@ -22,6 +22,7 @@ ATTENTIONS = ("nsa", "dense")
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
 SCHEDULES = ("cosine", "constant", "wsd")
+TRACKERS = ("none", "wandb", "trackio")
 DATASETS = (
     "shakespeare",
     "synthetic",
@@ -138,6 +139,8 @@ class TrainConfig:
     """Checkpoints that are kept, the newest ones; 0 keeps all."""
     backup_dir: str = ""
     """Folder elsewhere that gets a verified copy of every checkpoint; empty for none."""
+    tracker: str = "none"
+    """Who also gets the curves: wandb or trackio, each with an extra of its name, or none."""
     seed: int = 1337
     """Decides the initial weights and the order of the data."""
     out_dir: str = "artifacts/base"
@@ -161,6 +164,7 @@ class TrainConfig:
         between(0.0, 1.0, self, "train", "weight_decay")
         between(0.0, 1e9, self, "train", "grad_clip")
         one_of("train.lr_schedule", self.lr_schedule, SCHEDULES)
+        one_of("train.tracker", self.tracker, TRACKERS)
         if self.warmup_steps > self.steps:
             todo = "shorten the warm-up or lengthen the run"
             refuse("train.warmup_steps", self.warmup_steps, f"at most steps={self.steps}", todo)

@@ -6,7 +6,7 @@ them sees, never over S * S. One multiply-add is two FLOPs; exponentials are not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 from nsa.config import Config
 from nsa.ops.spec import BlockSpec
@@ -77,16 +77,19 @@ def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> 
     return {part: size * count for part, count in moved.items()}
 
 
+def training_flops(forward: dict[str, int]) -> dict[str, int]:
+    """Add the backward pass, twice the forward one where there is a gradient."""
+    return {part: count * (1 if part in NO_BACKWARD else 3) for part, count in forward.items()}
+
+
 def step_flops(config: Config) -> dict[str, int]:
     """Count the FLOPs of an optimizer step on one rank: forward, and twice that in backward.
 
     Work that is done again, in checkpointed layers or inside a kernel, is not counted.
     """
     rows = config.train.batch_size * config.train.accumulate_grad_batches
-    return {
-        part: rows * count * (1 if part in NO_BACKWARD else 3)
-        for part, count in forward_flops(config).items()
-    }
+    flops = training_flops(forward_flops(config))
+    return {part: rows * count for part, count in flops.items()}
 
 
 def step_bytes(config: Config) -> dict[str, int]:
@@ -96,9 +99,27 @@ def step_bytes(config: Config) -> dict[str, int]:
     return {part: train.accumulate_grad_batches * 3 * count for part, count in moved.items()}
 
 
-def visible(sees: Callable[[int], int], seq_len: int) -> int:
-    """Sum over the positions of a row what each sees, given the tokens up to and with it."""
-    return sum(sees(count) for count in range(1, seq_len + 1))
+class Pairs(NamedTuple):
+    """Keys seen by each branch, summed over the queries of one row, for one query head."""
+
+    cmp: int
+    sel: int
+    win: int
+
+
+def count_pairs(seq_len: int, spec: BlockSpec) -> Pairs:
+    """Count what each position sees; every legal selection gives the same count."""
+    ends = range(1, seq_len + 1)  # tokens up to and with the query
+    return Pairs(
+        cmp=sum(spec.num_cmp(end) for end in ends),
+        sel=sum(spec.num_selected_tokens(end) for end in ends),
+        win=sum(min(spec.w, end) for end in ends),
+    )
+
+
+def dense_pairs(seq_len: int) -> int:
+    """Count what the queries of a row see in dense causal attention."""
+    return seq_len * (seq_len + 1) // 2
 
 
 def num_branches(config: Config) -> int:
@@ -113,13 +134,8 @@ def _is_dense(config: Config) -> bool:
 def _visible_pairs(config: Config, seq_len: int) -> dict[str, int]:
     """Keys seen by all queries of a row, by branch."""
     if _is_dense(config):
-        return {"all": visible(lambda count: count, seq_len)}
-    spec = block_spec(config)
-    return {
-        "cmp": visible(spec.num_cmp, seq_len),
-        "sel": visible(spec.num_selected_tokens, seq_len),
-        "win": visible(lambda count: min(spec.w, count), seq_len),
-    }
+        return {"all": dense_pairs(seq_len)}
+    return count_pairs(seq_len, block_spec(config))._asdict()
 
 
 def _nsa_flops(config: Config, seq_len: int) -> dict[str, int]:
@@ -163,7 +179,7 @@ def _score_flops(config: Config, seq_len: int) -> int:
             first, last = newest * spec.d, newest * spec.d + spec.l - 1
             overlaps += last // spec.l_sel - first // spec.l_sel + 1
         pairs += overlaps
-    return model.n_heads * visible(spec.num_cmp, seq_len) + 2 * model.n_kv_groups * pairs
+    return model.n_heads * count_pairs(seq_len, spec).cmp + 2 * model.n_kv_groups * pairs
 
 
 def _phi_parameters(config: Config, size: int) -> int:

@@ -13,6 +13,7 @@ from nsa.model.counts import (
     step_bytes,
     step_flops,
 )
+from nsa.model.flops import dense_training_flops_per_token, training_flops_per_token
 from nsa.model.memory import cache_bytes, decode_reads, dense_cache_bytes, training_memory
 
 DECODE_LENGTHS = (4096, 65536)
@@ -26,6 +27,7 @@ def describe_config(config: Config, path: str) -> str:
         f"parameters\n{_parameters(config)}",
         f"{_step(config)}",
         f"cost by part (token: forward; step: forward and backward, one rank)\n{_costs(config)}",
+        f"training one token\n{_beside_dense(config)}",
         f"training memory on one rank (estimate)\n{_shares(training_memory(config), _bytes)}",
         f"decoding one sequence: tokens read per KV head, and cache\n{_decode(config)}",
     )
@@ -68,6 +70,13 @@ def _costs(config: Config) -> str:
         rows.append(_cost_row(part, *(column[part] for column in columns)))
     rows.append(_cost_row("total", *(sum(column.values()) for column in columns)))
     return text_table(rows, right=(1, 2, 3, 4))
+
+
+def _beside_dense(config: Config) -> str:
+    """Forward and backward, beside the same model with dense causal attention."""
+    ours = sum(training_flops_per_token(config).values())
+    dense = sum(dense_training_flops_per_token(config).values())
+    return f"  {_flops(ours)}; with dense causal attention {_flops(dense)} ({ours / dense:.2f}x)"
 
 
 def _cost_row(part: str, *costs: float) -> tuple[str, str, str, str, str]:

@@ -34,6 +34,7 @@ class AttentionStats:
         self._rows: dict[int, Tensor] = {}
         self._num_gates: dict[int, int] = {}
         self._num_rows: dict[int, int] = {}
+        self._layers: list[dict[str, float]] | None = None  # on the host, once asked for
 
     @torch.no_grad()
     def record(
@@ -43,16 +44,20 @@ class AttentionStats:
         selection: Tensor,  # [B, S, Hkv, n_sel] int32
     ) -> None:
         """Reduce one layer's gates and selection to a row; no host sync."""
+        self._layers = None
         self._rows[layer] = torch.cat([_gate_row(gates), _selection_row(selection)])
         self._num_gates[layer] = gates[..., 0].numel()
         self._num_rows[layer] = selection[..., 0].numel()
 
     def per_layer(self) -> list[dict[str, float]]:
-        """One dictionary per layer, in order (one host sync)."""
+        """One dictionary per layer, in order (one host sync, shared with `summary`)."""
         if not self._rows:
             raise ValueError("no layer was recorded; run model(ids, stats=stats) first")
-        table = torch.stack([self._rows[layer] for layer in sorted(self._rows)]).tolist()
-        return [dict(zip(GATE_FIELDS + SELECTION_FIELDS, row, strict=True)) for row in table]
+        if self._layers is None:
+            table = torch.stack([self._rows[layer] for layer in sorted(self._rows)]).tolist()
+            names = GATE_FIELDS + SELECTION_FIELDS
+            self._layers = [dict(zip(names, row, strict=True)) for row in table]
+        return self._layers
 
     def summary(self) -> dict[str, float | list[float]]:
         """Over all layers, heads and tokens (one host sync); every layer has equally many."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,6 +47,11 @@ ATTENTION_FIELDS = {  # name in the line: name in AttentionStats.summary()
     "sel_pct_at_max": "sel_pct_at_max",
 }
 """Gate health has two spellings, because readers of both kinds exist."""
+BRANCH_SHARES = ("share_cmp", "share_sel", "share_win")
+LAYER_FIELDS = {
+    name: key for name, key in ATTENTION_FIELDS.items() if key not in ("branch_shares", "sel_rows")
+}
+"""The same for a single layer: name in the line, name in AttentionStats.per_layer()."""
 SEARCH_BYTES = 4 * 1024 * 1024
 """How far from the end of the file the last line of a kind is looked for."""
 
@@ -104,16 +109,19 @@ class Heartbeat:
         lr: float | None,
         grad_norm: float | None = None,
         step_time_s: float | None = None,
+        mfu: float | None = None,
         dt_fetch_s: float | None = None,
         fetch_p50_ms: float | None = None,
         fetch_p95_ms: float | None = None,
         gpu: GpuReading | None = None,
         attention: Mapping[str, Any] | None = None,
+        layers: Sequence[Mapping[str, float]] | None = None,
         fallbacks: Mapping[str, int] | None = None,
     ) -> None:
         """The numbers of a logged update; what is not known is null.
 
-        `attention` is AttentionStats.summary(), `fallbacks` is counter_files.fallback_counts().
+        `attention` is AttentionStats.summary(), `layers` is AttentionStats.per_layer(), and
+        `fallbacks` is counter_files.fallback_counts().
         """
         extra: dict[str, Any] = {
             "loss": loss,
@@ -121,12 +129,14 @@ class Heartbeat:
             "lr": lr,
             "grad_norm": grad_norm,
             "step_time_s": step_time_s,
+            "mfu": mfu,
             "dt_fetch_s": dt_fetch_s,
             "fetch_p50_ms": fetch_p50_ms,
             "fetch_p95_ms": fetch_p95_ms,
         }
         extra |= (gpu or GpuReading())._asdict()
         extra |= {name: (attention or {}).get(key) for name, key in ATTENTION_FIELDS.items()}
+        extra["layers"] = None if layers is None else _by_field(layers)
         extra |= {f"fb_{name}": count for name, count in (fallbacks or {}).items()}
         self.write(step, PROGRESS, extra)
 
@@ -157,6 +167,15 @@ class Heartbeat:
         self._file.close()
 
 
+def _by_field(layers: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
+    """Each field as a list over the layers: shorter than its name with every layer."""
+    fields: dict[str, list[Any]] = {
+        name: [layer[key] for layer in layers] for name, key in LAYER_FIELDS.items()
+    }
+    shares = [[layer[key] for key in BRANCH_SHARES] for layer in layers]
+    return fields | {"gate_branch_shares": shares}
+
+
 def iso(ts: float) -> str:
     """Unix time as UTC text, to the millisecond, with a Z."""
     moment = datetime.fromtimestamp(ts, UTC)
@@ -176,6 +195,12 @@ class Beat:
     schema: int = SCHEMA
     extra: dict[str, Any] = field(default_factory=dict)
     """The fields of its kind, by name."""
+
+    def layers(self) -> list[dict[str, Any]]:
+        """The statistics of each layer of a progress line, in order; none if not collected."""
+        fields = self.extra.get("layers") or {}
+        rows = zip(*fields.values(), strict=True)
+        return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
 class BrokenHeartbeat(ValueError):

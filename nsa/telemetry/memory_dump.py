@@ -97,8 +97,19 @@ def read_memory(path: Path) -> dict[str, Any]:
 
 def rss_mib() -> float | None:
     """Memory of this process that is in RAM, in MiB; None where the system does not say."""
+    return _status_mib("VmRSS:")
+
+
+def peak_memory_mib(device: torch.device) -> float | None:
+    """The most that tensors took on a GPU so far; on a CPU, the most RAM of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return _status_mib("VmHWM:")
+
+
+def _status_mib(field: str) -> float | None:
     try:
         lines = STATUS.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((int(x.split()[1]) / 1024 for x in lines if x.startswith("VmRSS:")), None)
+    return next((int(x.split()[1]) / 1024 for x in lines if x.startswith(field)), None)

@@ -32,6 +32,10 @@ class Metrics:
     num_params: int
     tokens_per_step: int
     """Tokens in an optimizer update: batch_size x accumulate_grad_batches x seq_len."""
+    flops_per_token: float = 0.0
+    """Model FLOPs of training one token, forward and backward: nsa/model/flops.py."""
+    peak_flops: float | None = None
+    """FLOP/s of the devices at most; null where it is not known: then there is no MFU."""
     device: str
     dtype: str
     """Compute precision; weights and optimizer are fp32 in both."""
@@ -60,6 +64,10 @@ class Metrics:
     """Seconds spent in evaluations and checkpoints between the steps."""
     toks_per_s: float | None = None
     """Tokens of the whole run over train_s."""
+    mfu: float | None = None
+    """Share of peak_flops, 0 to 1, over the whole run."""
+    peak_mem_mib: float | None = None
+    """The most that tensors took on the GPU; on a CPU, the most RAM of the process."""
     attention_stats: dict[str, float | list[float]] = field(default_factory=dict)
     """Gates and selection over all layers at the last logged step; empty when switched off."""
 

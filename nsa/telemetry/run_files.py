@@ -17,6 +17,7 @@ from nsa.telemetry import (
     sample,
     sentinels,
     tensorboard,
+    tracker,
 )
 
 MODEL = "model.pt"
@@ -34,6 +35,9 @@ RUN_FILES = (
     counter_files.FALLBACK_COUNTERS,
     env_file.NAME,
     tensorboard.FOLDER,
+    tracker.NAME,
+    tracker.LOG,
+    "wandb",
     sentinels.ANOMALY,
     sentinels.DONE + "*",
     "anomaly_step*.pt",

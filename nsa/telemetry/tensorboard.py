@@ -1,15 +1,14 @@
 """tb/: the curves of a run as TensorBoard events, written by rank 0.
 
-Tags: train/loss, train/toks_per_s, train/lr, val/loss, val/ppl, and gates/ with the gate fields of
-AttentionStats.summary(). The step of an event is the number of optimizer updates.
+The tags are those of scalars.py. The step of an event is the number of optimizer updates.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nsa.telemetry.best_effort import complain
 
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 FOLDER = "tb"
 FLUSH_S = 30
 """A run that is killed loses the events of at most this many seconds."""
-TRAIN_TAGS = ("train/loss", "train/toks_per_s", "train/lr")
-VAL_TAGS = ("val/loss", "val/ppl")
-GATES = ("entropy_mean", "entropy_min", "max_gate_mean", "max_gate_max", "collapse_fraction")
-BRANCHES = ("cmp", "sel", "win")
-GATE_TAGS = tuple(f"gates/{name}" for name in (*GATES, *(f"share_{x}" for x in BRANCHES)))
 
 
 class TensorBoard:
@@ -35,34 +29,22 @@ class TensorBoard:
         self._writer = writer
         self._failed = False
 
-    def train(self, step: int, *, loss: float, toks_per_s: float, lr: float) -> None:
-        """The numbers of a logged step."""
-        self._add(step, zip(TRAIN_TAGS, (loss, toks_per_s, lr), strict=True))
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a point to each of these curves: one event, which costs less than one for each."""
 
-    def val(self, step: int, *, loss: float, ppl: float) -> None:
-        """The result of an evaluation."""
-        self._add(step, zip(VAL_TAGS, (loss, ppl), strict=True))
+        def write(writer: SummaryWriter) -> None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
 
-    def gates(self, step: int, attention: Mapping[str, Any] | None) -> None:
-        """The gates of a logged step, from AttentionStats.summary(), if it was collected."""
-        if attention:
-            values = (*(attention[name] for name in GATES), *attention["branch_shares"])
-            self._add(step, zip(GATE_TAGS, values, strict=True))
+            points = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]
+            writer._get_file_writer().add_summary(Summary(value=points), step)
+
+        if not self._guarded(write):
+            self.num_dropped += len(scalars)
 
     def close(self) -> None:
         """Write what waits, and end the file."""
         self._guarded(lambda writer: writer.close())
         self._writer = None
-
-    def _add(self, step: int, values: Iterable[tuple[str, float]]) -> None:
-        events = list(values)
-
-        def write(writer: SummaryWriter) -> None:
-            for tag, value in events:
-                writer.add_scalar(tag, value, step)
-
-        if not self._guarded(write):
-            self.num_dropped += len(events)
 
     def _guarded(self, action: Callable[[SummaryWriter], None]) -> bool:
         """Do it; after the first OSError, which the writer does not survive, do nothing more."""

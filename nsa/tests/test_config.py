@@ -150,6 +150,7 @@ REFUSED = {
     "train.eval_batches=0": ">= 1",
     "train.save_every=-1": ">= 0",
     "train.keep_last=-1": ">= 0",
+    "train.tracker=tensorboard": "none | wandb | trackio",
     "train.backup_dir=artifacts/base": "another folder",
     "train.seed=-1": ">= 0",
     "train.out_dir=": "folder",

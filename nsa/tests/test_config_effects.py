@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa.config import known_keys
+from nsa.tests import fake_tracker
 from nsa.tests.effects import Fingerprint, fingerprint
 
 Usual = Callable[[tuple[str, ...]], Fingerprint]
@@ -47,6 +48,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "train.save_every": ("2", "files"),
     "train.keep_last": ("1", "files"),
     "train.backup_dir": ("", "files"),  # the test gives a folder
+    "train.tracker": ("trackio", "files"),  # test_trackers.py looks at what it gets
     "train.seed": ("7", "losses"),
     "train.out_dir": ("", "files"),  # the test gives another folder
     "data.dataset": ("synthetic", "losses"),
@@ -75,6 +77,7 @@ ONLY = {
     "train.save_every": {"files"},
     "train.keep_last": {"files"},
     "train.backup_dir": {"files"},
+    "train.tracker": {"files"},
     "train.out_dir": {"files"},
     "runtime.use_flash": {"plan"},
     "runtime.gradient_checkpointing": {"kept"},
@@ -96,11 +99,15 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Usual:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so
 @pytest.mark.parametrize("key", EFFECTS)
-def test_another_value_changes_the_run(key: str, usual: Usual, tmp_path: Path) -> None:
+def test_another_value_changes_the_run(
+    key: str, usual: Usual, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     value, field = EFFECTS[key]
     given = GIVEN.get(key, ())
     if key in ("train.out_dir", "train.backup_dir"):
         value = str(tmp_path / "a" / "elsewhere")
+    if key == "train.tracker":
+        fake_tracker.install(value, tmp_path, monkeypatch)
 
     other = fingerprint(tmp_path / "a", *given, f"{key}={value}")
 

@@ -36,11 +36,18 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def summary() -> dict[str, Any]:
+def collected(num_layers: int = 1) -> AttentionStats:
+    """Statistics of equal layers, but that the gates of the second one chose a branch each."""
     stats = AttentionStats()
     gates = torch.tensor([[[[0.7, 0.2, 0.1]], [[0.2, 0.3, 0.5]]]])  # [B, S, Hq, 3]
-    stats.record(0, gates, torch.tensor([[[[0, -1]], [[0, 1]]]], dtype=torch.int32))
-    return stats.summary()
+    for layer in range(num_layers):
+        chosen = gates if layer != 1 else (gates == gates.amax(dim=-1, keepdim=True)).float()
+        stats.record(layer, chosen, torch.tensor([[[[0, -1]], [[0, 1]]]], dtype=torch.int32))
+    return stats
+
+
+def summary() -> dict[str, Any]:
+    return collected().summary()
 
 
 def refuse(*_: object) -> int:
@@ -104,11 +111,13 @@ def test_progress_has_gate_health_in_both_spellings(tmp_path: Path) -> None:
         lr=1e-4,
         grad_norm=0.5,
         step_time_s=0.1,
+        mfu=0.41,
         dt_fetch_s=0.01,
         fetch_p50_ms=9.0,
         fetch_p95_ms=20.0,
         gpu=GpuReading(1200, 2000, 97, 61),
         attention=stats,
+        layers=collected().per_layer(),
         fallbacks=fallback_counts({}),
     )
 
@@ -123,11 +132,39 @@ def test_progress_has_gate_health_in_both_spellings(tmp_path: Path) -> None:
     assert line["gate_entropy_min"] == stats["entropy_min"]
     assert line["gate_branch_shares"] == pytest.approx([0.45, 0.25, 0.3])
     assert (line["sel_k_mean"], line["sel_k_max"], line["sel_rows"]) == (1.5, 2.0, 2.0)
-    assert line["sel_pct_at_max"] == 0.5
+    assert line["sel_pct_at_max"] == 0.5 and line["mfu"] == 0.41
     assert (line["gpu_mem_alloc"], line["gpu_mem_reserved"]) == (1200, 2000)
     assert (line["gpu_util_pct"], line["gpu_temp_c"]) == (97, 61)
     assert sum(name.startswith("fb_") for name in line) == 7 and line["fb_total_fallbacks"] == 0
     assert all(value is not None for value in line.values())
+
+
+def test_progress_has_every_layer_and_gate_health_in_both_spellings(tmp_path: Path) -> None:
+    heartbeat, stats = Heartbeat(tmp_path), collected(num_layers=3)
+    heartbeat.progress(20, loss=2.5, toks_per_s=1e5, lr=1e-4, layers=stats.per_layer())
+    (beat,) = read_heartbeat(heartbeat.path)
+
+    layers = beat.layers()
+
+    assert [layer["collapse_fraction"] for layer in layers] == [0.0, 1.0, 0.0]
+    assert [layer["gate_collapse_frac"] for layer in layers] == [0.0, 1.0, 0.0]
+    for layer, known in zip(layers, stats.per_layer(), strict=True):
+        assert layer["entropy_mean"] == layer["gate_entropy_mean"] == known["entropy_mean"]
+        assert layer["gate_entropy_min"] == known["entropy_min"]
+        assert layer["max_gate_mean"] == known["max_gate_mean"]
+        assert layer["gate_max_gate"] == known["max_gate_max"]
+        shares = [known["share_cmp"], known["share_sel"], known["share_win"]]
+        assert layer["gate_branch_shares"] == shares
+        assert (layer["sel_k_mean"], layer["sel_k_max"]) == (1.5, 2.0)
+        assert layer["sel_pct_at_max"] == 0.5
+
+
+def test_a_line_without_statistics_has_no_layers(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path)
+    heartbeat.progress(1, loss=2.5, toks_per_s=10.0, lr=1e-4)
+    heartbeat.step_end(1)
+
+    assert [beat.layers() for beat in read_heartbeat(heartbeat.path)] == [[], []]
 
 
 def test_progress_on_a_cpu_without_statistics_has_all_fields_as_null(tmp_path: Path) -> None:
@@ -136,7 +173,7 @@ def test_progress_on_a_cpu_without_statistics_has_all_fields_as_null(tmp_path: P
 
     (line,) = lines(heartbeat.path)
 
-    for name in ("gpu_mem_alloc", "gpu_util_pct", "entropy_mean", "sel_rows", "grad_norm"):
+    for name in ("gpu_mem_alloc", "gpu_util_pct", "entropy_mean", "sel_rows", "grad_norm", "mfu"):
         assert line[name] is None
 
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 
+from bench.compare_report import Comparison, NotRun, Result
 from nsa.config.load import REPOSITORY
+from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
 from nsa.ops import fallbacks
 from nsa.ops.fallbacks import Fallback
 from nsa.telemetry import (
@@ -43,12 +45,15 @@ from nsa.telemetry import (
     read_k_stats,
     read_memory,
     read_rows,
+    scalars,
     sentinels,
     stack_dump,
     tensorboard,
     write_env,
 )
 from nsa.telemetry.heartbeat import BASE_FIELDS
+from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
+from nsa.telemetry.tracker import Tracked, write_tracked
 from nsa.tests.gpu import on_gpu
 
 PAGES = REPOSITORY / "docs" / "schemas"
@@ -65,6 +70,7 @@ SUMMARY: dict[str, Any] = {
     "sel_rows": 64.0,
     "sel_pct_at_max": 0.75,
 }
+LAYERS = [dict.fromkeys((*GATE_FIELDS, *SELECTION_FIELDS), value) for value in (0.25, 0.75)]
 
 
 def full_disk(*_: object, **__: object) -> Any:
@@ -509,26 +515,32 @@ def test_a_full_disk_costs_the_dump_only(
 
 def test_events_read_back_what_was_written(tmp_path: Path) -> None:
     board = open_tensorboard(tmp_path)
-    board.train(1, loss=4.0, toks_per_s=100.0, lr=0.5)
-    board.gates(1, SUMMARY)
-    board.gates(2, None)
-    board.val(2, loss=2.0, ppl=8.0)
+    numbers = dict(loss=4.0, toks_per_s=100.0, lr=0.5)
+    board.add(1, train_scalars(**numbers, grad_norm=2.0, mfu=0.25))
+    board.add(2, train_scalars(**numbers))  # no curve of what nobody knows
+    board.add(1, attention_scalars(SUMMARY, LAYERS))
+    board.add(2, attention_scalars(None, None))
+    board.add(2, val_scalars(loss=2.0, ppl=8.0))
     board.close()
 
     found = tensorboard.read_scalars(tmp_path)
 
-    assert found["train/loss"] == [(1, 4.0)] and found["train/toks_per_s"] == [(1, 100.0)]
-    assert found["train/lr"] == [(1, 0.5)]
+    assert found["train/loss"] == [(1, 4.0), (2, 4.0)] and found["train/mfu"] == [(1, 0.25)]
+    assert found["train/lr"][0] == (1, 0.5) and found["train/toks_per_s"][0] == (1, 100.0)
     assert found["val/loss"] == [(2, 2.0)] and found["val/ppl"] == [(2, 8.0)]
     assert found["gates/entropy_min"] == [(1, 0.5)] and found["gates/share_win"] == [(1, 0.25)]
-    assert found.keys() == {*tensorboard.TRAIN_TAGS, *tensorboard.VAL_TAGS, *tensorboard.GATE_TAGS}
+    assert found["selection/k_max"] == [(1, SUMMARY["sel_k_max"])]
+    assert [found[f"layer_entropy_mean/{i:02d}"] for i in (0, 1)] == [[(1, 0.25)], [(1, 0.75)]]
+    fixed = {*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS}
+    by_layer = {f"{tag}/{i:02d}" for tag in scalars.LAYER_TAGS for i in (0, 1)}
+    assert found.keys() == fixed | by_layer
 
 
 def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     for resumed_at, steps, loss in ((0, range(1, 8), 4.0), (4, range(5, 10), 2.0)):
         board = open_tensorboard(tmp_path, resumed_at=resumed_at)
         for step in steps:
-            board.train(step, loss=loss, toks_per_s=1.0, lr=0.5)
+            board.add(step, train_scalars(loss=loss, toks_per_s=1.0, lr=0.5))
         board.close()
 
     expected = [(step, 4.0 if step <= 4 else 2.0) for step in range(1, 10)]
@@ -538,7 +550,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"disabled": True}, {"rank": 1}])
 def test_a_board_that_is_off_writes_nothing(options: dict[str, Any], tmp_path: Path) -> None:
     board = open_tensorboard(tmp_path, **options)
-    board.train(1, loss=4.0, toks_per_s=100.0, lr=0.5)
+    board.add(1, train_scalars(loss=4.0, toks_per_s=100.0, lr=0.5))
     board.close()
 
     assert list(tmp_path.iterdir()) == [] and board.num_dropped == 0
@@ -551,8 +563,8 @@ def test_without_the_package_it_says_once_which_install_line_adds_it(
     said: list[str] = []
 
     board = open_tensorboard(tmp_path, say=said.append)
-    board.train(1, loss=4.0, toks_per_s=100.0, lr=0.5)
-    board.val(1, loss=4.0, ppl=2.0)
+    board.add(1, train_scalars(loss=4.0, toks_per_s=100.0, lr=0.5))
+    board.add(1, val_scalars(loss=4.0, ppl=2.0))
     board.close()
 
     assert len(said) == 1 and "pip install -c constraints.txt -e '.[tensorboard]'" in said[0]
@@ -563,12 +575,12 @@ def test_a_full_disk_ends_the_events_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     board = open_tensorboard(tmp_path)
-    board.train(1, loss=4.0, toks_per_s=100.0, lr=0.5)
+    board.add(1, train_scalars(loss=4.0, toks_per_s=100.0, lr=0.5))
     writer = board._writer
     assert writer is not None
-    monkeypatch.setattr(writer, "add_scalar", full_disk)
-    board.train(2, loss=4.0, toks_per_s=100.0, lr=0.5)
-    board.val(2, loss=4.0, ppl=2.0)
+    monkeypatch.setattr(writer.file_writer, "add_summary", full_disk)
+    board.add(2, train_scalars(loss=4.0, toks_per_s=100.0, lr=0.5))
+    board.add(2, val_scalars(loss=4.0, ppl=2.0))
     board.close()
 
     assert board.num_dropped == 5
@@ -582,7 +594,7 @@ def test_a_folder_that_cannot_be_made_costs_the_events(
 ) -> None:
     (tmp_path / "tb").write_text("no folder")
     board = open_tensorboard(tmp_path)
-    board.train(1, loss=4.0, toks_per_s=100.0, lr=0.5)
+    board.add(1, train_scalars(loss=4.0, toks_per_s=100.0, lr=0.5))
     board.close()
     assert "no events (" in capsys.readouterr().err
 
@@ -615,16 +627,19 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
     heartbeat.boot()
     heartbeat.beat(1)
     nan = float("nan")
-    heartbeat.progress(1, loss=nan, toks_per_s=1.0, lr=0.1, fallbacks=fallback_counts({}))
+    counts = fallback_counts({})
+    heartbeat.progress(1, loss=nan, toks_per_s=1.0, lr=0.1, layers=LAYERS, fallbacks=counts)
     heartbeat.step_end(1)
     heartbeat.loader_ready(1.0)
     heartbeat.loader_error("x")
     heartbeat.loader_warmup(1, 1, 1.0)
     heartbeat.watchdog_dump("x")
     lines = [json.loads(line) for line in heartbeat.path.read_text().splitlines()]
+    (layers,) = (line["layers"] for line in lines if "layers" in line)
+    tracked = Tracked("wandb", "x")
     memory = memory_dump.write_memory(folder, "boot", "cpu")
     return {
-        "heartbeat.md": {*BASE_FIELDS}.union(*lines, (line["msg"] for line in lines)),
+        "heartbeat.md": {*BASE_FIELDS}.union(*lines, layers, (line["msg"] for line in lines)),
         "training_csv.md": {*TrainingRow._fields},
         "val_csv.md": {*ValRow._fields},
         "metrics_json.md": {field.name for field in dataclasses.fields(Metrics)},
@@ -634,8 +649,14 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "sentinels.md": {*sentinels.ANOMALIES, sentinels.HALT, sentinels.DONE, sentinels.ANOMALY},
         "stackdump.md": {"pid", "rank", "threads"},
         "mem_dumps.md": {*read_memory(memory)},
+        "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
+        "profiler_comparison.md": {
+            *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),
+            *NotRun._fields,
+        },
         "tensorboard.md": {
-            *(*tensorboard.TRAIN_TAGS, *tensorboard.VAL_TAGS, *tensorboard.GATE_TAGS)
+            *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
+            *(f"{tag}/{{layer}}" for tag in scalars.LAYER_TAGS),
         },
     }
 

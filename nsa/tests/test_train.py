@@ -17,16 +17,19 @@ from torch.nn import functional as F
 from nsa.config import Config, to_container
 from nsa.data import ByteTokenizer
 from nsa.model import TinyLM
+from nsa.model.flops import training_flops_per_token
 from nsa.telemetry import (
     TRAINING,
     VAL,
     TrainingRow,
     ValRow,
     read_config,
+    read_heartbeat,
     read_metrics,
     read_rows,
     read_sample,
 )
+from nsa.telemetry.tensorboard import read_scalars
 from nsa.train import (
     Interrupted,
     NonFiniteLoss,
@@ -96,13 +99,54 @@ def test_run_says_first_what_it_will_do(tiny_config: BuildConfig) -> None:
         f"parameters: {count:,}",
         "tokens per step: 192",
         "device: cpu",
-        "precision: fp32",
+        "flash enabled | precision FP32",
         "attention backend: torch",
         "gradient_checkpointing=off",
     ):
         assert text in before
     assert f"out_dir={cfg.train.out_dir}" in before
     assert "eta" in printed
+
+
+def test_mfu_is_the_same_in_line_heartbeat_and_metrics(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device with a known peak; a CPU has none."""
+    plain, printed = train(tiny_config())
+    assert plain.metrics.mfu is None and "| mfu" not in printed and " | rss " in printed
+
+    monkeypatch.setattr("nsa.model.flops.PEAKS", (("cpu", 1.0),))
+    monkeypatch.setattr("nsa.model.flops.HALF", ("fp32",))
+    cfg = tiny_config("train.seed=5")
+    result, printed = train(cfg)
+    metrics = result.metrics
+    assert metrics.flops_per_token == sum(training_flops_per_token(cfg).values())
+    rate = metrics.flops_per_token * (metrics.toks_per_s or 0)
+    assert metrics.mfu == pytest.approx(rate / 1e12)
+    assert metrics.peak_mem_mib is not None and metrics.peak_mem_mib > 10
+    lines = read_heartbeat(Path(cfg.train.out_dir) / "heartbeat_rank0.jsonl")
+    beats = [beat.extra for beat in lines if beat.msg == "progress"]
+    assert [beat["mfu"] for beat in beats] == pytest.approx(
+        [metrics.flops_per_token * beat["toks_per_s"] / 1e12 for beat in beats]
+    )
+    assert f" | mfu {beats[-1]['mfu']:.1%} | rss " in printed
+
+
+def test_every_layer_has_its_statistics_on_logged_steps(tiny_config: BuildConfig) -> None:
+    cfg = tiny_config("train.steps=4", "train.log_every=2")
+    train(cfg)
+    folder = Path(cfg.train.out_dir)
+    lines = read_heartbeat(folder / "heartbeat_rank0.jsonl")
+    beats = {beat.step: beat.layers() for beat in lines if beat.msg == "progress"}
+    curves = read_scalars(folder)
+
+    assert beats.keys() == {1, 2, 4}
+    assert [len(layers) for layers in beats.values()] == [cfg.model.n_layers] * 3
+    for layer in range(cfg.model.n_layers):
+        points = [(step, found[layer]["entropy_mean"]) for step, found in beats.items()]
+        steps, values = zip(*curves[f"layer_entropy_mean/{layer:02d}"], strict=True)
+        assert steps == (1, 2, 4)
+        assert values == pytest.approx([value for _, value in points], abs=1e-6)
 
 
 def test_training_learns_the_text(tiny_config: BuildConfig) -> None:

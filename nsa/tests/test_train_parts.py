@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,15 +17,16 @@ from torch import Tensor
 from nsa.config import Config, ConfigError, RuntimeConfig, TrainConfig
 from nsa.data import ByteTokenizer, Data, open_data
 from nsa.model import TinyLM
-from nsa.telemetry import TrainingRow
+from nsa.telemetry import GpuReading, TrainingRow
 from nsa.train import RunRefused
 from nsa.train.evaluate import Evaluation, evaluate
 from nsa.train.guard import LONG_STEPS, refuse_waste
 from nsa.train.loss import next_token_loss
 from nsa.train.optimizer import build_optimizer, clip_gradients, set_lr
-from nsa.train.progress import Progress, clock
+from nsa.train.progress import Progress, fill_lines
 from nsa.train.runtime import resolve_runtime
 from nsa.train.schedule import lr_at
+from nsa.train.step_report import FetchTimes, StepReport, clock, step_line, step_numbers
 
 
 class Terminal(io.StringIO):
@@ -218,37 +220,89 @@ def test_bf16_computes_in_bf16() -> None:
 def test_use_flash_off_allows_math_only_and_the_plan_says_so() -> None:
     runtime = resolve_runtime(RuntimeConfig(device="cpu", use_flash=False))
     assert "math only" in runtime.plan
+    assert runtime.describe_flash() == "flash disabled (runtime.use_flash=false)"
     with runtime.compute():
         assert torch.backends.cuda.math_sdp_enabled()
         assert not torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
+def report(**changes: Any) -> StepReport:
+    """A logged step on a GPU, late in a long run."""
+    fields: dict[str, Any] = {
+        "row": TrainingRow(12340, 10.1234, 2e-4, 1234567.4),
+        "eta_s": 123456.0,
+        "step_time_s": 0.1,
+        "grad_norm": 1.25,
+        "fetch": FetchTimes(0.0123, 12.0, 3456.0),
+        "mfu": 0.4123,
+        "gpu": GpuReading(130000, 140000, 99, 60),
+    }
+    return StepReport(**(fields | changes))
+
+
+ON_A_CPU = {
+    "row": TrainingRow(1, 5.5, 1e-3, 1234.4),
+    "eta_s": 75.0,
+    "mfu": None,
+    "gpu": GpuReading(),
+    "rss_mib": 614.4,
+}
+SHOWN: dict[str, dict[str, Any]] = {"gpu": {}, "norm": {"shows_norm": True}, "cpu": ON_A_CPU}
+
+
+def test_step_line_is_the_one_that_other_programs_read() -> None:
+    begins = "step 12340 | loss 10.1234 | lr 2.00e-04 | toks/s 1234567"
+    fetch = " | fetch 12ms | fetch_p50 12ms | fetch_p95 3456ms"
+    ends = " | mfu 41.2% | mem 126.95/136.72GiB | eta 34:17:36"
+
+    assert step_line(report()) == begins + fetch + ends
+    assert step_line(report(shows_norm=True)) == begins + " | grad_norm 1.2500" + fetch + ends
+    assert step_line(report(fetch=FetchTimes())) == begins + ends
+
+
+def test_fetch_times_are_the_last_and_the_percentiles() -> None:
+    seconds = [i / 1000 for i in range(100, 0, -1)]
+
+    assert FetchTimes.of(seconds) == (0.001, 51.0, 96.0)
+    assert FetchTimes.of([]) == (None, None, None)
+
+
 def test_progress_in_a_pipe_is_one_line_for_each_logged_step() -> None:
     out = io.StringIO()
     with Progress(out, steps=50) as progress:
         progress.advance()
-        progress.show(TrainingRow(1, 5.5, 1e-3, 1234.4), eta_s=75)
+        progress.show(report(**ON_A_CPU))
         progress.say("[boot] a line that is longer than eighty columns " + "x" * 80)
     assert out.getvalue().splitlines() == [
-        "step 0001 | loss 5.5000 | lr 1.00e-03 | toks/s 1234 | eta 1:15",
+        "step 0001 | loss 5.5000 | lr 1.00e-03 | toks/s 1234 | fetch 12ms | fetch_p50 12ms | "
+        "fetch_p95 3456ms | rss 0.60GiB | eta 1:15",
         "[boot] a line that is longer than eighty columns " + "x" * 80,
     ]
 
 
-def test_progress_in_a_terminal_is_a_bar_with_loss_and_eta(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("columns", [80, 120, 200])
+@pytest.mark.parametrize(
+    "changes", [{}, {"shows_norm": True}, ON_A_CPU], ids=["gpu", "norm", "cpu"]
+)
+def test_progress_in_a_terminal_cuts_no_number(
+    columns: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TERM", "NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE"):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    out = Terminal()
-    with Progress(out, steps=50) as progress:
-        progress.advance()
-        progress.show(TrainingRow(1, 5.5, 1e-3, 1234.4), eta_s=75)
-    text = out.getvalue()
-    assert "━" in text and "1/50" in text and "loss 5.5000" in text and "eta 1:15" in text
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown, out = report(**changes), Terminal()
+    with Progress(out, steps=50000) as progress:
+        progress.advance(12340)
+        progress.show(shown)
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
+    last = lines[-1 - len(fill_lines(step_numbers(shown), columns)) - 1 :]
+
+    assert max(len(line) for line in lines) <= columns
+    bar, *numbers = (line for line in last if line)
+    assert "━" in bar and "12340/50000" in bar and bar.endswith(f"eta {clock(shown.eta_s)}")
+    assert " | ".join(line.rstrip() for line in numbers) == " | ".join(step_numbers(shown))
 
 
 @pytest.mark.parametrize(

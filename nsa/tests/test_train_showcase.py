@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from nsa.config import Config
 from nsa.telemetry import read_config, read_metrics, write_config
+from nsa.tests.effects import keep_mkldnn
 from scripts.train_showcase import main
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_showcase.py"
@@ -113,6 +115,35 @@ def test_unknown_variable_is_refused(
     monkeypatch.setenv("NSA_LEARNING_RATE", "1")
     assert main(["--config", str(config_file)]) == 2
     assert "NSA_LEARNING_RATE" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so
+def test_a_run_prints_the_lines_that_runbooks_look_for(
+    tiny_config: Callable[..., Config],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cfg = tiny_config("runtime.precision=bf16", "runtime.gradient_checkpointing=true")
+    path = write_config(tmp_path, cfg, "test")
+    with keep_mkldnn():
+        assert main(["--config", str(path), "--steps", "1"]) == 0
+        printed = capsys.readouterr().out
+        monkeypatch.setenv("NSA_SDPA_NO_FLASH", "1")
+        assert main(["--config", str(path), "--steps", "1", "--no-gc"]) == 0
+        without = capsys.readouterr().out
+
+    for pattern in (
+        rf"^\[boot\] loading config {re.escape(str(path))}$",
+        r"^\[boot\] effective config: S=32 B=2 accum=1 gc=on$",
+        r"^\[boot\] flash enabled \| precision BF16$",
+        r"^\[train\] gradient_checkpointing=on$",
+        r"^step 0001 \| loss \d+\.\d{4} \| lr \d\.\d\de-\d\d \| toks/s \d+ \| fetch \d+ms \| "
+        r"fetch_p50 \d+ms \| fetch_p95 \d+ms \| rss \d+\.\d\dGiB \| eta \d+:\d\d$",
+    ):
+        assert re.search(pattern, printed, re.MULTILINE), pattern
+    assert "[train] gradient_checkpointing=off\n" in without and " gc=off\n" in without
+    assert "[boot] flash disabled (NSA_SDPA_NO_FLASH=1) | precision BF16\n" in without
 
 
 def test_script_runs_from_anywhere_without_pythonpath(config_file: Path, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_sums_in_a_fixed_order_equal_the_oracle(order, part_bytes, case, force_o
         monkeypatch.setattr(module, "chunk_size", lambda problem: 16)
         monkeypatch.setattr(module, "piece_size", lambda problem: 3)
     monkeypatch.setattr(by_block, "PART_BYTES", part_bytes)
-    summed: list[tuple] = []
+    summed = []
     monkeypatch.setattr(by_block, "_sum_slots", _noting(summed, by_block._sum_slots))
     torch.use_deterministic_algorithms(True)
     try:

@@ -23,7 +23,8 @@ def announce(
     )
     to.say(f"[boot] parameters: {metrics.num_params:,}")
     to.say(f"[boot] tokens per step: {metrics.tokens_per_step:,} | steps: {metrics.steps:,}")
-    to.say(f"[boot] device: {runtime.describe_device()} | precision: {runtime.precision}")
+    to.say(f"[boot] device: {runtime.describe_device()}")
+    to.say(f"[boot] {runtime.describe_flash()} | precision {runtime.precision.upper()}")
     to.say(f"[boot] {runtime.plan}")
     to.say(
         f"[boot] data: {cfg.data.dataset}, rows of {train.seq_len} tokens: "

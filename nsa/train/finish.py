@@ -10,7 +10,7 @@ from nsa.model import TinyLM
 from nsa.telemetry import Metrics, PlotUnavailable, draw_loss_curve, write_sample
 from nsa.train.loop import Trainer
 from nsa.train.model_file import save_model
-from nsa.train.progress import clock
+from nsa.train.step_report import clock
 
 Sampler = Callable[[TinyLM, Tokenizer, int], str]
 """Lets a model write: (model, tokenizer, seed) -> text. nsa.generate.sample_text is one."""

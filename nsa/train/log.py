@@ -15,11 +15,15 @@ from torch import Tensor
 
 from nsa.config import TrainConfig
 from nsa.config.env import read
+from nsa.model.flops import utilization
 from nsa.model.stats import AttentionStats
 from nsa.telemetry import TRAINING, VAL, CsvLog, Metrics, TrainingRow, ValRow, write_metrics
+from nsa.telemetry.gpu import read_gpu
+from nsa.telemetry.memory_dump import peak_memory_mib, rss_mib
 from nsa.train.errors import NonFiniteLoss
 from nsa.train.evaluate import Evaluation
 from nsa.train.progress import Progress
+from nsa.train.step_report import StepReport
 from nsa.train.vitals import Vitals
 
 MAX_OVERFLOWS = 40
@@ -156,6 +160,8 @@ class RunLog:
         num_steps, self._line_step = step - self._line_step, step
         metrics.train_s += seconds
         metrics.toks_per_s = metrics.tokens_per_step * step / metrics.train_s
+        metrics.mfu = self._mfu(metrics.toks_per_s)
+        metrics.peak_mem_mib = peak_memory_mib(self.vitals.device)
         if stats is not None:
             metrics.attention_stats = stats.summary()
         assert metrics.loss_last is not None, "settle() has seen this step"
@@ -163,13 +169,29 @@ class RunLog:
         row = TrainingRow(step, metrics.loss_last, lr, speed)
         self.training.append(row)
         self.write()
-        self.vitals.logged(
-            row,
+        report = self._report(row, seconds / num_steps, self._step_s(step, seconds), stats)
+        self.vitals.logged(report)
+        self.progress.show(report)
+
+    def _report(
+        self, row: TrainingRow, step_time_s: float, usual_s: float, stats: AttentionStats | None
+    ) -> StepReport:
+        device = self.vitals.device
+        return StepReport(
+            row=row,
+            eta_s=(self.metrics.steps - row.step) * usual_s,
+            step_time_s=step_time_s,
             grad_norm=self._norm,
-            step_time_s=seconds / num_steps,
-            attention=metrics.attention_stats if stats is not None else None,
+            fetch=self.vitals.fetch_times(),
+            mfu=self._mfu(row.toks_per_s),
+            gpu=read_gpu(device),
+            rss_mib=rss_mib() if device.type == "cpu" else None,
+            attention=None if stats is None else stats.summary(),
+            layers=None if stats is None else stats.per_layer(),
         )
-        self.progress.show(row, (metrics.steps - step) * self._step_s(step, seconds))
+
+    def _mfu(self, toks_per_s: float) -> float | None:
+        return utilization(self.metrics.flops_per_token, toks_per_s, self.metrics.peak_flops)
 
     def _step_s(self, step: int, seconds: float) -> float:
         """Seconds for each step so far; the first one also warms up, and counts only alone."""

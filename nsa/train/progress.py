@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TextIO
 
-from nsa.telemetry import TrainingRow
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from nsa.train.step_report import StepReport, clock, step_line, step_numbers
+
+SEPARATOR = " | "
 
 
 class Progress:
     """Shows each logged step with the time that is left."""
 
     def __init__(self, out: TextIO, steps: int) -> None:
-        # Imported here: benchmarks use parts of training where there is torch and little else.
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
-
         self._console = Console(file=out, highlight=False, emoji=False, soft_wrap=True)
-        self._steps = steps
-        self._bar = Bar(
+        self._bar = _BarAndNumbers(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.description}"),
             TimeElapsedColumn(),
+            TextColumn("{task.description}"),
             console=self._console,
             expand=True,
             disable=not self._console.is_terminal,
@@ -50,18 +52,42 @@ class Progress:
         """Count steps that are done."""
         self._bar.advance(self._task, steps)
 
-    def show(self, row: TrainingRow, eta_s: float) -> None:
+    def show(self, report: StepReport) -> None:
         """Show a logged step."""
-        numbers = f"loss {row.loss:.4f} | lr {row.lr:.2e} | toks/s {row.toks_per_s:.0f}"
-        numbers += f" | eta {clock(eta_s)}"
         if self._console.is_terminal:
-            self._bar.update(self._task, description=numbers)
+            self._bar.numbers = _Numbers(step_numbers(report))
+            self._bar.update(self._task, description=f"eta {clock(report.eta_s)}")
         else:
-            self.say(f"step {row.step:04d} | {numbers}")
+            self.say(step_line(report))
 
 
-def clock(seconds: float) -> str:
-    """Write a duration as 0:07, 12:34 or 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+class _Numbers:
+    """Numbers in as many lines as the terminal needs: none is cut, whatever its width."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self._parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        for line in fill_lines(self._parts, options.max_width):
+            yield Text(line, no_wrap=True)
+
+
+class _BarAndNumbers(Bar):
+    """The bar in one line, and the numbers of the last logged step below it."""
+
+    numbers: _Numbers = _Numbers(())
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield self.numbers
+
+
+def fill_lines(parts: Iterable[str], width: int) -> list[str]:
+    """Put as many parts into each line as fit; a part is never broken."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
+            lines[-1] += SEPARATOR + part
+        else:
+            lines.append(part)
+    return lines

@@ -55,6 +55,7 @@ def _prepared(cfg: Config, folder: Path, stop_at: int) -> Config:
     train = dataclasses.replace(
         cfg.train, out_dir=str(folder), save_every=stop_at, log_every=1, keep_last=0, backup_dir=""
     )
+    train = dataclasses.replace(train, tracker="none")  # a proof is no run to follow
     return dataclasses.replace(cfg, train=train)
 
 

@@ -14,8 +14,10 @@ import torch
 from nsa.config import Config
 from nsa.data import open_data
 from nsa.model import TinyLM
+from nsa.model.flops import peak_flops, training_flops_per_token
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
 from nsa.telemetry.sentinels import obeyed, write_anomaly
+from nsa.telemetry.tracker import open_tracker, require_tracker
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
 from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory
@@ -68,6 +70,7 @@ def run(
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
+    require_tracker(cfg.train.tracker)
     runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention)
     data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
     torch.manual_seed(cfg.train.seed)
@@ -87,7 +90,8 @@ def run(
         files = [write_config(folder.path, cfg, config_path)]
         with (
             Stop(folder.path) as stop,
-            Vitals(folder.path, runtime, done if goes_on else 0, progress.say) as vitals,
+            open_tracker(cfg, folder.path, resumed=goes_on, say=progress.say) as tracker,
+            Vitals(folder.path, runtime, done if goes_on else 0, progress.say, tracker) as vitals,
         ):
             log = RunLog(
                 *(folder.path, metrics, cfg.train, progress, vitals),
@@ -161,6 +165,8 @@ def _new_metrics(
         config_file=config_path,
         num_params=sum(p.numel() for p in model.parameters()),
         tokens_per_step=rows * cfg.train.seq_len,
+        flops_per_token=sum(training_flops_per_token(cfg).values()),
+        peak_flops=peak_flops(runtime.device_name, runtime.precision),
         device=str(runtime.device),
         dtype=runtime.precision,
         attention=runtime.plan,

@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config import ConfigError, RuntimeConfig
+from nsa.config.env import read
 from nsa.model.dense import describe_backends
 from nsa.ops.plan import plan_attention
 
@@ -44,12 +45,26 @@ class Runtime:
                 with sdpa_kernel(SDPBackend.MATH):
                     yield
 
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU's model, or cpu."""
+        is_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if is_gpu else self.device.type
+
     def describe_device(self) -> str:
         """Name the device as a person would."""
         if self.device.type == "cuda":
             tf32 = "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
-            return f"{self.device} ({torch.cuda.get_device_name(self.device)}, TF32 {tf32})"
+            return f"{self.device} ({self.device_name}, TF32 {tf32})"
         return f"{self.device} ({torch.get_num_threads()} threads)"
+
+    def describe_flash(self) -> str:
+        """Say whether flash kernels may run; the plan says which branches use them."""
+        if not self.use_flash:
+            return "flash disabled (runtime.use_flash=false)"
+        if read("NSA_SDPA_NO_FLASH"):
+            return "flash disabled (NSA_SDPA_NO_FLASH=1)"
+        return "flash enabled"
 
 
 def resolve_runtime(

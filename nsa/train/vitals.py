@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from nsa.config.env import read
-from nsa.telemetry import CounterFiles, Heartbeat, MemoryDumps, TrainingRow, open_tensorboard
+from nsa.telemetry import CounterFiles, Heartbeat, MemoryDumps, open_tensorboard
 from nsa.telemetry.counter_files import fallback_counts
 from nsa.telemetry.env_file import write_env
-from nsa.telemetry.gpu import read_gpu
+from nsa.telemetry.scalars import Scalars, attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.stack_dump import install
+from nsa.telemetry.tracker import Tracker
 from nsa.train.evaluate import Evaluation
 from nsa.train.runtime import Runtime
+from nsa.train.step_report import FetchTimes, StepReport
 
 FETCHES = 200
 """The last so many times to get a batch make the percentiles."""
@@ -27,13 +28,19 @@ class Vitals:
     """Open while a run trains; every call costs microseconds, and none can end the run."""
 
     def __init__(
-        self, folder: Path, runtime: Runtime, resumed_at: int, say: Callable[[str], None]
+        self,
+        folder: Path,
+        runtime: Runtime,
+        resumed_at: int,
+        say: Callable[[str], None],
+        tracker: Tracker | None = None,
     ) -> None:
-        self._folder, self._device, self._resumed_at = folder, runtime.device, resumed_at
+        self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
         self._heartbeat = Heartbeat(folder, every=read("NSA_HEARTBEAT_EVERY"))
         self._board = open_tensorboard(
             folder, disabled=read("NSA_TB_DISABLE"), resumed_at=resumed_at, say=say
         )
+        self._tracker = tracker or Tracker()
         csv = not read("NSA_DISABLE_CSV_LOGS")
         self._counters = CounterFiles(folder, resumed_at) if csv else None
         self._memory = MemoryDumps(folder, runtime.device, every=read("NSA_MEM_DUMP_EVERY"))
@@ -74,43 +81,50 @@ class Vitals:
         yield
         self._fetches.append(time.perf_counter() - start)
 
-    def logged(
-        self,
-        row: TrainingRow,
-        *,
-        grad_norm: float,
-        step_time_s: float,
-        attention: Mapping[str, Any] | None,
-    ) -> None:
+    def fetch_times(self) -> FetchTimes:
+        """How long batches took, up to now."""
+        return FetchTimes.of(self._fetches)
+
+    def logged(self, report: StepReport) -> None:
         """An update got a line in the log."""
-        times = sorted(self._fetches)
+        row, fetch = report.row, report.fetch
         self._heartbeat.progress(
             row.step,
             loss=row.loss,
             toks_per_s=row.toks_per_s,
             lr=row.lr,
-            grad_norm=grad_norm,
-            step_time_s=step_time_s,
-            dt_fetch_s=self._fetches[-1] if times else None,
-            fetch_p50_ms=_percentile(times, 0.50),
-            fetch_p95_ms=_percentile(times, 0.95),
-            gpu=read_gpu(self._device),
-            attention=attention,
+            grad_norm=report.grad_norm,
+            step_time_s=report.step_time_s,
+            mfu=report.mfu,
+            dt_fetch_s=fetch.last_s,
+            fetch_p50_ms=fetch.p50_ms,
+            fetch_p95_ms=fetch.p95_ms,
+            gpu=report.gpu,
+            attention=report.attention,
+            layers=report.layers,
             fallbacks=fallback_counts(),
         )
         self._heartbeat.step_end(row.step)
-        self._board.train(row.step, loss=row.loss, toks_per_s=row.toks_per_s, lr=row.lr)
-        self._board.gates(row.step, attention)
+        self._curves(row.step, _scalars(report))
         if self._counters is not None:
-            self._counters.append(row.step, attention)
+            self._counters.append(row.step, report.attention)
 
     def evaluated(self, step: int, found: Evaluation) -> None:
         """The held-out loss was measured."""
-        self._board.val(step, loss=found.loss, ppl=found.ppl)
+        self._curves(step, val_scalars(loss=found.loss, ppl=found.ppl))
+
+    def _curves(self, step: int, scalars: Scalars) -> None:
+        self._board.add(step, scalars)
+        self._tracker.add(step, scalars)
 
 
-def _percentile(sorted_s: list[float], share: float) -> float | None:
-    """In milliseconds; None of nothing."""
-    if not sorted_s:
-        return None
-    return 1e3 * sorted_s[min(int(share * len(sorted_s)), len(sorted_s) - 1)]
+def _scalars(report: StepReport) -> Scalars:
+    row = report.row
+    scalars = train_scalars(
+        loss=row.loss,
+        toks_per_s=row.toks_per_s,
+        lr=row.lr,
+        grad_norm=report.grad_norm,
+        mfu=report.mfu,
+    )
+    return scalars | attention_scalars(report.attention, report.layers)

@@ -1,0 +1,135 @@
+"""What a comparison of runs leaves behind: results.json and comparison_report.md.
+
+Schema of results.json, version 1: the fields of Comparison, as one JSON object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nsa.config.describe import markdown_table
+from nsa.telemetry.atomic import write_text
+
+VERSION = 1
+RESULTS, REPORT = "results.json", "comparison_report.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one way to train took."""
+
+    name: str
+    meaning: str
+    environ: dict[str, str]
+    """The variables that make it this way."""
+    plan: str
+    """The attention plan that the run printed."""
+    num_steps: int
+    """Steps that the figures are from: those after the warm-up."""
+    toks_per_s: float
+    """By the median time of a step."""
+    step_p50_ms: float
+    step_p95_ms: float
+    peak_mem_mib: float | None
+    """Tensors on the GPU at most; on a CPU, the RAM of the process."""
+    loss_last: float
+    loss_is_equal: bool
+    """To the last bit, with that of the first result."""
+
+
+class NotRun(NamedTuple):
+    """A way that could not be tried, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Several ways to train the same model, on one machine, one after the other."""
+
+    version: int = VERSION
+    config_file: str
+    steps: int
+    warmup: int
+    time: str
+    """Start of the first run, UTC."""
+    git_commit: str | None
+    torch: str
+    device: str
+    gpu_name: str | None
+    """None on a CPU."""
+    dtype: str
+    tokens_per_step: int
+    num_params: int
+    results: list[Result] = field(default_factory=list)
+    not_run: list[NotRun] = field(default_factory=list)
+
+
+def write_comparison(folder: Path, found: Comparison) -> list[Path]:
+    """Write both files, each complete or not at all."""
+    content = dataclasses.asdict(found) | {"not_run": [way._asdict() for way in found.not_run]}
+    write_text(folder / RESULTS, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_text(folder / REPORT, describe(found))
+    return [folder / REPORT, folder / RESULTS]
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Read results.json."""
+    content: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{folder / RESULTS} has version {content.get('version')!r}; this program reads "
+            f"version {VERSION}; use the program that wrote it"
+        )
+    content["results"] = [Result(**result) for result in content["results"]]
+    content["not_run"] = [NotRun(**way) for way in content["not_run"]]
+    return Comparison(**content)
+
+
+def describe(found: Comparison) -> str:
+    """The report, for a person."""
+    where = found.gpu_name or f"{found.device}: these are CPU figures and say nothing of a GPU"
+    lines = [
+        "# Comparison of training runs",
+        "",
+        f"- device: {where}; {found.dtype}; torch {found.torch}; commit {found.git_commit}",
+        f"- config: {found.config_file}, {found.num_params:,} parameters, "
+        f"{found.tokens_per_step:,} tokens per step",
+        f"- {found.steps} real optimizer steps each, the first {found.warmup} not counted; "
+        f"started {found.time}",
+        "",
+        markdown_table([_header(), *(_row(result, found.results[0]) for result in found.results)]),
+        "",
+        "Tokens/s are by the median step. Losses are compared to the last bit; ways that add in",
+        "another order may differ in the last digits.",
+        "",
+    ]
+    lines += [f"- `{result.name}`: {result.meaning}; {result.plan}" for result in found.results]
+    lines += [f"- {way.name}: not run; {way.reason}" for way in found.not_run]
+    return "\n".join(lines) + "\n"
+
+
+def _header() -> tuple[str, ...]:
+    memory = "peak memory MiB"
+    return ("run", "tokens/s", "against the first", "step p50 ms", "step p95 ms", memory, "loss")
+
+
+def _row(result: Result, first: Result) -> tuple[str, ...]:
+    loss = f"{result.loss_last:.6f}"
+    if result is not first:
+        apart = abs(result.loss_last - first.loss_last)
+        loss += " (equal)" if result.loss_is_equal else f" (differs by {apart:.1e})"
+    return (
+        f"`{result.name}`",
+        f"{result.toks_per_s:.0f}",
+        f"{result.toks_per_s / first.toks_per_s:.2f}x",
+        f"{result.step_p50_ms:.2f}",
+        f"{result.step_p95_ms:.2f}",
+        "unknown" if result.peak_mem_mib is None else f"{result.peak_mem_mib:.0f}",
+        loss,
+    )
