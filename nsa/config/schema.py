@@ -29,6 +29,8 @@ DATASETS = (
     "shards",
     "fineweb_edu",
 )
+MADE_DATASETS = ("synthetic", "synthetic_copy")
+"""Those that are made, row by row."""
 LOCAL_DATASETS = ("fineweb_edu_local", "shards")
 """Those that are read from data.local_path."""
 TOKENIZERS = ("byte", "gpt2", "hf")
@@ -184,6 +186,8 @@ class DataConfig:
     """hf: its tokenizer.json; gpt2: a folder with its vocabulary files, empty asks tiktoken."""
     eos: str = ""
     """The token that ends a document, where a tokenizer.json has an unusual name for it."""
+    respect_documents: bool = False
+    """Attention and positions stay inside a document; false lets a row read on across its end."""
 
     def __post_init__(self) -> None:
         one_of("data.dataset", self.dataset, DATASETS)
@@ -194,6 +198,9 @@ class DataConfig:
         if not self.local_path and self.dataset in LOCAL_DATASETS:
             allowed = f"a file or folder for data.dataset={self.dataset}"
             refuse("data.local_path", self.local_path, allowed, "name one")
+        if self.respect_documents and self.dataset in MADE_DATASETS:
+            allowed = f"false for data.dataset={self.dataset}, which has no documents"
+            refuse("data.respect_documents", True, allowed, "choose another dataset")
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer not in TOKENIZERS and not self.tokenizer.endswith(".json"):

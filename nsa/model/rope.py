@@ -45,5 +45,6 @@ def document_positions(
     token = torch.arange(first, first + seq_len, device=device)
     if cu_seqlens is None:
         return token
+    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     document = torch.bucketize(token, cu_seqlens[1:], right=True)
     return token - cu_seqlens[document]

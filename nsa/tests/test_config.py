@@ -157,6 +157,7 @@ REFUSED = {
     "data.local_path=corpus": "it must be empty for synthetic",
     "data.tokenizer_path=corpus": "it must be empty for data.tokenizer=byte",
     "data.eos=<end>": "it must be empty for data.tokenizer=byte, which has its own",
+    "data.respect_documents=True": "false for data.dataset=synthetic, which has no documents",
     "runtime.device=gpu": "cuda:N",
     "runtime.device=cuda:x": "cuda:N",
     "runtime.precision=fp8": "fp32 | bf16 | fp16",

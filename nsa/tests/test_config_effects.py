@@ -53,6 +53,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "data.tokenizer": ("nowhere/tokenizer.json", "refused"),
     "data.tokenizer_path": ("nowhere", "refused"),  # test_tokenizers.py reads from it
     "data.eos": ("<end>", "refused"),  # test_tokenizers.py ends documents with it
+    "data.respect_documents": ("true", "losses"),
     "runtime.device": ("cuda:99", "refused"),
     "runtime.precision": ("bf16", "losses"),
     "runtime.use_flash": ("false", "plan"),
@@ -65,8 +66,9 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "train.keep_last": ("train.save_every=1",),
     "train.decay_steps": ("train.lr_schedule=wsd",),
     "train.backup_dir": ("train.save_every=2",),
+    "data.respect_documents": ("train.seq_len=256", "train.seed=3"),  # a document ends in its rows
 }
-"""Settings without which a key is refused, on both sides of the comparison."""
+"""Settings without which a key is refused or shows nothing, on both sides of the comparison."""
 ONLY = {
     "train.log_every": {"losses", "rates"},
     "train.eval_every": {"evaluations"},

@@ -76,8 +76,10 @@ class Trainer:
             position = ((step - 1) * accumulate + micro) * train.batch_size
             with self.log.vitals.fetching():
                 batch = self.data.train.batch(position, train.batch_size)
+            bounds = self.data.bounds(batch)
             batch = batch.to(self.runtime.device)
-            loss = next_token_loss(self.model, batch, self.runtime, None if micro else stats)
+            kept = None if micro else stats
+            loss = next_token_loss(self.model, batch, self.runtime, kept, bounds)
             self.scaler.scale(loss / accumulate).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)

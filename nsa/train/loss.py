@@ -15,9 +15,18 @@ def next_token_loss(
     batch: Tensor,  # [B, S+1] int64
     runtime: Runtime,
     stats: AttentionStats | None = None,
+    bounds: Tensor | None = None,  # [documents + 1] int32, on the host
 ) -> Tensor:  # [] fp32
-    """Mean cross-entropy in nats: the first S tokens of a row predict the last S."""
+    """Mean cross-entropy in nats: the first S tokens of a row predict the last S.
+
+    With `bounds`, attention and positions stay inside a document. All S targets count even then:
+    the first token of a document is predicted from the end mark before it, so that every row has
+    equally many, and losses with and without bounds are of the same targets.
+    """
+    inputs = batch[:, :-1]
+    if bounds is not None:
+        inputs = inputs.reshape(1, -1)  # packed documents lie in one row
     with runtime.compute():
-        hidden = model.hidden(batch[:, :-1], stats=stats)  # [B, S, dim]
+        hidden = model.hidden(inputs, cu_seqlens=bounds, stats=stats)  # [B, S, dim]
     targets = batch[:, 1:].flatten()
     return linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, targets, runtime.dtype)
