@@ -243,6 +243,8 @@ class RuntimeConfig:
     """A:B limits checkpointing to layers A to B-1; empty means all layers."""
     backend: str = "auto"
     """reference, torch or triton run or raise; auto picks the best that runs here."""
+    compile: bool = False
+    """torch.compile for the blocks in training: the first step takes longer, the others less."""
 
     def __post_init__(self) -> None:
         one_of("runtime.precision", self.precision, PRECISIONS)
@@ -252,6 +254,9 @@ class RuntimeConfig:
         if self.gc_layers and not self.gradient_checkpointing:
             todo = "set runtime.gradient_checkpointing=true, or leave gc_layers empty"
             refuse("runtime.gc_layers", self.gc_layers, "layers only with checkpointing on", todo)
+        if self.compile and self.backend == "reference":
+            allowed = "false for runtime.backend=reference, which looks at its numbers"
+            refuse("runtime.compile", True, allowed, "choose another backend")
         if not self.use_flash and self.backend not in ("auto", "torch"):
             todo = "set runtime.use_flash=true, or choose backend torch"
             refuse("runtime.backend", self.backend, "auto or torch when use_flash=false", todo)
@@ -275,3 +280,6 @@ class Config:
     def __post_init__(self) -> None:
         if self.runtime.gc_layers:
             ok_layers("runtime.gc_layers", self.runtime.gc_layers, self.model.n_layers)
+        if self.runtime.compile and self.data.respect_documents:
+            allowed = "false with data.respect_documents=true: each batch would be compiled anew"
+            refuse("runtime.compile", True, allowed, "turn one of them off")

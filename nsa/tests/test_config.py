@@ -195,6 +195,7 @@ def test_a_refused_value_names_who_set_it(tmp_path: Path) -> None:
 
 def test_every_key_is_refused_somewhere_or_is_a_plain_switch() -> None:
     switches = {"model.tie_embeddings", "runtime.use_flash", "runtime.gradient_checkpointing"}
+    switches |= {"runtime.compile"}
 
     assert known_keys().keys() - {o.partition("=")[0] for o in REFUSED} == switches
 
@@ -211,6 +212,11 @@ COMBINATIONS = {
     "no range of layers": (
         ["runtime.gradient_checkpointing=true", "runtime.gc_layers=3"],
         "A:B",
+    ),
+    "a compiled reference": (["runtime.compile=true", "runtime.backend=reference"], "looks at"),
+    "compiled documents": (
+        ["runtime.compile=true", "data.dataset=shakespeare", "data.respect_documents=true"],
+        "compiled anew",
     ),
     "kernels without flash": (["runtime.use_flash=false", "runtime.backend=triton"], "use_flash"),
 }

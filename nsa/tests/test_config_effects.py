@@ -10,6 +10,7 @@ import pytest
 
 from nsa.config import known_keys
 from nsa.tests.effects import Fingerprint, fingerprint
+from nsa.train import compiler
 
 Usual = Callable[[tuple[str, ...]], Fingerprint]
 
@@ -60,6 +61,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "runtime.gradient_checkpointing": ("true", "kept"),
     "runtime.gc_layers": ("0:1", "kept"),
     "runtime.backend": ("reference", "plan"),
+    "runtime.compile": ("true", "plan"),
 }
 GIVEN: dict[str, tuple[str, ...]] = {
     "runtime.gc_layers": ("runtime.gradient_checkpointing=true",),
@@ -96,8 +98,13 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Usual:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's tracer ...
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # ... warns about itself
 @pytest.mark.parametrize("key", EFFECTS)
-def test_another_value_changes_the_run(key: str, usual: Usual, tmp_path: Path) -> None:
+def test_another_value_changes_the_run(
+    key: str, usual: Usual, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "BACKEND", "eager")  # test_compile.py has the others
     value, field = EFFECTS[key]
     given = GIVEN.get(key, ())
     if key in ("train.out_dir", "train.backup_dir"):

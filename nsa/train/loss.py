@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nsa.model import TinyLM
@@ -27,6 +28,11 @@ def next_token_loss(
     if bounds is not None:
         inputs = inputs.reshape(1, -1)  # packed documents lie in one row
     with runtime.compute():
+        if stats is not None and model.compiled:
+            # In a pass of its own: a logged step must train as any other, to the bit.
+            with torch.no_grad():
+                model.hidden(inputs, cu_seqlens=bounds, stats=stats)
+            stats = None
         hidden = model.hidden(inputs, cu_seqlens=bounds, stats=stats)  # [B, S, dim]
     targets = batch[:, 1:].flatten()
     return linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, targets, runtime.dtype)

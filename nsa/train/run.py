@@ -18,6 +18,7 @@ from nsa.telemetry import MODEL, Metrics, open_folder, write_config
 from nsa.telemetry.sentinels import obeyed, write_anomaly
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
+from nsa.train.compiler import compile_blocks
 from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
@@ -72,6 +73,8 @@ def run(
     data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
     torch.manual_seed(cfg.train.seed)
     model = TinyLM.from_config(cfg, data.tokenizer.vocab).to(runtime.device)
+    if cfg.runtime.compile:
+        compile_blocks(model, runtime.device)
     metrics = _new_metrics(cfg, model, runtime, config_path, steps)
 
     identity = identity_of(cfg, data)
