@@ -20,6 +20,7 @@ from nsa.config.tokenizer_json import count_ids
 
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant", "wsd")
 DATASETS = (
     "shakespeare",
@@ -112,6 +113,8 @@ class TrainConfig:
     """Rows in a micro-batch, per rank."""
     accumulate_grad_batches: int = 1
     """Micro-batches in an optimizer update; more imitates a larger batch in the same memory."""
+    optimizer: str = "adamw"
+    """adamw; muon gives the matrices of the blocks orthogonal updates, and AdamW the rest."""
     lr: float = 2.0e-4
     """Peak learning rate."""
     lr_schedule: str = "cosine"
@@ -121,7 +124,7 @@ class TrainConfig:
     decay_steps: int = 0
     """Updates in which wsd falls to zero at the end; 0 is a fifth of the steps."""
     weight_decay: float = 0.01
-    """AdamW's decay of the matrices, as a factor of the learning rate."""
+    """Decay of the matrices, as a factor of the learning rate."""
     grad_clip: float = 1.0
     """Largest gradient norm of an update; 0 does not clip."""
     log_every: int = 20
@@ -158,6 +161,7 @@ class TrainConfig:
         finite_positive(self, "train", "lr")
         between(0.0, 1.0, self, "train", "weight_decay")
         between(0.0, 1e9, self, "train", "grad_clip")
+        one_of("train.optimizer", self.optimizer, OPTIMIZERS)
         one_of("train.lr_schedule", self.lr_schedule, SCHEDULES)
         if self.warmup_steps > self.steps:
             todo = "shorten the warm-up or lengthen the run"

@@ -139,6 +139,7 @@ REFUSED = {
     "train.seq_len=0": ">= 1",
     "train.batch_size=0": ">= 1",
     "train.accumulate_grad_batches=0": ">= 1",
+    "train.optimizer=muo": "the nearest is 'muon'",
     "train.lr=nan": "> 0",
     "train.lr_schedule=linear": "cosine | constant",
     "train.warmup_steps=1001": "at most steps=1000",

@@ -35,6 +35,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "train.seq_len": ("48", "losses"),
     "train.batch_size": ("3", "losses"),
     "train.accumulate_grad_batches": ("2", "losses"),
+    "train.optimizer": ("muon", "weights"),
     "train.lr": ("0.02", "rates"),
     "train.lr_schedule": ("constant", "rates"),
     "train.warmup_steps": ("2", "rates"),

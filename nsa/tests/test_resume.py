@@ -65,6 +65,8 @@ SETTINGS = {
     "synthetic": ("data.dataset=synthetic",),
     "bf16": ("runtime.precision=bf16",),
     "fp16": ("runtime.precision=fp16", "train.accumulate_grad_batches=2"),
+    "muon": ("train.optimizer=muon", "train.accumulate_grad_batches=2"),
+    "muon-fp16": ("train.optimizer=muon", "runtime.precision=fp16"),
     "mlp": ("nsa.phi=mlp", "nsa.gate=sigmoid", "model.tie_embeddings=true"),
 }
 

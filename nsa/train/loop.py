@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from nsa.config import Config
 from nsa.config.env import read
@@ -18,7 +17,7 @@ from nsa.train.errors import Halted
 from nsa.train.evaluate import evaluate
 from nsa.train.log import RunLog
 from nsa.train.loss import next_token_loss
-from nsa.train.optimizer import clip_gradients, set_lr, skip_unless_finite
+from nsa.train.optimizer import TrainOptimizer, clip_gradients, not_finite, set_lr
 from nsa.train.resume import Identity
 from nsa.train.runtime import Runtime
 from nsa.train.saver import Saver
@@ -33,7 +32,7 @@ class Trainer:
 
     cfg: Config
     model: TinyLM
-    optimizer: Optimizer
+    optimizer: TrainOptimizer
     scaler: GradScaler
     data: Data
     runtime: Runtime
@@ -86,8 +85,8 @@ class Trainer:
         norm = clip_gradients(self.model, train.grad_clip)
         loss = sum(losses[1:], losses[0]) / accumulate
         set_lr(self.optimizer, lr)
-        if not self.scaler.is_enabled():  # it skips by itself
-            skip_unless_finite(self.optimizer, loss, norm)
+        # Loss scaling skips by itself, and counts it.
+        self.optimizer.skip = None if self.scaler.is_enabled() else not_finite(loss, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

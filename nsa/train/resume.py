@@ -23,7 +23,7 @@ DECIDING = (
     "seed",
 )
 """Keys of the train group that change the numbers; the global batch stands for its parts."""
-YOUNGER = ("train.decay_steps", "data.respect_documents")
+YOUNGER = ("train.decay_steps", "train.optimizer", "data.respect_documents")
 """More keys that change the numbers, left out at their defaults."""
 AUTO, LATEST, NONE = "auto", "latest", "none"
 
