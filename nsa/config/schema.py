@@ -20,6 +20,7 @@ from nsa.config.tokenizer_json import count_ids
 
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
+SPIKE_RULES = ("off", "log", "skip", "rollback")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant", "wsd")
 DATASETS = (
@@ -127,6 +128,12 @@ class TrainConfig:
     """Decay of the matrices, as a factor of the learning rate."""
     grad_clip: float = 1.0
     """Largest gradient norm of an update; 0 does not clip."""
+    spike_rule: str = "log"
+    """A loss far above recent ones: off, log it, skip its update, or rollback to a checkpoint."""
+    spike_threshold: float = 8.0
+    """How far above their median is a spike, in robust standard deviations of recent losses."""
+    spike_window: int = 64
+    """Updates whose losses are recent; there are no spikes before so many."""
     log_every: int = 20
     """Updates between two lines of the log and of training.csv."""
     eval_every: int = 1000
@@ -162,6 +169,7 @@ class TrainConfig:
         between(0.0, 1.0, self, "train", "weight_decay")
         between(0.0, 1e9, self, "train", "grad_clip")
         one_of("train.optimizer", self.optimizer, OPTIMIZERS)
+        self._check_spikes()
         one_of("train.lr_schedule", self.lr_schedule, SCHEDULES)
         if self.warmup_steps > self.steps:
             todo = "shorten the warm-up or lengthen the run"
@@ -174,6 +182,14 @@ class TrainConfig:
         if self.backup_dir and self.backup_dir.rstrip("/") == self.out_dir.rstrip("/"):
             allowed = "another folder than train.out_dir"
             refuse("train.backup_dir", self.backup_dir, allowed, "name one on another disk")
+
+    def _check_spikes(self) -> None:
+        one_of("train.spike_rule", self.spike_rule, SPIKE_RULES)
+        finite_positive(self, "train", "spike_threshold")
+        at_least(4, self, "train", "spike_window")
+        if self.spike_rule == "rollback" and self.save_every == 0:
+            allowed = "off, log or skip with save_every=0"
+            refuse("train.spike_rule", self.spike_rule, allowed, "set train.save_every")
 
 
 @dataclass(frozen=True, kw_only=True)

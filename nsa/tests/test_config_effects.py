@@ -42,6 +42,9 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "train.decay_steps": ("3", "rates"),
     "train.weight_decay": ("0.5", "weights"),
     "train.grad_clip": ("0.001", "weights"),
+    "train.spike_rule": ("skip", "weights"),
+    "train.spike_threshold": ("1e-6", "weights"),
+    "train.spike_window": ("4", "weights"),
     "train.log_every": ("2", "losses"),
     "train.eval_every": ("1", "evaluations"),
     "train.eval_batches": ("2", "evaluations"),
@@ -64,11 +67,15 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "runtime.backend": ("reference", "plan"),
     "runtime.compile": ("true", "plan"),
 }
+MANY_STEPS = ("train.steps=12", "train.lr=1e-6")  # noise alone decides what is above the median
 GIVEN: dict[str, tuple[str, ...]] = {
     "runtime.gc_layers": ("runtime.gradient_checkpointing=true",),
     "train.keep_last": ("train.save_every=1",),
     "train.decay_steps": ("train.lr_schedule=wsd",),
     "train.backup_dir": ("train.save_every=2",),
+    "train.spike_rule": (*MANY_STEPS, "train.spike_threshold=1e-6", "train.spike_window=4"),
+    "train.spike_threshold": (*MANY_STEPS, "train.spike_rule=skip", "train.spike_window=4"),
+    "train.spike_window": (*MANY_STEPS, "train.spike_rule=skip", "train.spike_threshold=1e-6"),
     "data.respect_documents": ("train.seq_len=256", "train.seed=3"),  # a document ends in its rows
 }
 """Settings without which a key is refused or shows nothing, on both sides of the comparison."""

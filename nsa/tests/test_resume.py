@@ -21,6 +21,7 @@ from nsa.config import Config
 from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
 from nsa.tests.conftest import REPOSITORY
 from nsa.train import BadCheckpoint, Halted, NonFiniteLoss, RunRefused, TrainResult, checkpoint, run
+from nsa.train.log import Updated
 from nsa.train.loss import next_token_loss
 from nsa.train.saver import Saver, back_up
 
@@ -41,7 +42,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = Trainer.update
 
-    def update(self: Trainer, number: int, *args: object) -> tuple[Tensor, Tensor]:
+    def update(self: Trainer, number: int, *args: object) -> Updated:
         if number == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, number, *args)  # type: ignore[arg-type]
@@ -323,7 +324,7 @@ def test_a_halt_file_stops_after_the_step_and_is_put_aside(
     folder = Path(cfg.train.out_dir)
     real = Trainer.update
 
-    def update(self: Trainer, number: int, *args: object) -> tuple[Tensor, Tensor]:
+    def update(self: Trainer, number: int, *args: object) -> Updated:
         if number == 4:
             (folder / ".HALT").touch()
         return real(self, number, *args)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -26,29 +26,37 @@ MAX_OVERFLOWS = 40
 """In a row, with fp16: from a scale of 65536 even 2^-24 would have been tried by then."""
 
 
+class Updated(NamedTuple):
+    """What an update did, as numbers on the device that nobody has waited for."""
+
+    loss: Tensor  # [] fp32
+    norm: Tensor  # [] fp32, of the gradient before clipping
+    limit: Tensor  # [] fp32, above which the loss is a spike
+
+
 class Pending(NamedTuple):
     """A step whose numbers are on their way from the device."""
 
-    values: Tensor  # [2] loss, gradient norm; on the CPU
+    values: Tensor  # [3] loss, gradient norm, limit of the loss; on the CPU
     arrival: torch.cuda.Event | None
 
     @staticmethod
-    def of(loss: Tensor, norm: Tensor) -> Pending:
-        values = torch.stack([loss.detach(), norm.detach()])
+    def of(loss: Tensor, norm: Tensor, limit: Tensor) -> Pending:
+        values = torch.stack([loss.detach(), norm.detach(), limit])
         if values.device.type != "cuda":
             return Pending(values, None)
-        copy = torch.empty(2, dtype=values.dtype, pin_memory=True)
+        copy = torch.empty(3, dtype=values.dtype, pin_memory=True)
         copy.copy_(values, non_blocking=True)
         arrival = torch.cuda.Event()
         arrival.record()
         return Pending(copy, arrival)
 
-    def look(self) -> tuple[float, float]:
+    def look(self) -> tuple[float, float, float]:
         """Wait for the numbers."""
         if self.arrival is not None:
             self.arrival.synchronize()
-        loss, norm = self.values.tolist()
-        return loss, norm
+        loss, norm, limit = self.values.tolist()
+        return loss, norm, limit
 
 
 class RunLog:
@@ -75,6 +83,9 @@ class RunLog:
         self._norm = math.nan  # of the last step looked at
         self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
         self.folder, self._every = folder, train.log_every
+        self._spike_rule = train.spike_rule
+        self.roll_back: Callable[[int, str], None] | None = None
+        """Called with a step whose loss was a spike, where the rule is to go back; it may raise."""
         self._waiting: deque[Pending] = deque()
         self._since = time.perf_counter()
         self._first_s = 0.0
@@ -83,11 +94,9 @@ class RunLog:
         """The first step, every log_every-th and the last get a line."""
         return step == self._first_step or step % self._every == 0 or step == self.metrics.steps
 
-    def add(
-        self, step: int, loss: Tensor, norm: Tensor, lr: float, stats: AttentionStats | None
-    ) -> None:
+    def add(self, step: int, done: Updated, lr: float, stats: AttentionStats | None) -> None:
         """Take the result of an update, and write a line where one is due."""
-        self._waiting.append(Pending.of(loss, norm))
+        self._waiting.append(Pending.of(*done))
         self.progress.advance()
         self._look(at_most=len(self._waiting) - 1)
         if self.is_logged(step):
@@ -103,7 +112,7 @@ class RunLog:
 
     def _look(self, at_most: int) -> None:
         for _ in range(at_most):
-            loss, norm = self._waiting.popleft().look()
+            loss, norm, limit = self._waiting.popleft().look()
             self.metrics.step += 1
             self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
             if not math.isfinite(loss) or self._overflows > self._tolerated:
@@ -116,6 +125,16 @@ class RunLog:
             self.metrics.loss_last, self._norm = loss, norm
             if self.metrics.loss_first is None:
                 self.metrics.loss_first = loss
+            if loss > limit:
+                self._report_spike(loss, limit)
+
+    def _report_spike(self, loss: float, limit: float) -> None:
+        self.metrics.spikes += 1
+        text = f"loss {loss:.4f} at step {self.metrics.step} is a spike: above {limit:.4f}"
+        then = {"skip": "; its update was left out", "log": "; training goes on"}
+        self.progress.say(f"[spike] {text}{then.get(self._spike_rule, '')}")
+        if self._spike_rule == "rollback" and self.roll_back is not None:
+            self.roll_back(self.metrics.step, text)
 
     def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Write a line of val.csv; a loss that is not finite ends the run here, too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
@@ -13,15 +14,17 @@ from nsa.config.env import read
 from nsa.data import Data
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
-from nsa.train.errors import Halted
+from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
-from nsa.train.log import RunLog
+from nsa.train.log import RunLog, Updated
 from nsa.train.loss import next_token_loss
 from nsa.train.optimizer import TrainOptimizer, clip_gradients, not_finite, set_lr
 from nsa.train.resume import Identity
+from nsa.train.rollback import rollback_from
 from nsa.train.runtime import Runtime
 from nsa.train.saver import Saver
 from nsa.train.schedule import lr_at
+from nsa.train.spikes import Spikes
 from nsa.train.state import capture
 from nsa.train.stop import Stop
 
@@ -34,6 +37,7 @@ class Trainer:
     model: TinyLM
     optimizer: TrainOptimizer
     scaler: GradScaler
+    spikes: Spikes
     data: Data
     runtime: Runtime
     log: RunLog
@@ -47,14 +51,15 @@ class Trainer:
         """Do the updates after the first `done`, and return the checkpoints that were written."""
         every_eval, every_save = self.cfg.train.eval_every, self.cfg.train.save_every
         wants_stats = not read("NSA_DISABLE_AUX_STATS")
+        self.log.roll_back = self.roll_back
         self.model.train()
         for step in range(done + 1, steps + 1):
             self.log.vitals.before_step(step)
             stats = AttentionStats() if wants_stats and self.log.is_logged(step) else None
             lr = lr_at(step, self.cfg.train)
-            loss, norm = self.update(step, lr, stats)
+            updated = self.update(step, lr, stats)
             self.log.vitals.after_step(step)
-            self.log.add(step, loss, norm, lr, stats)
+            self.log.add(step, updated, lr, stats)
             if every_eval and (step % every_eval == 0 or step == steps):
                 self.evaluate(step)
             if every_save and step % every_save == 0:
@@ -65,14 +70,18 @@ class Trainer:
         self.saver.wait()
         return self.saver.written
 
-    def update(
-        self, step: int, lr: float, stats: AttentionStats | None
-    ) -> tuple[Tensor, Tensor]:  # [] fp32 loss, [] fp32 gradient norm before clipping
+    def position(self, step: int) -> int:
+        """The first row of an update; data that a rollback has jumped over is not read again."""
+        train = self.cfg.train
+        rows = train.accumulate_grad_batches * train.batch_size
+        return (step - 1 + self.spikes.jumped) * rows
+
+    def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
         """Do one optimizer update: the mean gradient over all its micro-batches."""
         train, accumulate = self.cfg.train, self.cfg.train.accumulate_grad_batches
         losses = []
         for micro in range(accumulate):
-            position = ((step - 1) * accumulate + micro) * train.batch_size
+            position = self.position(step) + micro * train.batch_size
             with self.log.vitals.fetching():
                 batch = self.data.train.batch(position, train.batch_size)
             bounds = self.data.bounds(batch)
@@ -85,12 +94,36 @@ class Trainer:
         norm = clip_gradients(self.model, train.grad_clip)
         loss = sum(losses[1:], losses[0]) / accumulate
         set_lr(self.optimizer, lr)
-        # Loss scaling skips by itself, and counts it.
-        self.optimizer.skip = None if self.scaler.is_enabled() else not_finite(loss, norm)
+        limit = self.spikes.limit(loss)
+        self.optimizer.skip = self._skip(loss, norm, limit)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm
+        return Updated(loss, norm, limit)
+
+    def _skip(self, loss: Tensor, norm: Tensor, limit: Tensor) -> Tensor:  # [] fp32, 0 or 1
+        """Whether to leave the update out; loss scaling looks for infinite gradients by itself."""
+        skip = torch.zeros_like(loss) if self.scaler.is_enabled() else not_finite(loss, norm)
+        return torch.maximum(skip, (loss > limit).float()) if self.spikes.skips else skip
+
+    def roll_back(self, step: int, what: str) -> None:
+        """Leave for the last good checkpoint before `step`; without one, the run goes on."""
+        self.saver.wait()
+        if asked := self.stop.requested():
+            raise Halted(
+                f"stopped by {asked}; {what}, so nothing was saved after it; "
+                "the same command goes on from the checkpoint before"
+            )
+        spikes = self.log.metrics.spikes
+        back = rollback_from(self.folder, step, self.spikes.jumped, spikes)
+        if back is None:
+            self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
+            return
+        self.log.progress.say(
+            f"[spike] back to {back.path.name}; from there on the data of {back.jumped} updates "
+            "is jumped over"
+        )
+        raise LossSpike(what, back)
 
     def evaluate(self, step: int) -> None:
         """Measure the loss on held-out rows."""

@@ -17,6 +17,7 @@ from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.metrics import read_metrics
 from nsa.train import checkpoint
 from nsa.train.checkpoint import BadCheckpoint, Content
+from nsa.train.spikes import ACTING
 
 DECIDING = (
     *("steps", "seq_len", "lr", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip"),
@@ -54,6 +55,9 @@ def identity_of(cfg: Config, data: Data) -> Identity:
         group, key = name.split(".")
         if groups[group][key] != usual[group][key]:
             found[name] = groups[group][key]
+    if cfg.train.spike_rule in ACTING:
+        keys = ("spike_rule", "spike_threshold", "spike_window")
+        found |= {f"train.{key}": groups["train"][key] for key in keys}
     found |= {"data (train)": data.train.fingerprint(), "data (val)": data.val.fingerprint()}
     return {name: str(value) for name, value in found.items()}
 

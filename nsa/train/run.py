@@ -28,9 +28,11 @@ from nsa.train.memory_advice import explain_memory
 from nsa.train.optimizer import build_optimizer
 from nsa.train.progress import Progress
 from nsa.train.resume import AUTO, find_start, identity_of
+from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, resolve_runtime
 from nsa.train.saver import new_saver
 from nsa.train.scaler import new_scaler
+from nsa.train.spikes import Spikes
 from nsa.train.state import restore
 from nsa.train.stop import Stop
 from nsa.train.vitals import Vitals
@@ -66,6 +68,39 @@ def run(
     `model_path` replaces <out_dir>/model.pt. Without a `sampler` no sample is written.
     `resume` is auto, latest, none or a checkpoint (resume.py).
     """
+
+    def attempt(back: Rollback | None) -> TrainResult:
+        return _run(
+            cfg,
+            config_path=config_path,
+            out=out,
+            config_named=config_named,
+            allow_long_run=allow_long_run,
+            stop_after=stop_after,
+            model_path=model_path,
+            sampler=sampler,
+            resume=resume,
+            back=back,
+        )
+
+    return with_rollbacks(attempt)
+
+
+def _run(
+    cfg: Config,
+    *,
+    config_path: str,
+    out: TextIO | None,
+    config_named: bool,
+    allow_long_run: bool,
+    stop_after: int | None,
+    model_path: Path | None,
+    sampler: Sampler | None,
+    resume: str,
+    back: Rollback | None,
+) -> TrainResult:
+    """Run once; `back` is where to go on after a loss spike."""
+    resume = str(back.path) if back else resume
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
@@ -102,6 +137,7 @@ def run(
                 model=model,
                 optimizer=build_optimizer(model, cfg.train),
                 scaler=new_scaler(runtime),
+                spikes=Spikes(cfg.train, runtime.device),
                 data=data,
                 runtime=runtime,
                 log=log,
@@ -113,6 +149,8 @@ def run(
             if start is not None:
                 restore(trainer, start.content)
                 metrics.resumed_at = done
+                if back is not None:
+                    trainer.spikes.jumped, metrics.spikes = back.jumped, back.spikes
                 progress.advance(done)
                 progress.say(f"[resume] from {start.path}: {done} of {steps} steps are done")
             with _ending_is_recorded(trainer):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CARRIED = (
     *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
-    *("train_s", "eval_and_save_s"),
+    *("train_s", "eval_and_save_s", "spikes"),
 )
 """Fields of metrics.json that a resumed run goes on from."""
 
@@ -32,6 +32,7 @@ def capture(trainer: Trainer, step: int) -> Content:
         "optimizer": _copied(trainer.optimizer.state_dict()),
         "scaler": trainer.scaler.state_dict(),
         "rng": _rng_states(),
+        "spikes": trainer.spikes.state_dict(),
         "tokens_seen": step * trainer.log.metrics.tokens_per_step,
         "metrics": {name: metrics[name] for name in CARRIED},
     }
@@ -43,6 +44,8 @@ def restore(trainer: Trainer, content: Content) -> None:
     trainer.optimizer.load_state_dict(content["optimizer"])
     if content["scaler"]:
         trainer.scaler.load_state_dict(content["scaler"])
+    if "spikes" in content:  # checkpoints from before the rule have none
+        trainer.spikes.load_state_dict(content["spikes"])
     torch.set_rng_state(content["rng"]["cpu"])
     states = content["rng"]["cuda"]
     if states and len(states) == torch.cuda.device_count():
@@ -50,7 +53,7 @@ def restore(trainer: Trainer, content: Content) -> None:
     metrics = trainer.log.metrics
     metrics.step = content["step"]
     for name in CARRIED:
-        setattr(metrics, name, content["metrics"][name])
+        setattr(metrics, name, content["metrics"].get(name, getattr(metrics, name)))
 
 
 def _rng_states() -> dict[str, Any]:
