@@ -16,6 +16,7 @@ from nsa.telemetry import (
     metrics,
     sample,
     sentinels,
+    size_files,
     tensorboard,
 )
 
@@ -33,6 +34,8 @@ RUN_FILES = (
     counter_files.K_STATS,
     counter_files.FALLBACK_COUNTERS,
     env_file.NAME,
+    size_files.DTYPES,
+    size_files.OPT_STATE,
     tensorboard.FOLDER,
     sentinels.ANOMALY,
     sentinels.DONE + "*",

@@ -17,6 +17,8 @@ from nsa.config import TrainConfig
 from nsa.config.env import read
 from nsa.model.stats import AttentionStats
 from nsa.telemetry import TRAINING, VAL, CsvLog, Metrics, TrainingRow, ValRow, write_metrics
+from nsa.telemetry.best_effort import complain
+from nsa.telemetry.metrics import NAME as METRICS
 from nsa.train.errors import NonFiniteLoss
 from nsa.train.evaluate import Evaluation
 from nsa.train.progress import Progress
@@ -81,12 +83,14 @@ class RunLog:
         self._first_step = resumed_at + 1
         self.metrics, self.progress, self.vitals = metrics, progress, vitals
         self._norm = math.nan  # of the last step looked at
+        self._shows_norm: bool = read("NSA_LOG_GRAD_NORM")
         self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
         self.folder, self._every = folder, train.log_every
         self._spike_rule = train.spike_rule
         self.roll_back: Callable[[int, str], None] | None = None
         """Called with a step whose loss was a spike, where the rule is to go back; it may raise."""
         self._waiting: deque[Pending] = deque()
+        self._stale = False  # metrics.json could not be replaced last time
         self._since = time.perf_counter()
         self._first_s = 0.0
 
@@ -166,8 +170,16 @@ class RunLog:
         self.metrics.eval_and_save_s += seconds
 
     def write(self) -> Path:
-        """Replace metrics.json."""
-        return write_metrics(self.folder, self.metrics)
+        """Replace metrics.json; where that fails the old one stays, and it is said once."""
+        try:
+            write_metrics(self.folder, self.metrics)
+        except OSError as error:
+            if not self._stale:
+                complain(self.folder / METRICS, error)
+            self._stale = True
+        else:
+            self._stale = False
+        return self.folder / METRICS
 
     def _write_line(self, step: int, lr: float, stats: AttentionStats | None) -> None:
         now, metrics = time.perf_counter(), self.metrics
@@ -188,7 +200,8 @@ class RunLog:
             step_time_s=seconds / num_steps,
             attention=metrics.attention_stats if stats is not None else None,
         )
-        self.progress.show(row, (metrics.steps - step) * self._step_s(step, seconds))
+        eta_s = (metrics.steps - step) * self._step_s(step, seconds)
+        self.progress.show(row, eta_s, self._norm if self._shows_norm else None)
 
     def _step_s(self, step: int, seconds: float) -> float:
         """Seconds for each step so far; the first one also warms up, and counts only alone."""

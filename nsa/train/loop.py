@@ -14,6 +14,7 @@ from nsa.config.env import read
 from nsa.data import Data
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
+from nsa.telemetry.size_files import write_dtypes, write_opt_state
 from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
 from nsa.train.log import RunLog, Updated
@@ -53,11 +54,14 @@ class Trainer:
         wants_stats = not read("NSA_DISABLE_AUX_STATS")
         self.log.roll_back = self.roll_back
         self.model.train()
+        write_dtypes(self.folder, self.runtime.precision, self.model.named_parameters())
         for step in range(done + 1, steps + 1):
             self.log.vitals.before_step(step)
             stats = AttentionStats() if wants_stats and self.log.is_logged(step) else None
             lr = lr_at(step, self.cfg.train)
             updated = self.update(step, lr, stats)
+            if step == done + 1:
+                write_opt_state(self.folder, self.optimizer.state_dict())
             self.log.vitals.after_step(step)
             self.log.add(step, updated, lr, stats)
             if every_eval and (step % every_eval == 0 or step == steps):

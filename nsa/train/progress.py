@@ -49,9 +49,11 @@ class Progress:
         """Count steps that are done."""
         self._bar.advance(self._task, steps)
 
-    def show(self, row: TrainingRow, eta_s: float) -> None:
-        """Show a logged step."""
+    def show(self, row: TrainingRow, eta_s: float, grad_norm: float | None = None) -> None:
+        """Show a logged step; the gradient norm where it is given."""
         numbers = f"loss {row.loss:.4f} | lr {row.lr:.2e} | toks/s {row.toks_per_s:.0f}"
+        if grad_norm is not None:
+            numbers += f" | grad_norm {grad_norm:.4f}"
         numbers += f" | eta {clock(eta_s)}"
         if self._console.is_terminal:
             self._bar.update(self._task, description=numbers)
