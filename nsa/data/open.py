@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from nsa.config import DataConfig
@@ -37,14 +36,8 @@ class Data(NamedTuple):
     """The end mark that attention does not look across; None where it may."""
 
     def bounds(self, batch: Tensor) -> Tensor | None:  # [B, S+1] int64 -> [documents + 1] int32
-        """Where the documents of a batch on the host start; None where attention need not know.
-
-        Pinned where there is a GPU: on its way there nobody has to wait for it.
-        """
-        if self.border is None:
-            return None
-        bounds = packed_bounds(batch, self.border)
-        return bounds.pin_memory() if torch.cuda.is_available() else bounds
+        """Where the documents of a batch on the host start; None where attention need not know."""
+        return None if self.border is None else packed_bounds(batch, self.border)
 
 
 def open_data(config: DataConfig, seq_len: int, seed: int) -> Data:
