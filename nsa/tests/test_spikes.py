@@ -208,11 +208,16 @@ def test_spikes_without_end_end_the_run(tiny_config: BuildConfig, plant: Plant) 
         train(cfg)
 
 
-def test_a_halt_in_a_spike_is_obeyed_without_saving_it(
-    tiny_config: BuildConfig, plant: Plant, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("save_every", "newest"), [(8, 16), (25, SPIKE)], ids=["goes-back", "no"])
+def test_a_halt_in_a_spike_is_obeyed_and_saves_it_only_where_there_is_nothing_else(
+    save_every: int,
+    newest: int,
+    tiny_config: BuildConfig,
+    plant: Plant,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(ONE)
-    cfg = tiny_config(*SETTINGS, "train.spike_rule=rollback")
+    cfg = tiny_config(*SETTINGS, "train.spike_rule=rollback", f"train.save_every={save_every}")
     folder = Path(cfg.train.out_dir)
     real = Trainer.update
 
@@ -222,9 +227,9 @@ def test_a_halt_in_a_spike_is_obeyed_without_saving_it(
         return real(self, step, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trainer, "update", update)
-    with pytest.raises(Halted, match="is a spike"):
+    with pytest.raises(Halted, match=r"stopped by .HALT"):
         train(cfg)
-    assert checkpoint.steps_of(folder)[0] == 16
+    assert checkpoint.steps_of(folder)[0] == newest
     assert (folder / ".HALT.done").exists()
 
 

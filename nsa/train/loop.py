@@ -113,16 +113,17 @@ class Trainer:
     def roll_back(self, step: int, what: str) -> None:
         """Leave for the last good checkpoint before `step`; without one, the run goes on."""
         self.saver.wait()
-        if asked := self.stop.requested():
-            raise Halted(
-                f"stopped by {asked}; {what}, so nothing was saved after it; "
-                "the same command goes on from the checkpoint before"
-            )
         spikes = self.log.metrics.spikes
         back = rollback_from(self.folder, step, self.spikes.jumped, spikes)
         if back is None:
             self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
             return
+        if asked := self.stop.requested():
+            self._say_halt(asked)
+            raise Halted(
+                f"stopped by {asked}; {what}, so nothing was saved after it; "
+                f"the same command goes on from {back.path.name}"
+            )
         self.log.progress.say(
             f"[spike] back to {back.path.name}; from there on the data of {back.jumped} updates "
             "is jumped over"
@@ -142,10 +143,13 @@ class Trainer:
 
     def halt(self, step: int, asked: str) -> None:
         """Obey: save where the last step was not saved already, and leave."""
-        if asked == ".HALT":
-            self.log.progress.say("[train] HALT file detected — stopping gracefully.")
+        self._say_halt(asked)
         if not self.cfg.train.save_every or step % self.cfg.train.save_every:
             self.save(step)
         saved = self.saver.wait()
         then = "the same command goes on from there" if saved else "no checkpoint could be written"
         raise Halted(f"stopped by {asked} after step {step}; {then}")
+
+    def _say_halt(self, asked: str) -> None:
+        if asked == ".HALT":
+            self.log.progress.say("[train] HALT file detected — stopping gracefully.")
