@@ -108,13 +108,14 @@ def parse_variants(text: str) -> list[Variant]:
     return [Variant(name) for name in dict.fromkeys(names)]
 
 
-def config_of(cell: Cell, attention: str, device: str, *, tiny: bool) -> Config:
+def config_of(cell: Cell, variant: Variant, device: str, *, tiny: bool) -> Config:
     """The production model with the GPT-2 vocabulary, bf16 with fp32 weights; or the tiny one."""
     sizes = TINY if tiny else (VOCABULARY, "runtime.precision=bf16")
     settings = [
         *sizes,
         *(f"train.seq_len={cell.length}", f"train.batch_size={cell.batch}"),
         "train.accumulate_grad_batches=1",
-        *(f"model.attention={attention}", f"runtime.device={device}"),
+        *(f"model.attention={variant.attention}", f"runtime.device={device}"),
+        *(f"runtime.compile={variant.compiled}", f"runtime.cuda_graph={variant.graph}"),
     ]
     return load_config(PRODUCTION, settings, environ={})

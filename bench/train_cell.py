@@ -31,9 +31,11 @@ from bench.train_report import describe_machine
 from nsa.config import Config
 from nsa.model import TinyLM
 from nsa.model.flops import peak_flops, training_flops_per_token, utilization
-from nsa.train.graph_step import WARM_UP, EagerStep, GraphStep
-from nsa.train.optimizer import build_optimizer
+from nsa.train.build import build_step
+from nsa.train.compiler import compile_blocks
+from nsa.train.graph_step import GraphStep
 from nsa.train.runtime import resolve_runtime
+from nsa.train.step import EagerStep, MicroBatch
 
 BROKEN = 3
 """Exit code of a process whose device no longer answers; the failed variant has its event."""
@@ -112,16 +114,17 @@ def _prepare(variant: Variant, task: Task, shared: GraphStep | None) -> Running:
     """Build the model and its step, warm it up, and look at its memory."""
     start = time.perf_counter()
     before = _start_of_peak(task.device)
-    config = config_of(task.cell, variant.attention, task.device, tiny=task.tiny)
-    update, graph = _build(variant, config, shared)
+    config = config_of(task.cell, variant, task.device, tiny=task.tiny)
+    update = _build(config, shared)
+    graph = update if isinstance(update, GraphStep) else None
     draws = torch.Generator().manual_seed(0)
-    size = (NUM_BATCHES, 1, task.batch, task.length + 1)
+    size = (NUM_BATCHES, task.batch, task.length + 1)
     rows = torch.randint(config.data.vocab, size, generator=draws).to(task.device)
     turn = iter(_endless(rows))
 
     def step() -> Tensor:
         with _pinned(variant, task.device):
-            return update(next(turn), RATE)[0]
+            return update([MicroBatch(next(turn))], RATE).loss
 
     step()
     _synchronize(task.device)
@@ -129,7 +132,7 @@ def _prepare(variant: Variant, task: Task, shared: GraphStep | None) -> Running:
     step()  # with the optimizer's state: the most memory there is
     _synchronize(task.device)
     peak_mib = _peak_since(before, task.device)
-    for _ in range(max(task.warmup, WARM_UP if graph else 0) - 1):
+    for _ in range(task.warmup - 1):
         step()
     _synchronize(task.device)
     return Running(
@@ -143,22 +146,14 @@ def _prepare(variant: Variant, task: Task, shared: GraphStep | None) -> Running:
     )
 
 
-def _build(
-    variant: Variant, config: Config, shared: GraphStep | None
-) -> tuple[EagerStep, GraphStep | None]:
+def _build(config: Config, shared: GraphStep | None) -> EagerStep:
     torch.manual_seed(0)
     dims = (config.model.d_k, config.model.d_v)
-    runtime = resolve_runtime(config.runtime, dims, variant.attention)
+    runtime = resolve_runtime(config.runtime, dims, config.model.attention)
     model = TinyLM.from_config(config, config.data.vocab).to(runtime.device).train()
-    if variant.compiled:
-        compiled = torch.compile(model.hidden, dynamic=False, fullgraph=True)
-        model.hidden = compiled  # type: ignore[method-assign]
-    optimizer = build_optimizer(model, config.train, capturable=variant.graph)
-    clip = config.train.grad_clip
-    if not variant.graph:
-        return EagerStep(model, optimizer, runtime, grad_clip=clip), None
-    graph = GraphStep(model, optimizer, runtime, grad_clip=clip, share=shared)
-    return graph, graph
+    if config.runtime.compile:
+        compile_blocks(model, runtime.device)
+    return build_step(config, model, runtime, share=shared)
 
 
 def _time(one: Running, steps: int, device: str) -> None:

@@ -115,7 +115,7 @@ _TELEMETRY = (
     Variable("NSA_TB_DISABLE", bool, False, "code", "1 writes no TensorBoard events"),
     Variable("NSA_MEM_DUMP_EVERY", int, 0, "code", "memory snapshot every N steps; 0 is never"),
     Variable("NSA_HEARTBEAT_EVERY", int, 1, "code", "heartbeat line every N steps"),
-    Variable("NSA_LOG_GRAD_NORM", bool, False, "planned", "gradient norm in the step line"),
+    Variable("NSA_LOG_GRAD_NORM", bool, False, "code", "gradient norm in the step line"),
 )
 
 _DISTRIBUTED = (

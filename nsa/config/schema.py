@@ -21,6 +21,8 @@ from nsa.config.tokenizer_json import count_ids
 ATTENTIONS = ("nsa", "dense")
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
+SPIKE_RULES = ("off", "log", "skip", "rollback")
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant", "wsd")
 TRACKERS = ("none", "wandb", "trackio")
 DATASETS = (
@@ -31,6 +33,8 @@ DATASETS = (
     "shards",
     "fineweb_edu",
 )
+MADE_DATASETS = ("synthetic", "synthetic_copy")
+"""Those that are made, row by row."""
 LOCAL_DATASETS = ("fineweb_edu_local", "shards")
 """Those that are read from data.local_path."""
 TOKENIZERS = ("byte", "gpt2", "hf")
@@ -115,6 +119,8 @@ class TrainConfig:
     """Rows in a micro-batch, per rank."""
     accumulate_grad_batches: int = 1
     """Micro-batches in an optimizer update; more imitates a larger batch in the same memory."""
+    optimizer: str = "adamw"
+    """adamw; muon gives the matrices of the blocks orthogonal updates, and AdamW the rest."""
     lr: float = 2.0e-4
     """Peak learning rate."""
     lr_schedule: str = "cosine"
@@ -124,9 +130,15 @@ class TrainConfig:
     decay_steps: int = 0
     """Updates in which wsd falls to zero at the end; 0 is a fifth of the steps."""
     weight_decay: float = 0.01
-    """AdamW's decay of the matrices, as a factor of the learning rate."""
+    """Decay of the matrices, as a factor of the learning rate."""
     grad_clip: float = 1.0
     """Largest gradient norm of an update; 0 does not clip."""
+    spike_rule: str = "log"
+    """A loss far above recent ones: off, log it, skip its update, or rollback to a checkpoint."""
+    spike_threshold: float = 8.0
+    """How far above their median is a spike, in robust standard deviations of recent losses."""
+    spike_window: int = 64
+    """Updates whose losses are recent; there are no spikes before so many."""
     log_every: int = 20
     """Updates between two lines of the log and of training.csv."""
     eval_every: int = 1000
@@ -163,6 +175,8 @@ class TrainConfig:
         finite_positive(self, "train", "lr")
         between(0.0, 1.0, self, "train", "weight_decay")
         between(0.0, 1e9, self, "train", "grad_clip")
+        one_of("train.optimizer", self.optimizer, OPTIMIZERS)
+        self._check_spikes()
         one_of("train.lr_schedule", self.lr_schedule, SCHEDULES)
         one_of("train.tracker", self.tracker, TRACKERS)
         if self.warmup_steps > self.steps:
@@ -176,6 +190,14 @@ class TrainConfig:
         if self.backup_dir and self.backup_dir.rstrip("/") == self.out_dir.rstrip("/"):
             allowed = "another folder than train.out_dir"
             refuse("train.backup_dir", self.backup_dir, allowed, "name one on another disk")
+
+    def _check_spikes(self) -> None:
+        one_of("train.spike_rule", self.spike_rule, SPIKE_RULES)
+        finite_positive(self, "train", "spike_threshold")
+        at_least(4, self, "train", "spike_window")
+        if self.spike_rule == "rollback" and self.save_every == 0:
+            allowed = "off, log or skip with save_every=0"
+            refuse("train.spike_rule", self.spike_rule, allowed, "set train.save_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +214,8 @@ class DataConfig:
     """hf: its tokenizer.json; gpt2: a folder with its vocabulary files, empty asks tiktoken."""
     eos: str = ""
     """The token that ends a document, where a tokenizer.json has an unusual name for it."""
+    respect_documents: bool = False
+    """Attention and positions stay inside a document; false lets a row read on across its end."""
 
     def __post_init__(self) -> None:
         one_of("data.dataset", self.dataset, DATASETS)
@@ -202,6 +226,9 @@ class DataConfig:
         if not self.local_path and self.dataset in LOCAL_DATASETS:
             allowed = f"a file or folder for data.dataset={self.dataset}"
             refuse("data.local_path", self.local_path, allowed, "name one")
+        if self.respect_documents and self.dataset in MADE_DATASETS:
+            allowed = f"false for data.dataset={self.dataset}, which has no documents"
+            refuse("data.respect_documents", True, allowed, "choose another dataset")
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer not in TOKENIZERS and not self.tokenizer.endswith(".json"):
@@ -244,6 +271,10 @@ class RuntimeConfig:
     """A:B limits checkpointing to layers A to B-1; empty means all layers."""
     backend: str = "auto"
     """reference, torch or triton run or raise; auto picks the best that runs here."""
+    cuda_graph: bool = False
+    """Replay every update as one CUDA graph: a small model then no longer waits for the host."""
+    compile: bool = False
+    """torch.compile for the blocks in training: the first step takes longer, the others less."""
 
     def __post_init__(self) -> None:
         one_of("runtime.precision", self.precision, PRECISIONS)
@@ -253,6 +284,9 @@ class RuntimeConfig:
         if self.gc_layers and not self.gradient_checkpointing:
             todo = "set runtime.gradient_checkpointing=true, or leave gc_layers empty"
             refuse("runtime.gc_layers", self.gc_layers, "layers only with checkpointing on", todo)
+        if self.compile and self.backend == "reference":
+            allowed = "false for runtime.backend=reference, which looks at its numbers"
+            refuse("runtime.compile", True, allowed, "choose another backend")
         if not self.use_flash and self.backend not in ("auto", "torch"):
             todo = "set runtime.use_flash=true, or choose backend torch"
             refuse("runtime.backend", self.backend, "auto or torch when use_flash=false", todo)
@@ -280,3 +314,19 @@ class Config:
             todo = "set runtime.backend=auto, or model.attention=nsa"
             allowed = "auto or torch for model.attention=dense, which is torch's own"
             refuse("runtime.backend", self.runtime.backend, allowed, todo)
+        if self.runtime.cuda_graph:
+            self._check_graph()
+        if self.runtime.compile and self.data.respect_documents:
+            allowed = "false with data.respect_documents=true: each batch would be compiled anew"
+            refuse("runtime.compile", True, allowed, "turn one of them off")
+
+    def _check_graph(self) -> None:
+        obstacles = (
+            (self.runtime.precision == "fp16", "runtime.precision=fp16: the host scales its loss"),
+            (self.runtime.backend == "reference", "runtime.backend=reference"),
+            (self.train.optimizer == "muon", "train.optimizer=muon"),
+            (self.data.respect_documents, "data.respect_documents=true: the borders change"),
+        )
+        for there, what in obstacles:
+            if there:
+                refuse("runtime.cuda_graph", True, f"false with {what}", "change one of them")

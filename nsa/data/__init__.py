@@ -1,6 +1,6 @@
 """Data: tokenizers, sources, the held-out split, prepared shards, and rows in a fixed order."""
 
-from nsa.data.boundaries import cu_seqlens, document_starts
+from nsa.data.boundaries import cu_seqlens, document_starts, packed_bounds
 from nsa.data.errors import DataError
 from nsa.data.open import Data, open_data
 from nsa.data.open_tokenizer import open_tokenizer
@@ -21,4 +21,5 @@ __all__ = [
     "document_starts",
     "open_data",
     "open_tokenizer",
+    "packed_bounds",
 ]

@@ -24,3 +24,13 @@ def cu_seqlens(
     """Return 0, the starts of the documents and S, as the packed operators take them."""
     starts = document_starts(tokens, eos)
     return torch.cat([starts.new_tensor([0]), starts, starts.new_tensor([len(tokens)])]).int()
+
+
+def packed_bounds(
+    batch: Tensor,  # [B, S+1] int64
+    eos: int,
+) -> Tensor:  # [documents + 1] int32, on the device of the batch
+    """Return the bounds of the inputs of all rows put one after another; each row starts anew."""
+    seq_len = batch.shape[1] - 1
+    bounds = [cu_seqlens(row[:-1], eos)[:-1] + seq_len * i for i, row in enumerate(batch)]
+    return torch.cat([*bounds, bounds[0].new_tensor([seq_len * len(batch)])])

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from nsa.config import DataConfig
+from nsa.data.boundaries import packed_bounds
 from nsa.data.corpus import read_works
 from nsa.data.documents import read_documents
 from nsa.data.errors import DataError
@@ -29,6 +32,12 @@ class Data(NamedTuple):
     tokenizer: Tokenizer
     counts: Counts | None = None
     """What became of the documents, where the source has documents of its own."""
+    border: int | None = None
+    """The end mark that attention does not look across; None where it may."""
+
+    def bounds(self, batch: Tensor) -> Tensor | None:  # [B, S+1] int64 -> [documents + 1] int32
+        """Where the documents of a batch on the host start; None where attention need not know."""
+        return None if self.border is None else packed_bounds(batch, self.border)
 
 
 def open_data(config: DataConfig, seq_len: int, seed: int) -> Data:
@@ -39,6 +48,11 @@ def open_data(config: DataConfig, seq_len: int, seed: int) -> Data:
             "synthetic, synthetic_copy, fineweb_edu_local or shards; use one of those"
         )
     tokenizer = open_tokenizer(config)
+    data = _open_source(config, tokenizer, seq_len, seed)
+    return data._replace(border=tokenizer.eos) if config.respect_documents else data
+
+
+def _open_source(config: DataConfig, tokenizer: Tokenizer, seq_len: int, seed: int) -> Data:
     if config.dataset in _MADE:
         kind = _MADE[config.dataset]
         sides = [kind(tokenizer.vocab, seq_len, seed, side) for side in (TRAIN, VAL)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nsa.model.attention import NSAAttention
@@ -54,8 +55,10 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
         stats: AttentionStats | None = None,
     ) -> Tensor:  # [B, S, dim]
+        # A trace that knew its layer would be compiled again for each one.
+        layer = None if torch.compiler.is_compiling() else self.layer
         attended = self.attn(
-            self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=self.layer
+            self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=layer
         )
         return self._feed(x + attended)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -110,6 +111,8 @@ class TinyLM(nn.Module):
         self.norm = RMSNorm(dim)
         self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab, bias=False)
         self._scale_init(n_layers)
+        self.compiled: list[Callable[..., Tensor]] = []
+        """The blocks as torch.compile made them, for training; a list, so that no name changes."""
 
     @classmethod
     def from_config(cls, cfg: Config, vocab: int) -> TinyLM:
@@ -159,8 +162,12 @@ class TinyLM(nn.Module):
         x = self._embed(ids)
         positions = document_positions(ids.shape[1], cu_seqlens, ids.device)
         rope = self.layers[0].attn.rope(positions, x.dtype)
-        for i, block in enumerate(self.layers):
-            if self.training and torch.is_grad_enabled() and i in self.checkpointed:
+        trains = self.training and torch.is_grad_enabled()
+        blocks: Sequence[Callable[..., Tensor]] = self.layers
+        if self.compiled and trains and stats is None:
+            blocks = self.compiled
+        for i, block in enumerate(blocks):
+            if trains and i in self.checkpointed:
                 x = checkpoint(
                     block, x, rope, cu_seqlens, stats, use_reentrant=False, preserve_rng_state=False
                 )

@@ -27,7 +27,7 @@ def training_memory(config: Config) -> dict[str, int]:
     return {
         "weights": weights,
         "gradients": weights,
-        "optimizer": 2 * weights,  # AdamW: two moments, fp32
+        "optimizer": 2 * weights - (FP32 * matrices if config.train.optimizer == "muon" else 0),
         "16-bit weights": 2 * matrices if config.runtime.precision != "fp32" else 0,
         "activations": num_kept * layer + (num_checkpointed + 2) * stream,  # 2: the last norm
         "recomputation": layer if num_checkpointed else 0,  # one layer at a time, in backward

@@ -70,5 +70,8 @@ def document_positions(
     token = torch.arange(first, first + seq_len, device=device)
     if cu_seqlens is None:
         return token
+    if device.type == "cuda" and not cu_seqlens.is_cuda:
+        cu_seqlens = cu_seqlens.pin_memory()  # so that the copy does not wait for the device
+    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     document = torch.bucketize(token, cu_seqlens[1:], right=True)
     return token - cu_seqlens[document]

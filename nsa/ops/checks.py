@@ -170,8 +170,11 @@ def check_documents(
             f"cu_seqlens has shape {list(cu_seqlens.shape)}; give [docs + 1] with docs >= 1, "
             f"for example [0, {seq_len}]"
         )
-    if cu_seqlens.device != device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {device}; move it there")
+    if cu_seqlens.device != device and cu_seqlens.device.type != "cpu":
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device} and q on {device}; move it there, or keep it on "
+            f"the CPU, where it is read without waiting for the device"
+        )
     if batch != 1:
         raise ValueError(
             f"cu_seqlens is given with B={batch}; packed documents need B=1: put the rows one "

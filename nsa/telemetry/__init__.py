@@ -10,7 +10,7 @@ from nsa.telemetry.counter_files import (
     read_fallback_counters,
     read_k_stats,
 )
-from nsa.telemetry.csv_log import TRAINING, VAL, CsvLog, TrainingRow, ValRow, read_rows
+from nsa.telemetry.csv_log import TRAINING, VAL, CsvLog, TrainingRow, ValRow, last_rows, read_rows
 from nsa.telemetry.curve import PlotUnavailable, draw_loss_curve
 from nsa.telemetry.env_file import RunEnvironment, read_env, write_env
 from nsa.telemetry.gpu import GpuReading, read_gpu
@@ -52,6 +52,7 @@ __all__ = [
     "draw_loss_curve",
     "fallback_counts",
     "last_beat",
+    "last_rows",
     "open_folder",
     "open_tensorboard",
     "read_config",

@@ -17,6 +17,7 @@ from typing import Generic, NamedTuple, TypeVar, get_type_hints
 
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import LineFile, best_effort
+from nsa.telemetry.tail import lines_from_end
 
 
 class TrainingRow(NamedTuple):
@@ -41,6 +42,8 @@ Row = TypeVar("Row", bound=NamedTuple)
 
 TRAINING = "training.csv"
 VAL = "val.csv"
+TAIL_BYTES = 1 << 20
+"""As far as last_rows looks back."""
 FORMATS = {"lr": ".6e", "toks_per_s": ".0f"}
 """Columns that are not written as whole numbers, or with six digits after the point."""
 
@@ -93,6 +96,21 @@ def read_rows(kind: type[Row], path: Path) -> list[Row]:
         )
     types = tuple(get_type_hints(kind).values())
     return [_row(kind, types, cells, f"{path}, line {n}") for n, cells in enumerate(lines, start=2)]
+
+
+def last_rows(kind: type[Row], path: Path, most: int) -> list[Row]:
+    """Read up to `most` of the last complete lines, oldest first, whatever the file's size.
+
+    The header is not among them; a file that is not there has none.
+    """
+    types = tuple(get_type_hints(kind).values())
+    found: list[Row] = []
+    for line in lines_from_end(path, TAIL_BYTES):
+        cells = line.text.split(",")
+        if len(found) == most or tuple(cells) == kind._fields:
+            break
+        found.append(_row(kind, types, cells, f"{path}, {line.where}"))
+    return found[::-1]
 
 
 def _row(kind: type[Row], types: Sequence[type], cells: Sequence[str], where: str) -> Row:

@@ -54,6 +54,8 @@ class Metrics:
     """Peak learning rate."""
     loss_first: float | None = None
     loss_last: float | None = None
+    spikes: int = 0
+    """Updates whose loss was a spike (train.spike_rule)."""
     val_loss: float | None = None
     """Nats per token on held-out rows, at the last evaluation."""
     val_ppl: float | None = None

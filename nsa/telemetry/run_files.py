@@ -16,6 +16,7 @@ from nsa.telemetry import (
     metrics,
     sample,
     sentinels,
+    size_files,
     tensorboard,
     tracker,
 )
@@ -34,6 +35,8 @@ RUN_FILES = (
     counter_files.K_STATS,
     counter_files.FALLBACK_COUNTERS,
     env_file.NAME,
+    size_files.DTYPES,
+    size_files.OPT_STATE,
     tensorboard.FOLDER,
     tracker.NAME,
     tracker.LOG,

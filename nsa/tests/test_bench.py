@@ -25,7 +25,7 @@ from bench import (
     train_report,
 )
 from bench.cases import PRESETS, Case, Shape, parse_shape
-from bench.train_cases import GOALS, NAMES, Cell, config_of
+from bench.train_cases import GOALS, NAMES, Cell, Variant, config_of
 from nsa.model.flops import training_flops_per_token
 from nsa.ops import reference
 from nsa.tests.conftest import REPOSITORY
@@ -479,7 +479,9 @@ def test_train_bench_holds_ours_to_the_goal_of_a_cell(cell):
 
 
 def test_train_bench_has_the_production_model_with_the_gpt2_vocabulary():
-    ours, dense = (config_of(Cell(8192, 4), name, "cpu", tiny=False) for name in ("nsa", "dense"))
+    ours, dense = (
+        config_of(Cell(8192, 4), Variant(name), "cpu", tiny=False) for name in ("nsa", "dense")
+    )
     assert (ours.model.dim, ours.model.n_layers, ours.data.vocab) == (768, 12, 50257)
     assert (ours.train.seq_len, ours.train.batch_size) == (8192, 4)
     assert ours.runtime.precision == "bf16" and dense.model.attention == "dense"

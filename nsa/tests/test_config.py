@@ -140,11 +140,15 @@ REFUSED = {
     "train.seq_len=0": ">= 1",
     "train.batch_size=0": ">= 1",
     "train.accumulate_grad_batches=0": ">= 1",
+    "train.optimizer=muo": "the nearest is 'muon'",
     "train.lr=nan": "> 0",
     "train.lr_schedule=linear": "cosine | constant",
     "train.warmup_steps=1001": "at most steps=1000",
     "train.weight_decay=-0.1": "from 0 to 1",
     "train.grad_clip=-1": "from 0",
+    "train.spike_rule=rollback": "off, log or skip with save_every=0",
+    "train.spike_threshold=0": "> 0",
+    "train.spike_window=3": ">= 4",
     "train.log_every=0": ">= 1",
     "train.eval_every=-1": ">= 0",
     "train.eval_batches=0": ">= 1",
@@ -159,6 +163,7 @@ REFUSED = {
     "data.local_path=corpus": "it must be empty for synthetic",
     "data.tokenizer_path=corpus": "it must be empty for data.tokenizer=byte",
     "data.eos=<end>": "it must be empty for data.tokenizer=byte, which has its own",
+    "data.respect_documents=True": "false for data.dataset=synthetic, which has no documents",
     "runtime.device=gpu": "cuda:N",
     "runtime.device=cuda:x": "cuda:N",
     "runtime.precision=fp8": "fp32 | bf16 | fp16",
@@ -196,6 +201,7 @@ def test_a_refused_value_names_who_set_it(tmp_path: Path) -> None:
 
 def test_every_key_is_refused_somewhere_or_is_a_plain_switch() -> None:
     switches = {"model.tie_embeddings", "runtime.use_flash", "runtime.gradient_checkpointing"}
+    switches |= {"runtime.compile", "runtime.cuda_graph"}
 
     assert known_keys().keys() - {o.partition("=")[0] for o in REFUSED} == switches
 
@@ -216,6 +222,21 @@ COMBINATIONS = {
     "kernels of NSA for dense attention": (
         ["model.attention=dense", "runtime.backend=triton"],
         "auto or torch for model.attention=dense",
+    ),
+    "a graph of Muon": (["runtime.cuda_graph=true", "train.optimizer=muon"], "muon"),
+    "a graph of fp16": (["runtime.cuda_graph=true", "runtime.precision=fp16"], "scales its loss"),
+    "a graph of the reference": (
+        ["runtime.cuda_graph=true", "runtime.backend=reference"],
+        "backend=reference",
+    ),
+    "a graph of documents": (
+        ["runtime.cuda_graph=true", "data.dataset=shakespeare", "data.respect_documents=true"],
+        "borders change",
+    ),
+    "a compiled reference": (["runtime.compile=true", "runtime.backend=reference"], "looks at"),
+    "compiled documents": (
+        ["runtime.compile=true", "data.dataset=shakespeare", "data.respect_documents=true"],
+        "compiled anew",
     ),
     "kernels without flash": (["runtime.use_flash=false", "runtime.backend=triton"], "use_flash"),
 }

@@ -11,6 +11,7 @@ import pytest
 from nsa.config import known_keys
 from nsa.tests import fake_tracker
 from nsa.tests.effects import Fingerprint, fingerprint
+from nsa.train import compiler
 
 Usual = Callable[[tuple[str, ...]], Fingerprint]
 
@@ -36,12 +37,16 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "train.seq_len": ("48", "losses"),
     "train.batch_size": ("3", "losses"),
     "train.accumulate_grad_batches": ("2", "losses"),
+    "train.optimizer": ("muon", "weights"),
     "train.lr": ("0.02", "rates"),
     "train.lr_schedule": ("constant", "rates"),
     "train.warmup_steps": ("2", "rates"),
     "train.decay_steps": ("3", "rates"),
     "train.weight_decay": ("0.5", "weights"),
     "train.grad_clip": ("0.001", "weights"),
+    "train.spike_rule": ("skip", "weights"),
+    "train.spike_threshold": ("1e-6", "weights"),
+    "train.spike_window": ("4", "weights"),
     "train.log_every": ("2", "losses"),
     "train.eval_every": ("1", "evaluations"),
     "train.eval_batches": ("2", "evaluations"),
@@ -56,20 +61,28 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "data.tokenizer": ("nowhere/tokenizer.json", "refused"),
     "data.tokenizer_path": ("nowhere", "refused"),  # test_tokenizers.py reads from it
     "data.eos": ("<end>", "refused"),  # test_tokenizers.py ends documents with it
+    "data.respect_documents": ("true", "losses"),
     "runtime.device": ("cuda:99", "refused"),
     "runtime.precision": ("bf16", "losses"),
     "runtime.use_flash": ("false", "plan"),
     "runtime.gradient_checkpointing": ("true", "kept"),
     "runtime.gc_layers": ("0:1", "kept"),
     "runtime.backend": ("reference", "plan"),
+    "runtime.compile": ("true", "plan"),
+    "runtime.cuda_graph": ("true", "refused"),  # test_graph_step.py has one on a GPU
 }
+MANY_STEPS = ("train.steps=12", "train.lr=1e-6")  # noise alone decides what is above the median
 GIVEN: dict[str, tuple[str, ...]] = {
     "runtime.gc_layers": ("runtime.gradient_checkpointing=true",),
     "train.keep_last": ("train.save_every=1",),
     "train.decay_steps": ("train.lr_schedule=wsd",),
     "train.backup_dir": ("train.save_every=2",),
+    "train.spike_rule": (*MANY_STEPS, "train.spike_threshold=1e-6", "train.spike_window=4"),
+    "train.spike_threshold": (*MANY_STEPS, "train.spike_rule=skip", "train.spike_window=4"),
+    "train.spike_window": (*MANY_STEPS, "train.spike_rule=skip", "train.spike_threshold=1e-6"),
+    "data.respect_documents": ("train.seq_len=256", "train.seed=3"),  # a document ends in its rows
 }
-"""Settings without which a key is refused, on both sides of the comparison."""
+"""Settings without which a key is refused or shows nothing, on both sides of the comparison."""
 ONLY = {
     "train.log_every": {"losses", "rates"},
     "train.eval_every": {"evaluations"},
@@ -98,10 +111,13 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Usual:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's tracer ...
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # ... warns about itself
 @pytest.mark.parametrize("key", EFFECTS)
 def test_another_value_changes_the_run(
     key: str, usual: Usual, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiler, "BACKEND", "eager")  # test_compile.py has the others
     value, field = EFFECTS[key]
     given = GIVEN.get(key, ())
     if key in ("train.out_dir", "train.backup_dir"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from nsa.config.env_table import TABLE
 from nsa.model import TinyLM
 from nsa.telemetry import read_heartbeat
 from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
+from nsa.train import run
 
 IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes at least)
     "NSA_SEQ_LEN": ("48", {"losses", "evaluations", "weights", "kept"}),
@@ -43,6 +46,7 @@ ELSEWHERE = {
     "NSA_PREFILL_BATCHED",
     "NSA_PREFILL_TILE",
     "NSA_HEARTBEAT_EVERY",
+    "NSA_LOG_GRAD_NORM",
     "NSA_SCALER_INIT_SCALE",
     "NSA_SCALER_GROWTH_INTERVAL",
     "NSA_SCALER_GROWTH_FACTOR",
@@ -180,3 +184,23 @@ def test_the_loss_scale_follows_its_settings(
     scaler = torch.load(path, weights_only=True)["scaler"]
     assert scaler["scale"] == 1024 * 3 * 3  # four good steps: it grew twice
     assert scaler["backoff_factor"] == 0.25
+
+
+def test_the_gradient_norm_is_on_the_step_line_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(name: str) -> list[str]:
+        out = io.StringIO()
+        path = tiny_config(tmp_path / name)
+        config = load_config(path, [f"train.out_dir={tmp_path / name / 'run'}"])
+        run(config, config_path=str(path), out=out)
+        return [line for line in out.getvalue().splitlines() if re.match(r"step \d+ \| loss", line)]
+
+    assert not any("grad_norm" in line for line in lines("off"))
+    monkeypatch.setenv("NSA_LOG_GRAD_NORM", "1")
+    shown = lines("on")
+    norms = [float(re.search(r"toks/s \d+ \| grad_norm ([\d.]+) \| eta", x)[1]) for x in shown]  # type: ignore[index]
+    assert len(norms) == 4 and all(0 < norm < 100 for norm in norms)
+    beats = read_heartbeat(tmp_path / "on" / "run" / "heartbeat_rank0.jsonl")
+    said = [beat.extra["grad_norm"] for beat in beats if beat.msg == "progress"]
+    assert norms == pytest.approx(said, abs=1e-4)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from nsa.config import Config
 from nsa.model import AttentionStats, TinyLM
 from nsa.telemetry import TRAINING, TrainingRow, read_rows
 from nsa.tests.gpu import needs_gpu
 from nsa.train import run
-from nsa.train.graph_step import WARM_UP, EagerStep, GraphStep
-from nsa.train.optimizer import build_optimizer, set_lr
+from nsa.train.build import build_step
+from nsa.train.graph_step import WARM_UP, GraphStep
+from nsa.train.optimizer import build_optimizer, load_optimizer, set_lr
 from nsa.train.runtime import Runtime, resolve_runtime
 from nsa.train.schedule import lr_at
+from nsa.train.spikes import Spikes
+from nsa.train.step import EagerStep, MicroBatch, Updated
 
 BuildConfig = Callable[..., Config]
+CPU = torch.device("cpu")
 
 
 def make(
@@ -29,17 +34,18 @@ def make(
     torch.manual_seed(cfg.train.seed)
     runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention)
     model = TinyLM.from_config(cfg, 256).to(runtime.device).train()
-    optimizer = build_optimizer(model, cfg.train, capturable=captured)
-    if captured:
-        return GraphStep(model, optimizer, runtime, grad_clip=cfg.train.grad_clip, share=share)
-    return EagerStep(model, optimizer, runtime, grad_clip=cfg.train.grad_clip)
+    cfg = replace(cfg, runtime=replace(cfg.runtime, cuda_graph=captured))
+    return build_step(cfg, model, runtime, share=share)
 
 
-def batches_of(cfg: Config, num_steps: int) -> Tensor:  # [steps, micro-batches, B, S + 1]
+def batches_of(cfg: Config, num_steps: int) -> list[list[MicroBatch]]:
+    """By update, its micro-batches."""
     generator = torch.Generator().manual_seed(1)
     train = cfg.train
     size = (num_steps, train.accumulate_grad_batches, train.batch_size, train.seq_len + 1)
-    return torch.randint(256, size, generator=generator)
+    rows = torch.randint(256, size, generator=generator)
+    rows = rows.pin_memory() if cfg.runtime.device == "cuda" else rows
+    return [[MicroBatch(part) for part in update] for update in rows]
 
 
 def test_an_eager_step_is_the_update_of_the_loop(tiny_config: BuildConfig) -> None:
@@ -54,8 +60,8 @@ def test_an_eager_step_is_the_update_of_the_loop(tiny_config: BuildConfig) -> No
     losses = []
     for number in range(1, cfg.train.steps + 1):
         first = (number - 1) * 4
-        batches = torch.stack([rows.batch(first, 2), rows.batch(first + 2, 2)])
-        losses.append(step(batches, lr_at(number, cfg.train))[0].item())
+        batches = [MicroBatch(rows.batch(first + i, 2)) for i in (0, 2)]
+        losses.append(step(batches, lr_at(number, cfg.train)).loss.item())
     assert losses == pytest.approx(logged, abs=1e-6)  # the file has six digits
     for (name, ours), theirs in zip(
         step.model.named_parameters(), result.model.parameters(), strict=True
@@ -69,7 +75,7 @@ def test_a_step_whose_loss_is_not_finite_changes_nothing(tiny_config: BuildConfi
     with torch.no_grad():
         step.model.norm.weight[0] = torch.inf
     before = [p.clone() for p in step.model.parameters()]
-    loss, _ = step(batch, 0.1)
+    loss = step(batch, 0.1).loss
     assert not loss.isfinite()
     assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), before, strict=True))
 
@@ -90,7 +96,8 @@ def test_what_a_graph_cannot_hold_is_refused(
     runtime = Runtime(device=torch.device(device), precision=precision, use_flash=True, plan="")
     optimizer = build_optimizer(model, cfg.train, capturable=capturable)
     with pytest.raises(ValueError, match=said):
-        GraphStep(model, optimizer, runtime, grad_clip=1.0)
+        unused = GradScaler(enabled=False), Spikes(cfg.train, CPU)
+        GraphStep(model, optimizer, runtime, 1.0, *unused)
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor(tiny_config: BuildConfig) -> None:
@@ -101,6 +108,22 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor(tiny_config: BuildConfig)
     set_lr(optimizer, 0.5)
     assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.5
     assert optimizer.param_groups[1]["lr"] == 0.5
+
+
+def test_a_checkpoint_of_a_graph_is_loaded_by_an_eager_run(tiny_config: BuildConfig) -> None:
+    """Its rate is a tensor, and its optimizer was built for graphs; neither goes over."""
+    cfg = tiny_config()
+    captured, eager = (
+        build_optimizer(TinyLM.from_config(cfg, 256), cfg.train, capturable=graph)
+        for graph in (True, False)
+    )
+    for group in captured.param_groups:
+        group["lr"] = torch.tensor(0.25)
+
+    load_optimizer(eager, captured.state_dict())
+
+    assert not any(group["capturable"] for group in eager.param_groups)
+    assert {group["lr"] for group in eager.param_groups} == {cfg.train.lr}
 
 
 ON_GPU = (
@@ -125,17 +148,17 @@ def test_a_graph_has_the_losses_of_the_eager_loop(
         f"train.accumulate_grad_batches={accumulate}",
     )
     steps = [make(cfg), make(cfg, captured=True)]
-    found: list[list[tuple[Tensor, Tensor]]] = [[], []]
+    found: list[list[Updated]] = [[], []]
     for number, batch in enumerate(batches_of(cfg, WARM_UP + 7)):
         rate = 3e-3 * (1 + number % 3)  # a rate that were captured would show
         for step, results in zip(steps, found, strict=True):
-            results.append(step(batch.pin_memory(), rate))
+            results.append(step(batch, rate))
     graph = steps[1]
     assert isinstance(graph, GraphStep) and graph.captured
-    for (loss, norm), (its_loss, its_norm) in zip(*found, strict=True):
-        torch.testing.assert_close(its_loss, loss, rtol=rounding, atol=0)
-        torch.testing.assert_close(its_norm, norm, rtol=20 * rounding, atol=0)
-    assert len({loss.item() for loss, _ in found[1]}) == WARM_UP + 7  # no result was written over
+    for eager, replayed in zip(*found, strict=True):
+        torch.testing.assert_close(replayed.loss, eager.loss, rtol=rounding, atol=0)
+        torch.testing.assert_close(replayed.norm, eager.norm, rtol=20 * rounding, atol=0)
+    assert len({one.loss.item() for one in found[1]}) == WARM_UP + 7  # none was written over
 
 
 @pytest.mark.gpu
@@ -157,11 +180,11 @@ def test_a_replay_obeys_its_rate_skips_what_is_not_finite_and_refuses_another_sh
     with torch.no_grad():
         step.model.norm.weight[0] = torch.inf
     before = [p.clone() for p in parameters]
-    loss, _ = step(batches[-1], 1e-3)
+    loss = step(batches[-1], 1e-3).loss
     assert not loss.isfinite()
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
     with pytest.raises(ValueError, match="a graph takes one shape"):
-        step(batches[-1][:, :2], 1e-3)
+        step([MicroBatch(part.rows[:2]) for part in batches[-1]], 1e-3)
 
 
 @pytest.mark.gpu

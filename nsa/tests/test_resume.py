@@ -23,6 +23,7 @@ from nsa.tests.conftest import REPOSITORY
 from nsa.train import BadCheckpoint, Halted, NonFiniteLoss, RunRefused, TrainResult, checkpoint, run
 from nsa.train.loss import next_token_loss
 from nsa.train.saver import Saver, back_up
+from nsa.train.step import Updated
 
 BuildConfig = Callable[..., Config]
 LONG = ("train.steps=8", "train.save_every=3", "train.log_every=1", "train.eval_every=4")
@@ -41,7 +42,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = Trainer.update
 
-    def update(self: Trainer, number: int, *args: object) -> tuple[Tensor, Tensor]:
+    def update(self: Trainer, number: int, *args: object) -> Updated:
         if number == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, number, *args)  # type: ignore[arg-type]
@@ -65,6 +66,8 @@ SETTINGS = {
     "synthetic": ("data.dataset=synthetic",),
     "bf16": ("runtime.precision=bf16",),
     "fp16": ("runtime.precision=fp16", "train.accumulate_grad_batches=2"),
+    "muon": ("train.optimizer=muon", "train.accumulate_grad_batches=2"),
+    "muon-fp16": ("train.optimizer=muon", "runtime.precision=fp16"),
     "mlp": ("nsa.phi=mlp", "nsa.gate=sigmoid", "model.tie_embeddings=true"),
 }
 
@@ -268,7 +271,7 @@ def test_gradients_that_overflow_without_end_end_the_run(
     def overflowing(*args: object) -> Tensor:
         return torch.tensor(float("inf"))
 
-    monkeypatch.setattr("nsa.train.loop.clip_gradients", overflowing)
+    monkeypatch.setattr("nsa.train.step.clip_gradients", overflowing)
     monkeypatch.setattr("nsa.train.log.MAX_OVERFLOWS", 3)
     cfg = tiny_config(*LONG, "runtime.precision=fp16")
     with pytest.raises(NonFiniteLoss, match="Step 4: loss .*gradient norm inf"):
@@ -321,7 +324,7 @@ def test_a_halt_file_stops_after_the_step_and_is_put_aside(
     folder = Path(cfg.train.out_dir)
     real = Trainer.update
 
-    def update(self: Trainer, number: int, *args: object) -> tuple[Tensor, Tensor]:
+    def update(self: Trainer, number: int, *args: object) -> Updated:
         if number == 4:
             (folder / ".HALT").touch()
         return real(self, number, *args)  # type: ignore[arg-type]
@@ -360,7 +363,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_state_and_blocks_a_resta
         loss = real(*args, **options)  # type: ignore[arg-type]
         return loss * float("nan") if len(calls) == 5 else loss
 
-    monkeypatch.setattr("nsa.train.loop.next_token_loss", poisoned)
+    monkeypatch.setattr("nsa.train.step.next_token_loss", poisoned)
     with pytest.raises(NonFiniteLoss, match="Step 5: loss nan") as failed:
         train(cfg)
     assert failed.value.exit_code == 10

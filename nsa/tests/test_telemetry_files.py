@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.compare_report import Comparison, NotRun, Result
 from nsa.config.load import REPOSITORY
@@ -47,6 +48,7 @@ from nsa.telemetry import (
     read_rows,
     scalars,
     sentinels,
+    size_files,
     stack_dump,
     tensorboard,
     write_env,
@@ -599,6 +601,33 @@ def test_a_folder_that_cannot_be_made_costs_the_events(
     assert "no events (" in capsys.readouterr().err
 
 
+# sizes
+
+
+def test_types_and_sizes_read_back_what_was_written(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 2)
+    size_files.write_dtypes(tmp_path, "bf16", [*layer.named_parameters(), ("s", torch.ones(()))])
+    report = size_files.read_dtypes(tmp_path)
+    assert report.compute == "bf16"
+    assert report.parameters == [
+        ("weight", "float32", (2, 3)),
+        ("bias", "float32", (2,)),
+        ("s", "float32", ()),
+    ]
+    state = {"state": {0: {"m": torch.zeros(2**18), "step": 1}}, "groups": [{"lr": 0.1}]}
+    size_files.write_opt_state(tmp_path, state)
+    assert size_files.read_opt_state(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "version 2\ncompute bf16\n", "version 1\ncompute a\nx y\n"])
+def test_a_report_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / size_files.DTYPES).write_text(text)
+    (tmp_path / size_files.OPT_STATE).write_text(text)
+    for read in (size_files.read_dtypes, size_files.read_opt_state):
+        with pytest.raises(ValueError, match=r"dtypes_report.txt|opt_state_mb.txt"):
+            read(tmp_path)
+
+
 # the folder and the pages
 
 
@@ -645,6 +674,8 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "metrics_json.md": {field.name for field in dataclasses.fields(Metrics)},
         "env_json.md": {field.name for field in dataclasses.fields(RunEnvironment)},
         "k_stats_csv.md": {*KStatsRow._fields},
+        "dtypes_report.md": {"version", "compute"},
+        "opt_state_mb.md": {"MiB"},
         "fallback_counters_csv.md": {*FallbackRow._fields},
         "sentinels.md": {*sentinels.ANOMALIES, sentinels.HALT, sentinels.DONE, sentinels.ANOMALY},
         "stackdump.md": {"pid", "rank", "threads"},

@@ -293,6 +293,6 @@ def test_a_missing_package_is_asked_for_by_its_install_line(
         ({"tokenizer": "gpt-2"}, "byte | gpt2 | hf | the path of a tokenizer.json.*'gpt2'"),
     ],
 )
-def test_settings_that_contradict_are_refused(keys: dict[str, str], message: str) -> None:
+def test_settings_that_contradict_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataConfig(**keys)

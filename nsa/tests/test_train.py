@@ -62,7 +62,7 @@ def test_run_leaves_every_file_and_each_reads_back(tiny_config: BuildConfig) -> 
     names = {"config.yaml", "training.csv", "val.csv", "metrics.json", "checkpoint_step2.pt"}
     names |= {"model.pt", "loss_curve.png", "sample.txt"}
     beside = {"checkpoint_step2.json", "heartbeat_rank0.jsonl", "env.json", "tb"}
-    beside |= {"k_stats.csv", "fallback_counters.csv"}
+    beside |= {"k_stats.csv", "fallback_counters.csv", "dtypes_report.txt", "opt_state_mb.txt"}
     assert {path.name for path in folder.iterdir()} == names | beside
     assert {path.name for path in result.files} == names
     assert all(str(path) in printed for path in result.files)
@@ -184,7 +184,7 @@ def test_random_tokens_show_a_leak_of_targets(
     def leaking_loss(model: TinyLM, batch: Tensor, *_: object) -> Tensor:
         return F.cross_entropy(model(batch[:, 1:]).flatten(0, 1), batch[:, 1:].flatten())
 
-    monkeypatch.setattr("nsa.train.loop.next_token_loss", leaking_loss)
+    monkeypatch.setattr("nsa.train.step.next_token_loss", leaking_loss)
     monkeypatch.setenv("NSA_DISABLE_AUX_STATS", "1")
     assert loss_on_random_tokens(tiny_config(*RANDOM_TOKENS)) < math.log(256) - 1
 
@@ -283,7 +283,7 @@ def test_out_of_memory_says_what_to_try(
     def full(*args: object, **options: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr("nsa.train.loop.next_token_loss", full)
+    monkeypatch.setattr("nsa.train.step.next_token_loss", full)
     cfg = tiny_config("train.batch_size=3")
     with pytest.raises(OutOfMemory) as error:
         train(cfg)

@@ -28,7 +28,7 @@ def record_anomaly(trainer: Trainer, step: int) -> Path:
     weights = {name: x.detach().cpu() for name, x in trainer.model.state_dict().items()}
     content = {
         "step": step,
-        "batch": trainer.data.train.batch((step - 1) * rows, rows),
+        "batch": trainer.data.train.batch(trainer.position(step), rows),
         "state_dict": weights,
         "cfg": to_container(trainer.cfg),
     }

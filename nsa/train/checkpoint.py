@@ -10,6 +10,7 @@ Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_on
     optimizer    its state_dict
     scaler       that of the loss scaling; empty where there is none
     rng          states of torch's generators: `cpu`, and `cuda` for every device
+    spikes       recent losses, and the data that was jumped over; absent in older files
     tokens_seen  tokens trained on
     metrics      the counters of metrics.json that go on
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nsa.train.rollback import Rollback
+
 
 class TrainError(RuntimeError):
     """The run did not finish."""
@@ -29,6 +34,14 @@ class RunRefused(TrainError):
     """The run was not started, because it would likely be wasted."""
 
     exit_code = 3
+
+
+class LossSpike(TrainError):
+    """The loss rose far above its recent values, and the run goes back to a checkpoint."""
+
+    def __init__(self, message: str, back: Rollback) -> None:
+        super().__init__(message)
+        self.back = back
 
 
 class NonFiniteLoss(TrainError):

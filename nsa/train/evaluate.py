@@ -49,7 +49,9 @@ def evaluate(model: TinyLM, data: Data, train: TrainConfig, runtime: Runtime) ->
         size = min(train.batch_size, num_rows - position)
         batch = rows.batch(position, size)
         num_bytes += _num_bytes(batch[:, 1:], data.tokenizer)
-        total += next_token_loss(model, batch.to(runtime.device), runtime).double() * size
+        on_device = batch.to(runtime.device)
+        loss = next_token_loss(model, on_device, runtime, bounds=data.bounds(batch))
+        total += loss.double() * size
     model.train(was_training)
     return Evaluation(total.item() / num_rows, num_rows * train.seq_len, num_bytes)
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from nsa.data import Tokenizer
 from nsa.model import TinyLM
 from nsa.telemetry import Metrics, PlotUnavailable, draw_loss_curve, write_sample
+from nsa.telemetry.best_effort import best_effort
+from nsa.telemetry.curve import NAME as CURVE
+from nsa.telemetry.sample import NAME as SAMPLE
+from nsa.train.errors import TrainError
 from nsa.train.loop import Trainer
 from nsa.train.model_file import save_model
 from nsa.train.step_report import clock
@@ -20,15 +24,25 @@ def finish(trainer: Trainer, sampler: Sampler | None, model_path: Path) -> list[
     """Write what a finished run has to show, and return all files but the checkpoints."""
     log, say = trainer.log, trainer.log.progress.say
     files = [path for path in (log.training.path, log.val.path) if path is not None]
-    files.append(save_model(model_path, trainer.model, trainer.cfg))
+    try:
+        files.append(save_model(model_path, trainer.model, trainer.cfg))
+    except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrainError(
+            f"training is done, but {model_path} could not be written ({reason}); make room; the "
+            f"weights are in the newest checkpoint of {trainer.folder}, if there is one "
+            "(nsa checkpoint export)"
+        ) from None
     try:
         title = f"{trainer.cfg.data.dataset}, {log.metrics.num_params:,} parameters"
-        files.append(draw_loss_curve(trainer.folder, log.training.rows, log.val.rows, title))
+        with best_effort(trainer.folder / CURVE):
+            files.append(draw_loss_curve(trainer.folder, log.training.rows, log.val.rows, title))
     except PlotUnavailable as missing:
         say(f"[done] no loss curve: {missing}")
     if sampler is not None:
         text = sampler(trainer.model, trainer.data.tokenizer, trainer.cfg.train.seed)
-        files.append(write_sample(trainer.folder, text))
+        with best_effort(trainer.folder / SAMPLE):
+            files.append(write_sample(trainer.folder, text))
         say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
     log.metrics.status = "finished"
     files.append(log.write())

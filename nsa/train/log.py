@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +18,14 @@ from nsa.config.env import read
 from nsa.model.flops import utilization
 from nsa.model.stats import AttentionStats
 from nsa.telemetry import TRAINING, VAL, CsvLog, Metrics, TrainingRow, ValRow, write_metrics
+from nsa.telemetry.best_effort import complain
 from nsa.telemetry.gpu import read_gpu
 from nsa.telemetry.memory_dump import peak_memory_mib, rss_mib
+from nsa.telemetry.metrics import NAME as METRICS
 from nsa.train.errors import NonFiniteLoss
 from nsa.train.evaluate import Evaluation
 from nsa.train.progress import Progress
+from nsa.train.step import Updated
 from nsa.train.step_report import StepReport
 from nsa.train.vitals import Vitals
 
@@ -33,26 +36,26 @@ MAX_OVERFLOWS = 40
 class Pending(NamedTuple):
     """A step whose numbers are on their way from the device."""
 
-    values: Tensor  # [2] loss, gradient norm; on the CPU
+    values: Tensor  # [3] loss, gradient norm, limit of the loss; on the CPU
     arrival: torch.cuda.Event | None
 
     @staticmethod
-    def of(loss: Tensor, norm: Tensor) -> Pending:
-        values = torch.stack([loss.detach(), norm.detach()])
+    def of(loss: Tensor, norm: Tensor, limit: Tensor) -> Pending:
+        values = torch.stack([loss.detach(), norm.detach(), limit])
         if values.device.type != "cuda":
             return Pending(values, None)
-        copy = torch.empty(2, dtype=values.dtype, pin_memory=True)
+        copy = torch.empty(3, dtype=values.dtype, pin_memory=True)
         copy.copy_(values, non_blocking=True)
         arrival = torch.cuda.Event()
         arrival.record()
         return Pending(copy, arrival)
 
-    def look(self) -> tuple[float, float]:
+    def look(self) -> tuple[float, float, float]:
         """Wait for the numbers."""
         if self.arrival is not None:
             self.arrival.synchronize()
-        loss, norm = self.values.tolist()
-        return loss, norm
+        loss, norm, limit = self.values.tolist()
+        return loss, norm, limit
 
 
 class RunLog:
@@ -77,9 +80,14 @@ class RunLog:
         self._first_step = resumed_at + 1
         self.metrics, self.progress, self.vitals = metrics, progress, vitals
         self._norm = math.nan  # of the last step looked at
+        self._shows_norm: bool = read("NSA_LOG_GRAD_NORM")
         self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
         self.folder, self._every = folder, train.log_every
+        self._spike_rule = train.spike_rule
+        self.roll_back: Callable[[int, str], None] | None = None
+        """Called with a step whose loss was a spike, where the rule is to go back; it may raise."""
         self._waiting: deque[Pending] = deque()
+        self._stale = False  # metrics.json could not be replaced last time
         self._since = time.perf_counter()
         self._first_s = 0.0
 
@@ -87,11 +95,9 @@ class RunLog:
         """The first step, every log_every-th and the last get a line."""
         return step == self._first_step or step % self._every == 0 or step == self.metrics.steps
 
-    def add(
-        self, step: int, loss: Tensor, norm: Tensor, lr: float, stats: AttentionStats | None
-    ) -> None:
+    def add(self, step: int, done: Updated, lr: float, stats: AttentionStats | None) -> None:
         """Take the result of an update, and write a line where one is due."""
-        self._waiting.append(Pending.of(loss, norm))
+        self._waiting.append(Pending.of(*done))
         self.progress.advance()
         self._look(at_most=len(self._waiting) - 1)
         if self.is_logged(step):
@@ -107,7 +113,7 @@ class RunLog:
 
     def _look(self, at_most: int) -> None:
         for _ in range(at_most):
-            loss, norm = self._waiting.popleft().look()
+            loss, norm, limit = self._waiting.popleft().look()
             self.metrics.step += 1
             self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
             if not math.isfinite(loss) or self._overflows > self._tolerated:
@@ -120,6 +126,16 @@ class RunLog:
             self.metrics.loss_last, self._norm = loss, norm
             if self.metrics.loss_first is None:
                 self.metrics.loss_first = loss
+            if loss > limit:
+                self._report_spike(loss, limit)
+
+    def _report_spike(self, loss: float, limit: float) -> None:
+        self.metrics.spikes += 1
+        text = f"loss {loss:.4f} at step {self.metrics.step} is a spike: above {limit:.4f}"
+        then = {"skip": "; its update was left out", "log": "; training goes on"}
+        self.progress.say(f"[spike] {text}{then.get(self._spike_rule, '')}")
+        if self._spike_rule == "rollback" and self.roll_back is not None:
+            self.roll_back(self.metrics.step, text)
 
     def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Write a line of val.csv; a loss that is not finite ends the run here, too."""
@@ -151,8 +167,16 @@ class RunLog:
         self.metrics.eval_and_save_s += seconds
 
     def write(self) -> Path:
-        """Replace metrics.json."""
-        return write_metrics(self.folder, self.metrics)
+        """Replace metrics.json; where that fails the old one stays, and it is said once."""
+        try:
+            write_metrics(self.folder, self.metrics)
+        except OSError as error:
+            if not self._stale:
+                complain(self.folder / METRICS, error)
+            self._stale = True
+        else:
+            self._stale = False
+        return self.folder / METRICS
 
     def _write_line(self, step: int, lr: float, stats: AttentionStats | None) -> None:
         now, metrics = time.perf_counter(), self.metrics

@@ -5,25 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from nsa.config import Config
 from nsa.config.env import read
 from nsa.data import Data
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
-from nsa.train.errors import Halted
+from nsa.telemetry.size_files import write_dtypes, write_opt_state
+from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
 from nsa.train.log import RunLog
-from nsa.train.loss import next_token_loss
-from nsa.train.optimizer import clip_gradients, set_lr, skip_unless_finite
+from nsa.train.optimizer import TrainOptimizer
 from nsa.train.resume import Identity
+from nsa.train.rollback import rollback_from
 from nsa.train.runtime import Runtime
 from nsa.train.saver import Saver
 from nsa.train.schedule import lr_at
+from nsa.train.spikes import Spikes
 from nsa.train.state import capture
+from nsa.train.step import EagerStep, MicroBatch, Updated
 from nsa.train.stop import Stop
 
 
@@ -33,10 +34,8 @@ class Trainer:
 
     cfg: Config
     model: TinyLM
-    optimizer: Optimizer
-    scaler: GradScaler
+    step: EagerStep
     data: Data
-    runtime: Runtime
     log: RunLog
     saver: Saver
     stop: Stop
@@ -44,19 +43,39 @@ class Trainer:
     """What decides the numbers of the run; it is kept in checkpoints."""
     folder: Path
 
+    @property
+    def runtime(self) -> Runtime:
+        return self.step.runtime
+
+    @property
+    def optimizer(self) -> TrainOptimizer:
+        return self.step.optimizer
+
+    @property
+    def scaler(self) -> GradScaler:
+        return self.step.scaler
+
+    @property
+    def spikes(self) -> Spikes:
+        return self.step.spikes
+
     def train(self, steps: int, done: int = 0) -> list[Path]:
         """Do the updates after the first `done`, and return the checkpoints that were written."""
         every_eval, every_save = self.cfg.train.eval_every, self.cfg.train.save_every
         has_stats = self.cfg.model.attention == "nsa"  # dense has no gates and selects nothing
         wants_stats = has_stats and not read("NSA_DISABLE_AUX_STATS")
+        self.log.roll_back = self.roll_back
         self.model.train()
+        write_dtypes(self.folder, self.runtime.precision, self.model.named_parameters())
         for step in range(done + 1, steps + 1):
             self.log.vitals.before_step(step)
             stats = AttentionStats() if wants_stats and self.log.is_logged(step) else None
             lr = lr_at(step, self.cfg.train)
-            loss, norm = self.update(step, lr, stats)
+            updated = self.update(step, lr, stats)
+            if step == done + 1:
+                write_opt_state(self.folder, self.optimizer.state_dict())
             self.log.vitals.after_step(step)
-            self.log.add(step, loss, norm, lr, stats)
+            self.log.add(step, updated, lr, stats)
             if every_eval and (step % every_eval == 0 or step == steps):
                 self.evaluate(step)
             if every_save and step % every_save == 0:
@@ -67,30 +86,47 @@ class Trainer:
         self.saver.wait()
         return self.saver.written
 
-    def update(
-        self, step: int, lr: float, stats: AttentionStats | None
-    ) -> tuple[Tensor, Tensor]:  # [] fp32 loss, [] fp32 gradient norm before clipping
-        """Do one optimizer update: the mean gradient over all its micro-batches."""
-        train, accumulate = self.cfg.train, self.cfg.train.accumulate_grad_batches
-        losses = []
-        for micro in range(accumulate):
-            position = ((step - 1) * accumulate + micro) * train.batch_size
-            with self.log.vitals.fetching():
-                batch = self.data.train.batch(position, train.batch_size)
-            batch = batch.to(self.runtime.device)
-            loss = next_token_loss(self.model, batch, self.runtime, None if micro else stats)
-            self.scaler.scale(loss / accumulate).backward()
-            losses.append(loss.detach())
-        self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(self.model, train.grad_clip)
-        loss = sum(losses[1:], losses[0]) / accumulate
-        set_lr(self.optimizer, lr)
-        if not self.scaler.is_enabled():  # it skips by itself
-            skip_unless_finite(self.optimizer, loss, norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm
+    def position(self, step: int) -> int:
+        """The first row of an update; data that a rollback has jumped over is not read again."""
+        train = self.cfg.train
+        rows = train.accumulate_grad_batches * train.batch_size
+        return (step - 1 + self.spikes.jumped) * rows
+
+    def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
+        """Do one optimizer update, with the mean gradient over all its micro-batches."""
+        size, first = self.cfg.train.batch_size, self.position(step)
+        batches = [
+            self.fetch(first + micro * size)
+            for micro in range(self.cfg.train.accumulate_grad_batches)
+        ]
+        return self.step(batches, lr, stats)
+
+    def fetch(self, position: int) -> MicroBatch:
+        """Read a micro-batch, into memory that the device can copy from while we go on."""
+        with self.log.vitals.fetching():
+            rows = self.data.train.batch(position, self.cfg.train.batch_size)
+        bounds = self.data.bounds(rows)
+        return MicroBatch(rows.pin_memory() if self.runtime.device.type == "cuda" else rows, bounds)
+
+    def roll_back(self, step: int, what: str) -> None:
+        """Leave for the last good checkpoint before `step`; without one, the run goes on."""
+        self.saver.wait()
+        spikes = self.log.metrics.spikes
+        back = rollback_from(self.folder, step, self.spikes.jumped, spikes)
+        if back is None:
+            self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
+            return
+        if asked := self.stop.requested():
+            self._say_halt(asked)
+            raise Halted(
+                f"stopped by {asked}; {what}, so nothing was saved after it; "
+                f"the same command goes on from {back.path.name}"
+            )
+        self.log.progress.say(
+            f"[spike] back to {back.path.name}; from there on the data of {back.jumped} updates "
+            "is jumped over"
+        )
+        raise LossSpike(what, back)
 
     def evaluate(self, step: int) -> None:
         """Measure the loss on held-out rows."""
@@ -105,10 +141,13 @@ class Trainer:
 
     def halt(self, step: int, asked: str) -> None:
         """Obey: save where the last step was not saved already, and leave."""
-        if asked == ".HALT":
-            self.log.progress.say("[train] HALT file detected — stopping gracefully.")
+        self._say_halt(asked)
         if not self.cfg.train.save_every or step % self.cfg.train.save_every:
             self.save(step)
         saved = self.saver.wait()
         then = "the same command goes on from there" if saved else "no checkpoint could be written"
         raise Halted(f"stopped by {asked} after step {step}; {then}")
+
+    def _say_halt(self, asked: str) -> None:
+        if asked == ".HALT":
+            self.log.progress.say("[train] HALT file detected — stopping gracefully.")

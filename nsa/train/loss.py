@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nsa.model import TinyLM
@@ -15,9 +16,37 @@ def next_token_loss(
     batch: Tensor,  # [B, S+1] int64
     runtime: Runtime,
     stats: AttentionStats | None = None,
+    bounds: Tensor | None = None,  # [documents + 1] int32, on the host
 ) -> Tensor:  # [] fp32
-    """Mean cross-entropy in nats: the first S tokens of a row predict the last S."""
+    """Mean cross-entropy in nats: the first S tokens of a row predict the last S.
+
+    With `bounds`, attention and positions stay inside a document. All S targets count even then:
+    the first token of a document is predicted from the end mark before it, so that every row has
+    equally many, and losses with and without bounds are of the same targets.
+    """
+    inputs = _inputs(batch, bounds)
     with runtime.compute():
-        hidden = model.hidden(batch[:, :-1], stats=stats)  # [B, S, dim]
+        if stats is not None and model.compiled:
+            _collect(model, inputs, bounds, stats)
+            stats = None
+        hidden = model.hidden(inputs, cu_seqlens=bounds, stats=stats)  # [B, S, dim]
     targets = batch[:, 1:].flatten()
     return linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, targets, runtime.dtype)
+
+
+def collect_stats(model: TinyLM, batch: Tensor, runtime: Runtime, stats: AttentionStats) -> None:
+    """Statistics of the attention to a batch, where the update itself cannot collect them."""
+    with runtime.compute():
+        _collect(model, _inputs(batch, None), None, stats)
+
+
+def _collect(model: TinyLM, inputs: Tensor, bounds: Tensor | None, stats: AttentionStats) -> None:
+    """In a pass of its own: a logged step must train as any other, to the bit."""
+    with torch.no_grad():
+        model.hidden(inputs, cu_seqlens=bounds, stats=stats)
+
+
+def _inputs(batch: Tensor, bounds: Tensor | None) -> Tensor:
+    """All but the last token of each row; packed documents lie in one row."""
+    inputs = batch[:, :-1]
+    return inputs if bounds is None else inputs.reshape(1, -1)

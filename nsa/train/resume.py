@@ -17,12 +17,15 @@ from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.metrics import read_metrics
 from nsa.train import checkpoint
 from nsa.train.checkpoint import BadCheckpoint, Content
+from nsa.train.spikes import ACTING
 
 DECIDING = (
     *("steps", "seq_len", "lr", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip"),
     "seed",
 )
 """Keys of the train group that change the numbers; the global batch stands for its parts."""
+YOUNGER = ("train.decay_steps", "train.optimizer", "data.respect_documents")
+"""More keys that change the numbers, left out at their defaults."""
 AUTO, LATEST, NONE = "auto", "latest", "none"
 
 Identity = dict[str, str]
@@ -46,6 +49,15 @@ def identity_of(cfg: Config, data: Data) -> Identity:
     found |= {f"train.{key}": groups["train"][key] for key in DECIDING}
     found["global batch"] = cfg.train.batch_size * cfg.train.accumulate_grad_batches
     found["runtime.precision"] = cfg.runtime.precision
+    # Younger settings count only where they are chosen: checkpoints from before them go on.
+    usual = to_container(Config())
+    for name in YOUNGER:
+        group, key = name.split(".")
+        if groups[group][key] != usual[group][key]:
+            found[name] = groups[group][key]
+    if cfg.train.spike_rule in ACTING:
+        keys = ("spike_rule", "spike_threshold", "spike_window")
+        found |= {f"train.{key}": groups["train"][key] for key in keys}
     found |= {"data (train)": data.train.fingerprint(), "data (val)": data.val.fingerprint()}
     return {name: str(value) for name, value in found.items()}
 

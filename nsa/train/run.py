@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch
 
-from nsa.config import Config
+from nsa.config import Config, ConfigError
 from nsa.data import open_data
 from nsa.model import TinyLM
 from nsa.model.flops import peak_flops, training_flops_per_token
@@ -20,18 +20,19 @@ from nsa.telemetry.sentinels import obeyed, write_anomaly
 from nsa.telemetry.tracker import open_tracker, require_tracker
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
+from nsa.train.build import build_step
+from nsa.train.compiler import compile_blocks
 from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
 from nsa.train.log import RunLog
 from nsa.train.loop import Trainer
 from nsa.train.memory_advice import explain_memory
-from nsa.train.optimizer import build_optimizer
 from nsa.train.progress import Progress
 from nsa.train.resume import AUTO, find_start, identity_of
+from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, resolve_runtime
 from nsa.train.saver import new_saver
-from nsa.train.scaler import new_scaler
 from nsa.train.state import restore
 from nsa.train.stop import Stop
 from nsa.train.vitals import Vitals
@@ -67,6 +68,39 @@ def run(
     `model_path` replaces <out_dir>/model.pt. Without a `sampler` no sample is written.
     `resume` is auto, latest, none or a checkpoint (resume.py).
     """
+
+    def attempt(back: Rollback | None) -> TrainResult:
+        return _run(
+            cfg,
+            config_path=config_path,
+            out=out,
+            config_named=config_named,
+            allow_long_run=allow_long_run,
+            stop_after=stop_after,
+            model_path=model_path,
+            sampler=sampler,
+            resume=resume,
+            back=back,
+        )
+
+    return with_rollbacks(attempt)
+
+
+def _run(
+    cfg: Config,
+    *,
+    config_path: str,
+    out: TextIO | None,
+    config_named: bool,
+    allow_long_run: bool,
+    stop_after: int | None,
+    model_path: Path | None,
+    sampler: Sampler | None,
+    resume: str,
+    back: Rollback | None,
+) -> TrainResult:
+    """Run once; `back` is where to go on after a loss spike."""
+    resume = str(back.path) if back else resume
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
@@ -75,6 +109,14 @@ def run(
     data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
     torch.manual_seed(cfg.train.seed)
     model = TinyLM.from_config(cfg, data.tokenizer.vocab).to(runtime.device)
+    if cfg.runtime.cuda_graph and runtime.device.type != "cuda":
+        raise ConfigError(
+            f"runtime.cuda_graph=true on {runtime.device}; a CUDA graph needs a CUDA device: set "
+            "it to false, or choose runtime.device=cuda",
+            key="runtime.cuda_graph",
+        )
+    if cfg.runtime.compile:
+        compile_blocks(model, runtime.device)
     metrics = _new_metrics(cfg, model, runtime, config_path, steps)
 
     identity = identity_of(cfg, data)
@@ -101,10 +143,8 @@ def run(
             trainer = Trainer(
                 cfg=cfg,
                 model=model,
-                optimizer=build_optimizer(model, cfg.train),
-                scaler=new_scaler(runtime),
+                step=build_step(cfg, model, runtime),
                 data=data,
-                runtime=runtime,
                 log=log,
                 saver=new_saver(folder.path, cfg.train, progress.say),
                 stop=stop,
@@ -114,6 +154,8 @@ def run(
             if start is not None:
                 restore(trainer, start.content)
                 metrics.resumed_at = done
+                if back is not None:
+                    trainer.spikes.jumped, metrics.spikes = back.jumped, back.spikes
                 progress.advance(done)
                 progress.say(f"[resume] from {start.path}: {done} of {steps} steps are done")
             with _ending_is_recorded(trainer):

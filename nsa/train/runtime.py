@@ -82,6 +82,8 @@ def resolve_runtime(
         plan = str(plan_attention(device, dtype, backend, head_dims))
     if not config.use_flash:
         plan += ", SDPA: math only (runtime.use_flash=false)"
+    if config.compile:
+        plan += ", blocks compiled in training"
     return Runtime(device=device, precision=config.precision, use_flash=config.use_flash, plan=plan)
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from nsa.config import to_container
 from nsa.train.checkpoint import Content
+from nsa.train.optimizer import load_optimizer
 
 if TYPE_CHECKING:
     from nsa.train.loop import Trainer
 
 CARRIED = (
     *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
-    *("train_s", "eval_and_save_s"),
+    *("train_s", "eval_and_save_s", "spikes"),
 )
 """Fields of metrics.json that a resumed run goes on from."""
 
@@ -32,6 +33,7 @@ def capture(trainer: Trainer, step: int) -> Content:
         "optimizer": _copied(trainer.optimizer.state_dict()),
         "scaler": trainer.scaler.state_dict(),
         "rng": _rng_states(),
+        "spikes": trainer.spikes.state_dict(),
         "tokens_seen": step * trainer.log.metrics.tokens_per_step,
         "metrics": {name: metrics[name] for name in CARRIED},
     }
@@ -40,9 +42,11 @@ def capture(trainer: Trainer, step: int) -> Content:
 def restore(trainer: Trainer, content: Content) -> None:
     """Put a trainer that was built from the same config into a captured state."""
     trainer.model.load_state_dict(content["state_dict"], strict=True)
-    trainer.optimizer.load_state_dict(content["optimizer"])
+    load_optimizer(trainer.optimizer, content["optimizer"])
     if content["scaler"]:
         trainer.scaler.load_state_dict(content["scaler"])
+    if "spikes" in content:  # checkpoints from before the rule have none
+        trainer.spikes.load_state_dict(content["spikes"])
     torch.set_rng_state(content["rng"]["cpu"])
     states = content["rng"]["cuda"]
     if states and len(states) == torch.cuda.device_count():
@@ -50,7 +54,7 @@ def restore(trainer: Trainer, content: Content) -> None:
     metrics = trainer.log.metrics
     metrics.step = content["step"]
     for name in CARRIED:
-        setattr(metrics, name, content["metrics"][name])
+        setattr(metrics, name, content["metrics"].get(name, getattr(metrics, name)))
 
 
 def _rng_states() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,28 @@ class Documents(NamedTuple):
 
 
 def index_documents(doc_lens: list[int], spec: BlockSpec, device: torch.device) -> Documents:
-    """Build the index on the host, where the lengths are, and copy it in one piece."""
+    """Build the index on the host, where the lengths are, and copy it in one piece.
+
+    The layers of a step ask for the same one; it is kept for them, except from a CUDA graph, whose
+    memory is its own.
+    """
+    wanted = tuple(doc_lens), spec, device
+    if device.type != "cuda":
+        return _kept_index(*wanted, stream=0)
+    if torch.cuda.is_current_stream_capturing():
+        return _index(*wanted)
+    return _kept_index(*wanted, stream=torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=2)  # training, and an evaluation between its steps
+def _kept_index(
+    doc_lens: tuple[int, ...], spec: BlockSpec, device: torch.device, stream: int
+) -> Documents:
+    """`stream`: another one could read the index before it has been copied."""
+    return _index(doc_lens, spec, device)
+
+
+def _index(doc_lens: tuple[int, ...], spec: BlockSpec, device: torch.device) -> Documents:
     lengths = torch.tensor(doc_lens)
     num_cmp = torch.tensor([spec.num_cmp(length) for length in doc_lens])
     num_blocks = torch.tensor([spec.num_blocks(length) for length in doc_lens])
@@ -50,5 +72,8 @@ def index_documents(doc_lens: list[int], spec: BlockSpec, device: torch.device) 
         block_start,
         torch.minimum(block_start + spec.l_sel, doc_stop),
     ]
-    packed = torch.cat(rows).to(torch.int32).to(device)
+    packed = torch.cat(rows).to(torch.int32)
+    if device.type == "cuda":
+        packed = packed.pin_memory()  # so that the copy does not wait for the device
+    packed = packed.to(device, non_blocking=True)
     return Documents(*packed.split([len(row) for row in rows]))
