@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -11,7 +14,7 @@ from torch.optim import Optimizer
 
 from nsa.config import Config
 from nsa.config.env import read
-from nsa.data import Data
+from nsa.data import Data, WaitEnded
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
 from nsa.train.errors import Halted
@@ -53,7 +56,8 @@ class Trainer:
             self.log.vitals.before_step(step)
             stats = AttentionStats() if wants_stats and self.log.is_logged(step) else None
             lr = lr_at(step, self.cfg.train)
-            loss, norm = self.update(step, lr, stats)
+            with self.obeying(step - 1):
+                loss, norm = self.update(step, lr, stats)
             self.log.vitals.after_step(step)
             self.log.add(step, loss, norm, lr, stats)
             if every_eval and (step % every_eval == 0 or step == steps):
@@ -76,7 +80,9 @@ class Trainer:
             position = ((step - 1) * accumulate + micro) * train.batch_size
             with self.log.vitals.fetching():
                 batch = self.data.train.batch(position, train.batch_size)
-            batch = batch.to(self.runtime.device)
+            if not micro:
+                self.log.saw_input(step, batch[:, :-1].shape)
+            batch = batch.to(self.runtime.device, non_blocking=True)
             loss = next_token_loss(self.model, batch, self.runtime, None if micro else stats)
             self.scaler.scale(loss / accumulate).backward()
             losses.append(loss.detach())
@@ -102,12 +108,23 @@ class Trainer:
         with self.log.paused():
             self.saver.save(capture(self, step))
 
-    def halt(self, step: int, asked: str) -> None:
+    @contextmanager
+    def obeying(self, step: int) -> Iterator[None]:
+        """Halt after `step` when somebody asks for it during the wait for the data of the next."""
+        try:
+            yield
+        except WaitEnded:
+            self.halt(step, self.stop.requested())
+
+    def halt(self, step: int, asked: str) -> NoReturn:
         """Obey: save where the last step was not saved already, and leave."""
         if asked == ".HALT":
             self.log.progress.say("[train] HALT file detected — stopping gracefully.")
-        if not self.cfg.train.save_every or step % self.cfg.train.save_every:
+        raise Halted(f"stopped by {asked} after step {step}; {self.save_last(step)}")
+
+    def save_last(self, step: int) -> str:
+        """Save where the last step was not saved already, and say how the run can go on."""
+        if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
             self.save(step)
         saved = self.saver.wait()
-        then = "the same command goes on from there" if saved else "no checkpoint could be written"
-        raise Halted(f"stopped by {asked} after step {step}; {then}")
+        return "the same command goes on from there" if saved else "no checkpoint could be written"

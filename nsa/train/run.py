@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -12,13 +13,20 @@ from typing import TextIO
 import torch
 
 from nsa.config import Config
-from nsa.data import open_data
 from nsa.model import TinyLM
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
 from nsa.telemetry.sentinels import obeyed, write_anomaly
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
-from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory
+from nsa.train.errors import Halted, Interrupted, LoaderFailed, NonFiniteLoss, OutOfMemory
+from nsa.train.feed import (
+    LoaderOptions,
+    failures,
+    fetch_first,
+    open_in_time,
+    read_ahead,
+    without_data,
+)
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
 from nsa.train.log import RunLog
@@ -57,34 +65,72 @@ def run(
     model_path: Path | None = None,
     sampler: Sampler | None = None,
     resume: str = AUTO,
+    loader: LoaderOptions | None = None,
 ) -> TrainResult:
     """Train the model of `cfg` and write everything under cfg.train.out_dir.
 
     `config_path` is printed and stored; `config_named` is false when that file was a default.
     `stop_after` ends the run earlier than train.steps; the learning-rate schedule stays.
     `model_path` replaces <out_dir>/model.pt. Without a `sampler` no sample is written.
-    `resume` is auto, latest, none or a checkpoint (resume.py).
+    `resume` is auto, latest, none or a checkpoint (resume.py). `loader` is the patience with data.
     """
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
+    loader = loader or LoaderOptions()
+    progress = Progress(out or sys.stdout, steps)
+    job = _Job(
+        config_path=config_path,
+        steps=steps,
+        model_path=model_path,
+        sampler=sampler,
+        resume=resume,
+        loader=loader,
+    )
+    try:
+        return _run(cfg, job, progress)
+    except LoaderFailed as error:
+        if error.started or not loader.synthetic_on_fail:
+            raise
+        return _run(without_data(cfg, error, progress.say), job, progress, str(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What was asked for beside the config; `run` explains it."""
+
+    config_path: str
+    steps: int
+    model_path: Path | None
+    sampler: Sampler | None
+    resume: str
+    loader: LoaderOptions
+
+
+def _run(cfg: Config, job: _Job, progress: Progress, fallback: str | None = None) -> TrainResult:
+    """One attempt; `fallback` says why the data of the attempt before did not come."""
+    path, steps = Path(cfg.train.out_dir), job.steps
+    refuse_halted(path)
     runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v))
-    data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
+    since = time.perf_counter()
+    data = open_in_time(cfg, job.loader, progress.say)
+    opened_s = time.perf_counter() - since
+    loader = read_ahead(data.train, cfg, runtime)
+    data = data._replace(train=loader)
     torch.manual_seed(cfg.train.seed)
     model = TinyLM.from_config(cfg, data.tokenizer.vocab).to(runtime.device)
-    metrics = _new_metrics(cfg, model, runtime, config_path, steps)
+    metrics = _new_metrics(cfg, model, runtime, job.config_path, steps)
 
+    metrics.data_fallback = fallback
     identity = identity_of(cfg, data)
-    path = Path(cfg.train.out_dir)
-    refuse_halted(path)
 
-    with Progress(out or sys.stdout, steps) as progress:
-        start = find_start(path, resume, identity, steps, progress.say)
+    with progress, closing(loader):
+        start = find_start(path, job.resume, identity, steps, progress.say)
         done = start.content["step"] if start else 0
         goes_on = start is not None and start.path.parent.resolve() == path.resolve()
         folder = open_folder(path, resumed=goes_on)
         announce(cfg, metrics, data, runtime, folder, progress)
-        files = [write_config(folder.path, cfg, config_path)]
+        files = [write_config(folder.path, cfg, job.config_path)]
         with (
             Stop(folder.path) as stop,
             Vitals(folder.path, runtime, done if goes_on else 0, progress.say) as vitals,
@@ -112,9 +158,14 @@ def run(
                 metrics.resumed_at = done
                 progress.advance(done)
                 progress.say(f"[resume] from {start.path}: {done} of {steps} steps are done")
+            if fallback is not None:
+                vitals.heartbeat.loader_error(fallback, done)
+            loader.interrupted = stop.requested
             with _ending_is_recorded(trainer):
+                with trainer.obeying(done):
+                    fetch_first(loader, cfg, done, job.loader, opened_s, vitals, progress.say)
                 files += trainer.train(steps, done)
-    files += finish(trainer, sampler, model_path or folder.path / MODEL)
+    files += finish(trainer, job.sampler, job.model_path or folder.path / MODEL)
     progress.say(summarize(metrics, files))
     return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
 
@@ -125,7 +176,18 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
     log = trainer.log
     log.write()
     try:
-        yield
+        with failures(trainer.cfg, started=True, note=log.loader_failed):
+            yield
+    except LoaderFailed as error:
+        log.metrics.status = "no_data"
+        log.settle()
+        then = trainer.save_last(log.metrics.step)
+        log.write()
+        raise LoaderFailed(
+            f"{error}; stopped after step {log.metrics.step}; {then}",
+            started=error.started,
+            exit_code=error.exit_code,
+        ) from error
     except NonFiniteLoss as error:
         log.metrics.status = "non_finite"
         log.write()

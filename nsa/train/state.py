@@ -32,6 +32,7 @@ def capture(trainer: Trainer, step: int) -> Content:
         "optimizer": _copied(trainer.optimizer.state_dict()),
         "scaler": trainer.scaler.state_dict(),
         "rng": _rng_states(),
+        "data": _data_state(trainer, step),
         "tokens_seen": step * trainer.log.metrics.tokens_per_step,
         "metrics": {name: metrics[name] for name in CARRIED},
     }
@@ -43,6 +44,7 @@ def restore(trainer: Trainer, content: Content) -> None:
     trainer.optimizer.load_state_dict(content["optimizer"])
     if content["scaler"]:
         trainer.scaler.load_state_dict(content["scaler"])
+    trainer.data.train.resume(content["data"]["source"])
     torch.set_rng_state(content["rng"]["cpu"])
     states = content["rng"]["cuda"]
     if states and len(states) == torch.cuda.device_count():
@@ -51,6 +53,12 @@ def restore(trainer: Trainer, content: Content) -> None:
     metrics.step = content["step"]
     for name in CARRIED:
         setattr(metrics, name, content["metrics"][name])
+
+
+def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
+    """Where the next step begins to read; what waits in a queue has not been read."""
+    position = step * trainer.log.metrics.batch_global
+    return {"position": position, "source": trainer.data.train.state(position)}
 
 
 def _rng_states() -> dict[str, Any]:

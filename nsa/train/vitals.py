@@ -30,7 +30,7 @@ class Vitals:
         self, folder: Path, runtime: Runtime, resumed_at: int, say: Callable[[str], None]
     ) -> None:
         self._folder, self._device, self._resumed_at = folder, runtime.device, resumed_at
-        self._heartbeat = Heartbeat(folder, every=read("NSA_HEARTBEAT_EVERY"))
+        self.heartbeat = Heartbeat(folder, every=read("NSA_HEARTBEAT_EVERY"))
         self._board = open_tensorboard(
             folder, disabled=read("NSA_TB_DISABLE"), resumed_at=resumed_at, say=say
         )
@@ -43,7 +43,7 @@ class Vitals:
     def __enter__(self) -> Vitals:
         write_env(self._folder)
         self._uninstall = install(self._folder)
-        self._heartbeat.boot(self._resumed_at)
+        self.heartbeat.boot(self._resumed_at)
         self._memory.boot()
         return self
 
@@ -56,11 +56,11 @@ class Vitals:
         if self._uninstall is not None:
             self._uninstall()
         self._board.close()
-        self._heartbeat.close()
+        self.heartbeat.close()
 
     def before_step(self, step: int) -> None:
         """An update begins."""
-        self._heartbeat.beat(step)
+        self.heartbeat.beat(step)
         self._memory.before_step(step)
 
     def after_step(self, step: int) -> None:
@@ -84,7 +84,7 @@ class Vitals:
     ) -> None:
         """An update got a line in the log."""
         times = sorted(self._fetches)
-        self._heartbeat.progress(
+        self.heartbeat.progress(
             row.step,
             loss=row.loss,
             toks_per_s=row.toks_per_s,
@@ -98,7 +98,7 @@ class Vitals:
             attention=attention,
             fallbacks=fallback_counts(),
         )
-        self._heartbeat.step_end(row.step)
+        self.heartbeat.step_end(row.step)
         self._board.train(row.step, loss=row.loss, toks_per_s=row.toks_per_s, lr=row.lr)
         self._board.gates(row.step, attention)
         if self._counters is not None:
