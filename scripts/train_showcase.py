@@ -81,7 +81,13 @@ def _parser() -> StrictParser:
     parser.add_argument("--no-gc", action="store_true", help="gradient checkpointing off")
     parser.add_argument("--save", type=Path, metavar="FILE", help="default: <out_dir>/model.pt")
     parser.add_argument("--resume", default=AUTO, metavar="PATH|latest|none", help=RESUME_HELP)
-    parser.add_argument("--ddp", type=int, choices=(AUTO_RANKS, OFF, ON), default=AUTO_RANKS)
+    parser.add_argument(
+        "--ddp",
+        type=int,
+        choices=(AUTO_RANKS, OFF, ON),
+        default=AUTO_RANKS,
+        help="many ranks: -1 as WORLD_SIZE says, 0 never, 1 always; only one rank works yet",
+    )
     parser.add_argument(
         "--loader-timeout",
         type=_seconds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -68,7 +68,8 @@ class HubDocuments:
     def _texts(self, place: Place) -> Iterator[str]:
         """The texts of one file, from a row on."""
         part = self._stream.shard(num_shards=self.num_files, index=place.file)
-        parts, skip = [part], place.row
+        parts: Iterable[Any] = [part]
+        skip = place.row
         if skip and (sizes := self._row_groups(self._files[place.file])):
             first = 0  # whole groups before the row are not even asked for
             while first < len(sizes) and skip >= sizes[first]:
@@ -76,7 +77,7 @@ class HubDocuments:
             groups = part.reshard()
             assert groups.num_shards == len(sizes), f"{groups.num_shards} groups, not {len(sizes)}"
             wanted = range(first, len(sizes))
-            parts = [groups.shard(num_shards=len(sizes), index=number) for number in wanted]
+            parts = (groups.shard(num_shards=len(sizes), index=number) for number in wanted)
         for example in islice(chain.from_iterable(parts), skip, None):
             text = example.get(KEY)
             if not isinstance(text, str):
@@ -123,6 +124,7 @@ class HubDocuments:
             ):
                 found[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
         names = [place.path_in_repo for place in places]
+        self._say(f"[data] {self.name}: {len(files)} files of commit {places[0].revision}")
         return fingerprint_of(files=" ".join(f"{name}={found.get(name)}" for name in names))
 
     def _patiently(self, attempt: Callable[[], Any]) -> Any:

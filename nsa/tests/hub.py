@@ -52,17 +52,14 @@ def parquet_bytes(texts: Iterable[str], rows_per_group: int = 8) -> bytes:
 class Hub:
     """Serves files of one dataset; `files` maps a path in the repository to its bytes.
 
-    Faults count requests for the bytes of data files, not for descriptions:
-      stall_after   from that request on none is answered, until `release` is called
-      cut           so many requests get half of their answer, and the connection is closed
-      cut_after     from which request on they do
-      corrupt       bytes of data files are changed: those at these offsets, by file
+    Requests for the bytes of data files are numbered from 1, those for descriptions are not.
+    `stalled` are never answered, `cut` get half of their answer before the connection is closed;
+    `corrupt` has the offsets of bytes that are changed, by file.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = {"README.md": README.encode(), **files}
-        self.stall_after: int | None = None
-        self.cut, self.cut_after = 0, 0
+        self.stalled, self.cut = range(0), range(0)
         self.corrupt: dict[str, list[int]] = {}
         self.reads: list[tuple[str, int, int]] = []
         """(path, first byte, length) of every request for a data file."""
@@ -110,10 +107,7 @@ class Hub:
         with self._lock:
             self.reads.append((path, start, length))
             number = len(self.reads)
-            stalls = self.stall_after is not None and number > self.stall_after
-            cuts = not stalls and self.cut > 0 and number > self.cut_after
-            self.cut -= cuts
-            return stalls, cuts
+            return number in self.stalled, number in self.cut
 
     def content(self, path: str) -> bytes:
         """The bytes of a file as they are sent."""

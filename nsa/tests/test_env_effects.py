@@ -17,7 +17,7 @@ from nsa.data import Loader, Rows, block_rows, open_data
 from nsa.model import TinyLM
 from nsa.telemetry import Beat, read_heartbeat
 from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
-from nsa.tests.test_stream_rows import ListDocuments
+from nsa.tests.streams import ListDocuments
 from nsa.train import RunRefused
 from nsa.train.ranks import require_one_rank
 

@@ -26,18 +26,20 @@ from nsa.data.split import is_held_out
 from nsa.telemetry import (
     MODEL,
     TRAINING,
+    VAL,
     TrainingRow,
+    ValRow,
     read_heartbeat,
     read_metrics,
     read_rows,
     write_config,
 )
 from nsa.tests.conftest import REPOSITORY, TINY
-from nsa.tests.test_stream_rows import ListDocuments, wait_for
+from nsa.tests.streams import ListDocuments, wait_for
 from nsa.train import Halted, LoaderFailed, LoaderOptions, run
 
 pytest.importorskip("datasets")
-from nsa.tests.hub import SUBSET, Hub, parquet_bytes
+from nsa.tests.hub import SHA, SUBSET, Hub, parquet_bytes
 
 SCRIPT = REPOSITORY / "scripts" / "train_showcase.py"
 STEPS = 24
@@ -154,7 +156,7 @@ def in_process(cfg: Config, **options: object) -> str:
 
 def assert_equal(folder: Path, whole: Path) -> None:
     assert losses(folder) == losses(whole)
-    assert (folder / "val.csv").read_text() == (whole / "val.csv").read_text()
+    assert read_rows(ValRow, folder / VAL) == read_rows(ValRow, whole / VAL)
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(folder)[name], tensor), name
 
@@ -172,17 +174,18 @@ def test_a_healthy_hub(hub: Hub, whole: Path, tmp_path: Path) -> None:
     assert 0 < float(str(ready["dt"])) < 60
     assert (warmup["requested"], warmup["filled"]) == (2, 2)
     assert read_metrics(done.folder).data_fallback is None
+    assert f"6 files of commit {SHA}" in done.out
 
 
-def test_a_connection_cut_in_the_middle_loses_nothing(
+def test_connections_that_are_cut_or_stall_in_the_middle_lose_nothing(
     hub: Hub, whole: Path, tmp_path: Path
 ) -> None:
-    hub.cut_after, hub.cut = 4, 2
+    hub.cut, hub.stalled = range(5, 7), range(9, 10)
 
     done = train(hub, tmp_path / "run", NSA_FWE_PREFETCH="0")
 
     assert done.code == 0, done.err
-    assert hub.cut == 0 and done.err.count("Retrying in") == 2
+    assert done.err.count("Retrying in") == 3 and "timed out" in done.err
     assert_equal(done.folder, whole)
 
 
@@ -203,7 +206,7 @@ def test_killed_with_a_full_queue_it_goes_on_to_the_bit(
 
 
 def test_a_stalled_hub_ends_the_run_in_time(hub: Hub, tmp_path: Path) -> None:
-    hub.stall_after = 0
+    hub.stalled = range(1, 1000)
     begin = time.perf_counter()
 
     done = train(hub, tmp_path / "run", "--loader-timeout", "3")
@@ -217,7 +220,7 @@ def test_a_stalled_hub_ends_the_run_in_time(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_stalled_hub_gives_random_tokens_only_when_asked(hub: Hub, tmp_path: Path) -> None:
-    hub.stall_after = 0
+    hub.stalled = range(1, 1000)
 
     done = train(hub, tmp_path / "run", "--loader-timeout", "3", "--synthetic-on-fail")
 
@@ -264,11 +267,10 @@ def test_the_stream_can_be_checked(hub: Hub, tmp_path: Path) -> None:
 
 
 RESUMED = """
-import sys
 from nsa.config import DataConfig
 from nsa.data.endless import Place
 from nsa.data.hub import HubDocuments
-documents = HubDocuments(DataConfig(dataset="fineweb_edu"), print)
+documents = HubDocuments(DataConfig(dataset="fineweb_edu"), lambda line: None)
 for place in [Place(0, 0, 0), Place(0, 2, 0), Place(0, 0, 101), Place(3, 5, 27), Place(0, 5, 28)]:
     found = documents.read(place)
     for _ in range(3):
@@ -340,6 +342,30 @@ def test_a_stream_that_ends_leaves_a_checkpoint_and_the_run_goes_on(
     assert f"{step} of {STEPS} steps are done" in in_process(cfg)
 
     assert_equal(tmp_path / "run", whole)
+
+
+SETTINGS_OF_RESUME = {
+    "accumulated": ("train.accumulate_grad_batches=2", "train.batch_size=8"),
+    "checkpointed": ("runtime.gradient_checkpointing=true",),
+    "fp16": ("runtime.precision=fp16", "train.batch_size=4", "train.eval_every=0"),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS_OF_RESUME)
+def test_a_resume_in_the_middle_of_an_epoch_is_exact(
+    settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.train.feed.open_data", from_lists(FILES))
+    monkeypatch.setattr("nsa.data.block_rows.MOST_ROWS", 40)  # a checkpoint lies between two
+    whole, parts = (
+        config_of(tmp_path / name, *SETTINGS_OF_RESUME[settings]) for name in ("whole", "parts")
+    )
+    in_process(whole)
+    in_process(parts, stop_after=8)  # the last two steps are after the last checkpoint
+
+    assert f"6 of {STEPS} steps are done" in in_process(parts)
+
+    assert_equal(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_a_signal_is_obeyed_while_no_data_comes(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from itertools import chain, count, islice
+from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 import torch
@@ -14,38 +14,18 @@ import torch
 from nsa.config import DataConfig
 from nsa.data import ByteTokenizer, DataError, Loader, SourceLost, SyntheticRows, WaitEnded, within
 from nsa.data.block_rows import MOST_ROWS, BlockRows
-from nsa.data.documents import Document
 from nsa.data.endless import Place, first_held_out
-from nsa.data.fingerprint import fingerprint_of
 from nsa.data.hub import HubDocuments
 from nsa.data.order import shuffled
 from nsa.data.report import Report
 from nsa.data.retry import MOST, Retries, is_transient
 from nsa.data.split import is_held_out
+from nsa.tests.streams import ListDocuments, wait_for
 
 TEXTS = [f"document {i}: " + "lorem ipsum dolor " * (1 + i % 7) for i in range(200)]
 TRAINING = [text for text in TEXTS if not is_held_out(text)]
 SEQ_LEN, ROWS = 16, 40
 """Small blocks, so that a test crosses many."""
-
-
-class ListDocuments:
-    """Documents from lists, one for each file; it notes how far it was read."""
-
-    def __init__(self, *files: list[str]) -> None:
-        self.files, self.num_read = list(files), 0
-
-    def read(self, place: Place) -> Iterator[tuple[Place, Document]]:
-        for epoch in count(place.epoch):
-            for file, texts in enumerate(self.files):
-                for row, text in enumerate(texts):
-                    here = Place(epoch, file, row)
-                    if here >= place:
-                        self.num_read += 1
-                        yield here, Document(text, str(here))
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(texts="\0".join(chain.from_iterable(self.files)))
 
 
 @pytest.fixture(autouse=True)
@@ -410,10 +390,3 @@ def test_without_the_client_the_install_line_is_said(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the package datasets .*'nsa\[stream\]'"):
         HubDocuments(DataConfig(dataset="fineweb_edu"), print)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    end = time.perf_counter() + timeout_s
-    while not condition():
-        assert time.perf_counter() < end, "it did not happen in time"
-        time.sleep(0.005)
