@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import nsa
 from nsa.config import BAD_INPUT, Config, DataConfig, StrictParser, load_config
@@ -33,6 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
+
+
+def entry() -> NoReturn:
+    """Be the command: run, and end the process with the exit code."""
+    code = main()
+    if "nsa.data" not in sys.modules:  # nothing was read that could hang
+        sys.exit(code)
+    from nsa.data import end_process
+
+    end_process(code)
 
 
 def _parser() -> StrictParser:
@@ -235,4 +246,4 @@ def _load(args: argparse.Namespace) -> tuple[str, Config]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -13,9 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PY
 
 from nsa.config import BAD_INPUT, Config, StrictParser, load_config
 from nsa.config.env import check_environment, in_effect, raw, read
+from nsa.data import end_process
 from nsa.generate import sample_text
 from nsa.model import TinyLM
-from nsa.train import TrainError, run
+from nsa.train import LoaderOptions, TrainError, run
+from nsa.train.ranks import AUTO as AUTO_RANKS
+from nsa.train.ranks import OFF, ON, require_one_rank
 from nsa.train.resume import AUTO
 
 __all__ = ["TinyLM", "main"]
@@ -41,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_environment()
         path = flags.config or read("CONFIG")
+        require_one_rank(flags.ddp)
         config = _resolve(path, flags)
         for name, value in in_effect().items():
             print(f"[boot] environment: {name}={value}")
@@ -53,6 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
             model_path=flags.save,
             sampler=sample_text,
             resume=flags.resume,
+            loader=LoaderOptions(
+                timeout_s=flags.loader_timeout,
+                synthetic_on_fail=flags.synthetic_on_fail,
+                report_docs=flags.fwe_report_docs,
+            ),
         )
     except ValueError as error:  # bad input, by the convention of this package
         print(f"train_showcase: error: {error}", file=sys.stderr)
@@ -72,6 +81,30 @@ def _parser() -> StrictParser:
     parser.add_argument("--no-gc", action="store_true", help="gradient checkpointing off")
     parser.add_argument("--save", type=Path, metavar="FILE", help="default: <out_dir>/model.pt")
     parser.add_argument("--resume", default=AUTO, metavar="PATH|latest|none", help=RESUME_HELP)
+    parser.add_argument(
+        "--ddp",
+        type=int,
+        choices=(AUTO_RANKS, OFF, ON),
+        default=AUTO_RANKS,
+        help="many ranks: -1 as WORLD_SIZE says, 0 never, 1 always; only one rank works yet",
+    )
+    parser.add_argument(
+        "--loader-timeout",
+        type=_seconds,
+        default=LoaderOptions.timeout_s,
+        metavar="SECONDS",
+        help="for the first batch of a stream (%(default)g)",
+    )
+    parser.add_argument(
+        "--synthetic-on-fail", action="store_true", help="random tokens if no stream comes"
+    )
+    parser.add_argument(
+        "--fwe-report-docs",
+        type=_count,
+        default=LoaderOptions.report_docs,
+        metavar="N",
+        help="a line every N documents of a stream (%(default)d)",
+    )
     parser.add_argument("--allow-long-run", action="store_true", help="start a run that is refused")
     return parser
 
@@ -96,5 +129,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; use one")
+    return seconds
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -138,16 +138,19 @@ _DISTRIBUTED = (
     Variable("NSA_SCALER_GROWTH_INTERVAL", int, 2000, "code", "good steps before it grows"),
     Variable("NSA_SCALER_GROWTH_FACTOR", float, 2.0, "code", "factor when it grows"),
     Variable("NSA_SCALER_BACKOFF_FACTOR", float, 0.5, "code", "factor after an overflow"),
+    Variable("WORLD_SIZE", int, 1, "code", "ranks, set by torchrun; more than one is refused"),
     Variable("TORCH_BACKEND", str, "", "planned", "process group backend of the launchers"),
     Variable("IB_DISABLE", str, "", "planned", "old spelling of NCCL_IB_DISABLE"),
 )
 
 _DATA = (
-    Variable("NSA_FWE_DOC_BATCH", int, 64, "planned", "documents per tokenizer call"),
-    Variable("NSA_FWE_PREFETCH", bool, True, "planned", "fetch batches in the background"),
-    Variable("NSA_FWE_Q", int, 4, "planned", "batches in the prefetch queue"),
-    Variable("NSA_FWE_WARMUP_BATCHES", int, 0, "planned", "batches fetched before step 1"),
-    Variable("NSA_FWE_WARMUP_TIMEOUT", float, 0.0, "planned", "seconds to wait for them"),
+    Variable("NSA_FWE_DOC_BATCH", int, 64, "code", "documents of a stream tokenized at a time"),
+    Variable("NSA_FWE_PREFETCH", bool, True, "code", "read batches ahead, in the background"),
+    Variable("NSA_FWE_Q", int, 4, "code", "batches in the queue, of any source"),
+    Variable("NSA_FWE_WARMUP_BATCHES", int, 0, "code", "batches in the queue before step 1"),
+    Variable(
+        "NSA_FWE_WARMUP_TIMEOUT", float, 0.0, "code", "seconds to wait for them; 0: loader timeout"
+    ),
 )
 
 _WATCHDOG = (
@@ -181,6 +184,9 @@ _EXTERNAL = (
     Variable("TORCH_LOGS", str, None, "external", "torch: log channels"),
     Variable("PYTORCH_CUDA_ALLOC_CONF", str, None, "external", "torch: CUDA allocator settings"),
     Variable("CUDA_LAUNCH_BLOCKING", str, None, "external", "CUDA: 1 makes launches synchronous"),
+    Variable("HF_ENDPOINT", str, None, "external", "hub client: address of the hub"),
+    Variable("HF_HOME", str, None, "external", "hub client: cache folder"),
+    Variable("HF_HUB_DOWNLOAD_TIMEOUT", str, None, "external", "hub client: read timeout in s, 10"),
     Variable("HF_DATASETS_CACHE", str, None, "external", "datasets: cache folder"),
     Variable("TOKENIZERS_PARALLELISM", str, None, "external", "tokenizers: threads or not"),
     Variable("WANDB_MODE", str, None, "external", "wandb: offline keeps everything on disk"),

@@ -42,6 +42,7 @@ VOCABULARIES = {"byte": 256, "gpt2": 50257}
 """Ids of each tokenizer that is the same everywhere; padding for speed is never counted."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("auto", "reference", "torch", "triton")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -205,9 +206,15 @@ class DataConfig:
     """What the model reads."""
 
     dataset: str = "synthetic"
-    """shakespeare, synthetic, synthetic_copy, fineweb_edu_local, shards; not yet: fineweb_edu."""
+    """shakespeare, synthetic, synthetic_copy, fineweb_edu_local, shards, fineweb_edu (a stream)."""
     local_path: str = ""
     """fineweb_edu_local: a .jsonl, .txt or .parquet file or a folder of them; shards: a folder."""
+    hub_dataset: str = "HuggingFaceFW/fineweb-edu"
+    """fineweb_edu: the dataset on the Hugging Face Hub; its `text` is read from the split train."""
+    hub_subset: str = ""
+    """fineweb_edu: a part of it, such as sample-10BT; empty is the dataset's default: all of it."""
+    hub_revision: str = ""
+    """fineweb_edu: a branch, tag or commit; empty is the newest, which then stays for the run."""
     tokenizer: str = "byte"
     """How text becomes ids: byte (exactly 256), gpt2 (50257), hf, or a path of a tokenizer.json."""
     tokenizer_path: str = ""
@@ -229,6 +236,12 @@ class DataConfig:
         if self.respect_documents and self.dataset in MADE_DATASETS:
             allowed = f"false for data.dataset={self.dataset}, which has no documents"
             refuse("data.respect_documents", True, allowed, "choose another dataset")
+        for key in ("hub_subset", "hub_revision"):
+            if getattr(self, key) and self.dataset != "fineweb_edu":
+                todo = "leave it empty, or choose data.dataset fineweb_edu"
+                refuse(f"data.{key}", getattr(self, key), f"empty for {self.dataset}", todo)
+        if not HUB_NAME.fullmatch(self.hub_dataset):
+            refuse("data.hub_dataset", self.hub_dataset, "NAMESPACE/NAME", "name one on the hub")
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer not in TOKENIZERS and not self.tokenizer.endswith(".json"):

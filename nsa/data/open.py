@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from nsa.config import DataConfig
+from nsa.config.env import read
+from nsa.data.block_rows import BlockRows
 from nsa.data.boundaries import packed_bounds
 from nsa.data.corpus import read_works
 from nsa.data.documents import read_documents
-from nsa.data.errors import DataError
+from nsa.data.endless import first_held_out
 from nsa.data.fingerprint import fingerprint_of
+from nsa.data.hub import HubDocuments
 from nsa.data.local import TRAIN, VAL, Counts, encode_all
 from nsa.data.open_tokenizer import open_tokenizer
+from nsa.data.report import Report
 from nsa.data.rows import Rows, StreamRows, to_stream
 from nsa.data.shards import open_shards
 from nsa.data.split import split_works
@@ -40,19 +45,36 @@ class Data(NamedTuple):
         return None if self.border is None else packed_bounds(batch, self.border)
 
 
-def open_data(config: DataConfig, seq_len: int, seed: int) -> Data:
-    """Open the source and the tokenizer that the config names."""
-    if config.dataset == "fineweb_edu":
-        raise DataError(
-            f"data.dataset={config.dataset}: this version does not have it; it has shakespeare, "
-            "synthetic, synthetic_copy, fineweb_edu_local or shards; use one of those"
-        )
+HELD_OUT_DOCUMENTS = 128
+"""Documents of a stream that are held out for evaluation: the first so many that the hash of their
+words puts there, about one in twenty. All others of that side are left out of training, too."""
+
+
+def open_data(
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    *,
+    report_docs: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Data:
+    """Open the source and the tokenizer that the config names.
+
+    `report_docs`: a source that streams says how far it is every so many documents.
+    """
     tokenizer = open_tokenizer(config)
-    data = _open_source(config, tokenizer, seq_len, seed)
+    data = _open_source(config, tokenizer, seq_len, seed, Report(report_docs, say), say)
     return data._replace(border=tokenizer.eos) if config.respect_documents else data
 
 
-def _open_source(config: DataConfig, tokenizer: Tokenizer, seq_len: int, seed: int) -> Data:
+def _open_source(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    seed: int,
+    report: Report,
+    say: Callable[[str], None],
+) -> Data:
     if config.dataset in _MADE:
         kind = _MADE[config.dataset]
         sides = [kind(tokenizer.vocab, seq_len, seed, side) for side in (TRAIN, VAL)]
@@ -61,6 +83,8 @@ def _open_source(config: DataConfig, tokenizer: Tokenizer, seq_len: int, seed: i
         return _open_shakespeare(tokenizer, seq_len, seed)
     if config.dataset == "shards":
         return _open_shards(Path(config.local_path), tokenizer, seq_len, seed)
+    if config.dataset == "fineweb_edu":
+        return _open_hub(config, tokenizer, seq_len, seed, report, say)
     return _open_local(Path(config.local_path), tokenizer, seq_len, seed)
 
 
@@ -85,6 +109,31 @@ def _open_shards(folder: Path, tokenizer: Tokenizer, seq_len: int, seed: int) ->
     opened = open_shards(folder, tokenizer)
     counts = opened.manifest.counts
     return _cut(opened.train, opened.val, tokenizer, seq_len, seed, opened.sha256, counts)
+
+
+def _open_hub(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    seed: int,
+    report: Report,
+    say: Callable[[str], None],
+) -> Data:
+    """Stream; only the held-out documents are kept in memory."""
+    documents = HubDocuments(config, say)
+    held_out = Stream([first_held_out(documents, tokenizer, HELD_OUT_DOCUMENTS)])
+    content = fingerprint_of(
+        side=VAL,
+        documents=documents.fingerprint(),
+        held_out=HELD_OUT_DOCUMENTS,
+        tokenizer=tokenizer.fingerprint(),
+    )
+    doc_batch = max(1, read("NSA_FWE_DOC_BATCH"))
+    return Data(
+        BlockRows(documents, tokenizer, seq_len, seed, doc_batch=doc_batch, report=report),
+        StreamRows(held_out, seq_len, 0, "held-out", content),
+        tokenizer,
+    )
 
 
 def _cut(

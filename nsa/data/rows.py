@@ -15,6 +15,9 @@ from nsa.data.order import shuffled
 from nsa.data.stream import Stream
 from nsa.data.tokenizer import Ids, Tokenizer, id_type
 
+State = dict[str, int]
+"""What a source needs to go on in another process; empty where any row can be read at once."""
+
 
 class Rows(Protocol):
     """Rows for a model that reads S tokens and has S targets."""
@@ -29,8 +32,26 @@ class Rows(Protocol):
     def fingerprint(self) -> str:
         """Return a sha256 of what decides every row; a resume on other data can be refused."""
 
+    def state(self, position: int) -> State:
+        """Return what lets another process read from `position` on, which was read lately."""
 
-class StreamRows:
+    def resume(self, state: State) -> None:
+        """Be ready for the rows from the position on that this state was asked for."""
+
+
+class AnyOrder:
+    """Rows of which any can be read at once: there is nothing to remember."""
+
+    def state(self, position: int) -> State:
+        """Return nothing: the position says it all."""
+        return {}
+
+    def resume(self, state: State) -> None:
+        """Do nothing."""
+        assert not state, f"{state} is the state of another source"
+
+
+class StreamRows(AnyOrder):
     """Rows of a token stream: row i starts at token i*S, so neighbours overlap by one token."""
 
     def __init__(

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from nsa.data.errors import DataError
 from nsa.data.fingerprint import fingerprint_of
+from nsa.data.rows import AnyOrder
 
 COPIED_PART = 4
 """A copy is a quarter of a row, so that half of the row is noise, wherever it lies."""
 
 
-class SyntheticRows:
+class SyntheticRows(AnyOrder):
     """Uniform random tokens, fresh at every position: nothing in them can be learned."""
 
     num_rows = None

@@ -26,9 +26,12 @@ class Metrics:
     version: int = VERSION
     status: str = "running"
     """running, finished, halted (asked to stop; can be resumed), non_finite (the loss was NaN or
-    infinite), oom (no memory left) or interrupted (a second Ctrl-C)."""
+    infinite), oom (no memory left), no_data (the source failed; can be resumed) or interrupted (a
+    second Ctrl-C)."""
     config_file: str
     """The file that the run was started with; config.yaml holds what it resolved to."""
+    data_fallback: str | None = None
+    """Why the run is on random tokens instead of the source it was started with; null if not."""
     num_params: int
     tokens_per_step: int
     """Tokens in an optimizer update: batch_size x accumulate_grad_batches x seq_len."""

@@ -156,10 +156,10 @@ MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
         {"NSA_PREFILL_BATCHED": "0"},
         "NSA_PREFILL_BATCHED=0",
     ),
-    "a dataset of later": (
-        ["train", "--config", QUICKSTART, "data.dataset=fineweb_edu"],
+    "a dataset of nobody": (
+        ["train", "--config", QUICKSTART, "data.dataset=fineweb_edu", "data.hub_dataset=x"],
         {},
-        "fineweb_edu",
+        "data.hub_dataset='x'",
     ),
     "a tokenizer that is not there": (
         ["train", "--config", QUICKSTART, "data.tokenizer=nowhere/tokenizer.json"],

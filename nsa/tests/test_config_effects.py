@@ -58,6 +58,9 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "train.out_dir": ("", "files"),  # the test gives another folder
     "data.dataset": ("synthetic", "losses"),
     "data.local_path": ("nowhere", "refused"),  # test_sources.py and test_shards.py read from it
+    "data.hub_dataset": ("nowhere", "refused"),  # test_fineweb_stream.py reads from one
+    "data.hub_subset": ("nowhere", "refused"),
+    "data.hub_revision": ("nowhere", "refused"),
     "data.tokenizer": ("nowhere/tokenizer.json", "refused"),
     "data.tokenizer_path": ("nowhere", "refused"),  # test_tokenizers.py reads from it
     "data.eos": ("<end>", "refused"),  # test_tokenizers.py ends documents with it

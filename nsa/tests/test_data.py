@@ -192,14 +192,3 @@ def test_open_data_serves_random_tokens() -> None:
     data = open_data(DataConfig(dataset="synthetic"), seq_len=16, seed=1)
     assert data.train.num_rows is None
     assert not torch.equal(data.train.batch(0, 1), data.val.batch(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (DataConfig(dataset="fineweb_edu"), "data.dataset=fineweb_edu: this version does not"),
-    ],
-)
-def test_what_this_version_lacks_is_said_plainly(config: DataConfig, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        open_data(config, seq_len=16, seed=1)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nsa import BlockSpec, nsa_attention
 from nsa.cli import main
-from nsa.config import load_config
+from nsa.config import DataConfig, load_config
 from nsa.config.env_table import TABLE
+from nsa.data import Loader, Rows, block_rows, open_data
 from nsa.model import TinyLM
-from nsa.telemetry import read_heartbeat
+from nsa.telemetry import Beat, read_heartbeat
 from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
-from nsa.train import run
+from nsa.tests.streams import ListDocuments
+from nsa.train import RunRefused, run
+from nsa.train.ranks import require_one_rank
 
 IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes at least)
     "NSA_SEQ_LEN": ("48", {"losses", "evaluations", "weights", "kept"}),
@@ -51,6 +56,12 @@ ELSEWHERE = {
     "NSA_SCALER_GROWTH_INTERVAL",
     "NSA_SCALER_GROWTH_FACTOR",
     "NSA_SCALER_BACKOFF_FACTOR",
+    "NSA_FWE_DOC_BATCH",
+    "NSA_FWE_PREFETCH",
+    "NSA_FWE_Q",
+    "NSA_FWE_WARMUP_BATCHES",
+    "NSA_FWE_WARMUP_TIMEOUT",
+    "WORLD_SIZE",
 }
 """Tested below, one by one: what they do does not show in a run of these settings."""
 
@@ -204,3 +215,87 @@ def test_the_gradient_norm_is_on_the_step_line_when_asked_for(
     beats = read_heartbeat(tmp_path / "on" / "run" / "heartbeat_rank0.jsonl")
     said = [beat.extra["grad_norm"] for beat in beats if beat.msg == "progress"]
     assert norms == pytest.approx(said, abs=1e-4)
+
+
+def depth_of_the_queue(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Train, and return how deep the queue before the batches was made."""
+    depths: list[int] = []
+    real = Loader.__init__
+
+    def init(self: Loader, rows: Rows, *, depth: int, **options: Any) -> None:
+        depths.append(depth)
+        real(self, rows, depth=depth, **options)
+
+    monkeypatch.setattr(Loader, "__init__", init)
+    fingerprint(folder)
+    return depths
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "depth"),
+    [
+        ("NSA_FWE_Q", "", 4),
+        ("NSA_FWE_Q", "7", 7),
+        ("NSA_FWE_Q", "0", 1),
+        ("NSA_FWE_PREFETCH", "0", 0),
+    ],
+)
+def test_batches_are_read_ahead_as_told(
+    name: str, value: str, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert depth_of_the_queue(tmp_path / "a", monkeypatch) == [depth]
+
+
+def local_run(folder: Path) -> Beat:
+    """Train on local documents, and return what was said about the warm-up."""
+    texts = folder.parent / "texts.jsonl"
+    lines = (json.dumps({"text": f"document {number} " * 40}) for number in range(200))
+    texts.write_text("\n".join(lines), encoding="utf-8")
+    fingerprint(folder, "data.dataset=fineweb_edu_local", f"data.local_path={texts}")
+    beats = read_heartbeat(folder / "run" / "heartbeat_rank0.jsonl")
+    return next(beat for beat in beats if beat.msg == "fineweb_loader_warmup")
+
+
+def test_the_queue_is_filled_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSA_FWE_WARMUP_BATCHES", "3")
+    found = local_run(tmp_path / "a").extra
+    assert (found["requested"], found["filled"]) == (3, 3)
+
+    monkeypatch.setattr(Loader, "num_ready", 0)  # a source too slow for what follows
+    monkeypatch.setenv("NSA_FWE_WARMUP_TIMEOUT", "0.05")
+    found = local_run(tmp_path / "b").extra
+    assert found["filled"] == 0
+    assert 50 <= found["wait_ms"] < 5000
+
+
+def test_documents_are_tokenized_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = set()
+
+    class Hub(ListDocuments):
+        def __init__(self, config: object, say: object) -> None:
+            super().__init__([f"document {number} " * 9 for number in range(300)])
+
+    def chunks_of(documents: Any, size: int) -> Any:
+        chunks.add(size)
+        return real(documents, size)
+
+    real = block_rows._chunks
+    monkeypatch.setattr(block_rows, "_chunks", chunks_of)
+    monkeypatch.setattr("nsa.data.open.HubDocuments", Hub)
+    for value in ("", "5"):
+        monkeypatch.setenv("NSA_FWE_DOC_BATCH", value)
+        open_data(DataConfig(dataset="fineweb_edu"), seq_len=16, seed=1).train.batch(0, 1)
+    assert chunks == {64, 5}
+
+
+@pytest.mark.parametrize("ddp", [-1, 0])
+def test_more_than_one_rank_is_refused(ddp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_one_rank(ddp)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    require_one_rank(ddp)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunRefused, match="WORLD_SIZE=2.*many ranks are not in it yet"):
+        require_one_rank(ddp)

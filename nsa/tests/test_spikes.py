@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa.config import Config, TrainConfig
 from nsa.data import Data, open_data
+from nsa.data.rows import AnyOrder
 from nsa.telemetry import TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.tests.test_resume import stopped
 from nsa.train import Halted, TrainError, TrainResult, checkpoint, run
@@ -33,7 +34,7 @@ SPIKE = 22
 """The update that reads noise where there is text otherwise; the checkpoint before is at 16."""
 
 
-class Planted:
+class Planted(AnyOrder):
     """Rows of text in which those of some updates are noise, which a trained model hates."""
 
     def __init__(self, data: Data, updates: range) -> None:
@@ -65,7 +66,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], SimpleNamespace]
             seen.all.append(seen.rows)
             return data._replace(train=seen.rows)
 
-        monkeypatch.setattr(import_module("nsa.train.run"), "open_data", opened)
+        monkeypatch.setattr(import_module("nsa.train.feed"), "open_data", opened)
+        monkeypatch.setenv("NSA_FWE_PREFETCH", "0")  # rows are then read when they are needed
         return seen
 
     return planting

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa.config import Config, ConfigError, RuntimeConfig, TrainConfig
 from nsa.data import ByteTokenizer, Data, open_data
+from nsa.data.rows import AnyOrder
 from nsa.model import TinyLM
 from nsa.telemetry import GpuReading, TrainingRow
 from nsa.train import RunRefused
@@ -145,7 +146,7 @@ def test_evaluation_is_the_mean_over_different_rows(tiny_config: Callable[..., C
 
 
 def test_evaluation_counts_no_row_twice(tiny_config: Callable[..., Config]) -> None:
-    class FiveRows:
+    class FiveRows(AnyOrder):
         num_rows = 5
 
         def batch(self, position: int, size: int) -> Tensor:
@@ -178,7 +179,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text(tiny_config: Callable[..., Co
         def fingerprint(self) -> str:
             return "pairs"
 
-    class Rows:
+    class Rows(AnyOrder):
         num_rows = 1
 
         def fingerprint(self) -> str:

@@ -66,10 +66,10 @@ def test_config_comes_from_the_environment(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("--dataset fineweb_edu", 2, "data.dataset=fineweb_edu: this version does not have it"),
         ("--dataset shakespear", 2, "shakespeare"),
         ("--seq-len 9999999", 2, "use a train.seq_len of at most"),
         ("--steps 5000", 3, "train.save_every=0"),
+        ("--ddp 1", 3, "many ranks are not in it yet"),
     ],
 )
 def test_bad_input_and_refusals_have_their_exit_codes(
@@ -90,6 +90,10 @@ def test_bad_input_and_refusals_have_their_exit_codes(
         ("--batchsize 4", "unknown flag '--batchsize'; the nearest known one is '--batch-size'"),
         ("--steps 0", "'0' is not a whole number >= 1"),
         ("--steps many", "'many' is not a whole number >= 1"),
+        ("--loader-timeout 0", "'0' is not a number of seconds above 0"),
+        ("--loader-timeout soon", "'soon' is not a number of seconds above 0"),
+        ("--fwe-report-docs 0", "'0' is not a whole number >= 1"),
+        ("--ddp 2", "invalid choice: 2"),
     ],
 )
 def test_wrong_flags_are_errors_that_help(

@@ -1,7 +1,16 @@
 """Training: the loop, and its parts from the guards before it to the model file after it."""
 
 from nsa.train.checkpoint import BadCheckpoint
-from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory, RunRefused, TrainError
+from nsa.train.errors import (
+    Halted,
+    Interrupted,
+    LoaderFailed,
+    NonFiniteLoss,
+    OutOfMemory,
+    RunRefused,
+    TrainError,
+)
+from nsa.train.feed import LoaderOptions
 from nsa.train.model_file import load_model, save_model
 from nsa.train.run import TrainResult, run
 
@@ -9,6 +18,8 @@ __all__ = [
     "BadCheckpoint",
     "Halted",
     "Interrupted",
+    "LoaderFailed",
+    "LoaderOptions",
     "NonFiniteLoss",
     "OutOfMemory",
     "RunRefused",

@@ -24,11 +24,13 @@ def record_anomaly(trainer: Trainer, step: int) -> Path:
     write_anomaly(trainer.folder, KIND)
     write_halt(trainer.folder, KIND)
     train = trainer.cfg.train
-    rows = train.batch_size * train.accumulate_grad_batches
+    first = trainer.position(step)
+    positions = [first + n * train.batch_size for n in range(train.accumulate_grad_batches)]
+    batches = [trainer.data.train.batch(position, train.batch_size) for position in positions]
     weights = {name: x.detach().cpu() for name, x in trainer.model.state_dict().items()}
     content = {
         "step": step,
-        "batch": trainer.data.train.batch(trainer.position(step), rows),
+        "batch": torch.cat(batches),
         "state_dict": weights,
         "cfg": to_container(trainer.cfg),
     }

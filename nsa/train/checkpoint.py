@@ -11,6 +11,7 @@ Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_on
     scaler       that of the loss scaling; empty where there is none
     rng          states of torch's generators: `cpu`, and `cuda` for every device
     spikes       recent losses, and the data that was jumped over; absent in older files
+    data         `position`: rows consumed; `source`: what its source needs to go on from there
     tokens_seen  tokens trained on
     metrics      the counters of metrics.json that go on
 
@@ -34,7 +35,10 @@ VERSION = 1
 NAME = "checkpoint_step{step}.pt"
 PATTERN = re.compile(r"checkpoint_step(\d+)\.pt")
 CHUNK = 1 << 22
-KEYS = ("state_dict", "cfg", "identity", "optimizer", "scaler", "rng", "tokens_seen", "metrics")
+KEYS = (
+    *("state_dict", "cfg", "identity", "optimizer", "scaler", "rng", "data"),
+    *("tokens_seen", "metrics"),
+)
 
 Content = dict[str, Any]
 

@@ -44,6 +44,18 @@ class LossSpike(TrainError):
         self.back = back
 
 
+BAD_DATA, NO_DATA = 2, 11
+"""Exit codes: what came cannot be used; nothing came."""
+
+
+class LoaderFailed(TrainError):
+    """The source of the data does not deliver, or not what can be read."""
+
+    def __init__(self, message: str, *, started: bool, exit_code: int) -> None:
+        super().__init__(message)
+        self.started, self.exit_code = started, exit_code
+
+
 class NonFiniteLoss(TrainError):
     """The loss or the gradient became NaN or infinite; no model was written after that."""
 

@@ -32,6 +32,9 @@ from nsa.train.vitals import Vitals
 MAX_OVERFLOWS = 40
 """In a row, with fp16: from a scale of 65536 even 2^-24 would have been tried by then."""
 
+SHOWN_INPUTS = 5
+"""Updates at the start of a process whose input shape is said."""
+
 
 class Pending(NamedTuple):
     """A step whose numbers are on their way from the device."""
@@ -94,6 +97,19 @@ class RunLog:
     def is_logged(self, step: int) -> bool:
         """The first step, every log_every-th and the last get a line."""
         return step == self._first_step or step % self._every == 0 or step == self.metrics.steps
+
+    def is_new(self, step: int) -> bool:
+        """Whether the step was done by this process."""
+        return step >= self._first_step
+
+    def loader_failed(self, error: str) -> None:
+        """No more data will come."""
+        self.vitals.heartbeat.loader_error(error, self.metrics.step)
+
+    def saw_input(self, step: int, shape: torch.Size) -> None:
+        """Say what the first updates of a process read: a wrong shape shows before hours pass."""
+        if step < self._first_step + SHOWN_INPUTS:
+            self.progress.say(f"[debug] step {step}: input shape {shape}")
 
     def add(self, step: int, done: Updated, lr: float, stats: AttentionStats | None) -> None:
         """Take the result of an update, and write a line where one is due."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from torch.amp.grad_scaler import GradScaler
 
 from nsa.config import Config
 from nsa.config.env import read
-from nsa.data import Data
+from nsa.data import Data, WaitEnded
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
 from nsa.telemetry.size_files import write_dtypes, write_opt_state
@@ -71,7 +74,8 @@ class Trainer:
             self.log.vitals.before_step(step)
             stats = AttentionStats() if wants_stats and self.log.is_logged(step) else None
             lr = lr_at(step, self.cfg.train)
-            updated = self.update(step, lr, stats)
+            with self.obeying(step - 1):
+                updated = self.update(step, lr, stats)
             if step == done + 1:
                 write_opt_state(self.folder, self.optimizer.state_dict())
             self.log.vitals.after_step(step)
@@ -99,14 +103,14 @@ class Trainer:
             self.fetch(first + micro * size)
             for micro in range(self.cfg.train.accumulate_grad_batches)
         ]
+        self.log.saw_input(step, batches[0].rows[:, :-1].shape)
         return self.step(batches, lr, stats)
 
     def fetch(self, position: int) -> MicroBatch:
-        """Read a micro-batch, into memory that the device can copy from while we go on."""
+        """Read a micro-batch; on its way to a GPU nobody waits for it."""
         with self.log.vitals.fetching():
             rows = self.data.train.batch(position, self.cfg.train.batch_size)
-        bounds = self.data.bounds(rows)
-        return MicroBatch(rows.pin_memory() if self.runtime.device.type == "cuda" else rows, bounds)
+        return MicroBatch(rows, self.data.bounds(rows))
 
     def roll_back(self, step: int, what: str) -> None:
         """Leave for the last good checkpoint before `step`; without one, the run goes on."""
@@ -139,14 +143,25 @@ class Trainer:
         with self.log.paused():
             self.saver.save(capture(self, step))
 
-    def halt(self, step: int, asked: str) -> None:
+    @contextmanager
+    def obeying(self, step: int) -> Iterator[None]:
+        """Halt after `step` when somebody asks for it during the wait for the data of the next."""
+        try:
+            yield
+        except WaitEnded:
+            self.halt(step, self.stop.requested())
+
+    def halt(self, step: int, asked: str) -> NoReturn:
         """Obey: save where the last step was not saved already, and leave."""
         self._say_halt(asked)
-        if not self.cfg.train.save_every or step % self.cfg.train.save_every:
+        raise Halted(f"stopped by {asked} after step {step}; {self.save_last(step)}")
+
+    def save_last(self, step: int) -> str:
+        """Save where the last step was not saved already, and say how the run can go on."""
+        if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
             self.save(step)
         saved = self.saver.wait()
-        then = "the same command goes on from there" if saved else "no checkpoint could be written"
-        raise Halted(f"stopped by {asked} after step {step}; {then}")
+        return "the same command goes on from there" if saved else "no checkpoint could be written"
 
     def _say_halt(self, asked: str) -> None:
         if asked == ".HALT":

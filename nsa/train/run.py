@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
-from nsa.config import Config, ConfigError
-from nsa.data import open_data
+from nsa.config import Config
 from nsa.model import TinyLM
 from nsa.model.flops import peak_flops, training_flops_per_token
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
@@ -20,9 +21,16 @@ from nsa.telemetry.sentinels import obeyed, write_anomaly
 from nsa.telemetry.tracker import open_tracker, require_tracker
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
-from nsa.train.build import build_step
-from nsa.train.compiler import compile_blocks
-from nsa.train.errors import Halted, Interrupted, NonFiniteLoss, OutOfMemory
+from nsa.train.build import build_model, build_step
+from nsa.train.errors import Halted, Interrupted, LoaderFailed, NonFiniteLoss, OutOfMemory
+from nsa.train.feed import (
+    LoaderOptions,
+    failures,
+    fetch_first,
+    open_in_time,
+    read_ahead,
+    without_data,
+)
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
 from nsa.train.log import RunLog
@@ -60,76 +68,83 @@ def run(
     model_path: Path | None = None,
     sampler: Sampler | None = None,
     resume: str = AUTO,
+    loader: LoaderOptions | None = None,
 ) -> TrainResult:
     """Train the model of `cfg` and write everything under cfg.train.out_dir.
 
     `config_path` is printed and stored; `config_named` is false when that file was a default.
     `stop_after` ends the run earlier than train.steps; the learning-rate schedule stays.
     `model_path` replaces <out_dir>/model.pt. Without a `sampler` no sample is written.
-    `resume` is auto, latest, none or a checkpoint (resume.py).
+    `resume` is auto, latest, none or a checkpoint (resume.py). `loader` is the patience with data.
     """
-
-    def attempt(back: Rollback | None) -> TrainResult:
-        return _run(
-            cfg,
-            config_path=config_path,
-            out=out,
-            config_named=config_named,
-            allow_long_run=allow_long_run,
-            stop_after=stop_after,
-            model_path=model_path,
-            sampler=sampler,
-            resume=resume,
-            back=back,
-        )
-
-    return with_rollbacks(attempt)
-
-
-def _run(
-    cfg: Config,
-    *,
-    config_path: str,
-    out: TextIO | None,
-    config_named: bool,
-    allow_long_run: bool,
-    stop_after: int | None,
-    model_path: Path | None,
-    sampler: Sampler | None,
-    resume: str,
-    back: Rollback | None,
-) -> TrainResult:
-    """Run once; `back` is where to go on after a loss spike."""
-    resume = str(back.path) if back else resume
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
     require_tracker(cfg.train.tracker)
-    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention)
-    data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
-    torch.manual_seed(cfg.train.seed)
-    model = TinyLM.from_config(cfg, data.tokenizer.vocab).to(runtime.device)
-    if cfg.runtime.cuda_graph and runtime.device.type != "cuda":
-        raise ConfigError(
-            f"runtime.cuda_graph=true on {runtime.device}; a CUDA graph needs a CUDA device: set "
-            "it to false, or choose runtime.device=cuda",
-            key="runtime.cuda_graph",
-        )
-    if cfg.runtime.compile:
-        compile_blocks(model, runtime.device)
-    metrics = _new_metrics(cfg, model, runtime, config_path, steps)
+    job = _Job(
+        config_path=config_path,
+        steps=steps,
+        out=out or sys.stdout,
+        model_path=model_path,
+        sampler=sampler,
+        resume=resume,
+        loader=loader or LoaderOptions(),
+    )
+    fallback: str | None = None
 
-    identity = identity_of(cfg, data)
-    path = Path(cfg.train.out_dir)
+    def attempt(back: Rollback | None) -> TrainResult:
+        nonlocal cfg, fallback
+        try:
+            return _run(cfg, job, back, fallback)
+        except LoaderFailed as error:
+            if error.started or not job.loader.synthetic_on_fail:
+                raise
+            cfg, fallback = without_data(cfg, error, partial(print, file=job.out)), str(error)
+            return _run(cfg, job, back, fallback)
+
+    return with_rollbacks(attempt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What was asked for beside the config; `run` explains it."""
+
+    config_path: str
+    steps: int
+    out: TextIO
+    model_path: Path | None
+    sampler: Sampler | None
+    resume: str
+    loader: LoaderOptions
+
+
+def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> TrainResult:
+    """One attempt: `back` is where to go on after a loss spike, `fallback` why no data came."""
+    path, steps = Path(cfg.train.out_dir), job.steps
     refuse_halted(path)
+    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention)
+    progress = Progress(job.out, steps)
+    since = time.perf_counter()
+    data = open_in_time(cfg, job.loader, progress.say)
+    opened_s = time.perf_counter() - since
+    loader = read_ahead(data.train, cfg, runtime)
+    data = data._replace(train=loader)
+    model = build_model(cfg, data.tokenizer.vocab, runtime)
+    step = build_step(cfg, model, runtime)
+    metrics = _new_metrics(cfg, model, runtime, job.config_path, steps)
 
-    with Progress(out or sys.stdout, steps) as progress:
-        start = find_start(path, resume, identity, steps, progress.say)
+    metrics.data_fallback = fallback
+    identity = identity_of(cfg, data)
+
+    with progress, closing(loader):
+        start = find_start(
+            path, str(back.path) if back else job.resume, identity, steps, progress.say
+        )
         done = start.content["step"] if start else 0
         goes_on = start is not None and start.path.parent.resolve() == path.resolve()
         folder = open_folder(path, resumed=goes_on)
         announce(cfg, metrics, data, runtime, folder, progress)
-        files = [write_config(folder.path, cfg, config_path)]
+        files = [write_config(folder.path, cfg, job.config_path)]
         with (
             Stop(folder.path) as stop,
             open_tracker(cfg, folder.path, resumed=goes_on, say=progress.say) as tracker,
@@ -143,7 +158,7 @@ def _run(
             trainer = Trainer(
                 cfg=cfg,
                 model=model,
-                step=build_step(cfg, model, runtime),
+                step=step,
                 data=data,
                 log=log,
                 saver=new_saver(folder.path, cfg.train, progress.say),
@@ -158,9 +173,15 @@ def _run(
                     trainer.spikes.jumped, metrics.spikes = back.jumped, back.spikes
                 progress.advance(done)
                 progress.say(f"[resume] from {start.path}: {done} of {steps} steps are done")
+            if fallback is not None:
+                vitals.heartbeat.loader_error(fallback, done)
+            loader.interrupted = stop.requested
             with _ending_is_recorded(trainer):
+                with trainer.obeying(done):
+                    place = (done, trainer.position(done + 1))
+                    fetch_first(loader, cfg, *place, job.loader, opened_s, vitals, progress.say)
                 files += trainer.train(steps, done)
-    files += finish(trainer, sampler, model_path or folder.path / MODEL)
+    files += finish(trainer, job.sampler, job.model_path or folder.path / MODEL)
     progress.say(summarize(metrics, files))
     return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
 
@@ -171,7 +192,18 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
     log = trainer.log
     log.write()
     try:
-        yield
+        with failures(trainer.cfg, started=True, note=log.loader_failed):
+            yield
+    except LoaderFailed as error:
+        log.metrics.status = "no_data"
+        log.settle()
+        then = trainer.save_last(log.metrics.step)
+        log.write()
+        raise LoaderFailed(
+            f"{error}; stopped after step {log.metrics.step}; {then}",
+            started=error.started,
+            exit_code=error.exit_code,
+        ) from error
     except NonFiniteLoss as error:
         log.metrics.status = "non_finite"
         log.write()

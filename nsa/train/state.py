@@ -34,6 +34,7 @@ def capture(trainer: Trainer, step: int) -> Content:
         "scaler": trainer.scaler.state_dict(),
         "rng": _rng_states(),
         "spikes": trainer.spikes.state_dict(),
+        "data": _data_state(trainer, step),
         "tokens_seen": step * trainer.log.metrics.tokens_per_step,
         "metrics": {name: metrics[name] for name in CARRIED},
     }
@@ -47,6 +48,7 @@ def restore(trainer: Trainer, content: Content) -> None:
         trainer.scaler.load_state_dict(content["scaler"])
     if "spikes" in content:  # checkpoints from before the rule have none
         trainer.spikes.load_state_dict(content["spikes"])
+    trainer.data.train.resume(content["data"]["source"])
     torch.set_rng_state(content["rng"]["cpu"])
     states = content["rng"]["cuda"]
     if states and len(states) == torch.cuda.device_count():
@@ -55,6 +57,12 @@ def restore(trainer: Trainer, content: Content) -> None:
     metrics.step = content["step"]
     for name in CARRIED:
         setattr(metrics, name, content["metrics"].get(name, getattr(metrics, name)))
+
+
+def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
+    """Where the next step begins to read; what waits in a queue has not been read."""
+    position = trainer.position(step + 1)
+    return {"position": position, "source": trainer.data.train.state(position)}
 
 
 def _rng_states() -> dict[str, Any]:

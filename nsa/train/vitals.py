@@ -36,7 +36,7 @@ class Vitals:
         tracker: Tracker | None = None,
     ) -> None:
         self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
-        self._heartbeat = Heartbeat(folder, every=read("NSA_HEARTBEAT_EVERY"))
+        self.heartbeat = Heartbeat(folder, every=read("NSA_HEARTBEAT_EVERY"))
         self._board = open_tensorboard(
             folder, disabled=read("NSA_TB_DISABLE"), resumed_at=resumed_at, say=say
         )
@@ -50,7 +50,7 @@ class Vitals:
     def __enter__(self) -> Vitals:
         write_env(self._folder)
         self._uninstall = install(self._folder)
-        self._heartbeat.boot(self._resumed_at)
+        self.heartbeat.boot(self._resumed_at)
         self._memory.boot()
         return self
 
@@ -63,11 +63,11 @@ class Vitals:
         if self._uninstall is not None:
             self._uninstall()
         self._board.close()
-        self._heartbeat.close()
+        self.heartbeat.close()
 
     def before_step(self, step: int) -> None:
         """An update begins."""
-        self._heartbeat.beat(step)
+        self.heartbeat.beat(step)
         self._memory.before_step(step)
 
     def after_step(self, step: int) -> None:
@@ -88,7 +88,7 @@ class Vitals:
     def logged(self, report: StepReport) -> None:
         """An update got a line in the log."""
         row, fetch = report.row, report.fetch
-        self._heartbeat.progress(
+        self.heartbeat.progress(
             row.step,
             loss=row.loss,
             toks_per_s=row.toks_per_s,
@@ -104,7 +104,7 @@ class Vitals:
             layers=report.layers,
             fallbacks=fallback_counts(),
         )
-        self._heartbeat.step_end(row.step)
+        self.heartbeat.step_end(row.step)
         self._curves(row.step, _scalars(report))
         if self._counters is not None:
             self._counters.append(row.step, report.attention)
