@@ -94,7 +94,7 @@ def run_variant(variant: Variant, config_file: Path, folder: Path, steps: int) -
     command += ["--out-dir", str(folder / variant.name), "--resume", "none", "--allow-long-run"]
     log = folder / f"{variant.name}.log"
     with log.open("wb") as output:
-        environ = changed({**variant.environ, "NSA_HEARTBEAT_EVERY": "1"})
+        environ = changed({"NSA_HEARTBEAT_EVERY": "1", **variant.environ})
         code = subprocess.run(command, env=environ, stdout=output, stderr=output).returncode
     if code:
         last = log.read_text("utf-8", "replace").strip().split("\n")[-1]

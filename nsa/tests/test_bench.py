@@ -13,6 +13,7 @@ import torch
 
 import nsa
 from bench import (
+    bench_overhead,
     bench_prefill,
     bench_train,
     flops,
@@ -524,3 +525,41 @@ def test_train_bench_needs_no_optional_package():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
+
+
+# --- bench_overhead.py ---
+
+
+def test_overhead_is_telemetry_and_the_share_of_a_checkpoint():
+    seconds = {"bare": [0.100, 0.102, 0.098], "telemetry": [0.101] * 3, "checkpoint": [0.106] * 3}
+    found = bench_overhead.summarize(seconds, steps=101)
+    assert found["save_s"] == pytest.approx(0.005 * 100 / 2)  # saves at steps 40 and 80
+    assert found["shares"]["telemetry"] == pytest.approx(0.01)
+    assert found["shares"]["checkpoint"] == pytest.approx(0.25 / (500 * 0.1))
+    assert found["share"] == pytest.approx(0.015)
+    assert "ok" in bench_overhead.describe(found | dict.fromkeys(OVERHEAD_FACTS, 1))
+    assert "miss" in bench_overhead.describe(found | dict.fromkeys(OVERHEAD_FACTS, 1) | {"goal": 0})
+
+
+OVERHEAD_FACTS = ("num_params", "tokens_per_step", "device", "torch", "commit")
+
+
+def test_overhead_is_measured_by_real_runs(tmp_path, capsys):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(
+        "model: {dim: 32, n_layers: 1, n_heads: 4, n_kv_groups: 2, d_k: 8, d_v: 8}\n"
+        "nsa: {l: 8, d: 4, l_sel: 8, n_sel: 3, w: 16}\n"
+        "train: {steps: 8, seq_len: 32, batch_size: 1}\n"
+        "runtime: {precision: fp32, device: cpu}\n",
+        encoding="utf-8",
+    )
+    bench_overhead.main(["--config", str(config), "--steps", "8", "--rounds", "1"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["step_ms"]) == {"bare", "telemetry", "checkpoint"}
+    assert all(value > 0 for value in found["step_ms"].values())
+
+
+def test_overhead_refuses_too_few_steps(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_overhead.main(["--steps", "3"])
+    assert "give at least 4 and 1" in capsys.readouterr().err
