@@ -210,7 +210,7 @@ def test_the_gradient_norm_is_on_the_step_line_when_asked_for(
     assert not any("grad_norm" in line for line in lines("off"))
     monkeypatch.setenv("NSA_LOG_GRAD_NORM", "1")
     shown = lines("on")
-    norms = [float(re.search(r"toks/s \d+ \| grad_norm ([\d.]+) \| eta", x)[1]) for x in shown]  # type: ignore[index]
+    norms = [float(re.search(r"toks/s \d+ \| grad_norm ([\d.]+) \| fetch", x)[1]) for x in shown]  # type: ignore[index]
     assert len(norms) == 4 and all(0 < norm < 100 for norm in norms)
     beats = read_heartbeat(tmp_path / "on" / "run" / "heartbeat_rank0.jsonl")
     said = [beat.extra["grad_norm"] for beat in beats if beat.msg == "progress"]

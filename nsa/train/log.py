@@ -222,6 +222,7 @@ class RunLog:
             eta_s=(self.metrics.steps - row.step) * usual_s,
             step_time_s=step_time_s,
             grad_norm=self._norm,
+            shows_norm=self._shows_norm,
             fetch=self.vitals.fetch_times(),
             mfu=self._mfu(row.toks_per_s),
             gpu=read_gpu(device),
