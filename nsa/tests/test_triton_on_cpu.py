@@ -55,7 +55,7 @@ POINTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_kernels_equal_the_oracle_in_the_interpreter():
     """A process of its own: the switch counts at import, and a bad pointer would be a crash."""
     command = ["env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest"]
