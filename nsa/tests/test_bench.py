@@ -432,7 +432,7 @@ def test_train_bench_measures_both_models_and_says_why_a_variant_failed(tmp_path
     assert "needs a CUDA device" in captured["reason"] and "tokens_per_s" not in captured
     lines = printed.splitlines()[-3:]
     assert [line.split()[1] for line in lines] == ["nsa", "nsa-graph", "dense"]
-    assert "failed: ValueError" in lines[1]
+    assert "failed: ConfigError" in lines[1]
 
 
 def test_train_bench_goes_on_without_the_variant_that_ended_its_process(monkeypatch, capsys):

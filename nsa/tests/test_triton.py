@@ -179,16 +179,6 @@ def test_offsets_of_64_bits_change_nothing(force_order, monkeypatch):
     compare(TINY_CASES[2], torch.float32, "reference", 1e-5, 1e-4)
 
 
-def test_deterministic_algorithms_replace_the_backward_by_blocks(force_order, monkeypatch):
-    force_order("by-block")
-    monkeypatch.setattr(by_block, "backward", None)  # would fail if it were called
-    torch.use_deterministic_algorithms(True)
-    try:
-        compare(Case(SMALL, S=40, Hkv=1, G=2), torch.float32, "reference", 1e-5, 1e-4)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_a_planted_future_block_raises_under_strict_asserts(monkeypatch):
     monkeypatch.setenv("NSA_STRICT_ASSERTS", "1")
     case = Case(SMALL, S=20, Hkv=1, G=2)
