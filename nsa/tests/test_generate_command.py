@@ -20,6 +20,7 @@ from nsa.data import ByteTokenizer
 from nsa.generate import Completion, Completions, Limits, Sampling
 from nsa.model import TinyLM
 from nsa.tests.conftest import REPOSITORY
+from nsa.tests.gpu import needs_gpu
 from nsa.train import checkpoint, save_model
 from nsa.train.model_file import find_model, load_model
 
@@ -174,6 +175,20 @@ def test_every_precision_writes(nsa: Nsa, precision: str) -> None:
     code, out, err = nsa("Hi", "--precision", precision, "--max-new-tokens", "40", "--json")
     assert code == 0, err
     assert texts(out)[0]["num_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "precision", [pytest.param("fp32", marks=needs_gpu), pytest.param("bf16", marks=needs_gpu)]
+)
+def test_a_gpu_writes_what_the_cpu_writes(nsa: Nsa, precision: str) -> None:
+    """In fp32 token by token; in bf16 close calls may differ, but the first token should not."""
+    settings = ["Hi", "--greedy", "--ignore-eos", "--max-new-tokens", "30", "--json"]
+    expected = texts(nsa(*settings, "--device", "cpu", "--precision", "fp32")[1])[0]["tokens"]
+    code, out, err = nsa(*settings, "--device", "cuda", "--precision", precision)
+    assert code == 0, err
+    tokens = texts(out)[0]["tokens"]
+    assert len(tokens) == 30
+    assert tokens == expected if precision == "fp32" else tokens[0] == expected[0]
 
 
 def write_checkpoint(config: Config, folder: Path) -> Path:
