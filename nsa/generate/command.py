@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
+
 from nsa.config import Config, DataConfig, RuntimeConfig
 from nsa.data import Tokenizer, open_tokenizer
 from nsa.generate.complete import Completion, Completions, Limits
@@ -20,6 +22,10 @@ from nsa.train.model_file import find_model
 from nsa.train.runtime import resolve_runtime
 
 STDIN = "-"
+NO_MEMORY = "can't allocate memory"
+"""In the message of torch's allocator for the CPU, which has no error of its own."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +45,19 @@ def run(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
     )
     prompts = read_prompts(args, limits)
-    completions = _load(args, sampling, limits)
+    try:
+        _complete(args, prompts, _load(args, sampling, limits))
+    except KeyboardInterrupt:  # the usual way to say that it is enough
+        _write("\n")
+        return INTERRUPTED
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error):
+            raise ValueError(_no_room(prompts, limits)) from None
+        raise
+    return 0
+
+
+def _complete(args: argparse.Namespace, prompts: list[str], completions: Completions) -> None:
     if args.json:
         for completion in completions.complete(prompts):
             _write(json.dumps(completion.as_json(), ensure_ascii=False) + "\n")
@@ -49,7 +67,14 @@ def run(args: argparse.Namespace) -> int:
         _write(prompts[0] if args.echo else "")
         completions.complete(prompts, show=_write)
         _write("\n")
-    return 0
+
+
+def _no_room(prompts: list[str], limits: Limits) -> str:
+    return (
+        f"there is no memory for the model and the caches of {len(prompts)} prompts, "
+        f"--batch-size {limits.batch_size} at a time, with {limits.max_new_tokens} new tokens; use "
+        "a smaller --batch-size or --max-new-tokens, a shorter prompt, or --precision bf16"
+    )
 
 
 def read_prompts(args: argparse.Namespace, limits: Limits) -> list[str]:

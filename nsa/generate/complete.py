@@ -14,6 +14,8 @@ from nsa.generate.stream import StopStrings, TextStream
 from nsa.model import TinyLM
 
 VERSION = 1
+MOST_TOKENS = 1 << 24
+"""Beyond any cache: a slip of the keyboard, not a length."""
 LONGEST_TOKEN_BYTES = 256
 """Longer than any token of GPT-2 (128): more bytes than this per place cannot fit a cache."""
 
@@ -35,8 +37,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_len", "batch_size"):
             value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name}={value} is not allowed; give a whole number >= 1")
+            if not 1 <= value <= MOST_TOKENS:
+                raise ValueError(
+                    f"{name}={value} is not allowed; give a whole number of 1 to {MOST_TOKENS}"
+                )
         StopStrings(self.stops)
 
     @property

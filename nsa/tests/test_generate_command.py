@@ -177,6 +177,35 @@ def test_every_precision_writes(nsa: Nsa, precision: str) -> None:
     assert texts(out)[0]["num_tokens"] > 0
 
 
+def test_ctrl_c_ends_the_text_without_a_traceback(
+    nsa: Nsa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        yield torch.tensor([65])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nsa.generate.complete.next_tokens", interrupted)
+    assert nsa("Hi") == (130, "A\n", "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"),
+     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 bytes")],
+    ids=["cuda", "cpu"],
+)  # fmt: skip
+def test_a_lack_of_memory_is_said_in_one_line(
+    nsa: Nsa, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(TinyLM, "new_cache", full)
+    code, _, err = nsa("Hi")
+    assert code == 2 and "no memory" in err and "smaller --batch-size" in err
+    assert err.count("\n") == 1
+
+
 ON_GPU = [pytest.param(precision, marks=needs_gpu) for precision in ("fp32", "bf16")]
 
 
@@ -238,6 +267,7 @@ def test_a_checkpoint_whose_bytes_have_changed_is_refused(
         (["a", "--top-p", "0"], "top_p=0.0 is not allowed"),
         (["a", "--top-k", "-2"], "top_k=-2 is not allowed"),
         (["a", "--max-new-tokens", "0"], "max_new_tokens=0 is not allowed"),
+        (["a", "--max-len", str(10**15)], "max_len=1000000000000000 is not allowed"),
         (["a", "--batch-size", "0"], "batch_size=0 is not allowed"),
         (["a", "--stop", ""], "stop string is empty"),
         (["a", "--device", "tpu"], "runtime.device"),
