@@ -1,4 +1,4 @@
-"""The console command `nsa`: settings, sizes, the plan, training, checkpoints, and data."""
+"""The console command `nsa`: settings, sizes, the plan, training, text, checkpoints, data."""
 
 from __future__ import annotations
 
@@ -78,6 +78,8 @@ def _parser() -> StrictParser:
                 metavar="PATH|latest|none",
                 help="default: the newest checkpoint in train.out_dir, if it is of the same run",
             )
+    text = "continue a text with a trained model"
+    _add_generate(commands.add_parser("generate", help=text, description=text))
     _add_data_commands(commands.add_parser("data", help="prepare and check token shards"))
     text = "verify, show, copy or convert checkpoints"
     _add_checkpoint_commands(commands.add_parser("checkpoint", help=text, description=text))
@@ -90,6 +92,35 @@ def _parser() -> StrictParser:
     prove.add_argument("overrides", nargs="*", metavar="group.key=value")
     prove.set_defaults(command=_prove_resume)
     return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="the text; - or nothing reads stdin")
+    where = "model.pt, checkpoint_step{N}.pt, or a run folder"
+    add("--model", default="artifacts/train_showcase", metavar="PATH", help=where)
+    add("--file", metavar="FILE", help="a prompt from a file; - is stdin")
+    add("--prompts", metavar="FILE", help="a prompt on every line; - is stdin")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
+    add("--max-len", type=int, default=65536, metavar="N", help="prompt and text, most (65536)")
+    add("--greedy", action="store_true", help="always the most likely token, as temperature 0")
+    add("--temperature", type=float, default=1.0, metavar="T", help="(1)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely (all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest with sum P (1)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(1: none)")
+    add("--seed", type=int, default=0, metavar="N", help="the same seed, the same text (0)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; can be repeated")
+    add("--ignore-eos", action="store_true", help="go on after the end of a document")
+    add("--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)")
+    add("--tokenizer", metavar="NAME", help="byte, gpt2, hf or a tokenizer.json (the model's)")
+    add("--tokenizer-path", metavar="PATH", help="as data.tokenizer_path, beside --tokenizer")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    precision = "of weights and cache (cpu: fp32; cuda: the config's)"
+    add("--precision", choices=["fp32", "bf16", "fp16"], help=precision)
+    add("--echo", action="store_true", help="print the prompt, too")
+    add("--no-stream", action="store_true", help="print the text when it is complete")
+    add("--json", action="store_true", help="an object per line: prompt, text, tokens, finish")
+    parser.set_defaults(command=_generate)
 
 
 def _add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +208,13 @@ def _train(args: argparse.Namespace) -> int:
         print(f"nsa: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.generate import command
+
+    return command.run(args)
 
 
 def _checkpoint(args: argparse.Namespace) -> int:

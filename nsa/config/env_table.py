@@ -77,7 +77,11 @@ _ATTENTION = (
         "0 runs prefill token by token through decode; training with 0 is refused",
     ),
     Variable(
-        "NSA_PREFILL_TILE", int, 0, "code", "tokens per chunk of prefill; 0 is the whole prompt"
+        "NSA_PREFILL_TILE",
+        int,
+        0,
+        "code",
+        "tokens per chunk of prefill; 0: all at once, of generation 2048",
     ),
     Variable(
         "NSA_FORCE_BRANCH",

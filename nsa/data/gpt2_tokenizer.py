@@ -50,6 +50,10 @@ class GPT2Tokenizer:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return str(self._encoding.decode(list(ids), errors="replace"))
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one id."""
+        return bytes(self._encoding.decode_single_token_bytes(token))
+
     def fingerprint(self) -> str:
         """Hash the bytes of every id, wherever they were read from."""
         digest = hashlib.sha256(f"gpt2/{self.vocab}/{self.eos}".encode())

@@ -54,6 +54,10 @@ class HFTokenizer:
         """Return the text of `ids`, without special tokens."""
         return str(self._tokenizer.decode(list(ids)))
 
+    def token_bytes(self, token: int) -> None:
+        """Return None: the decoder of the file may join tokens in any way."""
+        return None
+
     def fingerprint(self) -> str:
         """Hash the file and the end mark."""
         return fingerprint_of(tokenizer=self.name, file=self._sha256, eos=self.eos)

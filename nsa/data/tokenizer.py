@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`."""
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of one id, a part of a character perhaps; None where it has none."""
+
     def fingerprint(self) -> str:
         """Return a sha256 of everything that decides the ids of a text."""
 
@@ -58,6 +61,10 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return bytes(ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the byte that the id is."""
+        return bytes([token])
 
     def fingerprint(self) -> str:
         """Return a sha256 of what decides the ids: the name says it all."""

@@ -1,12 +1,15 @@
-"""Text from a model: the prompt in one prefill, then token by token with the cache."""
+"""Tokens from a model: the prompt in tiles, then token by token with the cache."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from nsa.data import Tokenizer
-from nsa.generate.sampling import sample_token
+from nsa.generate.sampling import Sampling, choose_tokens
 from nsa.model import TinyLM
 
 PROMPT = "KING.\n"
@@ -18,37 +21,64 @@ TEMPERATURE = 0.5
 def sample_text(model: TinyLM, tokenizer: Tokenizer, seed: int) -> str:
     """Let a model write a short text, to see what it has learned."""
     prompt = torch.from_numpy(tokenizer.encode(PROMPT).copy()).long()[None]
-    ids = generate(model, prompt, SAMPLE_TOKENS, temperature=TEMPERATURE, seed=seed)
+    sampling = Sampling(temperature=TEMPERATURE, seed=seed)
+    ids = generate(model, prompt, SAMPLE_TOKENS, sampling)
     text = ids[0].tolist()
     return tokenizer.decode(text[: text.index(tokenizer.eos)] if tokenizer.eos in text else text)
 
 
-@torch.no_grad()
 def generate(
     model: TinyLM,
     prompt: Tensor,  # [B, T] int64, T >= 1
     num_tokens: int,
-    *,
-    temperature: float = 1.0,
-    seed: int = 0,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
 ) -> Tensor:  # [B, T + num_tokens] int64, on the CPU
     """Continue each prompt by `num_tokens` tokens; the same arguments give the same tokens."""
-    if prompt.ndim != 2 or prompt.shape[1] < 1 or num_tokens < 0:
+    new = list(next_tokens(model, prompt, num_tokens, sampling))
+    return torch.cat([prompt.cpu(), *(token[:, None] for token in new)], dim=1)
+
+
+def next_tokens(
+    model: TinyLM,
+    prompt: Tensor,  # [B, T] int64, T >= 1
+    num_tokens: int,
+    sampling: Sampling,
+) -> Iterator[Tensor]:  # [B] int64, on the CPU
+    """Yield the next token of every prompt, `num_tokens` times, each as soon as it is chosen.
+
+    Every row draws with a generator of its own, of the same seed: what a prompt gets does not
+    depend on the others.
+    """
+    if prompt.ndim != 2 or prompt.shape[0] < 1 or prompt.shape[1] < 1 or num_tokens < 0:
         raise ValueError(
             f"prompt of shape {tuple(prompt.shape)} and num_tokens={num_tokens}; a prompt is "
             "[batch, tokens] with at least one token, num_tokens is >= 0; correct them"
         )
-    device = next(model.parameters()).device
-    draws = torch.Generator().manual_seed(seed)
+    device = model.embed.weight.device
+    draws = [torch.Generator().manual_seed(sampling.seed) for _ in range(len(prompt))]
+    seen = None
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.zeros(len(prompt), model.vocab, dtype=torch.bool)
+        seen.scatter_(1, prompt.cpu(), True)
+    with _evaluating(model):
+        cache = model.new_cache(batch=len(prompt), max_len=prompt.shape[1] + num_tokens)
+        logits = model.prefill_last(prompt.to(device), cache) if num_tokens else None
+        for left in range(num_tokens, 0, -1):
+            assert logits is not None
+            token = choose_tokens(logits, sampling, draws, seen)
+            if seen is not None:
+                seen.scatter_(1, token[:, None], True)
+            yield token
+            if left > 1:
+                logits = model.step(token.to(device), cache)
+
+
+@contextmanager
+def _evaluating(model: TinyLM) -> Iterator[None]:
+    """Leave the model in the mode it was in, also when nobody wants the rest of the tokens."""
     was_training = model.training
     model.eval()
-    cache = model.new_cache(batch=len(prompt), max_len=prompt.shape[1] + num_tokens)
-    logits = model.prefill(prompt.to(device), cache)[:, -1]  # [B, V]
-    tokens = [prompt.cpu()]
-    for left in range(num_tokens, 0, -1):
-        token = sample_token(logits, temperature, draws)  # [B]
-        tokens.append(token[:, None])
-        if left > 1:
-            logits = model.step(token.to(device), cache)
-    model.train(was_training)
-    return torch.cat(tokens, dim=1)
+    try:
+        yield
+    finally:
+        model.train(was_training)

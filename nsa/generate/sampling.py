@@ -1,30 +1,112 @@
-"""The choice of the next token from its logits."""
+"""The choice of the next token from its logits: pure functions, each step of it by itself.
+
+They apply in this order: repetition penalty, temperature, top-k, top-p, draw.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+SEED_LIMIT = 1 << 63
 
-def sample_token(
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; refused when it is built, not in the middle of a text."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token; below 1 the likely ones become likelier, above 1 less so."""
+    top_k: int = 0
+    """Draw from this many most likely tokens only; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most likely tokens whose probabilities reach this sum; 1 from all."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens of the prompt and of the text so far less likely; 1 changes nothing."""
+    seed: int = 0
+    """The same seed, prompt, model and settings give the same text."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0,
+             "a finite number >= 0", "0 for the most likely token, 1 for the model's own choice"),
+            ("top_k", self.top_k >= 0, "a whole number >= 0", "0 to keep all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1", "1 to keep all tokens"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf,
+             "a finite number above 0", "1 for none"),
+            ("seed", 0 <= self.seed < SEED_LIMIT, "a whole number of 0 to 2^63 - 1", "0"),
+        )  # fmt: skip
+        for name, is_good, allowed, advice in checks:
+            if not is_good:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not allowed; it must be {allowed}; "
+                    f"use {advice}"
+                )
+
+
+def choose_tokens(
     logits: Tensor,  # [B, V]
-    temperature: float,
-    generator: torch.Generator | None = None,
-) -> Tensor:  # [B] int64
-    """Draw one token for each row; temperature 0 takes the most likely one.
+    sampling: Sampling,
+    draws: Sequence[torch.Generator],  # one for each row, on the CPU
+    seen: Tensor | None = None,  # [B, V] bool  tokens so far; needed for a penalty
+) -> Tensor:  # [B] int64, on the CPU
+    """Choose one token for each row; a row depends on its own logits and generator alone.
 
-    Below 1 the likely tokens become likelier, above 1 all become more alike. The draw is made in
-    fp32 on the CPU, so that on every device the same logits and seed give the same token.
+    The draw is made in fp32 on the CPU, so that on every device the same logits and seed give the
+    same token.
     """
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(
-            f"temperature={temperature} is not allowed; it must be a finite number >= 0; "
-            "use 0 for the most likely token, 1 for the model's own distribution"
-        )
     logits = logits.float().cpu()
-    if temperature == 0:
+    if logits.isnan().any():
+        raise ValueError(
+            "the model's logits are NaN; its weights are broken or overflow in this precision; "
+            "use fp32 or another checkpoint"
+        )
+    if sampling.repetition_penalty != 1.0:
+        assert seen is not None, "a repetition penalty needs the tokens so far"
+        logits = penalize(logits, seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    probabilities = torch.softmax(logits / temperature, dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        logits = keep_top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = keep_top_p(logits, sampling.top_p)
+    probabilities = torch.softmax(logits, dim=-1)
+    rows = zip(probabilities, draws, strict=True)
+    return torch.cat([torch.multinomial(row, 1, generator=draw) for row, draw in rows])
+
+
+def penalize(
+    logits: Tensor,  # [B, V]
+    seen: Tensor,  # [B, V] bool
+    penalty: float,
+) -> Tensor:  # [B, V]
+    """Divide the positive logits of seen tokens by the penalty, and multiply the negative ones."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_top_k(logits: Tensor, k: int) -> Tensor:  # [B, V] -> [B, V]
+    """-inf for all but the k largest; a tie goes to the lower id."""
+    return _keep(logits, torch.arange(logits.shape[-1]) < k)
+
+
+def keep_top_p(logits: Tensor, p: float) -> Tensor:  # [B, V] -> [B, V]
+    """-inf for all but the fewest most likely whose sum reaches p; a tie goes to the lower id."""
+    probabilities = torch.softmax(logits.double(), dim=-1)
+    ranked = probabilities.sort(dim=-1, descending=True, stable=True).values
+    reached = ranked.cumsum(dim=-1) >= p
+    keep = torch.ones_like(reached)
+    keep[..., 1:] = ~reached[..., :-1]  # the more likely ones do not suffice
+    return _keep(logits, keep)
+
+
+def _keep(logits: Tensor, keep_rank: Tensor) -> Tensor:
+    """-inf for the tokens at ranks (most likely first) that are not to be kept."""
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    keep = torch.zeros_like(logits, dtype=torch.bool)
+    keep.scatter_(-1, order, keep_rank.expand_as(logits))
+    return logits.masked_fill(~keep, -math.inf)

@@ -143,12 +143,23 @@ class NSACache:
         v = torch.cat([self.win.v[:, :, old], v_win.transpose(1, 2)], dim=2)
         num_cmp = self.spec.num_cmp(end)
         return Branches(
-            cmp=clean(self.cmp.k[:, :, :num_cmp].to(dtype), self.cmp.v[:, :, :num_cmp].to(dtype)),
-            sel=clean(self.sel.k[:, :, :end].to(dtype), self.sel.v[:, :, :end].to(dtype)),
-            win=clean(k.to(dtype), v.to(dtype)),
+            cmp=_readable(self.cmp.k[:, :, :num_cmp], self.cmp.v[:, :, :num_cmp], dtype),
+            sel=_readable(self.sel.k[:, :, :end], self.sel.v[:, :, :end], dtype),
+            win=_readable(k, v, dtype),
             win_first=self.length - kept,
         )
 
     def _window_slots(self, start: int, stop: int) -> Tensor:
         """Places in the ring of the tokens start .. stop - 1."""
         return torch.arange(start, stop, device=self.sel.k.device) % self.win.k.shape[2]
+
+
+def _readable(k: Tensor, v: Tensor, dtype: torch.dtype) -> KeyValues:
+    """The buffers as they are, without a copy of the whole past; only a NaN in them needs one.
+
+    Smallest and largest value tell of it, and take no memory of the size of v.
+    """
+    low, high = torch.aminmax(v, dim=-1)
+    if (low.isfinite() & high.isfinite()).all():
+        return KeyValues(k, v)
+    return clean(k.to(dtype), v.to(dtype))

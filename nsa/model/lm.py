@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa.config import Config, parse_layers
+from nsa.config.env import read
 from nsa.model.attention import NSAAttention
 from nsa.model.block import Attention, Block
 from nsa.model.dense import ATTENTIONS, DenseAttention
@@ -19,6 +20,8 @@ from nsa.model.rope import document_positions
 from nsa.model.stats import AttentionStats
 
 EMBED_STD = 0.02
+PREFILL_TILE = 2048
+"""Tokens of a prompt that go through the model at once, unless NSA_PREFILL_TILE says otherwise."""
 
 
 class ModelCache:
@@ -200,6 +203,25 @@ class TinyLM(nn.Module):
         for block, layer in zip(self.layers, cache.layers, strict=True):
             x = block.prefill(x, layer)
         return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def prefill_last(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, V]
+        """Append a prompt of any length tile by tile; logits of the next token alone.
+
+        What it holds at a time, beside the cache, is that of a tile: a prompt of 64k tokens with
+        GPT-2's vocabulary would otherwise have 13 GB of logits.
+        """
+        tile = read("NSA_PREFILL_TILE") or PREFILL_TILE
+        if cache.length + ids.shape[-1] > cache.max_len:  # before the first tile, not at the last
+            raise ValueError(
+                f"{cache.length} + {ids.shape[-1]} tokens do not fit a cache for {cache.max_len}; "
+                f"make it with max_len >= {cache.length + ids.shape[-1]}"
+            )
+        for part in ids.split(tile, dim=-1):
+            x = self._embed(part)
+            for block, layer in zip(self.layers, cache.layers, strict=True):
+                x = block.prefill(x, layer)
+        return self.head(self.norm(x[:, -1]))
 
     @torch.no_grad()
     def step(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B] or [B, 1] -> [B, V]

@@ -1,4 +1,4 @@
-"""Sampling, and generation through prefill and the decode cache."""
+"""Generation of tokens through prefill and the decode cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 from nsa.config import Config
 from nsa.data import ByteTokenizer
-from nsa.generate import generate, sample_text, sample_token
+from nsa.generate import Sampling, generate, next_tokens, sample_text
 from nsa.generate.decode import PROMPT, SAMPLE_TOKENS
 from nsa.model import TinyLM
+
+GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture
@@ -25,29 +27,9 @@ def model(tiny_config: Callable[..., Config]) -> TinyLM:
     return model
 
 
-def test_temperature_zero_takes_the_most_likely_token() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 0.0]])
-    assert sample_token(logits, temperature=0).tolist() == [1, 0]
-
-
-def test_draws_follow_the_distribution_at_the_temperature() -> None:
-    draws = torch.Generator().manual_seed(0)
-    logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(20_000, 3)
-    tokens = sample_token(logits, temperature=2.0, generator=draws)
-    seen = torch.bincount(tokens, minlength=3) / len(tokens)
-    expected = torch.softmax(torch.tensor([0.0, 0.5, 1.0]), dim=-1)
-    assert torch.allclose(seen, expected, atol=0.015)
-
-
-@pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])
-def test_temperature_that_means_nothing_is_refused(temperature: float) -> None:
-    with pytest.raises(ValueError, match=r"temperature=.*must be a finite number >= 0"):
-        sample_token(torch.zeros(1, 4), temperature)
-
-
 def test_greedy_generation_equals_the_full_forward_at_every_token(model: TinyLM) -> None:
     prompt = torch.randint(1, 256, (2, 5))
-    ids = generate(model, prompt, 40, temperature=0)  # beyond l, l_sel and w of the tiny config
+    ids = generate(model, prompt, 40, GREEDY)  # beyond l, l_sel and w of the tiny config
     assert ids.shape == (2, 45)
     assert torch.equal(ids[:, :5], prompt)
     with torch.no_grad():
@@ -57,7 +39,7 @@ def test_greedy_generation_equals_the_full_forward_at_every_token(model: TinyLM)
 
 def test_same_seed_writes_the_same_text_and_another_seed_another(model: TinyLM) -> None:
     prompt = torch.tensor([[72, 105]])
-    first, again, other = (generate(model, prompt, 30, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (generate(model, prompt, 30, Sampling(seed=seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -84,6 +66,54 @@ def test_prompt_that_cannot_be_continued_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"a prompt is \[batch, tokens\]"):
         generate(model, prompt, num_tokens)
+
+
+@pytest.mark.parametrize("tile", [1, 7, 64])
+def test_a_prompt_in_tiles_gives_the_tokens_of_one_piece(
+    model: TinyLM, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = torch.randint(1, 256, (1, 50))
+    whole = generate(model.double(), prompt, 10, GREEDY)
+    monkeypatch.setenv("NSA_PREFILL_TILE", str(tile))
+    assert torch.equal(generate(model, prompt, 10, GREEDY), whole)
+
+
+def test_a_prompt_that_does_not_fit_the_cache_is_refused_before_it_is_read(model: TinyLM) -> None:
+    cache = model.new_cache(batch=1, max_len=8)
+    with pytest.raises(ValueError, match=r"0 \+ 9 tokens do not fit a cache for 8; make it"):
+        model.prefill_last(torch.ones(1, 9, dtype=torch.int64), cache)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3, top_p=0.9, repetition_penalty=1.3)])
+def test_each_row_of_a_batch_gets_what_it_would_get_alone(
+    model: TinyLM, sampling: Sampling
+) -> None:
+    prompts = torch.randint(1, 256, (5, 6))
+    together = generate(model.double(), prompts, 25, sampling)
+    alone = [generate(model, prompt[None], 25, sampling) for prompt in prompts]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_a_repetition_penalty_counts_the_prompt_and_the_text(model: TinyLM) -> None:
+    prompt = torch.randint(1, 256, (1, 6))
+    harsh = Sampling(temperature=0, repetition_penalty=1e6)
+    torch.nn.init.ones_(model.norm.weight)
+    assert model.lm_head is not None
+    model.lm_head.weight.data.abs_()
+    ids = generate(model, prompt, 60, harsh)[0].tolist()
+    assert len(set(ids)) == len(set(prompt[0].tolist())) + 60
+
+
+def test_tokens_come_one_by_one_and_the_model_is_put_back_when_nobody_wants_more(
+    model: TinyLM,
+) -> None:
+    model.train()
+    tokens = next_tokens(model, torch.tensor([[1, 2]]), 1000, GREEDY)
+    next(tokens)
+    assert not model.training
+    tokens.close()  # type: ignore[attr-defined]
+    assert model.training
 
 
 def test_sample_text_begins_with_the_prompt_and_is_repeatable(

@@ -176,6 +176,9 @@ def test_bits_per_byte_count_the_bytes_of_the_text(tiny_config: Callable[..., Co
         def decode(self, ids: Iterable[int]) -> str:
             return "ab" * len(list(ids))
 
+        def token_bytes(self, token: int) -> bytes:
+            return b"ab"
+
         def fingerprint(self) -> str:
             return "pairs"
 

@@ -11,11 +11,12 @@ from nsa.train.errors import (
     TrainError,
 )
 from nsa.train.feed import LoaderOptions
-from nsa.train.model_file import load_model, save_model
+from nsa.train.model_file import BadModelFile, load_model, save_model
 from nsa.train.run import TrainResult, run
 
 __all__ = [
     "BadCheckpoint",
+    "BadModelFile",
     "Halted",
     "Interrupted",
     "LoaderFailed",

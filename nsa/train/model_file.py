@@ -7,6 +7,7 @@ loads with `torch.load(..., weights_only=True)`.
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ import torch
 from nsa.config import Config, Setting, build, to_container
 from nsa.model import TinyLM
 from nsa.telemetry.atomic import replacing
+from nsa.train import checkpoint
+
+NAME = "model.pt"
+
+
+class BadModelFile(ValueError):
+    """A file that no model can be loaded from; the message says why and what to do."""
 
 
 def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
@@ -25,16 +33,92 @@ def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
     return path
 
 
+def find_model(path: Path) -> Path:
+    """A file as it is; of a run folder its model.pt, or else its newest checkpoint."""
+    if not path.is_dir():
+        return path
+    steps = checkpoint.steps_of(path)
+    if (path / NAME).is_file() or not steps:
+        return path / NAME
+    return path / checkpoint.NAME.format(step=steps[0])
+
+
 def load_model(path: Path) -> tuple[TinyLM, Config]:
-    """Build the model of a file on the CPU, in evaluation mode, with its config."""
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    cfg = build(
+    """Build the model of a file on the CPU, in evaluation mode, with its config.
+
+    A checkpoint is held to its manifest first. Names and shapes are compared before anything of
+    the size that the config asks for is allocated.
+    """
+    content = _read(path)
+    weights, cfg = content["state_dict"], _config(content["cfg"], path)
+    _check_layers(weights, cfg, path)
+    with torch.device("meta"):
+        model = TinyLM.from_config(cfg, vocab=_vocab(weights, path))
+    _check_shapes(weights, model.state_dict(), path)
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.float().requires_grad_().eval(), cfg
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if checkpoint.PATTERN.fullmatch(path.name):
+        return checkpoint.read(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise BadModelFile(
+            f"{path} does not exist; name a model.pt, a checkpoint_step{{N}}.pt or a run folder"
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadModelFile(
+            f"{path} cannot be read as a model ({reason}); name a model.pt that a run has written"
+        ) from None
+    keys = ("state_dict", "cfg")
+    if not isinstance(content, dict) or not all(isinstance(content.get(k), dict) for k in keys):
+        raise BadModelFile(
+            f"{path} has no weights with their config (state_dict and cfg); name a model.pt or a "
+            "checkpoint that a run has written"
+        )
+    return content
+
+
+def _config(groups: dict[str, Any], path: Path) -> Config:
+    wrong = [group for group, values in groups.items() if not isinstance(values, dict)]
+    if wrong:
+        raise BadModelFile(f"{path}: cfg.{wrong[0]} is no group of settings; use another file")
+    return build(
         [
             Setting(f"{group}.{key}", value, str(path))
-            for group, values in content["cfg"].items()
+            for group, values in groups.items()
             for key, value in values.items()
         ]
     )
-    model = TinyLM.from_config(cfg, vocab=len(content["state_dict"]["embed.weight"]))
-    model.load_state_dict(content["state_dict"], strict=True)
-    return model.eval(), cfg
+
+
+def _vocab(weights: dict[str, Any], path: Path) -> int:
+    embedding = weights.get("embed.weight")
+    if not isinstance(embedding, torch.Tensor) or embedding.dim() != 2 or not len(embedding):
+        raise BadModelFile(f"{path} holds no embedding (embed.weight); use another file")
+    return len(embedding)
+
+
+def _check_layers(weights: dict[str, Any], cfg: Config, path: Path) -> None:
+    """Before the model is built: even without memory, a layer takes time."""
+    names = [str(name).split(".") for name in weights]
+    layers = {parts[1] for parts in names if parts[0] == "blocks" and len(parts) > 1}
+    if len(layers) != cfg.model.n_layers:
+        raise BadModelFile(
+            f"{path} holds {len(layers)} layers, its config says {cfg.model.n_layers}: they are "
+            "not of one model; use another file"
+        )
+
+
+def _check_shapes(weights: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+    for name in sorted(expected.keys() | weights.keys()):
+        given = list(weights[name].shape) if isinstance(weights.get(name), torch.Tensor) else None
+        needed = list(expected[name].shape) if name in expected else None
+        if given != needed:
+            raise BadModelFile(
+                f"{path}: {name} is {given or 'not there'}, the model of its config has "
+                f"{needed or 'no such tensor'}: they are not of one model; use another file"
+            )

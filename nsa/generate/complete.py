@@ -1,0 +1,208 @@
+"""Text to text: prompts, each continued until a limit, its end mark or a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from nsa.data import Tokenizer
+from nsa.generate.decode import next_tokens
+from nsa.generate.sampling import Sampling
+from nsa.generate.stream import StopStrings, TextStream
+from nsa.model import TinyLM
+
+VERSION = 1
+MOST_TOKENS = 1 << 24
+"""Beyond any cache: a slip of the keyboard, not a length."""
+LONGEST_TOKEN_BYTES = 256
+"""Longer than any token of GPT-2 (128): more bytes than this per place cannot fit a cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where a text ends."""
+
+    max_new_tokens: int = 128
+    max_len: int = 65536
+    """Tokens of a prompt and its text together, which is what a cache is made for, at most."""
+    stops: tuple[str, ...] = ()
+    """The text ends before the first of them."""
+    ignore_eos: bool = False
+    """Go on after the end mark of a document."""
+    batch_size: int = 32
+    """Prompts of equal length that go through the model together."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_len", "batch_size"):
+            value = getattr(self, name)
+            if not 1 <= value <= MOST_TOKENS:
+                raise ValueError(
+                    f"{name}={value} is not allowed; give a whole number of 1 to {MOST_TOKENS}"
+                )
+        StopStrings(self.stops)
+
+    @property
+    def max_prompt_bytes(self) -> int:
+        """A text of more bytes is too long in any tokenizer, and need not be read."""
+        return self.max_len * LONGEST_TOKEN_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What became of one prompt."""
+
+    prompt: str
+    text: str
+    """Without the prompt, the end mark and the stop string."""
+    tokens: list[int]
+    """All that were generated."""
+    num_prompt_tokens: int
+    finish: str
+    """length, eos or stop."""
+
+    def as_json(self) -> dict[str, object]:
+        """Schema, version 1: these fields, and the number of tokens."""
+        return {"version": VERSION, **asdict(self), "num_tokens": len(self.tokens)}
+
+
+class Completions:
+    """A model with its tokenizer, to continue texts with."""
+
+    def __init__(
+        self, model: TinyLM, tokenizer: Tokenizer, sampling: Sampling, limits: Limits
+    ) -> None:
+        if tokenizer.vocab != model.vocab:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name} has {tokenizer.vocab} ids, the model has "
+                f"{model.vocab}; they do not fit: use the tokenizer that the model was trained with"
+            )
+        self.model, self.tokenizer, self.sampling, self.limits = model, tokenizer, sampling, limits
+
+    def complete(
+        self, prompts: Sequence[str], show: Callable[[str], None] | None = None
+    ) -> list[Completion]:
+        """Continue every prompt; all are checked before the first is begun.
+
+        `show` gets the text of a single prompt piece by piece, as it is generated.
+        """
+        assert show is None or len(prompts) == 1, "several texts cannot be shown at once"
+        ids = [self.encode(prompt, place) for place, prompt in enumerate(prompts, start=1)]
+        done: dict[int, Completion] = {}
+        for batch in batches([len(one) for one in ids], self.limits.batch_size):
+            texts = [_Text(self, prompts[i], len(ids[i])) for i in batch]
+            self._fill(texts, torch.tensor([ids[i] for i in batch]), show)
+            done |= {i: text.result() for i, text in zip(batch, texts, strict=True)}
+        return [done[i] for i in range(len(prompts))]
+
+    def encode(self, prompt: str, place: int = 1) -> list[int]:
+        """The ids of a prompt that can be continued; `place` is its number in messages."""
+        if not prompt:
+            raise ValueError(f"prompt {place} is empty; give at least one character to continue")
+        size = len(_utf8(prompt, place))
+        if size > self.limits.max_prompt_bytes:
+            raise ValueError(_too_long(place, f"{size:,} bytes", self.limits))
+        ids: list[int] = self.tokenizer.encode(prompt).tolist()
+        if not ids:
+            raise ValueError(
+                f"prompt {place} has no token in the tokenizer {self.tokenizer.name}; give a text "
+                "that it knows"
+            )
+        if len(ids) + self.limits.max_new_tokens > self.limits.max_len:
+            raise ValueError(_too_long(place, f"{len(ids):,} tokens", self.limits))
+        return ids
+
+    def _fill(
+        self, texts: list[_Text], prompt: torch.Tensor, show: Callable[[str], None] | None
+    ) -> None:
+        """Generate for prompts of equal length until all texts are at their end."""
+        steps = next_tokens(self.model, prompt, self.limits.max_new_tokens, self.sampling)
+        for tokens in steps:
+            for text, token in zip(texts, tokens.tolist(), strict=True):
+                text.push(token)
+            if show is not None:
+                show(texts[0].new_text())
+            if all(text.finish for text in texts):
+                break
+        for text in texts:
+            text.end()
+        if show is not None:
+            show(texts[0].new_text())
+
+
+class _Text:
+    """One text while it grows."""
+
+    def __init__(self, parent: Completions, prompt: str, num_prompt_tokens: int) -> None:
+        self.prompt, self.num_prompt_tokens = prompt, num_prompt_tokens
+        self.finish = ""
+        self._eos = None if parent.limits.ignore_eos else parent.tokenizer.eos
+        self._stream = TextStream(parent.tokenizer)
+        self._stops = StopStrings(parent.limits.stops)
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
+        self._num_shown = 0
+
+    def push(self, token: int) -> None:
+        if self.finish:
+            return  # others of the batch go on
+        self._tokens.append(token)
+        if token == self._eos:
+            self.finish = "eos"
+            return
+        self._pieces.append(self._stops.push(self._stream.push(token)))
+        if self._stops.found:
+            self.finish = "stop"
+
+    def end(self) -> None:
+        """Add what was held back: an unfinished character, the start of a stop string."""
+        if self.finish == "stop":
+            return
+        self._pieces.append(self._stops.push(self._stream.finish()))
+        if self._stops.found:
+            self.finish = "stop"
+        self._pieces.append(self._stops.finish())
+        self.finish = self.finish or "length"
+
+    def new_text(self) -> str:
+        """What has come since the last call."""
+        text = "".join(self._pieces[self._num_shown :])
+        self._num_shown = len(self._pieces)
+        return text
+
+    def result(self) -> Completion:
+        return Completion(
+            prompt=self.prompt,
+            text="".join(self._pieces),
+            tokens=self._tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            finish=self.finish,
+        )
+
+
+def batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Indices of equal lengths together, at most `batch_size`: a cache holds one length."""
+    by_length: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(index)
+    for indices in by_length.values():
+        for first in range(0, len(indices), batch_size):
+            yield indices[first : first + batch_size]
+
+
+def _utf8(prompt: str, place: int) -> bytes:
+    try:
+        return prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt {place} is not UTF-8 at character {error.start}; a prompt must be; convert it"
+        ) from None
+
+
+def _too_long(place: int, size: str, limits: Limits) -> str:
+    return (
+        f"prompt {place} has {size}, which with max_new_tokens={limits.max_new_tokens} do not fit "
+        f"a cache of max_len={limits.max_len} tokens; shorten it, or allow a larger max_len, which "
+        "takes memory in proportion"
+    )
