@@ -19,6 +19,7 @@ from nsa.config.describe import (
     variable_rows,
 )
 from nsa.config.env import check_environment, in_effect, raw, read
+from nsa.operate.flags import add_watch_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,6 +90,11 @@ def _parser() -> StrictParser:
     prove.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
     prove.add_argument("overrides", nargs="*", metavar="group.key=value")
     prove.set_defaults(command=_prove_resume)
+    text = "judge a run folder from outside, again and again, and stop a run that must be stopped"
+    watch = commands.add_parser("watch", help=text, description=text)
+    watch.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    add_watch_flags(watch)
+    watch.set_defaults(command=_watch)
     return parser
 
 
@@ -198,6 +204,12 @@ def _prove_resume(args: argparse.Namespace) -> int:
     verdict = "equal bit by bit" if holds else "NOT equal"
     print(f"{steps} steps in one piece, and stopped at {stop_at}: {verdict}; proof in {folder}")
     return 0 if holds else 1
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from nsa.operate.watch import watch
+
+    return watch(args.folder, args)
 
 
 def _data_prepare(args: argparse.Namespace) -> int:

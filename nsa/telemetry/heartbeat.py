@@ -114,6 +114,7 @@ class Heartbeat:
         fetch_p50_ms: float | None = None,
         fetch_p95_ms: float | None = None,
         gpu: GpuReading | None = None,
+        rss_mib: float | None = None,
         attention: Mapping[str, Any] | None = None,
         layers: Sequence[Mapping[str, float]] | None = None,
         fallbacks: Mapping[str, int] | None = None,
@@ -134,7 +135,7 @@ class Heartbeat:
             "fetch_p50_ms": fetch_p50_ms,
             "fetch_p95_ms": fetch_p95_ms,
         }
-        extra |= (gpu or GpuReading())._asdict()
+        extra |= (gpu or GpuReading())._asdict() | {"rss_mib": rss_mib}
         extra |= {name: (attention or {}).get(key) for name, key in ATTENTION_FIELDS.items()}
         extra["layers"] = None if layers is None else _by_field(layers)
         extra |= {f"fb_{name}": count for name, count in (fallbacks or {}).items()}
@@ -216,6 +217,21 @@ def last_beat(path: Path | str, msg: str | None = None) -> Beat | None:
     """The last line, or the last of the kind `msg`; None without one near the end, or any file."""
     beats = _beats_from_end(Path(path))
     return next((beat for beat in beats if msg is None or beat.msg == msg), None)
+
+
+def tail_beats(path: Path | str, most_bytes: int) -> tuple[list[Beat], list[str]]:
+    """The lines within the last bytes, oldest first, and a word on those that cannot be read.
+
+    For a reader that shows what it can: a bad line is passed over instead of raised.
+    """
+    beats: list[Beat] = []
+    problems: list[str] = []
+    for line in lines_from_end(Path(path), most_bytes):
+        try:
+            beats.append(_parse(Path(path), line))
+        except BrokenHeartbeat as error:
+            problems.append(str(error))
+    return beats[::-1], problems[::-1]
 
 
 def age_seconds(path: Path | str, now: float | None = None) -> float | None:

@@ -100,6 +100,7 @@ class Vitals:
             fetch_p50_ms=fetch.p50_ms,
             fetch_p95_ms=fetch.p95_ms,
             gpu=report.gpu,
+            rss_mib=report.rss_mib,
             attention=report.attention,
             layers=report.layers,
             fallbacks=fallback_counts(),
