@@ -1,4 +1,4 @@
-"""The console command `nsa`: settings, sizes, the plan, training, checkpoints, and data."""
+"""The console command `nsa`: settings, sizes, plan, training, checkpoints, data, operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nsa.config.describe import (
     variable_rows,
 )
 from nsa.config.env import check_environment, in_effect, raw, read
-from nsa.operate.flags import add_watch_flags
+from nsa.operate.flags import add_monitor_flags, add_watch_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,6 +95,10 @@ def _parser() -> StrictParser:
     watch.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     add_watch_flags(watch)
     watch.set_defaults(command=_watch)
+    text = "show a run folder: live in a terminal, as lines in a pipe; it only reads"
+    monitor = commands.add_parser("monitor", help=text, description=text)
+    add_monitor_flags(monitor)
+    monitor.set_defaults(command=_monitor)
     return parser
 
 
@@ -210,6 +214,12 @@ def _watch(args: argparse.Namespace) -> int:
     from nsa.operate.watch import watch
 
     return watch(args.folder, args)
+
+
+def _monitor(args: argparse.Namespace) -> int:
+    from nsa.operate.monitor import monitor
+
+    return monitor(args.folder, args)
 
 
 def _data_prepare(args: argparse.Namespace) -> int:

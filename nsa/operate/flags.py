@@ -28,4 +28,4 @@ def add_monitor_flags(parser: argparse.ArgumentParser) -> None:
         "folder", type=Path, nargs="?", metavar="RUN_FOLDER", help="default: the variable OUT_DIR"
     )
     parser.add_argument("--once", action="store_true", help="print one report and end")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="%(default)g s")
+    parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="%(default)g s")

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,9 +28,12 @@ from nsa.telemetry import (
     read_env,
     read_metrics,
 )
+from nsa.telemetry.alarms import NAME as ALARMS
 from nsa.telemetry.alarms import Alarm, last_alarms
+from nsa.telemetry.env_file import NAME as ENV
 from nsa.telemetry.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP, tail_beats
-from nsa.telemetry.sentinels import Halt, read_anomaly, read_halt
+from nsa.telemetry.metrics import NAME as METRICS
+from nsa.telemetry.sentinels import ANOMALY, Halt, read_anomaly, read_halt
 
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 CHECKPOINT = re.compile(r"checkpoint_step(\d+)\.pt")
@@ -152,19 +156,20 @@ def read_run(folder: Path, *, now: float | None = None, tail_bytes: int = SEARCH
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
     problems: list[str] = []
     now = time.time() if now is None else now
-    env = _try(lambda: read_env(folder), problems)
+    table = folder / TRAINING
+    env = _try(folder / ENV, lambda: read_env(folder), problems)
     return Run(
         folder=folder,
         now=now,
-        metrics=_try(lambda: read_metrics(folder), problems),
+        metrics=_try(folder / METRICS, lambda: read_metrics(folder), problems),
         env=env,
         ranks=_ranks(folder, env, tail_bytes, problems),
-        rows=_try(lambda: last_rows(TrainingRow, folder / TRAINING, ROWS), problems) or [],
-        checkpoints=_try(lambda: _checkpoints(folder), problems) or [],
+        rows=_try(table, lambda: last_rows(TrainingRow, table, ROWS), problems) or [],
+        checkpoints=_try(folder, lambda: _checkpoints(folder), problems) or [],
         halt=read_halt(folder),
-        anomaly=_try(lambda: read_anomaly(folder), problems),
-        alarms=_try(lambda: last_alarms(folder, SHOWN_ALARMS), problems) or [],
-        free_bytes=_try(lambda: shutil.disk_usage(folder).free, problems),
+        anomaly=_try(folder / ANOMALY, lambda: read_anomaly(folder), problems),
+        alarms=_try(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS), problems) or [],
+        free_bytes=_try(folder, lambda: shutil.disk_usage(folder).free, problems),
         problems=problems,
     )
 
@@ -175,14 +180,15 @@ def number(beat: Beat, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and _is_number(value) else None
 
 
-def _try(read: Callable[[], T], problems: list[str]) -> T | None:
+def _try(path: Path, load: Callable[[], T], problems: list[str]) -> T | None:
     """What a reader gives; a file that is not there is None, another failure also a problem."""
     try:
-        return read()
+        return load()
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:  # not what we would write
-        problems.append(str(error))
+        text = str(error)
+        problems.append(text if path.name in text else f"{path}: {text}")
         return None
 
 
@@ -191,14 +197,14 @@ def _ranks(
 ) -> list[Rank]:
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name))]
     ranks = []
-    for number_, path in sorted(found):
-        read = _try(lambda path=path: tail_beats(path, tail_bytes), problems)  # type: ignore[misc]
-        beats, bad = read or ([], [])
+    for rank, path in sorted(found):
+        found_lines = _try(path, partial(tail_beats, path, tail_bytes), problems)
+        beats, bad = found_lines or ([], [])
         if bad:
             problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
         pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
         gone = is_gone(pid, env) if pid and env else None
-        ranks.append(Rank(rank=number_, path=path, beats=beats, gone=gone))
+        ranks.append(Rank(rank=rank, path=path, beats=beats, gone=gone))
     return ranks
 
 

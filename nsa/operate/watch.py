@@ -14,6 +14,7 @@ from nsa.operate.ladder import Ladder
 from nsa.operate.limits import Limits, limits_for
 from nsa.operate.rules import judge
 from nsa.operate.snapshot import Run, read_run
+from nsa.operate.text import printable
 from nsa.operate.webhook import Webhook
 from nsa.telemetry.alarms import Alarm, append_alarm
 
@@ -147,4 +148,4 @@ def with_environment(limits: Limits) -> Limits:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(printable(text), flush=True)

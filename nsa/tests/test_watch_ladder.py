@@ -83,8 +83,8 @@ def test_a_run_that_hangs_is_asked_dumped_asked_again_and_killed(
     run, folder = hanging
 
     def quick(limits: Limits) -> Limits:
-        waits = dict(dump_after_s=10.0, term_after_s=20.0, kill_after_s=30.0)
-        return dataclasses.replace(limits, free_gib=0.0, **waits)
+        roomy = dataclasses.replace(limits, free_gib=0.0)
+        return dataclasses.replace(roomy, dump_after_s=10, term_after_s=20, kill_after_s=30)
 
     watch = Watch(folder, kill=True, say=lambda text: None, adapt=quick)
     now = time.time()
