@@ -59,16 +59,18 @@ def board(
         Row("alarms", [*_alarms(run, alarms)]),
     ]
     if run.problems:
-        rows.append(Row("unreadable", [Part(printable(text), WARN) for text in run.problems]))
-    return rows
+        rows.append(Row("unreadable", [Part(text, WARN) for text in run.problems]))
+    return [
+        Row(label, [Part(printable(text), style) for text, style in parts]) for label, parts in rows
+    ]
 
 
 def _status(run: Run) -> Iterator[Part]:
-    yield Part(printable(run.status), STATUS_STYLES.get(run.status, BAD))
+    yield Part(run.status, STATUS_STYLES.get(run.status, BAD))
     if run.anomaly:
-        yield Part(f"anomaly: {printable(run.anomaly)}", BAD)
+        yield Part(f"anomaly: {run.anomaly}", BAD)
     if run.halt is not None:
-        why = printable(run.halt.reason) or "touched"
+        why = run.halt.reason or "touched"
         yield Part(f".HALT, {duration(run.halt.age_s)} old: {why}", WARN)
     if run.metrics is not None:
         yield Part(f"{run.metrics.device}, {run.metrics.dtype}")
@@ -171,8 +173,8 @@ def _gates(last: Beat | None, limits: Limits) -> Iterator[Part]:
     collapsed = number(last, "collapse_fraction") or 0.0
     yield Part(f"collapsed {collapsed:.1%}", WARN if collapsed > 0 else GOOD)
     shares = last.extra.get("gate_branch_shares")
-    if isinstance(shares, list) and len(shares) == 3:
-        named = zip(("cmp", "sel", "win"), shares, strict=True)
+    if isinstance(shares, list) and all(isinstance(share, int | float) for share in shares):
+        named = zip(("cmp", "sel", "win"), shares, strict=False)
         yield Part(" ".join(f"{name} {share:.2f}" for name, share in named))
 
 
@@ -212,9 +214,9 @@ def _rank(run: Run, rank: Rank, limits: Limits) -> Part:
 
 def _alarms(run: Run, alarms: Sequence[Alarm]) -> Iterator[Part]:
     for alarm in alarms:
-        yield Part(f"now {alarm.type}: {printable(alarm.text)}", BAD)
+        yield Part(f"now {alarm.type}: {alarm.text}", BAD)
     for alarm in run.alarms[-SHOWN_ALARMS:]:
         at = datetime.fromtimestamp(alarm.ts).strftime("%m-%d %H:%M:%S")
-        yield Part(f"{at} {printable(f'{alarm.action} {alarm.type}: {alarm.text}')}", WARN)
+        yield Part(f"{at} {alarm.action} {alarm.type}: {alarm.text}", WARN)
     if not alarms and not run.alarms:
         yield Part("none", GOOD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nsa.operate.limits import Limits
 from nsa.operate.snapshot import Run, number
 from nsa.telemetry import Beat
@@ -66,7 +68,7 @@ def nan_loss(run: Run, limits: Limits) -> list[Alarm]:
     lines = run.progress
     if not lines:
         return []
-    lost = [beat.extra.get(NON_FINITE) or {} for beat in lines[-limits.bad_grad_n :]]
+    lost = [_lost(beat) for beat in lines[-limits.bad_grad_n :]]
     grads = len(lost) == limits.bad_grad_n and all("grad_norm" in names for names in lost)
     if "loss" not in lost[-1] and not grads:
         return []
@@ -83,3 +85,9 @@ def nan_loss(run: Run, limits: Limits) -> list[Alarm]:
             "before it",
         )
     ]
+
+
+def _lost(beat: Beat) -> dict[str, Any]:
+    """What of a line was not finite, by name."""
+    names = beat.extra.get(NON_FINITE)
+    return names if isinstance(names, dict) else {}

@@ -18,6 +18,7 @@ from statistics import median
 from typing import NamedTuple, TypeVar
 
 from nsa.operate.process import is_gone
+from nsa.operate.typed import require_types
 from nsa.telemetry import (
     TRAINING,
     Beat,
@@ -157,11 +158,13 @@ def read_run(folder: Path, *, now: float | None = None, tail_bytes: int = SEARCH
     problems: list[str] = []
     now = time.time() if now is None else now
     table = folder / TRAINING
-    env = _try(folder / ENV, lambda: read_env(folder), problems)
+    env = _try(folder / ENV, lambda: _typed(read_env(folder), folder / ENV), problems)
     return Run(
         folder=folder,
         now=now,
-        metrics=_try(folder / METRICS, lambda: read_metrics(folder), problems),
+        metrics=_try(
+            folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS), problems
+        ),
         env=env,
         ranks=_ranks(folder, env, tail_bytes, problems),
         rows=_try(table, lambda: last_rows(TrainingRow, table, ROWS), problems) or [],
@@ -180,13 +183,20 @@ def number(beat: Beat, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and _is_number(value) else None
 
 
+def _typed(record: T, path: Path) -> T:
+    require_types(record, str(path))
+    return record
+
+
 def _try(path: Path, load: Callable[[], T], problems: list[str]) -> T | None:
-    """What a reader gives; a file that is not there is None, another failure also a problem."""
+    """What a reader gives; a file that is not there is None, and one that is not as we would write
+    it is a problem, too.
+    """
     try:
         return load()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # not what we would write
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         text = str(error)
         problems.append(text if path.name in text else f"{path}: {text}")
         return None
@@ -202,10 +212,20 @@ def _ranks(
         beats, bad = found_lines or ([], [])
         if bad:
             problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
+        problems += _mixed(path, beats)
         pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
         gone = is_gone(pid, env) if pid and env else None
         ranks.append(Rank(rank=rank, path=path, beats=beats, gone=gone))
     return ranks
+
+
+def _mixed(path: Path, beats: list[Beat]) -> list[str]:
+    """Say so when the lines since the last start come from more than one process."""
+    lines = Rank(rank=0, path=path, beats=beats).since_boot
+    pids = sorted({beat.pid for beat in lines if beat.pid is not None})
+    if len(pids) < 2:
+        return []
+    return [f"{path}: processes {pids} write it at the same time; end all but one of these runs"]
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:

@@ -105,7 +105,10 @@ def _parse(text: str, where: str) -> Alarm:
         content = json.loads(text)
         schema = int(content["schema"])
         alarm = Alarm(**{name: content[name] for name in names if name in content})
-    except (KeyError, TypeError, ValueError) as error:
+        if not all(isinstance(x, str) for x in (alarm.type, alarm.action, alarm.text)):
+            raise ValueError("type, action and text are texts")
+        iso(alarm.ts)  # a time that there is
+    except (KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise ValueError(
             f"{where}: not a line of {NAME} ({error}): {text[:80]!r}; "
             "remove that line, or look who else writes this file"

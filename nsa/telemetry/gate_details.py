@@ -22,8 +22,12 @@ FIELDS = ("entropy_mean", "max_gate_mean", "collapse_fraction", "gate_branch_sha
 
 def write_gate_details(folder: Path, beat: Beat) -> Path:
     """Write what a progress line says about the gates; a full disk costs only the file."""
-    content = {"version": VERSION, "ts": beat.ts, "step": beat.step}
-    content |= {name: beat.extra.get(name) for name in FIELDS} | {"layers": beat.layers()}
+    content: dict[str, Any] = {"version": VERSION, "ts": beat.ts, "step": beat.step}
+    try:
+        layers = beat.layers()
+    except (AttributeError, TypeError, ValueError):  # a line that no run of ours wrote
+        layers = []
+    content |= {name: beat.extra.get(name) for name in FIELDS} | {"layers": layers}
     path = folder / NAME
     with best_effort(path):
         write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -251,8 +251,8 @@ def _parse(path: Path, line: Line) -> Beat:
         content = json.loads(line.text)
         fields = {name: content.pop(name) for name in BASE_FIELDS if name in content}
         beat = Beat(**fields, extra=content)
-        float(beat.ts), int(beat.step)
-    except (AttributeError, TypeError, ValueError) as error:
+        _require_types(beat)
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise BrokenHeartbeat(
             f"{path}, {line.where}: not a line of a heartbeat ({error}): {line.text[:80]!r}; "
             "remove that line, or look who else writes this file"
@@ -263,3 +263,11 @@ def _parse(path: Path, line: Line) -> Beat:
             "use the program that wrote it"
         )
     return beat
+
+
+def _require_types(beat: Beat) -> None:
+    for name, kind in (("ts", int | float), ("step", int), ("rank", int), ("schema", int)):
+        if not isinstance(getattr(beat, name), kind) or not abs(getattr(beat, name)) < 1e12:
+            raise ValueError(f"{name}={getattr(beat, name)!r:.40} is no such number")
+    if not isinstance(beat.pid, int | None) or not isinstance(beat.msg, str):
+        raise ValueError(f"pid={beat.pid!r:.40}, msg={beat.msg!r:.40}")

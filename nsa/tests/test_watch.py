@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from nsa.cli import main
 from nsa.config import Config
 from nsa.operate.limits import CPU, GPU, HALTING, Limits, limit_table, limits_for, refresh
+from nsa.operate.monitor import Report
 from nsa.operate.rules import RULES, judge
 from nsa.operate.snapshot import read_run
 from nsa.operate.watch import Watch
@@ -405,6 +407,29 @@ def test_metrics_of_something_else_do_not_hide_the_heartbeat(recorder: Recorder,
     assert len(read_run(recorder.folder).problems) == 1
 
 
+def test_two_processes_that_write_one_heartbeat_are_named(recorder: Recorder) -> None:
+    recorder.run(40)
+    path = recorder.beats[0].path
+    other = path.read_text().splitlines()[-1].replace(str(os.getpid()), "4321")
+    with path.open("a") as file:
+        file.write(f"{other}\n")
+    (problem,) = read_run(recorder.folder).problems
+    assert "4321" in problem and "at the same time" in problem
+
+
+def test_a_folder_that_takes_no_file_is_judged_all_the_same(
+    recorder: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder.run(40)
+    (recorder.folder / "alarms.jsonl").mkdir()  # a root user may write into any folder
+    (recorder.folder / ".HALT").mkdir()
+    said: list[str] = []
+    watch = Watch(recorder.folder, say=said.append, adapt=lambda limits: ROOMY)
+    assert types(watch.look(now=recorder.now + 300).alarms) == {"heartbeat_stall"}
+    assert any("NOTE heartbeat_stall" in line for line in said)
+    assert "alarms.jsonl: lines are being dropped" in capsys.readouterr().err
+
+
 def test_of_a_huge_heartbeat_only_the_end_is_read(recorder: Recorder) -> None:
     recorder.run(20)
     path = recorder.beats[0].path
@@ -490,3 +515,52 @@ def test_a_run_that_starts_anew_takes_its_alarms_aside(tiny_config: BuildConfig)
     run(cfg, config_path="tiny", out=io.StringIO(), resume="none")
     assert not (folder / "alarms.jsonl").exists()
     assert len(list(folder.glob("previous/*/alarms.jsonl"))) == 1
+
+
+# folders in which anything may stand
+
+
+STRANGE: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    10**30,
+    1e308,
+    "text",
+    "\x1b[2J",
+    [],
+    [[1]],
+    {},
+    {"a": None},
+    [None] * 3,
+)
+
+
+def spoil(value: Any, chance: random.Random) -> Any:
+    """Put something strange in place of a part of a JSON value."""
+    if isinstance(value, dict) and value and chance.random() < 0.9:
+        name = chance.choice(sorted(value))
+        return value | {name: spoil(value[name], chance)}
+    return chance.choice(STRANGE)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_content_of_the_files_makes_the_readers_crash(seed: int, recorder: Recorder) -> None:
+    chance = random.Random(seed)
+    norm = chance.choice([0.5, 0.0, float("inf")])
+    recorder.run(120, attention=GATES | {"entropy_mean": 0.1}, grad_norm=norm)
+    append_alarm(recorder.folder, Alarm(type="zero_grad", values={"x": 1}), now=recorder.now)
+    for name in ("heartbeat_rank0.jsonl", "metrics.json", "env.json", "alarms.jsonl"):
+        path = recorder.folder / name
+        lines = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
+        for i in range(len(lines)):
+            if chance.random() < 0.5:
+                lines[i] = json.dumps(spoil(json.loads(lines[i]), chance))
+        path.write_text("\n".join(lines) + "\n")
+    (recorder.folder / ".HALT").write_bytes(bytes(chance.randrange(256) for _ in range(20)))
+    said: list[str] = []
+    watch = Watch(recorder.folder, kill=True, say=said.append, adapt=lambda limits: ROOMY)
+    judgement = watch.look(now=recorder.now + 300)
+    report = Report(judgement.run)
+    assert report.plain() and report.line() and said
+    assert "\x1b" not in report.plain()
