@@ -31,6 +31,7 @@ class Limits:
     first_step_s: float = _limit(
         900.0, "s", "silence allowed before the second update and after the last one"
     )
+    pause_s: float = _limit(1800.0, "s", "silence allowed in an evaluation or a checkpoint")
     gone_s: float = _limit(10.0, "s", "silence after which a process that is gone counts as dead")
     flatline_n: int = _limit(4, "lines", "logged in a row that must all be slow")
     flatline_share: float = _limit(0.25, "x", "of the usual tokens/s: below is slow")

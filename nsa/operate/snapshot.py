@@ -81,11 +81,16 @@ class Rank:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between the beats of this process, lately; all that it logs where none beats."""
-        lines = [b for b in self.since_boot if b.msg == BEAT]
-        lines = lines or [b for b in self.since_boot if b.msg == PROGRESS]
-        times = [beat.ts for beat in lines[-RECENT_GAPS - 1 :]]
-        return [later - before for before, later in pairwise(times)]
+        """Seconds between the updates that beat, lately, without those that an evaluation lies in.
+
+        Where none beat one after the other, those between what is logged.
+        """
+        for kind in (BEAT, PROGRESS):
+            pairs = pairwise([b for b in self.since_boot if b.msg == kind][-RECENT_GAPS - 1 :])
+            gaps = [y.ts - x.ts for x, y in pairs if not x.is_pause and not y.is_pause]
+            if gaps:
+                return gaps
+        return []
 
     @property
     def progress(self) -> list[Beat]:

@@ -48,6 +48,9 @@ def allowed_silence(run: Run, rank: Rank, limits: Limits) -> tuple[float, str]:
     steps = run.metrics.steps if run.metrics else None
     if is_start or (rank.last is not None and rank.last.step == steps):
         return max(limits.first_step_s, limits.stall_s), "while it starts or finishes"
+    if rank.last is not None and rank.last.is_pause:
+        phase = str(rank.last.extra.get("phase"))[:20]
+        return max(limits.pause_s, limits.stall_s), f"in the phase {phase}"
     if not gaps:
         return limits.stall_s, "the least"
     usual, longest = limits.stall_gaps * median(gaps), limits.stall_longest * max(gaps)

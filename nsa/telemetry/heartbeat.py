@@ -197,6 +197,11 @@ class Beat:
     extra: dict[str, Any] = field(default_factory=dict)
     """The fields of its kind, by name."""
 
+    @property
+    def is_pause(self) -> bool:
+        """Whether it begins something other than an update, which has no usual time."""
+        return self.msg == BEAT and self.extra.get("phase") != "step_start"
+
     def layers(self) -> list[dict[str, Any]]:
         """The statistics of each layer of a progress line, in order; none if not collected."""
         fields = self.extra.get("layers") or {}

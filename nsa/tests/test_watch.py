@@ -111,6 +111,20 @@ def test_steps_of_minutes_are_no_stall_but_silence_of_ten_of_them_is(
     assert alarm.limits["age_s"] > 3600 and "10 x the usual" in alarm.text
 
 
+def test_beats_that_are_switched_off_leave_the_times_of_the_logged_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path, monkeypatch, step_s=30.0)
+    monkeypatch.setattr(Heartbeat, "beat", lambda self, step: None)
+    recorder.run(100)
+    recorder.beats[0].write(100, "beat", {"phase": "save"})
+    recorder.now += 5
+    recorder.run(20)
+    assert min(read_run(tmp_path).ranks[0].gaps) > 500
+    assert rung(recorder, later_s=5000) == []
+    assert types(rung(recorder, later_s=7000)) == {"heartbeat_stall"}
+
+
 def test_the_first_update_and_the_last_may_take_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +134,18 @@ def test_the_first_update_and_the_last_may_take_long(
     recorder.run(20)
     assert rung(recorder, later_s=850) == []
     assert types(rung(recorder, later_s=950)) == {"heartbeat_stall"}
+
+
+def test_an_evaluation_may_take_long_and_does_not_excuse_the_steps_after_it(
+    recorder: Recorder,
+) -> None:
+    recorder.run(40)
+    recorder.beats[0].write(40, "beat", {"phase": "evaluate"})
+    assert rung(recorder, later_s=1700) == []
+    assert "in the phase evaluate" in rung(recorder, later_s=1900)[0].text
+    recorder.now += 1000
+    recorder.run(5)
+    assert types(rung(recorder, later_s=200)) == {"heartbeat_stall"}
 
 
 def test_lines_of_the_process_before_do_not_count_after_a_resume(recorder: Recorder) -> None:

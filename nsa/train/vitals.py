@@ -13,6 +13,7 @@ from nsa.config.env import read
 from nsa.telemetry import CounterFiles, Heartbeat, MemoryDumps, open_tensorboard
 from nsa.telemetry.counter_files import fallback_counts
 from nsa.telemetry.env_file import write_env
+from nsa.telemetry.heartbeat import BEAT
 from nsa.telemetry.scalars import Scalars, attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.stack_dump import install
 from nsa.telemetry.tracker import Tracker
@@ -69,6 +70,10 @@ class Vitals:
         """An update begins."""
         self.heartbeat.beat(step)
         self._memory.before_step(step)
+
+    def entering(self, step: int, phase: str) -> None:
+        """Something begins after an update that may take longer than one; it has its own name."""
+        self.heartbeat.write(step, BEAT, {"phase": phase})
 
     def after_step(self, step: int) -> None:
         """An update has been handed to the device."""
