@@ -1,4 +1,4 @@
-"""The console command `nsa`: settings, sizes, the plan, training, text, checkpoints, data."""
+"""The console command `nsa`: settings, sizes, plan, training, text, checkpoints, data, operation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nsa.config.describe import (
     variable_rows,
 )
 from nsa.config.env import check_environment, in_effect, raw, read
+from nsa.operate.flags import add_monitor_flags, add_watch_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,6 +92,15 @@ def _parser() -> StrictParser:
     prove.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
     prove.add_argument("overrides", nargs="*", metavar="group.key=value")
     prove.set_defaults(command=_prove_resume)
+    text = "judge a run folder from outside, again and again, and stop a run that must be stopped"
+    watch = commands.add_parser("watch", help=text, description=text)
+    watch.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    add_watch_flags(watch)
+    watch.set_defaults(command=_watch)
+    text = "show a run folder: live in a terminal, as lines in a pipe; it only reads"
+    monitor = commands.add_parser("monitor", help=text, description=text)
+    add_monitor_flags(monitor)
+    monitor.set_defaults(command=_monitor)
     return parser
 
 
@@ -236,6 +246,18 @@ def _prove_resume(args: argparse.Namespace) -> int:
     verdict = "equal bit by bit" if holds else "NOT equal"
     print(f"{steps} steps in one piece, and stopped at {stop_at}: {verdict}; proof in {folder}")
     return 0 if holds else 1
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from nsa.operate.watch import watch
+
+    return watch(args.folder, args)
+
+
+def _monitor(args: argparse.Namespace) -> int:
+    from nsa.operate.monitor import monitor
+
+    return monitor(args.folder, args)
 
 
 def _data_prepare(args: argparse.Namespace) -> int:

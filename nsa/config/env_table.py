@@ -158,18 +158,20 @@ _DATA = (
 )
 
 _WATCHDOG = (
-    Variable("NSA_WATCH_HALT", bool, True, "planned", "the watchdog may stop the run"),
-    Variable("NSA_WATCH_INTERVAL_S", float, 30.0, "planned", "seconds between its checks"),
-    Variable("NSA_WATCH_HEARTBEAT_STALL_S", float, 180.0, "planned", "silence that is a stall"),
-    Variable("NSA_WATCH_FLATLINE_N", int, 4, "planned", "slow checks that are a flatline"),
-    Variable("NSA_WATCH_GATE_COLLAPSE_N", int, 3, "planned", "bad checks that are a collapse"),
+    Variable("NSA_WATCH_HALT", bool, True, "code", "nsa watch may write .HALT"),
+    Variable("NSA_WATCH_INTERVAL_S", float, 30.0, "code", "seconds between its judgements"),
+    Variable("NSA_WATCH_HEARTBEAT_STALL_S", float, None, "code", "its limit stall_s"),
+    Variable("NSA_WATCH_FLATLINE_N", int, None, "code", "its limit flatline_n"),
+    Variable("NSA_WATCH_GATE_COLLAPSE_N", int, None, "code", "its limit gate_n"),
 )
 
 _LAUNCHERS = (
     Variable("NP", int, 2, "planned", "processes that a launcher starts"),
     Variable("DATASET", str, "fineweb_edu", "planned", "data source that a launcher passes on"),
     Variable("LOCAL_PATH", str, "", "planned", "local data file that a launcher passes on"),
-    Variable("OUT_DIR", str, "artifacts/m7c_125m_2xa100_prod", "planned", "run folder to watch"),
+    Variable(
+        "OUT_DIR", str, "artifacts/m7c_125m_2xa100_prod", "code", "folder that nsa monitor shows"
+    ),
     Variable("PORT", int, 6006, "planned", "port of the TensorBoard launcher"),
     Variable("HOST", str, "0.0.0.0", "planned", "address of the TensorBoard launcher"),
 )

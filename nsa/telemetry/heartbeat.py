@@ -114,6 +114,7 @@ class Heartbeat:
         fetch_p50_ms: float | None = None,
         fetch_p95_ms: float | None = None,
         gpu: GpuReading | None = None,
+        rss_mib: float | None = None,
         attention: Mapping[str, Any] | None = None,
         layers: Sequence[Mapping[str, float]] | None = None,
         fallbacks: Mapping[str, int] | None = None,
@@ -134,7 +135,7 @@ class Heartbeat:
             "fetch_p50_ms": fetch_p50_ms,
             "fetch_p95_ms": fetch_p95_ms,
         }
-        extra |= (gpu or GpuReading())._asdict()
+        extra |= (gpu or GpuReading())._asdict() | {"rss_mib": rss_mib}
         extra |= {name: (attention or {}).get(key) for name, key in ATTENTION_FIELDS.items()}
         extra["layers"] = None if layers is None else _by_field(layers)
         extra |= {f"fb_{name}": count for name, count in (fallbacks or {}).items()}
@@ -196,6 +197,11 @@ class Beat:
     extra: dict[str, Any] = field(default_factory=dict)
     """The fields of its kind, by name."""
 
+    @property
+    def is_pause(self) -> bool:
+        """Whether it begins something other than an update, which has no usual time."""
+        return self.msg == BEAT and self.extra.get("phase") != "step_start"
+
     def layers(self) -> list[dict[str, Any]]:
         """The statistics of each layer of a progress line, in order; none if not collected."""
         fields = self.extra.get("layers") or {}
@@ -218,6 +224,21 @@ def last_beat(path: Path | str, msg: str | None = None) -> Beat | None:
     return next((beat for beat in beats if msg is None or beat.msg == msg), None)
 
 
+def tail_beats(path: Path | str, most_bytes: int) -> tuple[list[Beat], list[str]]:
+    """The lines within the last bytes, oldest first, and a word on those that cannot be read.
+
+    For a reader that shows what it can: a bad line is passed over instead of raised.
+    """
+    beats: list[Beat] = []
+    problems: list[str] = []
+    for line in lines_from_end(Path(path), most_bytes):
+        try:
+            beats.append(_parse(Path(path), line))
+        except BrokenHeartbeat as error:
+            problems.append(str(error))
+    return beats[::-1], problems[::-1]
+
+
 def age_seconds(path: Path | str, now: float | None = None) -> float | None:
     """Seconds since the last sign of life of the rank; None when there is none."""
     beats = _beats_from_end(Path(path))
@@ -235,8 +256,8 @@ def _parse(path: Path, line: Line) -> Beat:
         content = json.loads(line.text)
         fields = {name: content.pop(name) for name in BASE_FIELDS if name in content}
         beat = Beat(**fields, extra=content)
-        float(beat.ts), int(beat.step)
-    except (AttributeError, TypeError, ValueError) as error:
+        _require_types(beat)
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise BrokenHeartbeat(
             f"{path}, {line.where}: not a line of a heartbeat ({error}): {line.text[:80]!r}; "
             "remove that line, or look who else writes this file"
@@ -247,3 +268,11 @@ def _parse(path: Path, line: Line) -> Beat:
             "use the program that wrote it"
         )
     return beat
+
+
+def _require_types(beat: Beat) -> None:
+    for name, kind in (("ts", int | float), ("step", int), ("rank", int), ("schema", int)):
+        if not isinstance(getattr(beat, name), kind) or not abs(getattr(beat, name)) < 1e12:
+            raise ValueError(f"{name}={getattr(beat, name)!r:.40} is no such number")
+    if not isinstance(beat.pid, int | None) or not isinstance(beat.msg, str):
+        raise ValueError(f"pid={beat.pid!r:.40}, msg={beat.msg!r:.40}")

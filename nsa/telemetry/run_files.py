@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from nsa.config import ConfigError
 from nsa.telemetry import (
+    alarms,
     config_file,
     counter_files,
     csv_log,
     curve,
     env_file,
+    gate_details,
     metrics,
     sample,
     sentinels,
@@ -41,6 +43,8 @@ RUN_FILES = (
     tracker.NAME,
     tracker.LOG,
     "wandb",
+    alarms.NAME,
+    gate_details.NAME,
     sentinels.ANOMALY,
     sentinels.DONE + "*",
     "anomaly_step*.pt",

@@ -66,8 +66,13 @@ def write_halt(out_dir: Path | str, reason: str) -> bool:
 
 
 def obeyed(out_dir: Path | str) -> Path | None:
-    """Rename `.HALT` after it was obeyed, so that the next start does not stop at once."""
+    """Rename `.HALT` after it was obeyed, so that the next start does not stop at once.
+
+    One that names an anomaly, as a watchdog writes it, stays: somebody must look first.
+    """
     folder = Path(out_dir)
+    if (halt := read_halt(folder)) is not None and halt.reason in ANOMALIES:
+        return None
     names = (DONE, *(f"{DONE}.{number}" for number in range(2, 10_000)))
     target = next(folder / name for name in names if not (folder / name).exists())
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from nsa.config import DataConfig, load_config
 from nsa.config.env_table import TABLE
 from nsa.data import Loader, Rows, block_rows, open_data
 from nsa.model import TinyLM
-from nsa.telemetry import Beat, read_heartbeat
+from nsa.operate.limits import GPU
+from nsa.operate.watch import with_environment
+from nsa.telemetry import Beat, Heartbeat, read_heartbeat
 from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
 from nsa.tests.streams import ListDocuments
 from nsa.train import RunRefused, run
@@ -61,6 +65,12 @@ ELSEWHERE = {
     "NSA_FWE_Q",
     "NSA_FWE_WARMUP_BATCHES",
     "NSA_FWE_WARMUP_TIMEOUT",
+    "NSA_WATCH_HALT",
+    "NSA_WATCH_INTERVAL_S",
+    "NSA_WATCH_HEARTBEAT_STALL_S",
+    "NSA_WATCH_FLATLINE_N",
+    "NSA_WATCH_GATE_COLLAPSE_N",
+    "OUT_DIR",
     "WORLD_SIZE",
 }
 """Tested below, one by one: what they do does not show in a run of these settings."""
@@ -178,7 +188,8 @@ def test_heartbeat_lines_come_every_so_many_steps(
     fingerprint(tmp_path / "a")
 
     lines = read_heartbeat(tmp_path / "a" / "run" / "heartbeat_rank0.jsonl")
-    assert [line.step for line in lines if line.msg == "beat"] == [2, 4]
+    starts = [line for line in lines if line.extra.get("phase") == "step_start"]
+    assert [line.step for line in starts if line.msg == "beat"] == [2, 4]
 
 
 def test_the_loss_scale_follows_its_settings(
@@ -299,3 +310,65 @@ def test_more_than_one_rank_is_refused(ddp: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RunRefused, match="WORLD_SIZE=2.*many ranks are not in it yet"):
         require_one_rank(ddp)
+
+
+def silent_run(folder: Path) -> None:
+    """A heartbeat that is five minutes old when the test asks for the time."""
+    Heartbeat(folder).write(step=4, msg="progress")
+
+
+def test_watch_halt_off_leaves_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent_run(tmp_path)
+    then = time.time() + 300
+    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: then)
+    monkeypatch.setenv("NSA_WATCH_HALT", "0")
+    assert main(["watch", str(tmp_path), "--once"]) == 1
+    assert not (tmp_path / ".HALT").exists()
+    monkeypatch.delenv("NSA_WATCH_HALT")
+    assert main(["watch", str(tmp_path), "--once"]) == 1
+    assert (tmp_path / ".HALT").exists()
+
+
+def test_watch_interval_is_the_time_between_two_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("nsa.operate.watch.time.sleep", sleep)
+    monkeypatch.setenv("NSA_WATCH_INTERVAL_S", "7")
+    assert main(["watch", str(tmp_path)]) == 3
+    assert waits == [7, 7]
+
+
+def test_watch_limits_can_be_set_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_WATCH_HEARTBEAT_STALL_S", "30")
+    monkeypatch.setenv("NSA_WATCH_FLATLINE_N", "9")
+    monkeypatch.setenv("NSA_WATCH_GATE_COLLAPSE_N", "5")
+    limits = with_environment(GPU)
+    assert limits == replace(GPU, stall_s=30, flatline_n=9, gate_n=5) != GPU
+
+
+def test_watch_stall_limit_rings_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent_run(tmp_path)
+    then = time.time() + 60
+    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: then)
+    main(["watch", str(tmp_path), "--once"])
+    assert not (tmp_path / ".HALT").exists()
+    monkeypatch.setenv("NSA_WATCH_HEARTBEAT_STALL_S", "30")
+    main(["watch", str(tmp_path), "--once"])
+    assert (tmp_path / ".HALT").exists()
+
+
+def test_out_dir_is_the_folder_that_the_monitor_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT_DIR", str(tmp_path))
+    assert main(["monitor", "--once"]) == 0
+    assert str(tmp_path) in capsys.readouterr().out

@@ -115,6 +115,7 @@ def test_progress_has_gate_health_in_both_spellings(tmp_path: Path) -> None:
         dt_fetch_s=0.01,
         fetch_p50_ms=9.0,
         fetch_p95_ms=20.0,
+        rss_mib=900.0,
         gpu=GpuReading(1200, 2000, 97, 61),
         attention=stats,
         layers=collected().per_layer(),

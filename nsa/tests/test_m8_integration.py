@@ -19,6 +19,7 @@ from nsa.config import Config, ConfigError, DataConfig, load_config
 from nsa.config.env import check_environment, in_effect
 from nsa.data import ByteTokenizer, open_data
 from nsa.data.prepare import prepare
+from nsa.operate.snapshot import number, read_run
 from nsa.telemetry import (
     TRAINING,
     VAL,
@@ -37,6 +38,7 @@ from nsa.telemetry import (
 )
 from nsa.tests.conftest import REPOSITORY
 from nsa.train import Halted, RunRefused, checkpoint, load_model, run
+from scripts import _watchdog
 from scripts.train_showcase import TinyLM, main
 
 BuildConfig = Callable[..., Config]
@@ -101,7 +103,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_tail_of_a_heartbeat_has_the_last_line_of_each_kind(finished: Path) -> None:
     path = finished / "heartbeat_rank0.jsonl"
     last, progress = last_beat(path), last_beat(path, "progress")
-    assert last is not None and (last.step, last.msg) == (6, "step_end")
+    assert last is not None and (last.step, last.msg) == (6, "beat")
+    assert last.extra == {"phase": "save"}, "the last thing that the run did"
     assert progress is not None and progress.step == 6
     assert progress.extra["loss"] == pytest.approx(read_metrics(finished).loss_last)
     assert progress.extra["entropy_mean"] == progress.extra["gate_entropy_mean"] > 0.5
@@ -147,6 +150,56 @@ def test_a_broken_line_in_the_tail_is_named(tmp_path: Path) -> None:
     path.write_text("step,loss,lr,toks_per_s\n1,2.0,1e-3,10\n2,oops,1e-3,10\n")
     with pytest.raises(ValueError, match="training.csv, the line at byte .*'2,oops,1e-3,10'"):
         last_rows(TrainingRow, path, 1)
+
+
+# the watchdog
+
+
+def test_the_watchdog_starts_from_anywhere_and_names_its_flags(tmp_path: Path) -> None:
+    script = REPOSITORY / "scripts" / "_watchdog.py"
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(flag in done.stdout for flag in ("--dir", "--halt", "--interval", "--once"))
+    assert callable(_watchdog.main)
+
+
+def test_the_watchdog_reads_the_tail_of_the_heartbeat(finished: Path) -> None:
+    (rank,) = read_run(finished).ranks
+    assert rank.last is not None and rank.last.step == 6 and rank.last.is_pause
+    assert [beat.step for beat in rank.progress] == [1, 2, 4, 6]
+    assert len(rank.gaps) == 4 and min(rank.gaps) > 0
+    assert number(rank.progress[-1], "grad_norm") is not None
+
+
+def test_the_watchdog_reads_the_tail_of_training_csv_without_its_header(finished: Path) -> None:
+    run = read_run(finished)
+    assert run.rows == read_rows(TrainingRow, finished / TRAINING)
+    assert [step for step, _ in run.losses] == [1, 2, 4, 6]
+    assert run.problems == [] and run.ended
+
+
+def test_the_watchdog_halts_a_run_whose_heartbeat_is_300_s_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heartbeat = Heartbeat(tmp_path, rank=0)
+    heartbeat.write(step=10, msg="progress", extra={"loss": 2.5})
+    now = time.time()
+    arguments = ["--dir", str(tmp_path), "--halt", "1", "--interval", "1", "--once"]
+    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: now + 100)
+    _watchdog.main(arguments)
+    assert sentinels.read_halt(tmp_path) is None
+    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: now + 300)
+    assert _watchdog.main(arguments) == 1
+    assert (tmp_path / ".HALT").read_text() == "halt: heartbeat_stall\n"
+    assert sentinels.read_anomaly(tmp_path) == "heartbeat_stall"
+    assert "[watch] NOTE heartbeat_stall at step 10" in capsys.readouterr().out
 
 
 # data

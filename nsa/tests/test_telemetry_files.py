@@ -36,8 +36,11 @@ from nsa.telemetry import (
     RunEnvironment,
     TrainingRow,
     ValRow,
+    alarms,
     env_file,
     fallback_counts,
+    gate_details,
+    last_beat,
     memory_dump,
     open_folder,
     open_tensorboard,
@@ -53,6 +56,7 @@ from nsa.telemetry import (
     tensorboard,
     write_env,
 )
+from nsa.telemetry.alarms import Alarm, as_line
 from nsa.telemetry.heartbeat import BASE_FIELDS
 from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.tracker import Tracked, write_tracked
@@ -335,6 +339,12 @@ def test_a_halt_that_cannot_be_read_still_asks_but_a_failing_disk_does_not(
 
     monkeypatch.setattr(Path, "stat", full_disk)
     assert sentinels.read_halt(tmp_path) is None
+
+
+def test_a_halt_that_names_an_anomaly_stays(tmp_path: Path) -> None:
+    sentinels.write_halt(tmp_path, "gate_collapse")
+    assert sentinels.obeyed(tmp_path) is None
+    assert sentinels.read_halt(tmp_path) is not None
 
 
 def test_obeyed_halts_are_kept_under_numbers(tmp_path: Path) -> None:
@@ -665,6 +675,8 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
     heartbeat.watchdog_dump("x")
     lines = [json.loads(line) for line in heartbeat.path.read_text().splitlines()]
     (layers,) = (line["layers"] for line in lines if "layers" in line)
+    last = last_beat(heartbeat.path, "progress")
+    assert last is not None
     tracked = Tracked("wandb", "x")
     memory = memory_dump.write_memory(folder, "boot", "cpu")
     return {
@@ -680,6 +692,10 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "sentinels.md": {*sentinels.ANOMALIES, sentinels.HALT, sentinels.DONE, sentinels.ANOMALY},
         "stackdump.md": {"pid", "rank", "threads"},
         "mem_dumps.md": {*read_memory(memory)},
+        "alarms.md": {*as_line(Alarm(type="x")), *alarms.TYPES, *alarms.ACTIONS},
+        "gate_collapse_details.md": {
+            *json.loads(gate_details.write_gate_details(folder, last).read_text())
+        },
         "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
         "profiler_comparison.md": {
             *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),

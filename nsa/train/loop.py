@@ -135,12 +135,14 @@ class Trainer:
     def evaluate(self, step: int) -> None:
         """Measure the loss on held-out rows."""
         with self.log.paused():
+            self.log.vitals.entering(step, "evaluate")
             found = evaluate(self.model, self.data, self.cfg.train, self.runtime)
             self.log.add_evaluation(step, found)
 
     def save(self, step: int) -> None:
         """Start to write a checkpoint; pausing has made sure that all steps so far were finite."""
         with self.log.paused():
+            self.log.vitals.entering(step, "save")
             self.saver.save(capture(self, step))
 
     @contextmanager

@@ -13,6 +13,7 @@ from nsa.config.env import read
 from nsa.telemetry import CounterFiles, Heartbeat, MemoryDumps, open_tensorboard
 from nsa.telemetry.counter_files import fallback_counts
 from nsa.telemetry.env_file import write_env
+from nsa.telemetry.heartbeat import BEAT
 from nsa.telemetry.scalars import Scalars, attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.stack_dump import install
 from nsa.telemetry.tracker import Tracker
@@ -70,6 +71,10 @@ class Vitals:
         self.heartbeat.beat(step)
         self._memory.before_step(step)
 
+    def entering(self, step: int, phase: str) -> None:
+        """Something begins after an update that may take longer than one; it has its own name."""
+        self.heartbeat.write(step, BEAT, {"phase": phase})
+
     def after_step(self, step: int) -> None:
         """An update has been handed to the device."""
         self._memory.after_step(step)
@@ -100,6 +105,7 @@ class Vitals:
             fetch_p50_ms=fetch.p50_ms,
             fetch_p95_ms=fetch.p95_ms,
             gpu=report.gpu,
+            rss_mib=report.rss_mib,
             attention=report.attention,
             layers=report.layers,
             fallbacks=fallback_counts(),

@@ -1,0 +1,31 @@
+"""The flags of the commands here, apart from what they do: the command line needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_watch_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nsa watch` and scripts/_watchdog.py."""
+    parser.add_argument("--once", action="store_true", help="judge once; the exit code says how")
+    parser.add_argument(
+        "--until-ended", action="store_true", help="stop watching when the run has ended"
+    )
+    parser.add_argument("--interval", type=float, metavar="S", help="default NSA_WATCH_INTERVAL_S")
+    parser.add_argument(
+        "--halt", type=int, choices=(0, 1), help="write .HALT or not; default NSA_WATCH_HALT"
+    )
+    parser.add_argument(
+        "--kill", action="store_true", help="after .HALT also SIGUSR1, SIGTERM and SIGKILL"
+    )
+    parser.add_argument("--webhook", metavar="URL", help="POST every alarm there as JSON")
+
+
+def add_monitor_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nsa monitor`."""
+    parser.add_argument(
+        "folder", type=Path, nargs="?", metavar="RUN_FOLDER", help="default: the variable OUT_DIR"
+    )
+    parser.add_argument("--once", action="store_true", help="print one report and end")
+    parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="%(default)g s")

@@ -1,0 +1,134 @@
+"""The process of a rank: whether it is still there, and signals that reach no stranger.
+
+A heartbeat names a pid, and the system may have given that number to somebody else since. A process
+counts as the rank only if it is on this machine, started before the last line that the rank wrote,
+and has the command line that env.json recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nsa.telemetry.env_file import HIDDEN, RunEnvironment
+
+PROC = Path("/proc")
+CLOCK_SLACK_S = 2.0
+"""Between the clock of the heartbeat and the one that start times are counted with."""
+
+
+def is_gone(pid: int, env: RunEnvironment) -> bool | None:
+    """Whether no process has this number any more; None on another machine than the run's."""
+    if env.hostname != platform.node() or not (PROC / "self").exists():
+        return None
+    fields = _stat(pid)
+    return fields is None or fields[0] in ("Z", "X")
+
+
+def why_not_ours(pid: int | None, last_beat: float, env: RunEnvironment | None) -> str:
+    """Why this process is not the rank whose last line is of the time `last_beat`; empty if it is.
+
+    Where something cannot be known it is not ours.
+    """
+    if pid is None or pid <= 1:
+        return f"the heartbeat names no process (pid {pid})"
+    if pid == os.getpid():
+        return f"pid {pid} is this process"
+    if env is None:
+        return "env.json, which has the machine and the command of the run, cannot be read"
+    if env.hostname != platform.node():
+        return f"the run is on {env.hostname}, and this is {platform.node()}"
+    fields, command = _stat(pid), _command(pid)
+    if fields is None or fields[0] in ("Z", "X"):
+        return f"pid {pid} is gone"
+    if _started(fields) > last_beat + CLOCK_SLACK_S:
+        return f"pid {pid} is another process by now: it started after the last heartbeat"
+    if not same_command(command, env.argv):
+        return f"pid {pid} runs another command: {' '.join(command)[:120]!r}"
+    return ""
+
+
+def send(
+    pid: int | None, number: signal.Signals, last_beat: float, env: RunEnvironment | None
+) -> str:
+    """Send a signal if the process is the rank; return why not, or nothing when it was sent.
+
+    The process is held by a descriptor before it is looked at, so that the number cannot change
+    hands in between. SIGUSR1 goes only to a process that handles it: it would end any other.
+    """
+    if pid is None:
+        return why_not_ours(pid, last_beat, env)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return f"pid {pid} is gone"
+    except OSError as error:
+        return f"pid {pid} cannot be held ({error.strerror})"
+    try:
+        if reason := why_not_ours(pid, last_beat, env):
+            return reason
+        if number == signal.SIGUSR1 and not _handles(pid, number):
+            return f"pid {pid} has no handler for {number.name}, which would end it"
+        signal.pidfd_send_signal(descriptor, number)
+    except OSError as error:
+        return f"pid {pid} does not take {number.name} ({error.strerror})"
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def same_command(command: Sequence[str], argv: Sequence[str]) -> bool:
+    """Whether a command line is that of a program with this sys.argv.
+
+    Python takes `-m package.module` and its own flags out of sys.argv, and env.json hides secrets.
+    """
+    if not argv or len(command) < len(argv):
+        return False
+    split = len(command) - len(argv) + 1
+    before, rest = command[:split], command[split:]
+    program = Path(argv[0])
+    names = {program.parent.name if program.stem == "__main__" else program.name, program.stem}
+    named = any({Path(word).name, word.rpartition(".")[2]} & names for word in before)
+    return named and all(_same_word(*words) for words in zip(rest, argv[1:], strict=True))
+
+
+def _same_word(word: str, recorded: str) -> bool:
+    if recorded.endswith(HIDDEN):
+        return word.startswith(recorded.removesuffix(HIDDEN))
+    return word == recorded
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields after the name of the program, which may hold anything; the state is the first."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def _started(fields: Sequence[str]) -> float:
+    """When it started, in Unix time; the system counts ticks since it was booted."""
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        text = (PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.removesuffix("\0").split("\0")
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    try:
+        text = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    caught = next((line for line in text.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

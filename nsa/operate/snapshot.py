@@ -1,0 +1,255 @@
+"""A run folder as it is now, read from its files alone; nothing is written or locked.
+
+What cannot be read, because it is torn, foreign or of a newer version, is named in `problems`, and
+the rest is there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+from nsa.operate.process import is_gone
+from nsa.operate.typed import require_types
+from nsa.telemetry import (
+    TRAINING,
+    Beat,
+    Metrics,
+    RunEnvironment,
+    TrainingRow,
+    last_rows,
+    read_env,
+    read_metrics,
+)
+from nsa.telemetry.alarms import NAME as ALARMS
+from nsa.telemetry.alarms import Alarm, last_alarms
+from nsa.telemetry.env_file import NAME as ENV
+from nsa.telemetry.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP, tail_beats
+from nsa.telemetry.metrics import NAME as METRICS
+from nsa.telemetry.sentinels import ANOMALY, Halt, read_anomaly, read_halt
+
+HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
+CHECKPOINT = re.compile(r"checkpoint_step(\d+)\.pt")
+ROWS = 20_000
+"""The last so many lines of training.csv; also the most that its tail can hold."""
+RECENT_GAPS = 200
+"""Times between beats that say what is usual now."""
+SHOWN_ALARMS = 20
+START_LINES = 2
+"""Lines at the start of a process, while memory and speed settle, that say nothing yet."""
+T = TypeVar("T")
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint in the folder; whether it is whole, `nsa checkpoint verify` says."""
+
+    step: int
+    num_bytes: int
+    written: float
+    """Unix time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """The heartbeat of a rank, as far back as it was read."""
+
+    rank: int
+    path: Path
+    beats: list[Beat]
+    """Oldest first."""
+    gone: bool | None = None
+    """Whether its process is; None where that cannot be seen from here."""
+
+    @property
+    def last(self) -> Beat | None:
+        """The last sign of life."""
+        return next((b for b in reversed(self.beats) if b.msg != WATCHDOG_DUMP), None)
+
+    @property
+    def since_boot(self) -> list[Beat]:
+        """The lines of the process that writes now."""
+        boots = [i for i, beat in enumerate(self.beats) if beat.msg == BOOT]
+        return self.beats[boots[-1] :] if boots else self.beats
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between the updates that beat, lately, without those that an evaluation lies in.
+
+        Where none beat one after the other, those between what is logged.
+        """
+        for kind in (BEAT, PROGRESS):
+            pairs = pairwise([b for b in self.since_boot if b.msg == kind][-RECENT_GAPS - 1 :])
+            gaps = [y.ts - x.ts for x, y in pairs if not x.is_pause and not y.is_pause]
+            if gaps:
+                return gaps
+        return []
+
+    @property
+    def progress(self) -> list[Beat]:
+        """The numbers that this process logged, by rising step: what a rollback undid is out."""
+        return _rising([b for b in self.since_boot if b.msg == PROGRESS])
+
+    def age_s(self, now: float) -> float | None:
+        """Seconds since the last sign of life."""
+        return None if self.last is None else max(0.0, now - self.last.ts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that the rules and the monitor look at."""
+
+    folder: Path
+    now: float
+    metrics: Metrics | None
+    env: RunEnvironment | None
+    ranks: list[Rank]
+    rows: list[TrainingRow]
+    checkpoints: list[Checkpoint]
+    halt: Halt | None
+    anomaly: str | None
+    alarms: list[Alarm]
+    free_bytes: int | None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        """As metrics.json says; `unknown` without it, `absent` without any file of a run."""
+        if self.metrics is not None:
+            return self.metrics.status
+        return "unknown" if self.ranks or self.rows else "absent"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run says so itself."""
+        return self.metrics is not None and self.metrics.status != "running"
+
+    @property
+    def progress(self) -> list[Beat]:
+        """What the first rank logged."""
+        return self.ranks[0].progress if self.ranks else []
+
+    @property
+    def heartbeat(self) -> str:
+        """The name of the file that `progress` is from."""
+        return self.ranks[0].path.name if self.ranks else ""
+
+    @property
+    def losses(self) -> list[tuple[int, float | None]]:
+        """Step and loss: of training.csv, else of the heartbeat; None where it was not finite."""
+        if self.rows:
+            return [(row.step, row.loss if _is_number(row.loss) else None) for row in self.rows]
+        beats = self.ranks[0].beats if self.ranks else []
+        lines = _rising([beat for beat in beats if beat.msg == PROGRESS])
+        return [(beat.step, number(beat, "loss")) for beat in lines]
+
+    @property
+    def usual_gap_s(self) -> float:
+        """The usual time between beats of the slowest rank; 0 while it is not known."""
+        return max((median(rank.gaps) for rank in self.ranks if rank.gaps), default=0.0)
+
+
+def read_run(folder: Path, *, now: float | None = None, tail_bytes: int = SEARCH_BYTES) -> Run:
+    """Read a run folder; of files that grow, at most `tail_bytes` from their end."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
+    problems: list[str] = []
+    now = time.time() if now is None else now
+    table = folder / TRAINING
+    env = _try(folder / ENV, lambda: _typed(read_env(folder), folder / ENV), problems)
+    return Run(
+        folder=folder,
+        now=now,
+        metrics=_try(
+            folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS), problems
+        ),
+        env=env,
+        ranks=_ranks(folder, env, tail_bytes, problems),
+        rows=_try(table, lambda: last_rows(TrainingRow, table, ROWS), problems) or [],
+        checkpoints=_try(folder, lambda: _checkpoints(folder), problems) or [],
+        halt=read_halt(folder),
+        anomaly=_try(folder / ANOMALY, lambda: read_anomaly(folder), problems),
+        alarms=_try(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS), problems) or [],
+        free_bytes=_try(folder, lambda: shutil.disk_usage(folder).free, problems),
+        problems=problems,
+    )
+
+
+def number(beat: Beat, name: str) -> float | None:
+    """A field of a line as a number; None where it is null, absent or something else."""
+    value = beat.extra.get(name)
+    return float(value) if isinstance(value, int | float) and _is_number(value) else None
+
+
+def _typed(record: T, path: Path) -> T:
+    require_types(record, str(path))
+    return record
+
+
+def _try(path: Path, load: Callable[[], T], problems: list[str]) -> T | None:
+    """What a reader gives; a file that is not there is None, and one that is not as we would write
+    it is a problem, too.
+    """
+    try:
+        return load()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        text = str(error)
+        problems.append(text if path.name in text else f"{path}: {text}")
+        return None
+
+
+def _ranks(
+    folder: Path, env: RunEnvironment | None, tail_bytes: int, problems: list[str]
+) -> list[Rank]:
+    found = [(int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name))]
+    ranks = []
+    for rank, path in sorted(found):
+        found_lines = _try(path, partial(tail_beats, path, tail_bytes), problems)
+        beats, bad = found_lines or ([], [])
+        if bad:
+            problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
+        problems += _mixed(path, beats)
+        pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
+        gone = is_gone(pid, env) if pid and env else None
+        ranks.append(Rank(rank=rank, path=path, beats=beats, gone=gone))
+    return ranks
+
+
+def _mixed(path: Path, beats: list[Beat]) -> list[str]:
+    """Say so when the lines since the last start come from more than one process."""
+    lines = Rank(rank=0, path=path, beats=beats).since_boot
+    pids = sorted({beat.pid for beat in lines if beat.pid is not None})
+    if len(pids) < 2:
+        return []
+    return [f"{path}: processes {pids} write it at the same time; end all but one of these runs"]
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    found = []
+    for path in folder.glob("checkpoint_step*.pt"):
+        if match := CHECKPOINT.fullmatch(path.name):
+            stat = path.stat()
+            found.append(Checkpoint(int(match[1]), stat.st_size, stat.st_mtime))
+    return sorted(found)
+
+
+def _rising(beats: list[Beat]) -> list[Beat]:
+    """Without the lines whose step a later line has reached again."""
+    kept: list[Beat] = []
+    for beat in reversed(beats):
+        if not kept or beat.step < kept[-1].step:
+            kept.append(beat)
+    return kept[::-1]
+
+
+def _is_number(value: float) -> bool:
+    return not isinstance(value, bool) and abs(value) < float("inf")

@@ -1,0 +1,56 @@
+"""Small pieces of text for a terminal: ages, sizes, a curve in one line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.-=+*#@"
+"""For a terminal that knows no others."""
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def printable(text: str) -> str:
+    """The text without what would steer a terminal; files of a run may hold anything."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def duration(seconds: float) -> str:
+    """Write a time span in its two largest units: 7 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    rest = round(seconds)
+    if rest < 60:
+        return f"{rest} s"
+    if rest < 3600:
+        return f"{rest // 60} min {rest % 60} s"
+    if rest < 86400:
+        return f"{rest // 3600} h {rest % 3600 // 60} min"
+    return f"{rest // 86400} d {rest % 86400 // 3600} h"
+
+
+def size(num_bytes: float) -> str:
+    """Write a number of bytes in MiB or GiB."""
+    if num_bytes < GIB:
+        return f"{num_bytes / MIB:.1f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
+    """Draw a curve in at most `width` characters; each is the mean of its share of the values."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known or width <= 0:
+        return ""
+    count = min(width, len(known))
+    edges = [len(known) * i // count for i in range(count + 1)]
+    means = [fmean(known[a:b]) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((mean - low) * scale)] for mean in means)
+
+
+def progress_bar(share: float, width: int, full: str = "█", empty: str = "░") -> str:
+    """Draw a share of 0 to 1."""
+    done = round(min(max(share, 0.0), 1.0) * width)
+    return full * done + empty * (width - done)
