@@ -1,4 +1,4 @@
-"""The console command `nsa`: settings, sizes, plan, training, text, checkpoints, data, operation."""
+"""The console command `nsa`: settings, sizes, plan, training, text, checkpoints, operation."""
 
 from __future__ import annotations
 
