@@ -64,8 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             ddp=flags.ddp,
         )
     except ValueError as error:  # bad input, by the convention of this package
-        if speaks_for_all(error):
-            print(f"train_showcase: error: {error}", file=sys.stderr)
+        print(f"train_showcase: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except TrainError as error:
         if speaks_for_all(error):

@@ -138,6 +138,6 @@ def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -
 def note_failure(folder: Path, error: str) -> None:
     """Leave a line in the heartbeat of a run that did not come to its first step."""
     folder.mkdir(parents=True, exist_ok=True)
-    heartbeat = Heartbeat(folder)
+    heartbeat = Heartbeat(folder, read("RANK"))
     heartbeat.loader_error(error)
     heartbeat.close()
