@@ -184,7 +184,7 @@ def test_nan_on_one_rank_ends_all_at_the_same_step(tmp_path: Path) -> None:
     folder = tmp_path / "e" / "run"
     assert code == 1 and exit_codes(printed) == [10, 10], printed
     assert printed.count("[FATAL] non-finite loss") == 1
-    assert "Step 3: loss nan" in printed
+    assert "Step 3: loss nan, gradient norm nan (the loss of rank 1); its update was" in printed
     assert read_metrics(folder).status == "non_finite"
     assert last_steps(folder)[0] == last_steps(folder)[1]
     assert read_anomaly(folder) == "nan_loss" and read_halt(folder) is not None

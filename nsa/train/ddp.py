@@ -12,6 +12,7 @@ import dataclasses
 import json
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -27,10 +28,13 @@ from nsa.config import BAD_INPUT, Config, RuntimeConfig
 from nsa.data import DataError, SourceLost, WaitEnded
 from nsa.train.compress import compress_gradients
 from nsa.train.ddp_settings import OFF, adapt_config, read_settings
-from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed, RunRefused
+from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed
+from nsa.train.fingerprint import refuse_difference
 from nsa.train.ranks import Alone, Fingerprint, mark_shared
 from nsa.train.stop import REASONS, Stop
 
+KEPT_LOSSES = 4
+"""Updates whose losses are kept by rank: they are looked at one step late."""
 PATIENCE = 0.8
 """Share of the group's timeout that a rank waits for data: then it can still tell the others."""
 
@@ -55,6 +59,7 @@ class Ddp(Alone):
         self._settings = read_settings()
         self._wrapped: DistributedDataParallel | None = None
         self._must_sync = False
+        self._losses = deque[Tensor](maxlen=KEPT_LOSSES)  # [world_size] fp32 each
         self._agreed = ""
         self._num_told = 0
 
@@ -89,15 +94,14 @@ class Ddp(Alone):
     def place(self, config: RuntimeConfig) -> RuntimeConfig:
         return config if self._gpu is None else dataclasses.replace(config, device=self._gpu)
 
-    def check_same(self, fingerprint: Fingerprint) -> None:
+    def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
         """The first rank compares what all say of themselves, and tells the verdict."""
-        name = f"fingerprint{self._num_told}/"
-        self._store.set(f"{name}{self.rank}", json.dumps(fingerprint))
+        name, ours = f"fingerprint{self._num_told}/", fingerprint()
+        self._store.set(f"{name}{self.rank}", json.dumps(ours))
 
         def compare() -> None:
             for rank in range(1, self.world_size):
-                other = json.loads(self._store.get(f"{name}{rank}"))
-                _refuse_difference(rank, other, fingerprint)
+                refuse_difference(rank, json.loads(self._store.get(f"{name}{rank}")), ours)
 
         self.from_first(compare)
 
@@ -127,9 +131,16 @@ class Ddp(Alone):
         return cast("AbstractContextManager[None]", self._wrapped.no_sync())
 
     def share(self, loss: Tensor) -> Tensor:
-        mean = loss / self.world_size
-        dist.all_reduce(mean)
-        return mean
+        losses = torch.zeros(self.world_size, device=loss.device)
+        losses[self.rank] = loss
+        dist.all_reduce(losses)
+        self._losses.append(losses)
+        return losses.mean()
+
+    def culprits(self, late: int) -> str:
+        losses = self._losses[-1 - late]
+        ranks = [str(rank) for rank in range(self.world_size) if not losses[rank].isfinite()]
+        return f" (the loss of rank {', '.join(ranks)})" if ranks else ""
 
     def total(self, *values: Tensor | int) -> list[float]:
         device = self._gpu or "cpu"
@@ -189,16 +200,6 @@ class Ddp(Alone):
         values = torch.tensor(numbers)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return cast("list[int]", values.tolist())
-
-
-def _refuse_difference(rank: int, theirs: Fingerprint, ours: Fingerprint) -> None:
-    for key in sorted(ours.keys() | theirs.keys()):
-        if theirs.get(key) != ours.get(key):
-            raise RunRefused(
-                f"rank {rank} has {key}={theirs.get(key, 'nothing')}, and rank 0 has "
-                f"{ours.get(key, 'nothing')}; all ranks must train the same: start them with one "
-                "config, one environment and one version of the code"
-            )
 
 
 def _exit_code(problem: Exception | None) -> int:

@@ -10,6 +10,7 @@ import torch
 import nsa
 from nsa.config import Config, to_container
 from nsa.config.env import in_effect
+from nsa.train.errors import RunRefused
 from nsa.train.ranks import Fingerprint
 from nsa.train.resume import Identity
 from nsa.train.runtime import Runtime
@@ -29,6 +30,17 @@ def fingerprint_of_rank(
         "world size": str(world_size),
     }
     return found | identity
+
+
+def refuse_difference(rank: int, theirs: Fingerprint, ours: Fingerprint) -> None:
+    """Raise RunRefused where another rank is not like the first."""
+    for key in sorted(ours.keys() | theirs.keys()):
+        if theirs.get(key) != ours.get(key):
+            raise RunRefused(
+                f"rank {rank} has {key}={theirs.get(key, 'nothing')}, and rank 0 has "
+                f"{ours.get(key, 'nothing')}; all ranks must train the same: start them with one "
+                "config, one environment and one version of the code"
+            )
 
 
 def source_hash() -> str:

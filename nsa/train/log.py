@@ -142,8 +142,9 @@ class RunLog:
             if not math.isfinite(loss) or self._overflows > self._tolerated:
                 raise NonFiniteLoss(
                     "[train][FATAL] non-finite loss detected — aborting run. "
-                    f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}; its update was "
-                    "not done; lower train.lr, or look at the data of that step",
+                    f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}"
+                    f"{self._ranks.culprits(late=len(self._waiting))}; its update was not "
+                    "done; lower train.lr, or look at the data of that step",
                     step=self.metrics.step,
                 )
             self.metrics.loss_last, self._norm = loss, norm

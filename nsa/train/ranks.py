@@ -64,7 +64,7 @@ class Alone:
         """The same with the device of this rank."""
         return config
 
-    def check_same(self, fingerprint: Fingerprint) -> None:
+    def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
         """Raise RunRefused where the ranks are about to train different things."""
 
     def wrap(self, loss: nn.Module) -> nn.Module:
@@ -78,6 +78,10 @@ class Alone:
     def share(self, loss: Tensor) -> Tensor:  # [] fp32 -> [] fp32
         """The mean of the ranks' losses; nobody waits for the device."""
         return loss
+
+    def culprits(self, late: int) -> str:
+        """Whose loss was not finite, `late` updates ago; empty where that is no question."""
+        return ""
 
     def total(self, *values: Tensor | int) -> list[float]:
         """The sums over the ranks; waits for the device."""

@@ -149,7 +149,7 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     loader = read_ahead(data.train, cfg, runtime, ranks)
     data = data._replace(train=loader)
     identity = identity_of(cfg, data, ranks.world_size)
-    ranks.check_same(fingerprint_of_rank(cfg, identity, runtime, ranks.world_size))
+    ranks.check_same(partial(fingerprint_of_rank, cfg, identity, runtime, ranks.world_size))
     model = build_model(cfg, data.tokenizer.vocab, runtime)
     step = build_step(cfg, model, runtime, ranks=ranks)
     metrics = _new_metrics(cfg, model, runtime, job, fallback)
