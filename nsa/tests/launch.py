@@ -48,7 +48,7 @@ def launch(*arguments: object, **options: Any) -> tuple[int, str]:
 
 
 def _main(trouble: str, arguments: list[str]) -> int:
-    """Train, with `trouble` on rank 1 from its third update on."""
+    """Train, with `trouble` on rank 1, mostly in its third update."""
     sys.path.insert(0, str(REPOSITORY))
     if os.environ["RANK"] == "1":
         _TROUBLES[trouble]()
@@ -57,16 +57,25 @@ def _main(trouble: str, arguments: list[str]) -> int:
     return main(arguments)
 
 
-def _nan() -> None:
+def _multiply_loss(call: int, factor: float) -> None:
     from nsa.train.loss import next_token_loss
 
     calls = iter(range(1000))
 
-    def poisoned(*given: Any, **options: Any) -> Any:
+    def changed(*given: Any, **options: Any) -> Any:
         loss = next_token_loss(*given, **options)
-        return loss * float("nan") if next(calls) == 2 else loss
+        return loss * factor if next(calls) == call else loss
 
-    mock.patch("nsa.train.step.next_token_loss", poisoned).start()
+    mock.patch("nsa.train.step.next_token_loss", changed).start()
+
+
+def _nan() -> None:
+    _multiply_loss(2, float("nan"))
+
+
+def _spike() -> None:
+    """In the update after the window of losses is full."""
+    _multiply_loss(8, 100.0)
 
 
 def _before_third(what: Any) -> None:
@@ -99,7 +108,7 @@ def _other_config() -> None:
     os.environ["NSA_LR"] = "0.5"
 
 
-_TROUBLES = {"nan": _nan, "term": _term, "lost": _lost, "config": _other_config}
+_TROUBLES = {"nan": _nan, "spike": _spike, "term": _term, "lost": _lost, "config": _other_config}
 
 
 if __name__ == "__main__":

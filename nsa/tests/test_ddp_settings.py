@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa.config import Config, ConfigError
 from nsa.config.env import raw
 from nsa.telemetry import read_config, read_metrics
-from nsa.train import RunRefused, run
+from nsa.train import Halted, RunRefused, run
 from nsa.train.compress import WIRE_TYPES
 from nsa.train.ddp import Ddp
 from nsa.train.process_group import translate_old_names
 from nsa.train.ranks import AUTO, OFF, ON
+from nsa.train.step import EagerStep, Updated
 
 BuildConfig = Callable[..., Config]
 
@@ -82,6 +84,25 @@ def test_the_group_is_left_after_an_error(
     with pytest.raises(ConfigError, match="seq_len"):
         train(tiny_config("train.seq_len=9999999"))
     assert not torch.distributed.is_initialized()
+
+
+def test_a_request_during_the_last_update_is_obeyed(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    real = EagerStep.__call__
+
+    def call(self: EagerStep, *given: Any) -> Updated:
+        (tmp_path / "run" / ".HALT").touch()
+        return real(self, *given)
+
+    one_of_one.setattr(EagerStep, "__call__", call)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Halted, match="stopped by .HALT after step 1"):
+            train(tiny_config())
+    finally:
+        signal.signal(signal.SIGTERM, handler)  # a rank on its way out ignores it
+    assert not (tmp_path / "run" / ".HALT").exists()
 
 
 def test_the_timeout_is_that_of_the_group(

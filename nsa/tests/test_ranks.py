@@ -203,6 +203,21 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
     assert (folder / "checkpoint_step3.pt").exists()
 
 
+def test_a_spike_on_one_rank_takes_all_back_to_the_same_checkpoint(tmp_path: Path) -> None:
+    overrides = ("train.steps=10", "train.save_every=4", "train.eval_every=0")
+    spikes = ("train.spike_rule=rollback", "train.spike_window=8")
+    code, printed = trouble("spike", tmp_path / "j", *overrides, *spikes)
+    folder = tmp_path / "j" / "run"
+    assert code == 0, printed
+    assert printed.count("[spike] back to checkpoint_step8.pt") == 1
+    metrics = read_metrics(folder)
+    assert (metrics.status, metrics.step, metrics.spikes) == ("finished", 10, 1)
+    for rank in range(2):
+        beats = read_heartbeat(folder / f"heartbeat_rank{rank}.jsonl")
+        steps = [beat.step for beat in beats if beat.msg == "beat"]
+        assert steps[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 9] and steps[-2:] == [9, 10]
+
+
 def test_data_that_ends_on_one_rank_ends_all(tmp_path: Path) -> None:
     code, printed = trouble("lost", tmp_path / "g", "train.save_every=0")
     folder = tmp_path / "g" / "run"

@@ -172,8 +172,10 @@ class Ddp(Alone):
     def patience_s(self, usual_s: float) -> float:
         return min(usual_s, PATIENCE * self._timeout_s)
 
-    def asked(self, stop: Stop) -> str:
-        """What was agreed on before the update; a later request counts for the next one."""
+    def asked(self, stop: Stop, *, last: bool = False) -> str:
+        """What was agreed on before the update; a later request counts for the next, if any."""
+        if last:
+            self._agreed = REASONS[self._highest(REASONS.index(stop.requested()))[0]]
         return self._agreed
 
     def from_first(self, make: Callable[[], str | None]) -> str:

@@ -90,7 +90,7 @@ class Trainer:
                 self.evaluate(step)
             if every_save and step % every_save == 0:
                 self.save(step)
-            if asked := self.ranks.asked(self.stop):
+            if asked := self.ranks.asked(self.stop, last=step == steps):
                 self.halt(step, asked)
         self.log.settle()
         self.saver.wait()

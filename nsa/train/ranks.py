@@ -96,8 +96,8 @@ class Alone:
         """How long this rank may wait for a batch."""
         return usual_s
 
-    def asked(self, stop: Stop) -> str:
-        """Who wants the run to stop after this step; the same answer on every rank."""
+    def asked(self, stop: Stop, *, last: bool = False) -> str:
+        """Who wants the run to stop after this step, maybe the last; the same on every rank."""
         return stop.requested()
 
     def from_first(self, make: Callable[[], str | None]) -> str:
