@@ -20,7 +20,7 @@ from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
 from nsa.train.log import RunLog
 from nsa.train.optimizer import TrainOptimizer
-from nsa.train.ranks import Alone, starts_rows
+from nsa.train.ranks import Alone, micro_positions
 from nsa.train.resume import Identity, global_batch
 from nsa.train.rollback import find_rollback
 from nsa.train.runtime import Runtime
@@ -105,7 +105,7 @@ class Trainer:
         """The first row of each micro-batch that this rank has in an update."""
         train = self.cfg.train
         first, num_micro = self.position(step), train.accumulate_grad_batches
-        return starts_rows(self.ranks, first, train.batch_size, num_micro)
+        return micro_positions(self.ranks, first, train.batch_size, num_micro)
 
     def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
         """Do one optimizer update, with the mean gradient over all its micro-batches."""

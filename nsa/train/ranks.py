@@ -111,7 +111,7 @@ class Alone:
         return do(*args, **options) if self.is_first else None
 
 
-def starts_rows(ranks: Alone, first: int, batch_size: int, num_micro: int) -> list[int]:
+def micro_positions(ranks: Alone, first: int, batch_size: int, num_micro: int) -> list[int]:
     """Where the micro-batches of this rank begin, in an update whose rows begin at `first`.
 
     Micro-batch after micro-batch, rank after rank: so k ranks with B rows read what one process
