@@ -137,6 +137,20 @@ def test_two_ranks_resume_bit_for_bit(two: tuple[Path, str], tmp_path: Path) -> 
         assert torch.equal(tensor, uninterrupted[name]), name
 
 
+@pytest.mark.slow
+def test_three_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
+    """A sum of three depends on its order, which DDP changes after its first backward pass."""
+    whole, rest = tmp_path / "k", tmp_path / "l"
+    code, printed = launch.launch("--config", write(whole), ranks=3)
+    assert code == 0, printed
+    start = whole / "run" / "checkpoint_step3.pt"
+    code, printed = launch.launch("--config", write(rest), "--resume", start, ranks=3)
+    assert code == 0, printed
+    uninterrupted = weights(whole / "run")
+    for name, tensor in weights(rest / "run").items():
+        assert torch.equal(tensor, uninterrupted[name]), name
+
+
 def test_one_rank_two_ranks_one_rank_read_the_same_data(tmp_path: Path) -> None:
     """In between also with accumulation, gradient checkpointing and a static graph."""
     whole, parts = tmp_path / "whole", tmp_path / "c"

@@ -58,7 +58,7 @@ class Ddp(Alone):
         self._store, self._control, self._gpu, self._say = store, control, gpu, say
         self._settings = read_settings()
         self._wrapped: DistributedDataParallel | None = None
-        self._must_sync = False
+        self._is_warm = False
         self._losses = deque[Tensor](maxlen=KEPT_LOSSES)  # [world_size] fp32 each
         self._agreed = ""
         self._num_told = 0
@@ -118,17 +118,27 @@ class Ddp(Alone):
         if settings.compress != OFF:
             compress_gradients(wrapped, settings.compress)
             self._say(f"[ddp] gradient compression enabled: {settings.compress}")
-        # With a static graph, torch has to see one exchange before it can leave one out.
-        self._must_sync = settings.static_graph
-        self._wrapped = wrapped
+        self._wrapped, self._is_warm = wrapped, False
         return wrapped
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        """DDP orders its buckets by the first backward pass, and sums in another order after it.
+
+        With this pass out of the way, the first update after a resume sums as any other does. A
+        static graph needs an exchange, too, before one can be left out.
+        """
+        if self._is_warm:
+            return
+        assert self._wrapped is not None, "wrap() comes first"
+        self._is_warm = True
+        backward()
+        self._wrapped.zero_grad(set_to_none=True)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         assert self._wrapped is not None, "wrap() comes first"
-        if last or self._must_sync:
-            self._must_sync = self._must_sync and not last
-            return nullcontext()
-        return cast("AbstractContextManager[None]", self._wrapped.no_sync())
+        return cast(
+            "AbstractContextManager[None]", nullcontext() if last else self._wrapped.no_sync()
+        )
 
     def share(self, loss: Tensor) -> Tensor:
         losses = torch.zeros(self.world_size, device=loss.device)

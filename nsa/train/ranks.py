@@ -71,6 +71,9 @@ class Alone:
         """Let the backward pass of a loss give every rank the mean gradient."""
         return loss
 
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        """Run a backward pass for nothing before the first update, where ranks need one."""
+
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; the last one exchanges the gradient."""
         return nullcontext()

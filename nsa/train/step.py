@@ -68,6 +68,7 @@ class EagerStep:
         self, batches: Sequence[MicroBatch], lr: float, stats: AttentionStats | None = None
     ) -> Updated:
         """Do the update: the mean gradient over all micro-batches. Nobody waits for the device."""
+        self.ranks.warm_up(lambda: self._backward(batches[0]))
         set_lr(self.optimizer, lr)
         limit = self.spikes.limit()
         loss, norm = self._update(batches, limit, stats)
@@ -94,6 +95,10 @@ class EagerStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss, norm
+
+    def _backward(self, batch: MicroBatch) -> None:
+        rows = batch.rows.to(self.runtime.device, non_blocking=True)
+        self._loss(rows, None, batch.bounds).backward()
 
     def _skip(self, loss: Tensor, norm: Tensor, limit: Tensor) -> Tensor:  # [] fp32, 0 or 1
         """Whether to leave the update out; loss scaling looks for infinite gradients by itself."""
