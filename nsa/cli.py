@@ -204,6 +204,7 @@ def _train(args: argparse.Namespace) -> int:
     path, config = _load(args)
     from nsa.generate import sample_text
     from nsa.train import TrainError, run
+    from nsa.train.ranks import speaks_for_all
 
     try:
         run(
@@ -215,7 +216,8 @@ def _train(args: argparse.Namespace) -> int:
             resume=args.resume,
         )
     except TrainError as error:
-        print(f"nsa: {error}", file=sys.stderr)
+        if speaks_for_all(error):
+            print(f"nsa: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
@@ -300,7 +302,7 @@ def _load(args: argparse.Namespace) -> tuple[str, Config]:
     check_environment()
     path = args.config or read("CONFIG")
     config = load_config(path, args.overrides)
-    for name, value in in_effect().items():
+    for name, value in in_effect().items() if read("RANK") == 0 else ():
         print(f"environment: {name}={value}")
     return path, config
 

@@ -18,7 +18,7 @@ from nsa.generate import sample_text
 from nsa.model import TinyLM
 from nsa.train import LoaderOptions, TrainError, run
 from nsa.train.ranks import AUTO as AUTO_RANKS
-from nsa.train.ranks import OFF, ON, require_one_rank
+from nsa.train.ranks import OFF, ON, speaks_for_all
 from nsa.train.resume import AUTO
 
 __all__ = ["TinyLM", "main"]
@@ -44,9 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_environment()
         path = flags.config or read("CONFIG")
-        require_one_rank(flags.ddp)
         config = _resolve(path, flags)
-        for name, value in in_effect().items():
+        for name, value in in_effect().items() if read("RANK") == 0 else ():
             print(f"[boot] environment: {name}={value}")
         run(
             config,
@@ -62,12 +61,14 @@ def main(arguments: list[str] | None = None) -> int:
                 synthetic_on_fail=flags.synthetic_on_fail,
                 report_docs=flags.fwe_report_docs,
             ),
+            ddp=flags.ddp,
         )
     except ValueError as error:  # bad input, by the convention of this package
         print(f"train_showcase: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except TrainError as error:
-        print(f"train_showcase: {error}", file=sys.stderr)
+        if speaks_for_all(error):
+            print(f"train_showcase: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
@@ -86,7 +87,7 @@ def _parser() -> StrictParser:
         type=int,
         choices=(AUTO_RANKS, OFF, ON),
         default=AUTO_RANKS,
-        help="many ranks: -1 as WORLD_SIZE says, 0 never, 1 always; only one rank works yet",
+        help="many ranks: -1 as WORLD_SIZE says, 0 never, 1 always",
     )
     parser.add_argument(
         "--loader-timeout",

@@ -34,7 +34,7 @@ class Metrics:
     """Why the run is on random tokens instead of the source it was started with; null if not."""
     num_params: int
     tokens_per_step: int
-    """Tokens in an optimizer update: batch_size x accumulate_grad_batches x seq_len."""
+    """Tokens in an optimizer update: batch_global x seq_len."""
     flops_per_token: float = 0.0
     """Model FLOPs of training one token, forward and backward: nsa/model/flops.py."""
     peak_flops: float | None = None
@@ -51,8 +51,10 @@ class Metrics:
     resumed_at: int | None = None
     """The update after which the run went on from a checkpoint; null for a run in one piece."""
     seq_len: int
+    world_size: int = 1
+    """Processes that train together."""
     batch_global: int
-    """Rows in an optimizer update."""
+    """Rows in an optimizer update, over all of them."""
     lr: float
     """Peak learning rate."""
     loss_first: float | None = None

@@ -24,8 +24,8 @@ from nsa.operate.watch import with_environment
 from nsa.telemetry import Beat, Heartbeat, read_heartbeat
 from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
 from nsa.tests.streams import ListDocuments
-from nsa.train import RunRefused, run
-from nsa.train.ranks import require_one_rank
+from nsa.tests.test_ddp_settings import TESTED as UNDER_DDP
+from nsa.train import run
 
 IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes at least)
     "NSA_SEQ_LEN": ("48", {"losses", "evaluations", "weights", "kept"}),
@@ -71,9 +71,8 @@ ELSEWHERE = {
     "NSA_WATCH_FLATLINE_N",
     "NSA_WATCH_GATE_COLLAPSE_N",
     "OUT_DIR",
-    "WORLD_SIZE",
-}
-"""Tested below, one by one: what they do does not show in a run of these settings."""
+} | UNDER_DDP
+"""Tested below or there, one by one: what they do does not show in a run of these settings."""
 
 
 @pytest.fixture(scope="module")
@@ -300,16 +299,6 @@ def test_documents_are_tokenized_so_many_at_a_time(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("NSA_FWE_DOC_BATCH", value)
         open_data(DataConfig(dataset="fineweb_edu"), seq_len=16, seed=1).train.batch(0, 1)
     assert chunks == {64, 5}
-
-
-@pytest.mark.parametrize("ddp", [-1, 0])
-def test_more_than_one_rank_is_refused(ddp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_one_rank(ddp)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    require_one_rank(ddp)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunRefused, match="WORLD_SIZE=2.*many ranks are not in it yet"):
-        require_one_rank(ddp)
 
 
 def silent_run(folder: Path) -> None:

@@ -69,7 +69,7 @@ def test_config_comes_from_the_environment(
         ("--dataset shakespear", 2, "shakespeare"),
         ("--seq-len 9999999", 2, "use a train.seq_len of at most"),
         ("--steps 5000", 3, "train.save_every=0"),
-        ("--ddp 1", 3, "many ranks are not in it yet"),
+        ("--ddp 1", 3, "use torchrun --nproc_per_node=N"),
     ],
 )
 def test_bad_input_and_refusals_have_their_exit_codes(

@@ -1,7 +1,9 @@
 """What a run that met a number that is not finite leaves for those who look into it.
 
 anomaly_step{N}.pt, a dict that loads with `weights_only=True`: `step`, `batch` (the token rows of
-that update, [rows, S+1]), `state_dict` (the weights, without that update) and `cfg`.
+that update, [rows, S+1]), `state_dict` (the weights, without that update) and `cfg`. Every rank
+leaves its own rows; those above 0 in anomaly_step{N}_rank{r}.pt, without the weights, which are
+the same.
 """
 
 from __future__ import annotations
@@ -21,20 +23,19 @@ KIND = "nan_loss"
 
 def record_anomaly(trainer: Trainer, step: int) -> Path:
     """Write the two files that keep a restart from repeating it, then the batch and the weights."""
-    write_anomaly(trainer.folder, KIND)
-    write_halt(trainer.folder, KIND)
-    train = trainer.cfg.train
-    first = trainer.position(step)
-    positions = [first + n * train.batch_size for n in range(train.accumulate_grad_batches)]
-    batches = [trainer.data.train.batch(position, train.batch_size) for position in positions]
-    weights = {name: x.detach().cpu() for name, x in trainer.model.state_dict().items()}
+    ranks, size = trainer.ranks, trainer.cfg.train.batch_size
+    ranks.on_first(write_anomaly, trainer.folder, KIND)
+    ranks.on_first(write_halt, trainer.folder, KIND)
+    batches = [trainer.data.train.batch(first, size) for first in trainer.positions(step)]
+    state = trainer.model.state_dict() if ranks.is_first else {}
     content = {
         "step": step,
         "batch": torch.cat(batches),
-        "state_dict": weights,
+        "state_dict": {name: x.detach().cpu() for name, x in state.items()},
         "cfg": to_container(trainer.cfg),
     }
-    path = trainer.folder / f"anomaly_step{step}.pt"
+    suffix = "" if ranks.is_first else f"_rank{ranks.rank}"
+    path = trainer.folder / f"anomaly_step{step}{suffix}.pt"
     with best_effort(path), replacing(path) as temporary:
         torch.save(content, temporary)
     return path

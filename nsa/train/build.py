@@ -9,6 +9,7 @@ from nsa.model import TinyLM
 from nsa.train.compiler import compile_blocks
 from nsa.train.graph_step import GraphStep
 from nsa.train.optimizer import build_optimizer
+from nsa.train.ranks import Alone
 from nsa.train.runtime import Runtime
 from nsa.train.scaler import new_scaler
 from nsa.train.spikes import Spikes
@@ -25,7 +26,12 @@ def build_model(cfg: Config, vocab: int, runtime: Runtime) -> TinyLM:
 
 
 def build_step(
-    cfg: Config, model: TinyLM, runtime: Runtime, *, share: GraphStep | None = None
+    cfg: Config,
+    model: TinyLM,
+    runtime: Runtime,
+    *,
+    ranks: Alone | None = None,
+    share: GraphStep | None = None,
 ) -> EagerStep:
     """The update of the config, replayed as a CUDA graph where it asks for that.
 
@@ -41,4 +47,4 @@ def build_step(
     optimizer = build_optimizer(model, cfg.train, capturable=graph)
     parts = (model, optimizer, runtime, cfg.train.grad_clip, new_scaler(runtime))
     spikes = Spikes(cfg.train, runtime.device)
-    return GraphStep(*parts, spikes, share=share) if graph else EagerStep(*parts, spikes)
+    return GraphStep(*parts, spikes, share=share) if graph else EagerStep(*parts, spikes, ranks)

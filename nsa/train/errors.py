@@ -12,12 +12,15 @@ class TrainError(RuntimeError):
     """The run did not finish."""
 
     exit_code = 1
+    shared = False
+    """Whether every rank ends like this, at the same place."""
 
 
 class Halted(TrainError):
     """SIGTERM, Ctrl-C or .HALT, obeyed after a step: the run can be resumed."""
 
     exit_code = 0
+    shared = True
 
 
 class Interrupted(TrainError):
@@ -36,6 +39,16 @@ class RunRefused(TrainError):
     exit_code = 3
 
 
+class RankFailed(TrainError):
+    """The first rank could not start the run, and says why."""
+
+    shared = True
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class LossSpike(TrainError):
     """The loss rose far above its recent values, and the run goes back to a checkpoint."""
 
@@ -51,6 +64,8 @@ BAD_DATA, NO_DATA = 2, 11
 class LoaderFailed(TrainError):
     """The source of the data does not deliver, or not what can be read."""
 
+    shared = True
+
     def __init__(self, message: str, *, started: bool, exit_code: int) -> None:
         super().__init__(message)
         self.started, self.exit_code = started, exit_code
@@ -60,6 +75,7 @@ class NonFiniteLoss(TrainError):
     """The loss or the gradient became NaN or infinite; no model was written after that."""
 
     exit_code = 10
+    shared = True
 
     def __init__(self, message: str, step: int = 0) -> None:
         super().__init__(message)

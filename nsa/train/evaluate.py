@@ -12,6 +12,7 @@ from nsa.config import TrainConfig
 from nsa.data import ByteTokenizer, Data, Tokenizer
 from nsa.model import TinyLM
 from nsa.train.loss import next_token_loss
+from nsa.train.ranks import Alone
 from nsa.train.runtime import Runtime
 
 
@@ -36,16 +37,22 @@ class Evaluation(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(model: TinyLM, data: Data, train: TrainConfig, runtime: Runtime) -> Evaluation:
-    """Average over the first eval_batches * batch_size held-out rows, each at most once."""
-    rows = data.val
-    wanted = train.eval_batches * train.batch_size
+def evaluate(
+    model: TinyLM, data: Data, train: TrainConfig, runtime: Runtime, ranks: Alone | None = None
+) -> Evaluation:
+    """Average over the first eval_batches * batch_size held-out rows, each at most once.
+
+    So many for each rank; a rank takes every world_size-th batch, and all get the same result.
+    """
+    rows, ranks = data.val, ranks or Alone()
+    stride = ranks.world_size * train.batch_size
+    wanted = train.eval_batches * stride
     num_rows = min(wanted, rows.num_rows or wanted)
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     num_bytes = 0
-    for position in range(0, num_rows, train.batch_size):
+    for position in range(ranks.rank * train.batch_size, num_rows, stride):
         size = min(train.batch_size, num_rows - position)
         batch = rows.batch(position, size)
         num_bytes += _num_bytes(batch[:, 1:], data.tokenizer)
@@ -53,7 +60,8 @@ def evaluate(model: TinyLM, data: Data, train: TrainConfig, runtime: Runtime) ->
         loss = next_token_loss(model, on_device, runtime, bounds=data.bounds(batch))
         total += loss.double() * size
     model.train(was_training)
-    return Evaluation(total.item() / num_rows, num_rows * train.seq_len, num_bytes)
+    loss_sum, all_bytes = ranks.total(total, num_bytes)
+    return Evaluation(loss_sum / num_rows, num_rows * train.seq_len, int(all_bytes))
 
 
 def _num_bytes(targets: Tensor, tokenizer: Tokenizer) -> int:  # [B, S]

@@ -13,9 +13,11 @@ from pathlib import Path
 from nsa.config import Config
 from nsa.config.env import read
 from nsa.data import Data, DataError, Loader, Rows, SourceLost, open_data, within
+from nsa.data.loader import PATIENCE_S
 from nsa.telemetry import Heartbeat
 from nsa.train import checkpoint
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed
+from nsa.train.ranks import Alone
 from nsa.train.runtime import Runtime
 from nsa.train.vitals import Vitals
 
@@ -54,12 +56,14 @@ def open_in_time(cfg: Config, options: LoaderOptions, say: Callable[[str], None]
         return within(options.timeout_s, attempt, f"the data of {cfg.data.hub_dataset}")
 
 
-def read_ahead(rows: Rows, cfg: Config, runtime: Runtime) -> Loader:
-    """The same rows with a queue before them."""
+def read_ahead(rows: Rows, cfg: Config, runtime: Runtime, ranks: Alone) -> Loader:
+    """The same rows with a queue before them, for the batches of this rank."""
     return Loader(
         rows,
         depth=max(1, read("NSA_FWE_Q")) if read("NSA_FWE_PREFETCH") else 0,
+        stride=ranks.world_size * cfg.train.batch_size,
         keep=KEPT_STEPS * cfg.train.accumulate_grad_batches,
+        patience_s=ranks.patience_s(PATIENCE_S),
         pin=runtime.device.type == "cuda",
     )
 
@@ -134,6 +138,6 @@ def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -
 def note_failure(folder: Path, error: str) -> None:
     """Leave a line in the heartbeat of a run that did not come to its first step."""
     folder.mkdir(parents=True, exist_ok=True)
-    heartbeat = Heartbeat(folder)
+    heartbeat = Heartbeat(folder, read("RANK"))
     heartbeat.loader_error(error)
     heartbeat.close()

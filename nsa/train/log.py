@@ -25,6 +25,7 @@ from nsa.telemetry.metrics import NAME as METRICS
 from nsa.train.errors import NonFiniteLoss
 from nsa.train.evaluate import Evaluation
 from nsa.train.progress import Progress
+from nsa.train.ranks import Alone
 from nsa.train.step import Updated
 from nsa.train.step_report import StepReport
 from nsa.train.vitals import Vitals
@@ -74,9 +75,14 @@ class RunLog:
         *,
         resumed_at: int = 0,
         overflows: bool = False,
+        ranks: Alone | None = None,
     ) -> None:
-        """`overflows`: a gradient may do so now and then; loss scaling skips it and goes lower."""
-        csv = not read("NSA_DISABLE_CSV_LOGS")
+        """`overflows`: a gradient may do so now and then; loss scaling skips it and goes lower.
+
+        All ranks look at the same numbers, and the first writes them.
+        """
+        self._ranks = ranks or Alone()
+        csv = self._ranks.is_first and not read("NSA_DISABLE_CSV_LOGS")
         self.training = CsvLog(TrainingRow, folder / TRAINING if csv else None, resumed_at)
         self.val = CsvLog(ValRow, folder / VAL if csv else None, resumed_at)
         self._line_step = resumed_at  # the step of the last line
@@ -109,7 +115,8 @@ class RunLog:
     def saw_input(self, step: int, shape: torch.Size) -> None:
         """Say what the first updates of a process read: a wrong shape shows before hours pass."""
         if step < self._first_step + SHOWN_INPUTS:
-            self.progress.say(f"[debug] step {step}: input shape {shape}")
+            rank = f" | {self._ranks.name}" if self._ranks.name else ""
+            self.progress.say_from_each(f"[debug] step {step}: input shape {shape}{rank}")
 
     def add(self, step: int, done: Updated, lr: float, stats: AttentionStats | None) -> None:
         """Take the result of an update, and write a line where one is due."""
@@ -135,8 +142,9 @@ class RunLog:
             if not math.isfinite(loss) or self._overflows > self._tolerated:
                 raise NonFiniteLoss(
                     "[train][FATAL] non-finite loss detected — aborting run. "
-                    f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}; its update was "
-                    "not done; lower train.lr, or look at the data of that step",
+                    f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}"
+                    f"{self._ranks.culprits(late=len(self._waiting))}; its update was not "
+                    "done; lower train.lr, or look at the data of that step",
                     step=self.metrics.step,
                 )
             self.metrics.loss_last, self._norm = loss, norm
@@ -185,7 +193,7 @@ class RunLog:
     def write(self) -> Path:
         """Replace metrics.json; where that fails the old one stays, and it is said once."""
         try:
-            write_metrics(self.folder, self.metrics)
+            self._ranks.on_first(write_metrics, self.folder, self.metrics)
         except OSError as error:
             if not self._stale:
                 complain(self.folder / METRICS, error)

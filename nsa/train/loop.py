@@ -20,8 +20,9 @@ from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
 from nsa.train.log import RunLog
 from nsa.train.optimizer import TrainOptimizer
-from nsa.train.resume import Identity
-from nsa.train.rollback import rollback_from
+from nsa.train.ranks import Alone, micro_positions
+from nsa.train.resume import Identity, global_batch
+from nsa.train.rollback import find_rollback
 from nsa.train.runtime import Runtime
 from nsa.train.saver import Saver
 from nsa.train.schedule import lr_at
@@ -51,6 +52,10 @@ class Trainer:
         return self.step.runtime
 
     @property
+    def ranks(self) -> Alone:
+        return self.step.ranks
+
+    @property
     def optimizer(self) -> TrainOptimizer:
         return self.step.optimizer
 
@@ -69,7 +74,8 @@ class Trainer:
         wants_stats = has_stats and not read("NSA_DISABLE_AUX_STATS")
         self.log.roll_back = self.roll_back
         self.model.train()
-        write_dtypes(self.folder, self.runtime.precision, self.model.named_parameters())
+        parameters = self.model.named_parameters()
+        self.ranks.on_first(write_dtypes, self.folder, self.runtime.precision, parameters)
         for step in range(done + 1, steps + 1):
             self.log.vitals.before_step(step)
             stats = AttentionStats() if wants_stats and self.log.is_logged(step) else None
@@ -77,14 +83,14 @@ class Trainer:
             with self.obeying(step - 1):
                 updated = self.update(step, lr, stats)
             if step == done + 1:
-                write_opt_state(self.folder, self.optimizer.state_dict())
+                self.ranks.on_first(write_opt_state, self.folder, self.optimizer.state_dict())
             self.log.vitals.after_step(step)
             self.log.add(step, updated, lr, stats)
             if every_eval and (step % every_eval == 0 or step == steps):
                 self.evaluate(step)
             if every_save and step % every_save == 0:
                 self.save(step)
-            if asked := self.stop.requested():
+            if asked := self.ranks.asked(self.stop, last=step == steps):
                 self.halt(step, asked)
         self.log.settle()
         self.saver.wait()
@@ -92,17 +98,19 @@ class Trainer:
 
     def position(self, step: int) -> int:
         """The first row of an update; data that a rollback has jumped over is not read again."""
-        train = self.cfg.train
-        rows = train.accumulate_grad_batches * train.batch_size
+        rows = global_batch(self.cfg, self.ranks.world_size)
         return (step - 1 + self.spikes.jumped) * rows
+
+    def positions(self, step: int) -> list[int]:
+        """The first row of each micro-batch that this rank has in an update."""
+        train = self.cfg.train
+        first, num_micro = self.position(step), train.accumulate_grad_batches
+        return micro_positions(self.ranks, first, train.batch_size, num_micro)
 
     def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
         """Do one optimizer update, with the mean gradient over all its micro-batches."""
-        size, first = self.cfg.train.batch_size, self.position(step)
-        batches = [
-            self.fetch(first + micro * size)
-            for micro in range(self.cfg.train.accumulate_grad_batches)
-        ]
+        with self.ranks.fetching(self.stop, started=True):
+            batches = [self.fetch(position) for position in self.positions(step)]
         self.log.saw_input(step, batches[0].rows[:, :-1].shape)
         return self.step(batches, lr, stats)
 
@@ -116,11 +124,11 @@ class Trainer:
         """Leave for the last good checkpoint before `step`; without one, the run goes on."""
         self.saver.wait()
         spikes = self.log.metrics.spikes
-        back = rollback_from(self.folder, step, self.spikes.jumped, spikes)
+        back = find_rollback(self.ranks, self.folder, step, self.spikes.jumped, spikes)
         if back is None:
             self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
             return
-        if asked := self.stop.requested():
+        if asked := self.ranks.asked(self.stop):
             self._say_halt(asked)
             raise Halted(
                 f"stopped by {asked}; {what}, so nothing was saved after it; "
@@ -136,14 +144,14 @@ class Trainer:
         """Measure the loss on held-out rows."""
         with self.log.paused():
             self.log.vitals.entering(step, "evaluate")
-            found = evaluate(self.model, self.data, self.cfg.train, self.runtime)
+            found = evaluate(self.model, self.data, self.cfg.train, self.runtime, self.ranks)
             self.log.add_evaluation(step, found)
 
     def save(self, step: int) -> None:
         """Start to write a checkpoint; pausing has made sure that all steps so far were finite."""
         with self.log.paused():
             self.log.vitals.entering(step, "save")
-            self.saver.save(capture(self, step))
+            self.ranks.on_first(lambda: self.saver.save(capture(self, step)))
 
     @contextmanager
     def obeying(self, step: int) -> Iterator[None]:

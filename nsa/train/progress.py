@@ -19,7 +19,9 @@ SEPARATOR = " | "
 class Progress:
     """Shows each logged step with the time that is left."""
 
-    def __init__(self, out: TextIO, steps: int) -> None:
+    def __init__(self, out: TextIO, steps: int, *, quiet: bool = False) -> None:
+        """`quiet`: another rank has the console, and this one speaks only when it must."""
+        self._quiet = quiet
         self._console = Console(file=out, highlight=False, emoji=False, soft_wrap=True)
         self._bar = _BarAndNumbers(
             BarColumn(bar_width=None),
@@ -28,7 +30,7 @@ class Progress:
             TextColumn("{task.description}"),
             console=self._console,
             expand=True,
-            disable=not self._console.is_terminal,
+            disable=quiet or not self._console.is_terminal,
         )
         self._task = self._bar.add_task("starting", total=steps)
 
@@ -46,6 +48,11 @@ class Progress:
 
     def say(self, text: str = "") -> None:
         """Print a line as it is; in a terminal it appears above the bar."""
+        if not self._quiet:
+            self.say_from_each(text)
+
+    def say_from_each(self, text: str) -> None:
+        """Print a line from every rank."""
         self._console.print(text, markup=False)
 
     def advance(self, steps: int = 1) -> None:

@@ -1,21 +1,135 @@
-"""How many processes train together: in this version, one."""
+"""How many processes train together, and what they do together: the strategy of a run.
+
+`Alone` is one process, and the interface of all strategies; `Ddp` (ddp.py) is many with a copy of
+the model each. The loop calls the methods at the same places in either case, so nothing in it asks
+how many ranks there are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from torch import Tensor, nn
+
+from nsa.config import Config, RuntimeConfig
 from nsa.config.env import read
-from nsa.train.errors import RunRefused
+
+if TYPE_CHECKING:
+    from nsa.train.stop import Stop
 
 AUTO, OFF, ON = -1, 0, 1
 """The values of --ddp: as the launcher says, never, always."""
 
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+Self = TypeVar("Self", bound="Alone")
+Fingerprint = dict[str, str]
 
-def require_one_rank(ddp: int) -> None:
-    """Raise RunRefused where more than one rank is asked for."""
-    world_size = read("WORLD_SIZE")
-    if ddp != ON and world_size <= 1:
-        return
-    given = f"--ddp {ddp} with WORLD_SIZE={world_size}"
-    raise RunRefused(
-        f"{given}: this version trains in one process, many ranks are not in it yet; start it "
-        "without torchrun, with --ddp 0 or -1, and raise train.accumulate_grad_batches instead"
-    )
+
+class Alone:
+    """One process: everything is decided here, and nobody has to be asked."""
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files and talks to the user."""
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """For lines that every rank prints; empty where there is only one."""
+        return ""
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the others."""
+
+    def adapt(self, cfg: Config) -> Config:
+        """The config as these ranks can train it."""
+        return cfg
+
+    def place(self, config: RuntimeConfig) -> RuntimeConfig:
+        """The same with the device of this rank."""
+        return config
+
+    def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
+        """Raise RunRefused where the ranks are about to train different things."""
+
+    def wrap(self, loss: nn.Module) -> nn.Module:
+        """Let the backward pass of a loss give every rank the mean gradient."""
+        return loss
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        """Run a backward pass for nothing before the first update, where ranks need one."""
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; the last one exchanges the gradient."""
+        return nullcontext()
+
+    def share(self, loss: Tensor) -> Tensor:  # [] fp32 -> [] fp32
+        """The mean of the ranks' losses; nobody waits for the device."""
+        return loss
+
+    def culprits(self, late: int) -> str:
+        """Whose loss was not finite, `late` updates ago; empty where that is no question."""
+        return ""
+
+    def total(self, *values: Tensor | int) -> list[float]:
+        """The sums over the ranks; waits for the device."""
+        return [value.item() if isinstance(value, Tensor) else float(value) for value in values]
+
+    @contextmanager
+    def fetching(self, stop: Stop | None = None, *, started: bool = False) -> Iterator[None]:
+        """Around the wait for data: on all ranks it succeeds, or on none."""
+        yield
+
+    def patience_s(self, usual_s: float) -> float:
+        """How long this rank may wait for a batch."""
+        return usual_s
+
+    def asked(self, stop: Stop, *, last: bool = False) -> str:
+        """Who wants the run to stop after this step, maybe the last; the same on every rank."""
+        return stop.requested()
+
+    def from_first(self, make: Callable[[], str | None]) -> str:
+        """What the first rank makes, empty for nothing; where that fails, no rank goes on."""
+        return make() or ""
+
+    def on_first(
+        self, do: Callable[Given, Made], *args: Given.args, **options: Given.kwargs
+    ) -> Made | None:
+        """Do it on the first rank alone; the others get None, and do not wait."""
+        return do(*args, **options) if self.is_first else None
+
+
+def micro_positions(ranks: Alone, first: int, batch_size: int, num_micro: int) -> list[int]:
+    """Where the micro-batches of this rank begin, in an update whose rows begin at `first`.
+
+    Micro-batch after micro-batch, rank after rank: so k ranks with B rows read what one process
+    with k*B rows reads.
+    """
+    return [
+        first + (micro * ranks.world_size + ranks.rank) * batch_size for micro in range(num_micro)
+    ]
+
+
+def speaks_for_all(error: BaseException) -> bool:
+    """Whether this process should print an error: the first does for all that ended alike."""
+    return read("RANK") == 0 or not getattr(error, "shared", False)
+
+
+def mark_shared(error: Any) -> None:
+    """Note that every rank ends here, so that they can wait for each other."""
+    error.shared = True

@@ -17,6 +17,7 @@ from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.metrics import read_metrics
 from nsa.train import checkpoint
 from nsa.train.checkpoint import BadCheckpoint, Content
+from nsa.train.ranks import Alone
 from nsa.train.spikes import ACTING
 
 DECIDING = (
@@ -38,7 +39,7 @@ class Start(NamedTuple):
     content: Content
 
 
-def identity_of(cfg: Config, data: Data) -> Identity:
+def identity_of(cfg: Config, data: Data, world_size: int = 1) -> Identity:
     """All that decides the numbers of a run, as text by name."""
     groups = to_container(cfg)
     found = {
@@ -47,7 +48,7 @@ def identity_of(cfg: Config, data: Data) -> Identity:
         for key, value in groups[group].items()
     }
     found |= {f"train.{key}": groups["train"][key] for key in DECIDING}
-    found["global batch"] = cfg.train.batch_size * cfg.train.accumulate_grad_batches
+    found["global batch"] = global_batch(cfg, world_size)
     found["runtime.precision"] = cfg.runtime.precision
     # Younger settings count only where they are chosen: checkpoints from before them go on.
     usual = to_container(Config())
@@ -60,6 +61,31 @@ def identity_of(cfg: Config, data: Data) -> Identity:
         found |= {f"train.{key}": groups["train"][key] for key in keys}
     found |= {"data (train)": data.train.fingerprint(), "data (val)": data.val.fingerprint()}
     return {name: str(value) for name, value in found.items()}
+
+
+def global_batch(cfg: Config, world_size: int) -> int:
+    """Rows in an update, over all ranks."""
+    return world_size * cfg.train.batch_size * cfg.train.accumulate_grad_batches
+
+
+def find_start_together(
+    ranks: Alone,
+    folder: Path,
+    wanted: str,
+    identity: Identity,
+    steps: int,
+    say: Callable[[str], None],
+) -> Start | None:
+    """The same on every rank: the first looks, and the others read what it has found."""
+    found: Start | None = None
+
+    def look() -> str:
+        nonlocal found
+        found = find_start(folder, wanted, identity, steps, say)
+        return str(found.path) if found else ""
+
+    path = ranks.from_first(look)
+    return found if ranks.is_first or not path else Start(Path(path), checkpoint.read(Path(path)))
 
 
 def find_start(

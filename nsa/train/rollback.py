@@ -15,6 +15,7 @@ from typing import TypeVar
 from nsa.train import checkpoint
 from nsa.train.checkpoint import BadCheckpoint
 from nsa.train.errors import LossSpike, TrainError
+from nsa.train.ranks import Alone, mark_shared
 
 MAX_ROLLBACKS = 5
 """To the same checkpoint: then the reason is not in the data."""
@@ -45,18 +46,30 @@ def with_rollbacks(attempt: Callable[[Rollback | None], Result]) -> Result:
             before, back = back, spike.back
             num_same = num_same + 1 if before is not None and before.path == back.path else 1
             if num_same > MAX_ROLLBACKS:
-                raise TrainError(
+                gave_up = TrainError(
                     f"{spike}; this is the rollback number {num_same} to {back.path.name}, and "
                     "other data has not helped: lower train.lr, or resume from an older checkpoint"
-                ) from None
+                )
+                mark_shared(gave_up)
+                raise gave_up from None
 
 
-def rollback_from(folder: Path, step: int, jumped: int, spikes: int) -> Rollback | None:
-    """The newest good checkpoint before `step`; None where there is none yet."""
+def find_rollback(
+    ranks: Alone, folder: Path, step: int, jumped: int, spikes: int
+) -> Rollback | None:
+    """Where all ranks go back to; the first one looks."""
+    found = ranks.from_first(lambda: str(_newest_before(folder, step) or ""))
+    if not found:
+        return None
+    path = folder / checkpoint.NAME.format(step=found)
+    return Rollback(path=path, jumped=jumped + step - int(found), spikes=spikes)
+
+
+def _newest_before(folder: Path, step: int) -> int | None:
+    """The step of the newest good checkpoint before `step`; None where there is none yet."""
     for found in checkpoint.steps_of(folder):
-        path = folder / checkpoint.NAME.format(step=found)
-        if found < step and _is_good(path):
-            return Rollback(path=path, jumped=jumped + step - found, spikes=spikes)
+        if found < step and _is_good(folder / checkpoint.NAME.format(step=found)):
+            return found
     return None
 
 

@@ -17,8 +17,9 @@ from nsa.config import Config
 from nsa.model import TinyLM
 from nsa.model.flops import peak_flops, training_flops_per_token
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
+from nsa.telemetry.run_files import Folder
 from nsa.telemetry.sentinels import obeyed, write_anomaly
-from nsa.telemetry.tracker import open_tracker, require_tracker
+from nsa.telemetry.tracker import Tracker, open_tracker, require_tracker
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
 from nsa.train.build import build_model, build_step
@@ -31,13 +32,17 @@ from nsa.train.feed import (
     read_ahead,
     without_data,
 )
+from nsa.train.fingerprint import fingerprint_of_rank
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
 from nsa.train.log import RunLog
 from nsa.train.loop import Trainer
 from nsa.train.memory_advice import explain_memory
+from nsa.train.process_group import open_ranks
 from nsa.train.progress import Progress
-from nsa.train.resume import AUTO, find_start, identity_of
+from nsa.train.ranks import AUTO as AUTO_RANKS
+from nsa.train.ranks import Alone
+from nsa.train.resume import AUTO, find_start_together, global_batch, identity_of
 from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, resolve_runtime
 from nsa.train.saver import new_saver
@@ -69,6 +74,7 @@ def run(
     sampler: Sampler | None = None,
     resume: str = AUTO,
     loader: LoaderOptions | None = None,
+    ddp: int = AUTO_RANKS,
 ) -> TrainResult:
     """Train the model of `cfg` and write everything under cfg.train.out_dir.
 
@@ -76,21 +82,31 @@ def run(
     `stop_after` ends the run earlier than train.steps; the learning-rate schedule stays.
     `model_path` replaces <out_dir>/model.pt. Without a `sampler` no sample is written.
     `resume` is auto, latest, none or a checkpoint (resume.py). `loader` is the patience with data.
+    `ddp` says whether this process is one of many ranks (ranks.py); the first one writes the files.
     """
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
     require_tracker(cfg.train.tracker)
-    job = _Job(
-        config_path=config_path,
-        steps=steps,
-        out=out or sys.stdout,
-        model_path=model_path,
-        sampler=sampler,
-        resume=resume,
-        loader=loader or LoaderOptions(),
-    )
+    say = partial(print, file=out or sys.stdout, flush=True)
+    with open_ranks(ddp, cfg, say) as ranks:
+        job = _Job(
+            ranks=ranks,
+            config_path=config_path,
+            steps=steps,
+            out=out or sys.stdout,
+            model_path=model_path,
+            sampler=sampler,
+            resume=resume,
+            loader=loader or LoaderOptions(),
+        )
+        return _attempts(ranks.adapt(cfg), job)
+
+
+def _attempts(cfg: Config, job: _Job) -> TrainResult:
+    """Train; after a loss spike from before it, and where no data comes, without if allowed."""
     fallback: str | None = None
+    say = partial(job.ranks.on_first, print, file=job.out)
 
     def attempt(back: Rollback | None) -> TrainResult:
         nonlocal cfg, fallback
@@ -99,7 +115,7 @@ def run(
         except LoaderFailed as error:
             if error.started or not job.loader.synthetic_on_fail:
                 raise
-            cfg, fallback = without_data(cfg, error, partial(print, file=job.out)), str(error)
+            cfg, fallback = without_data(cfg, error, say), str(error)
             return _run(cfg, job, back, fallback)
 
     return with_rollbacks(attempt)
@@ -109,6 +125,7 @@ def run(
 class _Job:
     """What was asked for beside the config; `run` explains it."""
 
+    ranks: Alone
     config_path: str
     steps: int
     out: TextIO
@@ -120,40 +137,43 @@ class _Job:
 
 def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> TrainResult:
     """One attempt: `back` is where to go on after a loss spike, `fallback` why no data came."""
-    path, steps = Path(cfg.train.out_dir), job.steps
-    refuse_halted(path)
-    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention)
-    progress = Progress(job.out, steps)
+    path, steps, ranks = Path(cfg.train.out_dir), job.steps, job.ranks
+    ranks.from_first(partial(refuse_halted, path))
+    heads = (cfg.model.d_k, cfg.model.d_v)
+    runtime = resolve_runtime(ranks.place(cfg.runtime), heads, cfg.model.attention)
+    progress = Progress(job.out, steps, quiet=not ranks.is_first)
     since = time.perf_counter()
-    data = open_in_time(cfg, job.loader, progress.say)
+    with ranks.fetching():
+        data = open_in_time(cfg, job.loader, progress.say)
     opened_s = time.perf_counter() - since
-    loader = read_ahead(data.train, cfg, runtime)
+    loader = read_ahead(data.train, cfg, runtime, ranks)
     data = data._replace(train=loader)
+    identity = identity_of(cfg, data, ranks.world_size)
+    ranks.check_same(partial(fingerprint_of_rank, cfg, identity, runtime, ranks.world_size))
     model = build_model(cfg, data.tokenizer.vocab, runtime)
-    step = build_step(cfg, model, runtime)
-    metrics = _new_metrics(cfg, model, runtime, job.config_path, steps)
-
-    metrics.data_fallback = fallback
-    identity = identity_of(cfg, data)
+    step = build_step(cfg, model, runtime, ranks=ranks)
+    metrics = _new_metrics(cfg, model, runtime, job, fallback)
 
     with progress, closing(loader):
-        start = find_start(
-            path, str(back.path) if back else job.resume, identity, steps, progress.say
-        )
+        wanted = str(back.path) if back else job.resume
+        start = find_start_together(ranks, path, wanted, identity, steps, progress.say)
         done = start.content["step"] if start else 0
         goes_on = start is not None and start.path.parent.resolve() == path.resolve()
-        folder = open_folder(path, resumed=goes_on)
+        folder = _open_folder(ranks, path, goes_on)
         announce(cfg, metrics, data, runtime, folder, progress)
-        files = [write_config(folder.path, cfg, job.config_path)]
+        files = [file] if (file := ranks.on_first(write_config, path, cfg, job.config_path)) else []
+        tracking = ranks.on_first(open_tracker, cfg, path, resumed=goes_on, say=progress.say)
+        beats_from = done if goes_on else 0
         with (
             Stop(folder.path) as stop,
-            open_tracker(cfg, folder.path, resumed=goes_on, say=progress.say) as tracker,
-            Vitals(folder.path, runtime, done if goes_on else 0, progress.say, tracker) as vitals,
+            tracking or Tracker() as tracker,
+            Vitals(path, runtime, beats_from, progress.say, tracker, rank=ranks.rank) as vitals,
         ):
             log = RunLog(
                 *(folder.path, metrics, cfg.train, progress, vitals),
                 resumed_at=done,
                 overflows=runtime.precision == "fp16",
+                ranks=ranks,
             )
             trainer = Trainer(
                 cfg=cfg,
@@ -177,11 +197,11 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 vitals.heartbeat.loader_error(fallback, done)
             loader.interrupted = stop.requested
             with _ending_is_recorded(trainer):
-                with trainer.obeying(done):
-                    place = (done, trainer.position(done + 1))
+                with trainer.obeying(done), ranks.fetching(stop):
+                    place = (done, trainer.positions(done + 1)[0])
                     fetch_first(loader, cfg, *place, job.loader, opened_s, vitals, progress.say)
                 files += trainer.train(steps, done)
-    files += finish(trainer, job.sampler, job.model_path or folder.path / MODEL)
+    files += ranks.on_first(finish, trainer, job.sampler, job.model_path or path / MODEL) or []
     progress.say(summarize(metrics, files))
     return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
 
@@ -213,7 +233,7 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
     except Halted:
         log.metrics.status = "halted"
         log.write()
-        obeyed(log.folder)
+        trainer.ranks.on_first(obeyed, log.folder)
         raise
     except torch.OutOfMemoryError as error:
         log.metrics.status = "oom"
@@ -231,20 +251,30 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
         ) from None
 
 
+def _open_folder(ranks: Alone, path: Path, goes_on: bool) -> Folder:
+    """The first rank moves an earlier run aside before any other writes a line."""
+    moved = ranks.from_first(lambda: str(open_folder(path, resumed=goes_on).previous or ""))
+    return Folder(path, Path(moved) if moved else None)
+
+
 def _new_metrics(
-    cfg: Config, model: TinyLM, runtime: Runtime, config_path: str, steps: int
+    cfg: Config, model: TinyLM, runtime: Runtime, job: _Job, fallback: str | None
 ) -> Metrics:
-    rows = cfg.train.batch_size * cfg.train.accumulate_grad_batches
+    world_size = job.ranks.world_size
+    rows = global_batch(cfg, world_size)
+    peak = peak_flops(runtime.device_name, runtime.precision)
     return Metrics(
-        config_file=config_path,
+        config_file=job.config_path,
+        data_fallback=fallback,
+        world_size=world_size,
         num_params=sum(p.numel() for p in model.parameters()),
         tokens_per_step=rows * cfg.train.seq_len,
         flops_per_token=sum(training_flops_per_token(cfg).values()),
-        peak_flops=peak_flops(runtime.device_name, runtime.precision),
+        peak_flops=None if peak is None else peak * world_size,
         device=str(runtime.device),
         dtype=runtime.precision,
         attention=runtime.plan,
-        steps=steps,
+        steps=job.steps,
         seq_len=cfg.train.seq_len,
         batch_global=rows,
         lr=cfg.train.lr,

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
 from nsa.train.loss import next_token_loss
 from nsa.train.optimizer import TrainOptimizer, clip_gradients, not_finite, set_lr
+from nsa.train.ranks import Alone
 from nsa.train.runtime import Runtime
 from nsa.train.spikes import Spikes
 
@@ -32,6 +33,19 @@ class MicroBatch(NamedTuple):
     bounds: Tensor | None = None  # [documents + 1] int32, on the host
 
 
+class _Loss(nn.Module):
+    """The loss as a module: what ranks put around one sees every gradient become ready."""
+
+    def __init__(self, model: TinyLM, runtime: Runtime) -> None:
+        super().__init__()
+        self.model, self._runtime = model, runtime
+
+    def forward(
+        self, rows: Tensor, stats: AttentionStats | None, bounds: Tensor | None
+    ) -> Tensor:  # [B, S + 1] int64 -> [] fp32
+        return next_token_loss(self.model, rows, self._runtime, stats, bounds)
+
+
 class EagerStep:
     """The update as it is written: one kernel after the other."""
 
@@ -43,14 +57,18 @@ class EagerStep:
         grad_clip: float,
         scaler: GradScaler,
         spikes: Spikes,
+        ranks: Alone | None = None,
     ) -> None:
         self.model, self.optimizer, self.runtime = model, optimizer, runtime
         self.grad_clip, self.scaler, self.spikes = grad_clip, scaler, spikes
+        self.ranks = ranks or Alone()
+        self._loss = self.ranks.wrap(_Loss(model, runtime))
 
     def __call__(
         self, batches: Sequence[MicroBatch], lr: float, stats: AttentionStats | None = None
     ) -> Updated:
         """Do the update: the mean gradient over all micro-batches. Nobody waits for the device."""
+        self.ranks.warm_up(lambda: self._backward(batches[0]))
         set_lr(self.optimizer, lr)
         limit = self.spikes.limit()
         loss, norm = self._update(batches, limit, stats)
@@ -66,16 +84,21 @@ class EagerStep:
         for micro, (rows, bounds) in enumerate(batches):
             rows = rows.to(self.runtime.device, non_blocking=True)
             kept = None if micro else stats
-            loss = next_token_loss(self.model, rows, self.runtime, kept, bounds)
-            self.scaler.scale(loss / len(batches)).backward()
+            with self.ranks.micro_batch(last=micro == len(batches) - 1):
+                loss = self._loss(rows, kept, bounds)
+                self.scaler.scale(loss / len(batches)).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.model, self.grad_clip)
-        loss = sum(losses[1:], losses[0]) / len(losses)
+        loss = self.ranks.share(sum(losses[1:], losses[0]) / len(losses))
         self.optimizer.skip = self._skip(loss, norm, limit)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss, norm
+
+    def _backward(self, batch: MicroBatch) -> None:
+        rows = batch.rows.to(self.runtime.device, non_blocking=True)
+        self._loss(rows, None, batch.bounds).backward()
 
     def _skip(self, loss: Tensor, norm: Tensor, limit: Tensor) -> Tensor:  # [] fp32, 0 or 1
         """Whether to leave the update out; loss scaling looks for infinite gradients by itself."""

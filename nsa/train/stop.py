@@ -11,6 +11,9 @@ from typing import Any
 from nsa.telemetry.sentinels import read_halt
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HALT_FILE = ".HALT"
+REASONS = ("", HALT_FILE, *(number.name for number in SIGNALS))
+"""What `requested` can say."""
 
 
 class Stop:
@@ -18,18 +21,22 @@ class Stop:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._signal = ""
+        self._asked = ""
         self._before: dict[int, Any] = {}
 
     def requested(self) -> str:
         """Who asked for the end of the run; empty while nobody did."""
-        if self._signal:
-            return self._signal
-        return ".HALT" if read_halt(self._folder) is not None else ""
+        if self._asked:
+            return self._asked
+        return HALT_FILE if read_halt(self._folder) is not None else ""
+
+    def ask(self, reason: str) -> None:
+        """Ask in the name of somebody else: another rank has heard it, say."""
+        self._asked = self._asked or reason
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # others may not set handlers
-            self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._heard) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -41,7 +48,7 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._signal and number == signal.SIGINT:
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._signal = signal.Signals(number).name
+        self._asked = signal.Signals(number).name

@@ -35,22 +35,27 @@ class Vitals:
         resumed_at: int,
         say: Callable[[str], None],
         tracker: Tracker | None = None,
+        *,
+        rank: int = 0,
     ) -> None:
+        self._rank = rank
         self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
-        self.heartbeat = Heartbeat(folder, every=read("NSA_HEARTBEAT_EVERY"))
+        self.heartbeat = Heartbeat(folder, rank, every=read("NSA_HEARTBEAT_EVERY"))
         self._board = open_tensorboard(
-            folder, disabled=read("NSA_TB_DISABLE"), resumed_at=resumed_at, say=say
+            folder, rank=rank, disabled=read("NSA_TB_DISABLE"), resumed_at=resumed_at, say=say
         )
         self._tracker = tracker or Tracker()
-        csv = not read("NSA_DISABLE_CSV_LOGS")
+        csv = rank == 0 and not read("NSA_DISABLE_CSV_LOGS")
         self._counters = CounterFiles(folder, resumed_at) if csv else None
-        self._memory = MemoryDumps(folder, runtime.device, every=read("NSA_MEM_DUMP_EVERY"))
+        every = read("NSA_MEM_DUMP_EVERY")
+        self._memory = MemoryDumps(folder, runtime.device, every=every, rank=rank)
         self._fetches: deque[float] = deque(maxlen=FETCHES)
         self._uninstall: Callable[[], None] | None = None
 
     def __enter__(self) -> Vitals:
-        write_env(self._folder)
-        self._uninstall = install(self._folder)
+        if self._rank == 0:
+            write_env(self._folder)
+        self._uninstall = install(self._folder, self._rank)
         self.heartbeat.boot(self._resumed_at)
         self._memory.boot()
         return self

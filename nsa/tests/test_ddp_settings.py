@@ -1,0 +1,295 @@
+"""The variables of many ranks: each does what it says, in a group of one process."""
+
+from __future__ import annotations
+
+import io
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.config import Config, ConfigError
+from nsa.config.env import raw
+from nsa.telemetry import read_config, read_metrics
+from nsa.train import Halted, RunRefused, run
+from nsa.train.compress import WIRE_TYPES
+from nsa.train.ddp import Ddp
+from nsa.train.process_group import translate_old_names
+from nsa.train.ranks import AUTO, OFF, ON
+from nsa.train.step import EagerStep, Updated
+
+BuildConfig = Callable[..., Config]
+
+TESTED = {
+    *("NSA_DDP_BUCKET_MB", "NSA_DDP_COMPRESS", "NSA_DDP_DISABLE_GC", "NSA_DDP_FIND_UNUSED"),
+    *("NSA_DDP_SAFE_GC_LAYERS", "NSA_DDP_SAFE_MODE", "NSA_DDP_STATIC_GRAPH", "NSA_PG_TIMEOUT_MIN"),
+    *("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT"),
+    *("TORCH_BACKEND", "IB_DISABLE", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"),
+}
+"""Variables whose effect is shown here."""
+
+
+@pytest.fixture
+def one_of_one(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What torchrun would set for a single rank, on a port of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**values, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def train(cfg: Config, ddp: int = ON) -> str:
+    """Train one step as a rank, and return what was printed."""
+    out = io.StringIO()
+    run(cfg, config_path="tiny.yaml", out=out, ddp=ddp, stop_after=1)
+    return out.getvalue()
+
+
+def wrapped_by(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """How DDP is built, from now on."""
+    calls: list[dict[str, Any]] = []
+    real = DistributedDataParallel.__init__
+
+    def init(self: DistributedDataParallel, module: torch.nn.Module, **options: Any) -> None:
+        calls.append(options)
+        real(self, module, **options)
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", init)
+    return calls
+
+
+def test_a_group_of_one_says_that_it_is_ready(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    printed = train(tiny_config())
+    line = "[ddp] process group ready | backend=gloo world_size=1 timeout_min=15\n"
+    assert printed.startswith(line)
+    assert "[ddp] gradient compression enabled: bf16\n" in printed
+    assert "[debug] step 1: input shape torch.Size([2, 32]) | rank 0 of 1\n" in printed
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_group_is_left_after_an_error(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    with pytest.raises(ConfigError, match="seq_len"):
+        train(tiny_config("train.seq_len=9999999"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_request_during_the_last_update_is_obeyed(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    real = EagerStep.__call__
+
+    def call(self: EagerStep, *given: Any) -> Updated:
+        (tmp_path / "run" / ".HALT").touch()
+        return real(self, *given)
+
+    one_of_one.setattr(EagerStep, "__call__", call)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Halted, match="stopped by .HALT after step 1"):
+            train(tiny_config())
+    finally:
+        signal.signal(signal.SIGTERM, handler)  # a rank on its way out ignores it
+    assert not (tmp_path / "run" / ".HALT").exists()
+
+
+def test_the_timeout_is_that_of_the_group(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    one_of_one.setenv("NSA_PG_TIMEOUT_MIN", "0.5")
+    waits: list[float] = []
+    real = Ddp.patience_s
+
+    def patience_s(self: Ddp, usual_s: float) -> float:
+        waits.append(real(self, usual_s))
+        return waits[-1]
+
+    one_of_one.setattr(Ddp, "patience_s", patience_s)
+    assert "timeout_min=0.5\n" in train(tiny_config())
+    assert waits == [24.0]
+    one_of_one.setenv("NSA_PG_TIMEOUT_MIN", "0")
+    with pytest.raises(RunRefused, match="NSA_PG_TIMEOUT_MIN=0.*use minutes > 0"):
+        train(tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option", "expected"),
+    [
+        ("NSA_DDP_BUCKET_MB", "", "bucket_cap_mb", None),
+        ("NSA_DDP_BUCKET_MB", "7", "bucket_cap_mb", 7),
+        ("NSA_DDP_STATIC_GRAPH", "1", "static_graph", True),
+        ("NSA_DDP_FIND_UNUSED", "1", "find_unused_parameters", True),
+        ("NSA_DDP_SAFE_MODE", "", "gradient_as_bucket_view", True),
+        ("NSA_DDP_SAFE_MODE", "1", "gradient_as_bucket_view", False),
+        ("NSA_DDP_SAFE_MODE", "1", "bucket_cap_mb", 2.0),
+    ],
+)
+def test_ddp_is_built_as_told(
+    name: str,
+    value: str,
+    option: str,
+    expected: object,
+    one_of_one: pytest.MonkeyPatch,
+    tiny_config: BuildConfig,
+) -> None:
+    one_of_one.setenv(name, value)
+    calls = wrapped_by(one_of_one)
+    train(tiny_config("train.accumulate_grad_batches=2"))
+    assert [call[option] for call in calls] == [expected]
+
+
+def test_safe_mode_says_what_it_does(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    one_of_one.setenv("NSA_DDP_SAFE_MODE", "1")
+    printed = train(tiny_config())
+    assert "[ddp-safe] Safe mode: buckets of 2 MB" in printed
+    assert "gradient compression" not in printed
+    assert "[boot] flash disabled (runtime.use_flash=false)" in printed
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "off"])
+def test_gradients_travel_in_the_type_that_is_chosen(
+    wire: str, one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    one_of_one.setenv("NSA_DDP_COMPRESS", wire)
+    types: set[torch.dtype] = set()
+    real = torch.distributed.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        types.add(tensor.dtype)
+        return real(tensor, *args, **options)
+
+    one_of_one.setattr(torch.distributed, "all_reduce", all_reduce)
+    printed = train(tiny_config())
+    assert (f"[ddp] gradient compression enabled: {wire}\n" in printed) == (wire != "off")
+    assert types & set(WIRE_TYPES.values()) == ({WIRE_TYPES[wire]} if wire != "off" else set())
+
+
+@pytest.mark.parametrize(
+    ("values", "line", "layers"),
+    [
+        ({}, "[ddp-safe] Disabled gradient checkpointing under DDP", (False, "")),
+        ({"NSA_DDP_DISABLE_GC": "0"}, "gradient_checkpointing=on", (True, "")),
+        (
+            {"NSA_DDP_SAFE_GC_LAYERS": "0:1"},
+            "[ddp-safe] Progressive GC enabled under DDP for layers [0:1)",
+            (True, "0:1"),
+        ),
+    ],
+    ids=["off", "on", "range"],
+)
+def test_gradient_checkpointing_under_ddp(
+    values: dict[str, str],
+    line: str,
+    layers: tuple[bool, str],
+    one_of_one: pytest.MonkeyPatch,
+    tiny_config: BuildConfig,
+    tmp_path: Path,
+) -> None:
+    for name, value in values.items():
+        one_of_one.setenv(name, value)
+    printed = train(tiny_config("runtime.gradient_checkpointing=true"))
+    assert line in printed
+    kept = read_config(tmp_path / "run").runtime
+    assert (kept.gradient_checkpointing, kept.gc_layers) == layers
+
+
+@pytest.mark.parametrize("ddp", [AUTO, OFF])
+def test_one_process_is_alone_unless_it_is_told(
+    ddp: int, one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    assert "[ddp]" not in train(tiny_config(), ddp)
+    assert read_metrics(tmp_path / "run").world_size == 1
+
+
+def test_ranks_without_a_launcher_are_refused(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RunRefused, match="--ddp 1 with WORLD_SIZE=1.*use torchrun"):
+        train(tiny_config(), ON)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunRefused, match="--ddp -1 with WORLD_SIZE=2.*use torchrun"):
+        train(tiny_config(), AUTO)
+    with pytest.raises(RunRefused, match="--ddp 0 with WORLD_SIZE=2: 2 runs would write into one"):
+        train(tiny_config(), OFF)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RunRefused, match="RANK or MASTER_ADDR not set"):
+        train(tiny_config(), ON)
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "message"),
+    [
+        ({"TORCH_BACKEND": "nccl"}, (), "TORCH_BACKEND=nccl on a CPU"),
+        ({}, ("runtime.cuda_graph=true",), "runtime.cuda_graph=true under DDP"),
+        ({"NSA_DDP_SAFE_GC_LAYERS": "0:9"}, (), "gc_layers"),
+    ],
+    ids=["backend", "graph", "layers"],
+)
+def test_what_cannot_work_under_ddp_is_refused(
+    values: dict[str, str],
+    overrides: tuple[str, ...],
+    message: str,
+    one_of_one: pytest.MonkeyPatch,
+    tiny_config: BuildConfig,
+) -> None:
+    for name, value in values.items():
+        one_of_one.setenv(name, value)
+    with pytest.raises((RunRefused, ConfigError), match=message):
+        train(tiny_config(*overrides))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_local_rank_picks_a_device_that_must_exist(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    one_of_one.setenv("LOCAL_RANK", "3")
+    with pytest.raises(RunRefused, match="LOCAL_RANK=3 on a machine with 0 CUDA devices"):
+        train(tiny_config("runtime.device=cuda"))
+
+
+def test_each_restart_has_names_of_its_own(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    prefixes: list[str] = []
+    real = PrefixStore
+
+    def prefixed(prefix: str, store: Any) -> Any:
+        prefixes.append(prefix)
+        return real(prefix, store)
+
+    one_of_one.setattr("nsa.train.process_group.PrefixStore", prefixed)
+    one_of_one.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    train(tiny_config())
+    assert prefixes == ["attempt2"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        ("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
+        ("IB_DISABLE", "NCCL_IB_DISABLE"),
+    ],
+)
+def test_old_names_are_translated(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(new, "0")
+    monkeypatch.setenv(old, "1")
+    translate_old_names()
+    assert raw(new) == "0"  # the new name wins
+    monkeypatch.delenv(new)
+    translate_old_names()
+    assert raw(new) == "1"

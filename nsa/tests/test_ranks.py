@@ -1,0 +1,293 @@
+"""Two real ranks: they train as one would, and leave together, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.config import Config, load_config
+from nsa.telemetry import (
+    TRAINING,
+    VAL,
+    TrainingRow,
+    ValRow,
+    last_beat,
+    read_heartbeat,
+    read_metrics,
+    read_rows,
+    write_config,
+)
+from nsa.telemetry.sentinels import read_anomaly, read_halt
+from nsa.tests import launch
+from nsa.tests.conftest import REPOSITORY, TINY
+from nsa.train import run
+
+pytestmark = pytest.mark.dist
+
+SIX = ("train.steps=6", "train.save_every=3", "train.eval_every=3", "train.lr=0.01")
+PLAIN = {"NSA_DDP_COMPRESS": "off"}
+"""fp32 on the wire: what is left is the order of sums."""
+ROUNDING = 2e-5
+"""Relative; six updates at this rate."""
+
+
+def config(folder: Path, *overrides: str) -> Config:
+    base = REPOSITORY / "configs" / "base.yaml"
+    return load_config(base, [*TINY, *SIX, f"train.out_dir={folder}", *overrides], environ={})
+
+
+def write(folder: Path, *overrides: str) -> Path:
+    """Write a config for ranks into a new folder beside that of the run."""
+    folder.mkdir(parents=True)
+    return write_config(folder, config(folder / "run", *overrides), "test")
+
+
+def alone(cfg: Config, **options: object) -> None:
+    run(cfg, config_path="tiny.yaml", out=io.StringIO(), **options)  # type: ignore[arg-type]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row.step: row.loss for row in read_rows(TrainingRow, folder / TRAINING)}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = torch.load(folder / "model.pt", weights_only=True)[
+        "state_dict"
+    ]
+    return loaded
+
+
+def last_steps(folder: Path) -> list[int]:
+    """The last update that each rank began."""
+    beats = [last_beat(folder / f"heartbeat_rank{rank}.jsonl", "beat") for rank in range(2)]
+    return [beat.step for beat in beats if beat is not None]
+
+
+def exit_codes(printed: str) -> list[int]:
+    """Of the ranks that failed, from torchrun's report."""
+    return [int(code) for code in re.findall(r"exitcode\s+: (-?\d+)", printed)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Six updates of two ranks x two rows x two micro-batches: the folder, and what was printed."""
+    folder = tmp_path_factory.mktemp("two") / "a"
+    path = write(folder, "train.batch_size=2", "train.accumulate_grad_batches=2")
+    code, printed = launch.launch("--config", path, "--ddp", 1, **PLAIN)
+    assert code == 0, printed
+    return folder / "run", printed
+
+
+def test_two_ranks_equal_one_process_with_twice_the_batch(
+    two: tuple[Path, str], tmp_path: Path
+) -> None:
+    alone(config(tmp_path / "one", "train.batch_size=4", "train.accumulate_grad_batches=2"))
+
+    assert losses(two[0]) == pytest.approx(losses(tmp_path / "one"), rel=ROUNDING)
+    evaluations = [read_rows(ValRow, folder / VAL) for folder in (two[0], tmp_path / "one")]
+    assert [row.step for row in evaluations[0]] == [3, 6]
+    assert [r.loss for r in evaluations[0]] == pytest.approx(
+        [r.loss for r in evaluations[1]], rel=ROUNDING
+    )
+    metrics, single = read_metrics(two[0]), read_metrics(tmp_path / "one")
+    assert (metrics.world_size, metrics.batch_global) == (2, 8)
+    assert (single.world_size, single.batch_global) == (1, 8)
+    assert metrics.tokens_per_step == single.tokens_per_step
+
+
+def test_the_first_rank_speaks_and_writes_and_each_has_a_heartbeat(two: tuple[Path, str]) -> None:
+    folder, printed = two
+    ready = "[ddp] process group ready | backend=gloo world_size=2 timeout_min=1\n"
+    assert printed.count(ready) == 1
+    for rank in range(2):
+        line = f"[debug] step 1: input shape torch.Size([2, 32]) | rank {rank} of 2\n"
+        assert printed.count(line) == 1
+        beats = read_heartbeat(folder / f"heartbeat_rank{rank}.jsonl")
+        assert {beat.rank for beat in beats} == {rank}
+        assert [beat.step for beat in beats if beat.msg == "beat"] == [1, 2, 3, 4, 5, 6]
+    assert len(re.findall(r"^step 0006 \| loss", printed, re.MULTILINE)) == 1
+    assert printed.count("[boot] loading config") == printed.count("[done] wrote:") == 1
+    assert len(read_rows(TrainingRow, folder / TRAINING)) == 6
+    assert sorted(p.name for p in folder.glob("*.pt")) == [
+        "checkpoint_step3.pt",
+        "checkpoint_step6.pt",
+        "model.pt",
+    ]
+
+
+def test_two_ranks_resume_bit_for_bit(two: tuple[Path, str], tmp_path: Path) -> None:
+    path = write(tmp_path / "b", "train.batch_size=2", "train.accumulate_grad_batches=2")
+    start = two[0] / "checkpoint_step3.pt"
+    code, printed = launch.launch("--config", path, "--resume", start, **PLAIN)
+    assert code == 0, printed
+    assert printed.count("3 of 6 steps are done") == 1
+    resumed = tmp_path / "b" / "run"
+    expected = {step: loss for step, loss in losses(two[0]).items() if step > 3}
+    assert losses(resumed) == expected
+    uninterrupted = weights(two[0])
+    for name, tensor in weights(resumed).items():
+        assert torch.equal(tensor, uninterrupted[name]), name
+
+
+@pytest.mark.slow
+def test_three_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
+    """A sum of three depends on its order, which DDP changes after its first backward pass."""
+    whole, rest = tmp_path / "k", tmp_path / "l"
+    code, printed = launch.launch("--config", write(whole), ranks=3)
+    assert code == 0, printed
+    start = whole / "run" / "checkpoint_step3.pt"
+    code, printed = launch.launch("--config", write(rest), "--resume", start, ranks=3)
+    assert code == 0, printed
+    uninterrupted = weights(whole / "run")
+    for name, tensor in weights(rest / "run").items():
+        assert torch.equal(tensor, uninterrupted[name]), name
+
+
+def test_one_rank_two_ranks_one_rank_read_the_same_data(tmp_path: Path) -> None:
+    """In between also with accumulation, gradient checkpointing and a static graph."""
+    whole, parts = tmp_path / "whole", tmp_path / "c"
+    alone(config(whole, "train.batch_size=4"))
+    path = write(
+        parts,
+        *("train.batch_size=1", "train.accumulate_grad_batches=2"),
+        "runtime.gradient_checkpointing=true",
+    )
+    alone(config(parts / "run", "train.batch_size=4", "train.save_every=2"), stop_after=2)
+
+    code, printed = launch.launch(
+        *("--config", path, "--steps", 4, "--resume", "latest"),
+        **{**PLAIN, "NSA_DDP_STATIC_GRAPH": "1", "NSA_DDP_DISABLE_GC": "0"},
+    )
+    assert code == 0, printed
+    assert "2 of 4 steps are done" in printed
+    assert "[train] gradient_checkpointing=on\n" in printed
+    # The run to step 4 has ended without a checkpoint there; the one of step 3 is the newest.
+    alone(config(parts / "run", "train.batch_size=4"), resume="latest")
+
+    metrics = read_metrics(parts / "run")
+    assert (metrics.step, metrics.resumed_at, metrics.world_size) == (6, 3, 1)
+    assert losses(parts / "run") == pytest.approx(losses(whole), rel=ROUNDING)
+
+
+def test_another_global_batch_is_refused(two: tuple[Path, str], tmp_path: Path) -> None:
+    from nsa.train import BadCheckpoint
+
+    with pytest.raises(BadCheckpoint, match="global batch: 8 there, 4 here"):
+        alone(
+            config(tmp_path / "d", "train.batch_size=4"),
+            resume=str(two[0] / "checkpoint_step3.pt"),
+        )
+
+
+def trouble(kind: str, folder: Path, *overrides: str) -> tuple[int, str]:
+    """Train with a trouble of launch.py on rank 1."""
+    script = Path(launch.__file__)
+    return launch.launch(kind, "--config", write(folder, *overrides), script=script)
+
+
+def test_nan_on_one_rank_ends_all_at_the_same_step(tmp_path: Path) -> None:
+    code, printed = trouble("nan", tmp_path / "e")
+    folder = tmp_path / "e" / "run"
+    assert code == 1 and exit_codes(printed) == [10, 10], printed
+    assert printed.count("[FATAL] non-finite loss") == 1
+    assert "Step 3: loss nan, gradient norm nan (the loss of rank 1); its update was" in printed
+    assert read_metrics(folder).status == "non_finite"
+    assert last_steps(folder)[0] == last_steps(folder)[1]
+    assert read_anomaly(folder) == "nan_loss" and read_halt(folder) is not None
+    rows = [torch.load(folder / f"anomaly_step3{r}.pt", weights_only=True) for r in ("", "_rank1")]
+    assert [len(content["batch"]) for content in rows] == [2, 2]
+    assert not torch.equal(rows[0]["batch"], rows[1]["batch"])
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    code, printed = trouble("term", tmp_path / "f")
+    folder = tmp_path / "f" / "run"
+    assert code == 0, printed
+    assert printed.count("stopped by SIGTERM after step 3") == 1
+    assert last_steps(folder) == [3, 3]
+    assert read_metrics(folder).status == "halted"
+    assert (folder / "checkpoint_step3.pt").exists()
+
+
+def test_a_spike_on_one_rank_takes_all_back_to_the_same_checkpoint(tmp_path: Path) -> None:
+    overrides = ("train.steps=10", "train.save_every=4", "train.eval_every=0")
+    spikes = ("train.spike_rule=rollback", "train.spike_window=8")
+    code, printed = trouble("spike", tmp_path / "j", *overrides, *spikes)
+    folder = tmp_path / "j" / "run"
+    assert code == 0, printed
+    assert printed.count("[spike] back to checkpoint_step8.pt") == 1
+    metrics = read_metrics(folder)
+    assert (metrics.status, metrics.step, metrics.spikes) == ("finished", 10, 1)
+    for rank in range(2):
+        beats = read_heartbeat(folder / f"heartbeat_rank{rank}.jsonl")
+        steps = [beat.step for beat in beats if beat.msg == "beat"]
+        assert steps[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 9] and steps[-2:] == [9, 10]
+
+
+def test_data_that_ends_on_one_rank_ends_all(tmp_path: Path) -> None:
+    code, printed = trouble("lost", tmp_path / "g", "train.save_every=0")
+    folder = tmp_path / "g" / "run"
+    assert code == 1 and exit_codes(printed) == [11, 11], printed
+    assert "rank 1 got no data" in printed
+    assert read_metrics(folder).status == "no_data"
+    assert last_steps(folder) == [3, 3]
+    assert (folder / "checkpoint_step2.pt").exists()
+
+
+def test_ranks_with_different_configs_are_refused(tmp_path: Path) -> None:
+    code, printed = trouble("config", tmp_path / "h")
+    assert code == 1 and exit_codes(printed) == [3, 3], printed
+    assert printed.count("rank 1 has NSA_LR=0.5, and rank 0 has nothing") == 1
+    assert not (tmp_path / "h" / "run" / TRAINING).exists()
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:
+    """Until a few updates are logged."""
+    end = time.monotonic() + launch.TIMEOUT_S
+    while process.poll() is None and time.monotonic() < end:
+        path = folder / TRAINING
+        if path.exists() and len(path.read_text(encoding="utf-8").splitlines()) > 3:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"no steps: {launch.finish(process)[1]}")
+
+
+def halt(folder: Path, process: subprocess.Popen[str]) -> None:
+    (folder / ".HALT").touch()
+
+
+def terminate(folder: Path, process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"), [(halt, ".HALT"), (terminate, "SIGTERM")], ids=["halt", "sigterm"]
+)
+def test_a_run_that_is_asked_to_stop_does_so_together(
+    stop: Callable[[Path, subprocess.Popen[str]], None], reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "i" / "run"
+    path = write(tmp_path / "i", "train.steps=4000", "train.save_every=0", "train.eval_every=0")
+    process = launch.start("--config", path)
+    wait_for_steps(folder, process)
+    stop(folder, process)
+    code, printed = launch.finish(process)
+
+    found = re.findall(rf"stopped by {re.escape(reason)} after step (\d+)", printed)
+    assert len(found) == 1, printed
+    step = int(found[0])
+    assert last_steps(folder) == [step, step]
+    assert (folder / f"checkpoint_step{step}.pt").exists()
+    assert read_metrics(folder).status == "halted"
+    assert not (folder / ".HALT").exists()
+    if reason == ".HALT":  # torchrun that gets a signal reports a failure of its own
+        assert code == 0, printed
+        assert printed.count("[train] HALT file detected") == 1

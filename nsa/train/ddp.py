@@ -1,0 +1,231 @@
+"""Many ranks with a copy of the model each, whose gradients are averaged: DDP.
+
+Every rank runs the same collectives in the same order, because whatever ends or changes a run is
+decided from values that all of them have: the mean loss, the gradient after its exchange, and one
+small exchange on the host before each update, in which a rank says that it was asked to stop, or
+that its data did not come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.config import BAD_INPUT, Config, RuntimeConfig
+from nsa.data import DataError, SourceLost, WaitEnded
+from nsa.train.compress import compress_gradients
+from nsa.train.ddp_settings import OFF, adapt_config, read_settings
+from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed
+from nsa.train.fingerprint import refuse_difference
+from nsa.train.ranks import Alone, Fingerprint, mark_shared
+from nsa.train.stop import REASONS, Stop
+
+KEPT_LOSSES = 4
+"""Updates whose losses are kept by rank: they are looked at one step late."""
+PATIENCE = 0.8
+"""Share of the group's timeout that a rank waits for data: then it can still tell the others."""
+
+
+class Ddp(Alone):
+    """One of several ranks; process_group.py opens and closes their group."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        control: dist.ProcessGroup | None,
+        gpu: str | None,
+        timeout_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """`control` is the group for tensors on the host; None is the default group."""
+        self._timeout_s = timeout_s
+        self.rank, self.world_size = rank, world_size
+        self._store, self._control, self._gpu, self._say = store, control, gpu, say
+        self._settings = read_settings()
+        self._wrapped: DistributedDataParallel | None = None
+        self._is_warm = False
+        self._losses = deque[Tensor](maxlen=KEPT_LOSSES)  # [world_size] fp32 each
+        self._agreed = ""
+        self._num_told = 0
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for all where all end alike: the first may still be writing its files.
+
+        The launcher ends the other ranks as soon as one has failed; their own exit codes say more.
+        """
+        if error is not None and not getattr(error, "shared", False):
+            return
+        try:
+            dist.barrier(group=self._control)
+            if error is not None:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        except RuntimeError as lost:
+            if error is None:
+                raise
+            print(f"[ddp] {self.name}: another rank has left before: {lost}", file=sys.stderr)
+
+    def adapt(self, cfg: Config) -> Config:
+        return adapt_config(cfg, self._say)
+
+    def place(self, config: RuntimeConfig) -> RuntimeConfig:
+        return config if self._gpu is None else dataclasses.replace(config, device=self._gpu)
+
+    def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
+        """The first rank compares what all say of themselves, and tells the verdict."""
+        name, ours = f"fingerprint{self._num_told}/", fingerprint()
+        self._store.set(f"{name}{self.rank}", json.dumps(ours))
+
+        def compare() -> None:
+            for rank in range(1, self.world_size):
+                refuse_difference(rank, json.loads(self._store.get(f"{name}{rank}")), ours)
+
+        self.from_first(compare)
+
+    def wrap(self, loss: nn.Module) -> nn.Module:
+        settings = self._settings
+        wrapped = DistributedDataParallel(
+            loss,
+            # Without device_ids: inputs stay where they are, and borders of documents on the host.
+            bucket_cap_mb=settings.bucket_mb,
+            find_unused_parameters=settings.find_unused,
+            static_graph=settings.static_graph,
+            gradient_as_bucket_view=settings.bucket_view,
+        )
+        if settings.compress != OFF:
+            compress_gradients(wrapped, settings.compress)
+            self._say(f"[ddp] gradient compression enabled: {settings.compress}")
+        self._wrapped, self._is_warm = wrapped, False
+        return wrapped
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        """DDP orders its buckets by the first backward pass, and sums in another order after it.
+
+        With this pass out of the way, the first update after a resume sums as any other does. A
+        static graph needs an exchange, too, before one can be left out.
+        """
+        if self._is_warm:
+            return
+        assert self._wrapped is not None, "wrap() comes first"
+        self._is_warm = True
+        backward()
+        self._wrapped.zero_grad(set_to_none=True)
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        assert self._wrapped is not None, "wrap() comes first"
+        return cast(
+            "AbstractContextManager[None]", nullcontext() if last else self._wrapped.no_sync()
+        )
+
+    def share(self, loss: Tensor) -> Tensor:
+        losses = torch.zeros(self.world_size, device=loss.device)
+        losses[self.rank] = loss
+        dist.all_reduce(losses)
+        self._losses.append(losses)
+        return losses.mean()
+
+    def culprits(self, late: int) -> str:
+        losses = self._losses[-1 - late]
+        ranks = [str(rank) for rank in range(self.world_size) if not losses[rank].isfinite()]
+        return f" (the loss of rank {', '.join(ranks)})" if ranks else ""
+
+    def total(self, *values: Tensor | int) -> list[float]:
+        device = self._gpu or "cpu"
+        sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
+        dist.all_reduce(sums)
+        return cast("list[float]", sums.tolist())
+
+    @contextmanager
+    def fetching(self, stop: Stop | None = None, *, started: bool = False) -> Iterator[None]:
+        problem: Exception | None = None
+        try:
+            yield
+        except (SourceLost, DataError, LoaderFailed, WaitEnded) as error:
+            problem = error
+        asked, ended, code, lost = self._highest(
+            REASONS.index(stop.requested()) if stop else 0,
+            int(isinstance(problem, WaitEnded)),
+            _exit_code(problem),
+            self.rank + 1 if _exit_code(problem) else 0,
+        )
+        self._agreed = REASONS[asked]
+        if stop is not None and asked:
+            stop.ask(self._agreed)
+        if code:
+            raise _same_failure(problem, code, lost - 1, started)
+        if ended:
+            raise problem or WaitEnded("another rank was asked to stop while it waited for data")
+
+    def patience_s(self, usual_s: float) -> float:
+        return min(usual_s, PATIENCE * self._timeout_s)
+
+    def asked(self, stop: Stop, *, last: bool = False) -> str:
+        """What was agreed on before the update; a later request counts for the next, if any."""
+        if last:
+            self._agreed = REASONS[self._highest(REASONS.index(stop.requested()))[0]]
+        return self._agreed
+
+    def from_first(self, make: Callable[[], str | None]) -> str:
+        key, self._num_told = f"told/{self._num_told}", self._num_told + 1
+        if self.is_first:
+            try:
+                made = make() or ""
+            except Exception as error:
+                code = getattr(
+                    error, "exit_code", BAD_INPUT if isinstance(error, ValueError) else 1
+                )
+                mark_shared(error)
+                self._store.set(key, json.dumps({"failed": str(error), "exit_code": code}))
+                raise
+            self._store.set(key, json.dumps({"made": made}))
+            return made
+        told = json.loads(self._store.get(key))
+        if "failed" in told:
+            raise RankFailed(f"rank 0: {told['failed']}", exit_code=told["exit_code"])
+        return str(told["made"])
+
+    def _highest(self, *numbers: int) -> list[int]:
+        """The maxima over the ranks, exchanged on the host: the device is not waited for."""
+        values = torch.tensor(numbers)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
+        return cast("list[int]", values.tolist())
+
+
+def _exit_code(problem: Exception | None) -> int:
+    """0 where the data came, or the wait for it was ended."""
+    if problem is None or isinstance(problem, WaitEnded):
+        return 0
+    if isinstance(problem, LoaderFailed):
+        return problem.exit_code
+    return NO_DATA if isinstance(problem, SourceLost) else BAD_DATA
+
+
+def _same_failure(problem: Exception | None, code: int, rank: int, started: bool) -> Exception:
+    """What this rank raises: its own failure, or one of the same kind."""
+    if problem is not None and not isinstance(problem, WaitEnded):
+        return problem
+    text = f"rank {rank} got no data, and no rank goes on without it"
+    return LoaderFailed(text, started=started, exit_code=code)

@@ -1,0 +1,107 @@
+"""From the variables of torchrun to a process group, or to a run in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from nsa.config import Config
+from nsa.config.env import raw, read, set_default
+from nsa.train.ddp import Ddp
+from nsa.train.errors import RunRefused
+from nsa.train.ranks import AUTO, OFF, Alone
+
+
+@contextlib.contextmanager
+def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[Alone]:
+    """The ranks of a run, while it lasts; `ddp` is a value of --ddp."""
+    world_size = read("WORLD_SIZE")
+    if ddp == OFF and world_size > 1:
+        raise RunRefused(
+            f"--ddp 0 with WORLD_SIZE={world_size}: {world_size} runs would write into one folder; "
+            "start it without torchrun, or with --ddp -1 or 1"
+        )
+    if ddp == OFF or (ddp == AUTO and world_size <= 1):
+        with Alone() as alone:
+            yield alone
+        return
+    if raw("RANK") is None or raw("MASTER_ADDR") is None:
+        raise RunRefused(
+            f"--ddp {ddp} with WORLD_SIZE={world_size}, and RANK or MASTER_ADDR not set: many "
+            "ranks need a launcher; use torchrun --nproc_per_node=N, or --ddp 0 for one process"
+        )
+    with _open_group(cfg, say) as ranks:
+        yield ranks
+
+
+@contextlib.contextmanager
+def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Ddp]:
+    translate_old_names()
+    rank, world_size, minutes = read("RANK"), read("WORLD_SIZE"), read("NSA_PG_TIMEOUT_MIN")
+    if minutes <= 0:
+        raise RunRefused("NSA_PG_TIMEOUT_MIN=0: no rank could wait for another; use minutes > 0")
+    say_first = say if rank == 0 else _nothing
+    cuda = cfg.runtime.device.startswith("cuda") or (
+        cfg.runtime.device == "auto" and torch.cuda.is_available()
+    )
+    backend = _backend(cuda)
+    timeout = timedelta(minutes=minutes)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    # torchrun keeps one store over its restarts; without a prefix, new ranks would meet dead ones.
+    store = PrefixStore(f"attempt{read('TORCHELASTIC_RESTART_COUNT')}", store)
+    store.set_timeout(timeout)
+    if cuda:
+        torch.cuda.set_device(_local_gpu(backend))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        say_first(
+            f"[ddp] process group ready | backend={backend} world_size={world_size} "
+            f"timeout_min={minutes:g}"
+        )
+        control = dist.new_group(backend="gloo", timeout=timeout) if backend != "gloo" else None
+        gpu = f"cuda:{torch.cuda.current_device()}" if cuda else None
+        with Ddp(rank, world_size, store, control, gpu, 60.0 * minutes, say_first) as ranks:
+            yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def translate_old_names() -> None:
+    """Give torch and NCCL the names they look for now; a new name that is set wins."""
+    for new, value in (
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", raw("NCCL_ASYNC_ERROR_HANDLING")),
+        ("TORCH_NCCL_BLOCKING_WAIT", raw("NCCL_BLOCKING_WAIT")),
+        ("NCCL_IB_DISABLE", raw("IB_DISABLE")),
+    ):
+        if value is not None:
+            set_default(new, value)
+
+
+def _backend(cuda: bool) -> str:
+    wanted: str = read("TORCH_BACKEND") or ("nccl" if cuda else "gloo")
+    if wanted == "nccl" and not cuda:
+        raise RunRefused(
+            "TORCH_BACKEND=nccl on a CPU: NCCL moves tensors between GPUs; unset it, or use gloo"
+        )
+    return wanted
+
+
+def _local_gpu(backend: str) -> int:
+    """LOCAL_RANK picks the device; over gloo, which allows it, ranks may share one."""
+    local_rank, count = read("LOCAL_RANK"), torch.cuda.device_count()
+    if count == 0 or (local_rank >= count and backend == "nccl"):
+        raise RunRefused(
+            f"LOCAL_RANK={local_rank} on a machine with {count} CUDA devices: NCCL needs one for "
+            f"each rank; start {max(count, 1)} ranks here, or share devices with TORCH_BACKEND=gloo"
+        )
+    return int(local_rank % count)
+
+
+def _nothing(text: str) -> None:
+    """The first rank says it."""
