@@ -126,7 +126,7 @@ def measure(variant: Variant, run: Path, steps: int, warmup: int, baseline: list
 def step_times(path: Path, steps: int) -> list[float]:
     """Seconds of each step, from the heartbeat of a run that logged its last step."""
     beats = read_heartbeat(path)
-    starts = [beat.ts for beat in beats if beat.msg == BEAT]
+    starts = [beat.ts for beat in beats if beat.msg == BEAT and not beat.is_pause]
     ends = [beat.ts for beat in beats if beat.msg == PROGRESS and beat.step == steps]
     if len(starts) != steps or len(ends) != 1:
         raise RunFailed(f"{path}: {len(starts)} beats and {len(ends)} ends of {steps} steps")

@@ -17,9 +17,9 @@ from nsa.config import Config, load_config
 from nsa.telemetry import (
     TRAINING,
     VAL,
+    Beat,
     TrainingRow,
     ValRow,
-    last_beat,
     read_heartbeat,
     read_metrics,
     read_rows,
@@ -65,10 +65,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
+def begun(beats: list[Beat]) -> list[int]:
+    """The updates that began, in the order of the file."""
+    return [beat.step for beat in beats if beat.extra.get("phase") == "step_start"]
+
+
 def last_steps(folder: Path) -> list[int]:
     """The last update that each rank began."""
-    beats = [last_beat(folder / f"heartbeat_rank{rank}.jsonl", "beat") for rank in range(2)]
-    return [beat.step for beat in beats if beat is not None]
+    return [begun(read_heartbeat(folder / f"heartbeat_rank{r}.jsonl"))[-1] for r in range(2)]
 
 
 def exit_codes(printed: str) -> list[int]:
@@ -112,7 +116,7 @@ def test_the_first_rank_speaks_and_writes_and_each_has_a_heartbeat(two: tuple[Pa
         assert printed.count(line) == 1
         beats = read_heartbeat(folder / f"heartbeat_rank{rank}.jsonl")
         assert {beat.rank for beat in beats} == {rank}
-        assert [beat.step for beat in beats if beat.msg == "beat"] == [1, 2, 3, 4, 5, 6]
+        assert begun(beats) == [1, 2, 3, 4, 5, 6]
     assert len(re.findall(r"^step 0006 \| loss", printed, re.MULTILINE)) == 1
     assert printed.count("[boot] loading config") == printed.count("[done] wrote:") == 1
     assert len(read_rows(TrainingRow, folder / TRAINING)) == 6
@@ -228,7 +232,7 @@ def test_a_spike_on_one_rank_takes_all_back_to_the_same_checkpoint(tmp_path: Pat
     assert (metrics.status, metrics.step, metrics.spikes) == ("finished", 10, 1)
     for rank in range(2):
         beats = read_heartbeat(folder / f"heartbeat_rank{rank}.jsonl")
-        steps = [beat.step for beat in beats if beat.msg == "beat"]
+        steps = begun(beats)
         assert steps[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 9] and steps[-2:] == [9, 10]
 
 
