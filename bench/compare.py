@@ -137,6 +137,6 @@ def step_times(path: Path, steps: int) -> list[float]:
 def _why_no_compression() -> str:
     count = torch.cuda.device_count()
     return (
-        f"it needs two GPUs, and training on both, which this version does not have; this machine "
-        f"has {count}"
+        f"it needs two GPUs and a run of two ranks, which this comparison does not start; this "
+        f"machine has {count}"
     )

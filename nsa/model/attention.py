@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nsa.config.env import read
-from nsa.model.cache import NSACache
+from nsa.model.cache import NSACache, check_one_token
 from nsa.model.compression import PHIS, BlockMLP
-from nsa.model.rope import Rope, apply_rope, document_positions, rope_tables
+from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec, compress, nsa_attention
 from nsa.ops.checks import check_documents
@@ -24,7 +24,7 @@ GATES = ("softmax", "sigmoid")
 BRANCHES = ("cmp", "sel", "win")
 
 
-class NSAAttention(nn.Module):
+class NSAAttention(Rotary):
     """Native Sparse Attention with its own projections: [B, S, dim] -> [B, S, dim]."""
 
     def __init__(
@@ -46,15 +46,14 @@ class NSAAttention(nn.Module):
         rope_scale: float = 1.0,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(d_k, rope_base, rope_scale)
         self.spec = BlockSpec(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
         check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
         for name, choice, known in (("phi", phi, PHIS), ("gate", gate, GATES)):
             if choice not in known:
                 raise ValueError(f"{name}={choice!r} is not known; use one of {', '.join(known)}")
-        self.num_heads, self.num_groups, self.d_k, self.d_v = n_heads, n_kv_groups, d_k, d_v
+        self.num_heads, self.num_groups, self.d_v = n_heads, n_kv_groups, d_v
         self.phi, self.gate_kind, self.backend = phi, gate, backend
-        self.rope_base, self.rope_scale = rope_base, rope_scale
         self.qkv = nn.Linear(dim, n_heads * d_k + 3 * n_kv_groups * (d_k + d_v), bias=False)
         self.gate = nn.Linear(dim, 3 * n_heads)
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
@@ -133,10 +132,7 @@ class NSAAttention(nn.Module):
     @torch.no_grad()
     def step(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
         """Append one token per sequence; reads only what NSA promises, and counts it."""
-        if x.shape[1] != 1:
-            raise ValueError(
-                f"step got {x.shape[1]} tokens per sequence; it takes one: use prefill for more"
-            )
+        check_one_token(x)
         cache.check(x)
         with nvtx("projections+rope"):
             q, k, v, gates = self._project(x, self._rope_from(cache.length, 1, x))
@@ -149,16 +145,6 @@ class NSAAttention(nn.Module):
         cache.last_reads.copy_(reads)
         cache.reads += reads
         return self.out(out.flatten(2))
-
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """Tables for positions [S]; fp32, or float64 for a float64 model."""
-        return rope_tables(
-            positions,
-            self.d_k,
-            base=self.rope_base,
-            scale=self.rope_scale,
-            dtype=compute_dtype(dtype),
-        )
 
     def _prefill_tile(self, x: Tensor, cache: NSACache) -> Tensor:
         if x.shape[1] == 1:

@@ -20,7 +20,44 @@ Phi = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(raw k, raw v [B, S, Hkv, D], index of the first block) -> compressed k, v [B, N, Hkv, D]."""
 
 
-class NSACache:
+class Cache:
+    """Room for the tokens of `batch` sequences of equal length, at most `max_len`."""
+
+    def __init__(self, batch: int, max_len: int, device: torch.device) -> None:
+        for name, value in (("batch", batch), ("max_len", max_len)):
+            if value < 1:
+                raise ValueError(f"cache {name}={value}; give at least 1")
+        self.batch, self.max_len = batch, max_len
+        self.device = torch.empty(0, device=device).device  # with its number
+        self.length = 0
+        """Tokens in the cache."""
+
+    def check(self, x: Tensor) -> None:
+        """Refuse tokens [B, T, ...] of another batch or device, or more than fit."""
+        batch, num_tokens = x.shape[:2]
+        if batch != self.batch:
+            raise ValueError(
+                f"{batch} sequences given to a cache for {self.batch}; make the cache with "
+                f"batch={batch}"
+            )
+        if self.length + num_tokens > self.max_len:
+            raise ValueError(
+                f"{self.length} + {num_tokens} tokens do not fit a cache for {self.max_len}; make "
+                f"it with max_len >= {self.length + num_tokens}"
+            )
+        if x.device != self.device:
+            raise ValueError(f"tokens on {x.device}, cache on {self.device}; use one device")
+
+
+def check_one_token(x: Tensor) -> None:
+    """Refuse more than one new token per sequence: a step takes one."""
+    if x.shape[1] != 1:
+        raise ValueError(
+            f"step got {x.shape[1]} tokens per sequence; it takes one: use prefill for more"
+        )
+
+
+class NSACache(Cache):
     """Keys and values of one layer for `batch` sequences of equal length, at most `max_len`."""
 
     def __init__(
@@ -35,12 +72,8 @@ class NSACache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        for name, value in (("batch", batch), ("max_len", max_len)):
-            if value < 1:
-                raise ValueError(f"cache {name}={value}; give at least 1")
-        self.spec, self.batch, self.max_len = spec, batch, max_len
-        self.length = 0
-        """Tokens in the cache."""
+        super().__init__(batch, max_len, device)
+        self.spec = spec
 
         def buffer(length: int) -> KeyValues:
             size = (batch, num_groups, length)
@@ -72,22 +105,6 @@ class NSACache:
         """Memory of all buffers."""
         buffers = (self.sel, self.cmp, self.win, self.raw)
         return sum(x.nbytes for kv in buffers for x in (kv.k, kv.v))
-
-    def check(self, x: Tensor) -> None:
-        """Refuse tokens of another batch, dtype or device, or more than fit."""
-        batch, num_tokens = x.shape[:2]
-        if batch != self.batch:
-            raise ValueError(
-                f"{batch} sequences given to a cache for {self.batch}; make the cache with "
-                f"batch={batch}"
-            )
-        if self.length + num_tokens > self.max_len:
-            raise ValueError(
-                f"{self.length} + {num_tokens} tokens do not fit a cache for {self.max_len}; make "
-                f"it with max_len >= {self.length + num_tokens}"
-            )
-        if x.device != self.sel.k.device:
-            raise ValueError(f"tokens on {x.device}, cache on {self.sel.k.device}; use one device")
 
     def store_selected(self, k: Tensor, v: Tensor) -> None:
         """Append T new tokens [B, T, Hkv, D] of the selected branch."""

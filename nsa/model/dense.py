@@ -15,17 +15,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config.env import read
 from nsa.model.attention import check_sizes
-from nsa.model.rope import Rope, apply_rope, document_positions, rope_tables
+from nsa.model.cache import Cache, check_one_token
+from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops.checks import check_documents
-from nsa.ops.eager.launch import compute_dtype
 from nsa.ops.plan import read_switches
 
-ATTENTIONS = ("nsa", "dense")
 NOT_FLASH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
-class DenseCache:
+class DenseCache(Cache):
     """Keys and values of one layer for `batch` sequences of equal length, at most `max_len`."""
 
     def __init__(
@@ -39,12 +38,7 @@ class DenseCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        for name, value in (("batch", batch), ("max_len", max_len)):
-            if value < 1:
-                raise ValueError(f"cache {name}={value}; give at least 1")
-        self.batch, self.max_len = batch, max_len
-        self.length = 0
-        """Tokens in the cache."""
+        super().__init__(batch, max_len, device)
         size = (batch, num_groups, max_len)
         self.k = torch.empty(*size, d_k, dtype=dtype, device=device)
         self.v = torch.empty(*size, d_v, dtype=dtype, device=device)
@@ -57,26 +51,13 @@ class DenseCache:
         self, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:  # [B, Hkv, T, D] -> [B, Hkv, all, D]
         """Add T tokens, and return all there are."""
-        batch, _, num_tokens, _ = k.shape
-        end = self.length + num_tokens
-        if batch != self.batch:
-            raise ValueError(
-                f"{batch} sequences given to a cache for {self.batch}; make the cache with "
-                f"batch={batch}"
-            )
-        if end > self.max_len:
-            raise ValueError(
-                f"{self.length} + {num_tokens} tokens do not fit a cache for {self.max_len}; make "
-                f"it with max_len >= {end}"
-            )
-        if k.device != self.k.device:
-            raise ValueError(f"tokens on {k.device}, cache on {self.k.device}; use one device")
+        end = self.length + k.shape[2]
         self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
         self.length = end
         return self.k[:, :, :end], self.v[:, :, :end]
 
 
-class DenseAttention(nn.Module):
+class DenseAttention(Rotary):
     """Causal grouped-query attention with its own projections: [B, S, dim] -> [B, S, dim]."""
 
     def __init__(
@@ -90,10 +71,9 @@ class DenseAttention(nn.Module):
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
     ) -> None:
-        super().__init__()
+        super().__init__(d_k, rope_base, rope_scale)
         check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
-        self.num_heads, self.num_groups, self.d_k, self.d_v = n_heads, n_kv_groups, d_k, d_v
-        self.rope_base, self.rope_scale = rope_base, rope_scale
+        self.num_heads, self.num_groups, self.d_v = n_heads, n_kv_groups, d_v
         self.qkv = nn.Linear(dim, n_heads * d_k + n_kv_groups * (d_k + d_v), bias=False)
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
         self.reset_parameters()
@@ -149,23 +129,11 @@ class DenseAttention(nn.Module):
     @torch.no_grad()
     def step(self, x: Tensor, cache: DenseCache) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
         """Append one token per sequence."""
-        if x.shape[1] != 1:
-            raise ValueError(
-                f"step got {x.shape[1]} tokens per sequence; it takes one: use prefill for more"
-            )
+        check_one_token(x)
         return self._append(x, cache)
 
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """Tables for positions [S]; fp32, or float64 for a float64 model."""
-        return rope_tables(
-            positions,
-            self.d_k,
-            base=self.rope_base,
-            scale=self.rope_scale,
-            dtype=compute_dtype(dtype),
-        )
-
     def _append(self, x: Tensor, cache: DenseCache) -> Tensor:
+        cache.check(x)
         first, num_tokens = cache.length, x.shape[1]
         positions = document_positions(num_tokens, None, x.device, first)
         q, k, v = self._project(x, self.rope(positions, x.dtype))

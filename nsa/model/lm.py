@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.config import Config, parse_layers
 from nsa.config.env import read
+from nsa.config.schema import ATTENTIONS
 from nsa.model.attention import NSAAttention
 from nsa.model.block import Attention, Block
-from nsa.model.dense import ATTENTIONS, DenseAttention
+from nsa.model.dense import DenseAttention
 from nsa.model.norm import RMSNorm
 from nsa.model.rope import document_positions
 from nsa.model.stats import AttentionStats

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from nsa.ops.eager.launch import compute_dtype
 
 
 class Rope(NamedTuple):
@@ -28,6 +30,24 @@ def rope_tables(
     frequency = base ** (-2 * pair / dim)
     angle = (positions.double() / scale)[:, None] * frequency
     return Rope(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+class Rotary(nn.Module):
+    """A layer whose heads are rotated by their positions."""
+
+    def __init__(self, d_k: int, base: float, scale: float) -> None:
+        super().__init__()
+        self.d_k, self.rope_base, self.rope_scale = d_k, base, scale
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Tables for positions [S]; fp32, or float64 for a float64 model."""
+        return rope_tables(
+            positions,
+            self.d_k,
+            base=self.rope_base,
+            scale=self.rope_scale,
+            dtype=compute_dtype(dtype),
+        )
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
