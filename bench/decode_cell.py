@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.cases import Shape
-from bench.timing import first_line, graph_ms, median_ms
+from bench.timing import first_line, graph_ms, kernel_ms, median_ms
 from nsa.config import Config
-from nsa.model import DenseCache, NSACache, TinyLM
+from nsa.generate.graph import GraphedStep, can_capture
+from nsa.model import DenseCache, ModelCache, NSACache, TinyLM
 from nsa.ops import BlockSpec, compress
 from nsa.ops.eager.attend import attend
 from nsa.ops.eager.cached import attend_cached
@@ -32,6 +33,12 @@ BACKENDS = {
 }
 """Dense attention by the kernels it may use. `rows`: the heads of a group as rows of one matrix,
 which is the same function for a single token and reads each key once."""
+
+
+REPLAYS = 20
+"""Graph replays between two events."""
+STEPS = 100
+"""Tokens that a whole model decodes between two events."""
 
 
 class Cell(NamedTuple):
@@ -62,29 +69,56 @@ class Token(NamedTuple):
 def measure_ours(cell: Cell) -> dict[str, Any]:
     """Append to the caches, compress, score, select, three branches, gates; and the reads."""
     cache, token = nsa_cache(cell), new_token(cell)
-    scale = 1 / math.sqrt(cell.shape.Dk)
-    seen: list[Tensor] = []
-
-    def step() -> Tensor:
-        cache.store_raw(token.k[0], token.v[0], _mean(cell.spec))
-        cache.store_selected(token.k[1], token.v[1])
-        cache.store_window(token.k[2], token.v[2])
-        out, reads = attend_cached(
-            token.q, cache.branches(), token.gates, cache.length, cell.spec, scale
-        )
-        seen[:] = [reads]
-        return out
-
+    kernels = cell.device == "cuda"
+    step = _kernel_step(cell, cache, token) if kernels else _torch_step(cell, cache, token)
     row = _timed(step, cell)
-    step()  # outside of a graph, whose memory its last replay has left
     return {
         "name": "nsa",
         **cell.where,
         **row,
-        **_branch_times(cache, token, cell, scale),
-        "reads": int(seen[0].sum(-1).max()),
+        **(_kernel_times(step) if kernels else _branch_times(cache, token, cell)),
+        "reads": int(cache.last_reads.sum(-1).max()),
         "reads_expected": cell.spec.num_reads(cell.length),
         "cache_bytes": cache.nbytes(),
+    }
+
+
+def _torch_step(cell: Cell, cache: NSACache, token: Token) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        cache.store_raw(token.k[0], token.v[0], _mean(cell.spec))
+        cache.store_selected(token.k[1], token.v[1])
+        cache.store_window(token.k[2], token.v[2])
+        scale = 1 / math.sqrt(cell.shape.Dk)
+        out, reads = attend_cached(
+            token.q, cache.branches(), token.gates, cache.length, cell.spec, scale
+        )
+        cache.last_reads.copy_(reads)
+        return out
+
+    return step
+
+
+def _kernel_step(cell: Cell, cache: NSACache, token: Token) -> Callable[[], Tensor]:
+    """By the decode kernels; the sequences stay as long as they are."""
+    from nsa.ops.triton import decode  # Triton exists for Linux only
+
+    new = decode.Token(token.q, token.k, token.v, token.gates)
+    return lambda: cache.decoder(cell.shape.Hq).step(new, advance=False)
+
+
+def _kernel_times(step: Callable[[], Tensor]) -> dict[str, float]:
+    """Device time of the kernels; the first takes the compressed branch and the window together."""
+    times = kernel_ms(step)
+
+    def of(*names: str) -> float:
+        return sum(ms for key, ms in times.items() if any(name in key for name in names))
+
+    return {
+        "cmp_ms": of("attend_streams", "score_blocks"),
+        "sel_ms": of("attend_selected"),
+        "win_ms": 0.0,
+        "append_ms": of("append_token"),
+        "merge_ms": of("merge_parts"),
     }
 
 
@@ -129,14 +163,7 @@ def measure_model(
     for layer in cache.layers:
         for x in _buffers(layer):
             x.normal_()
-    ids = torch.zeros(batch, dtype=torch.int64, device=device)
-
-    def step() -> Tensor:
-        for layer in cache.layers:
-            layer.length = length - 1
-        return model.step(ids, cache)
-
-    times = _times(step, repeats, device)
+    times = _model_times(model, cache, length, repeats)
     best = min(x for x in times.values() if isinstance(x, float))
     return {
         "name": config.model.attention,
@@ -146,6 +173,35 @@ def measure_model(
         **times,
         "tokens_per_s": 1e3 * batch / best,
     }
+
+
+def _model_times(model: TinyLM, cache: ModelCache, length: int, repeats: int) -> dict[str, Any]:
+    """A step at the length; as a graph, the steps that lead up to it, each a token longer."""
+    device = model.embed.weight.device
+    ids = torch.zeros(cache.layers[0].batch, dtype=torch.int64, device=device)
+
+    def set_length(value: int) -> None:
+        for layer in cache.layers:
+            layer.length = value
+
+    def step() -> Tensor:
+        set_length(length - 1)
+        return model.step(ids, cache)
+
+    if not can_capture(model, cache):
+        return _times(step, repeats, device.type)
+    times: dict[str, Any] = {"eager_ms": median_ms(step, repeats, device.type)}
+    num_steps = min(STEPS, length)
+    set_length(length - num_steps)
+    graphed = GraphedStep(model, cache)
+
+    def up_to_length() -> None:
+        set_length(length - num_steps)
+        for _ in range(num_steps):
+            graphed(ids)
+
+    times["graph_ms"] = median_ms(up_to_length, repeats, device.type) / num_steps
+    return times
 
 
 def nsa_cache(cell: Cell) -> NSACache:
@@ -180,9 +236,9 @@ def _mean(spec: BlockSpec) -> Callable[[Tensor, Tensor, int], tuple[Tensor, Tens
     return phi
 
 
-def _branch_times(cache: NSACache, token: Token, cell: Cell, scale: float) -> dict[str, float]:
+def _branch_times(cache: NSACache, token: Token, cell: Cell) -> dict[str, float]:
     """Each branch by itself: compressed with the choice of blocks, selected, window."""
-    spec, first = cell.spec, cache.length
+    spec, first, scale = cell.spec, cache.length, 1 / math.sqrt(cell.shape.Dk)
     wide = torch.float64 if cell.dtype == torch.float64 else torch.float32
     q, branches = split_heads(token.q, cell.shape.Hkv, wide), cache.branches()
     chosen: list[Tensor] = []
@@ -212,7 +268,7 @@ def _times(step: Callable[[], Tensor], repeats: int, device: str) -> dict[str, A
     """Eager, and on a GPU as a CUDA graph: milliseconds, or why it cannot be captured."""
     times: dict[str, Any] = {"eager_ms": median_ms(step, repeats, device)}
     if device == "cuda":
-        times["graph_ms"] = graph_ms(step, repeats)
+        times["graph_ms"] = graph_ms(step, repeats, REPLAYS)
     return times
 
 

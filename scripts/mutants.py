@@ -75,8 +75,9 @@ TORCH_PATH = (
         ATTENTION,
         (
             (
-                "torch.cat([rotated, heads[:, :, num_rotated:]], dim=2)",
-                "torch.cat([heads[:, :, :1], rotated[:, :, 1:], heads[:, :, num_rotated:]], dim=2)",
+                "torch.cat([rotated, heads[:, :, self._num_rotated :]], dim=2)",
+                "torch.cat([heads[:, :, :1], rotated[:, :, 1:], heads[:, :, self._num_rotated :]], "
+                "dim=2)",
             ),
         ),
     ),
@@ -124,7 +125,12 @@ DECODE = (
     Mutant(
         "decode-position-off-by-one",
         ATTENTION,
-        (("self._rope_from(cache.length, 1, x)", "self._rope_from(cache.length + 1, 1, x)"),),
+        (
+            (
+                "self.rope_of_each(cache.lengths, x.dtype)",
+                "self.rope_of_each(cache.lengths + 1, x.dtype)",
+            ),
+        ),
     ),
     Mutant(
         "decode-gates-reversed",
@@ -139,15 +145,20 @@ DECODE = (
     Mutant(
         "decode-compression-skips",
         CACHE,
-        (("done = (end - start) * self.spec.d", "done = (end - start) * self.spec.l"),),
+        (
+            (
+                "old = _ring_slots(self.raw, start * self.spec.d, ",
+                "old = _ring_slots(self.raw, start, ",
+            ),
+        ),
     ),
     Mutant(
         "decode-ring-overwrites",
         CACHE,
         (
             (
-                "start, stop, device=self.sel.k.device) %",
-                "start, stop, device=self.sel.k.device) // 2 %",
+                "start, stop, device=ring.k.device) %",
+                "start, stop, device=ring.k.device) // 2 %",
             ),
         ),
     ),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nsa.data import Tokenizer
+from nsa.generate.graph import GraphedStep, can_capture
 from nsa.generate.sampling import Sampling, choose_tokens
 from nsa.model import TinyLM
 
@@ -16,6 +18,8 @@ PROMPT = "KING.\n"
 SAMPLE_TOKENS = 400
 TEMPERATURE = 0.5
 """Low: a model of a two-minute run writes words then, where it would mumble at 1."""
+GRAPH_FROM = 8
+"""Tokens that are worth the capture of a CUDA graph, which costs a few steps."""
 
 
 def sample_text(model: TinyLM, tokenizer: Tokenizer, seed: int) -> str:
@@ -63,6 +67,9 @@ def next_tokens(
     with _evaluating(model):
         cache = model.new_cache(batch=len(prompt), max_len=prompt.shape[1] + num_tokens)
         logits = model.prefill_last(prompt.to(device), cache) if num_tokens else None
+        step: Callable[[Tensor], Tensor] = partial(model.step, cache=cache)
+        if num_tokens >= GRAPH_FROM and can_capture(model, cache):
+            step = GraphedStep(model, cache)
         for left in range(num_tokens, 0, -1):
             assert logits is not None
             token = choose_tokens(logits, sampling, draws, seen)
@@ -70,7 +77,7 @@ def next_tokens(
                 seen.scatter_(1, token[:, None], True)
             yield token
             if left > 1:
-                logits = model.step(token.to(device), cache)
+                logits = step(token.to(device))
 
 
 @contextmanager

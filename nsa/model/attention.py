@@ -18,6 +18,7 @@ from nsa.ops.checks import check_documents
 from nsa.ops.eager.cached import attend_cached
 from nsa.ops.eager.launch import compute_dtype
 from nsa.ops.fallbacks import in_layer
+from nsa.ops.plan import Plan, plan_attention
 from nsa.ops.ranges import nvtx
 
 GATES = ("softmax", "sigmoid")
@@ -130,21 +131,68 @@ class NSAAttention(Rotary):
         return torch.cat([self._prefill_tile(part, cache) for part in x.split(tile, dim=1)], dim=1)
 
     @torch.no_grad()
-    def step(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
-        """Append one token per sequence; reads only what NSA promises, and counts it."""
+    def step(
+        self, x: Tensor, cache: NSACache, rope: Rope | None = None
+    ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        """Append one token per sequence; reads only what NSA promises, and counts it.
+
+        `rope` are the tables of the positions, where the caller has them already.
+        """
         check_one_token(x)
         cache.check(x)
-        with nvtx("projections+rope"):
-            q, k, v, gates = self._project(x, self._rope_from(cache.length, 1, x))
-        cache.store_raw(k[0], v[0], self._compress)
-        cache.store_selected(k[1], v[1])
-        cache.store_window(k[2], v[2])
-        scale = 1 / math.sqrt(self.d_k)
-        out, reads = attend_cached(q, cache.branches(), gates, cache.length, self.spec, scale)
-        cache.length += 1
-        cache.last_reads.copy_(reads)
-        cache.reads += reads
+        rope = rope or self.rope_of_each(cache.lengths, x.dtype)
+        if self.decodes_by_kernels(x, cache):
+            with nvtx("projections+rope"):
+                token = self._project_token(x, rope)
+            out = self._decode(*token, cache)
+        else:
+            with nvtx("projections+rope"):
+                q, k, v, gates = self._project(x, rope)
+            cache.store_raw(k[0], v[0], self._compress)
+            cache.store_selected(k[1], v[1])
+            cache.store_window(k[2], v[2])
+            scale = 1 / math.sqrt(self.d_k)
+            out, reads = attend_cached(q, cache.branches(), gates, cache.length, self.spec, scale)
+            cache.length += 1
+            cache.last_reads.copy_(reads)
+            cache.reads += reads
         return self.out(out.flatten(2))
+
+    def decodes_by_kernels(self, like: Tensor, cache: NSACache) -> bool:
+        """Whether the decode kernels run a step on tensors like this one: where Triton runs
+        attention."""
+        plan = self._plan_of(like)
+        if plan.backend != "triton" or plan.selection != "fast":
+            return False
+        from nsa.ops.triton.decode import fits_decode  # Triton exists for Linux only
+
+        return fits_decode(self.spec, cache.max_len)
+
+    def _plan_of(self, like: Tensor) -> Plan:
+        return plan_attention(like.device, like.dtype, self.backend, (self.d_k, self.d_v))
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: tuple[Tensor, ...],
+        v: tuple[Tensor, ...],
+        gates: Tensor,
+        cache: NSACache,
+    ) -> Tensor:  # [B, 1, Hq, Dv]
+        """A step by the decode kernels: no word of it depends on the host's knowledge of lengths,
+        so that it can be captured in a CUDA graph."""
+        from nsa.ops.triton.decode import Token
+
+        made = None
+        if self.phi == "mlp":
+            k_block, v_block = cache.block_ending_here(k[0], v[0])
+            start = (cache.lengths + 1 - self.spec.l).clamp(min=0)
+            rope = self.rope_of_each(start, q.dtype)
+            doc_lens = [self.spec.l]
+            made = apply_rope(self.phi_k(k_block, doc_lens), rope), self.phi_v(v_block, doc_lens)
+        out = cache.decoder(self.num_heads).step(Token(q, k, v, gates, made))
+        cache.advanced()
+        return out
 
     def _prefill_tile(self, x: Tensor, cache: NSACache) -> Tensor:
         if x.shape[1] == 1:
@@ -154,11 +202,39 @@ class NSAAttention(Rotary):
             q, k, v, gates = self._project(x, self._rope_from(first, num_tokens, x))
         cache.store_raw(k[0], v[0], self._compress)
         cache.store_selected(k[1], v[1])
-        branches = cache.branches_with_window(k[2], v[2], compute_dtype(q.dtype))
-        cache.store_window(k[2], v[2])
-        out, _ = attend_cached(q, branches, gates, first, self.spec, 1 / math.sqrt(self.d_k))
+        if self._plan_of(q).backend == "triton":
+            out = self._continue(q, (k[2], v[2]), gates, cache)
+            cache.store_window(k[2], v[2])
+        else:
+            branches = cache.branches_with_window(k[2], v[2], compute_dtype(q.dtype))
+            cache.store_window(k[2], v[2])
+            out, _ = attend_cached(q, branches, gates, first, self.spec, 1 / math.sqrt(self.d_k))
         cache.length += num_tokens
         return self.out(out.flatten(2))
+
+    def _continue(
+        self, q: Tensor, window: tuple[Tensor, Tensor], gates: Tensor, cache: NSACache
+    ) -> Tensor:  # [B, T, Hq, Dv]
+        """Attention of T new tokens by Triton; the window's keys and values are not stored yet."""
+        from nsa.ops.triton.continued import attend_continued  # Triton exists for Linux only
+
+        first, stop = cache.length, cache.length + q.shape[1]
+        num_cmp = self.spec.num_cmp(stop)
+        cmp_k, cmp_v, sel_k, sel_v = (
+            x[:, :, :length].transpose(1, 2)
+            for kv, length in ((cache.cmp, num_cmp), (cache.sel, stop))
+            for x in (kv.k, kv.v)
+        )
+        if first == 0:
+            streams = (cmp_k, cmp_v, sel_k, sel_v, *window)
+            return nsa_attention(q, *streams, gates, self.spec, backend=self.backend)
+        win_k, win_v, win_first = cache.window_with(*window)
+        return attend_continued(
+            *(q, (cmp_k, cmp_v), (sel_k, sel_v), (win_k, win_v), gates, self.spec),
+            1 / math.sqrt(self.d_k),
+            first=first,
+            win_first=win_first,
+        )
 
     def _token_by_token(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The slow cross-check behind NSA_PREFILL_BATCHED=0: every token through decode."""
@@ -182,20 +258,48 @@ class NSAAttention(Rotary):
         One matrix product; its columns are q, k_sel, k_win, k_cmp, then v_cmp, v_sel, v_win, so
         that everything to be rotated lies together.
         """
+        heads, values = self._heads(x)
+        rotated = apply_rope(heads[:, :, : self._num_rotated], rope)
+        if self._num_rotated < heads.shape[2]:
+            rotated = torch.cat([rotated, heads[:, :, self._num_rotated :]], dim=2)
+        return *self._split(rotated, values), self._gates(x, heads.dtype)
+
+    def _project_token(
+        self, x: Tensor, rope: Rope
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """The same for one token [B, 1, dim], with a single kernel behind the products."""
+        if read("NSA_FORCE_BRANCH"):
+            return self._project(x, rope)
+        from nsa.ops.triton.token import rotate_and_gate  # Triton exists for Linux only
+
+        heads, values = self._heads(x)
+        softmax = self.gate_kind == "softmax"
+        rotated, gates = rotate_and_gate(
+            heads, rope, self.gate(x), self._num_rotated, softmax=softmax
+        )
+        return *self._split(rotated, values), gates
+
+    @property
+    def _num_rotated(self) -> int:
+        """Heads to be rotated. The learned phi wants unrotated keys; it rotates its output."""
+        return self.num_heads + (2 if self.phi == "mlp" else 3) * self.num_groups
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """All queries and keys [B, S, Hq + 3 Hkv, Dk], and all values [B, S, 3 Hkv Dv]."""
         num_keys = self.num_heads + 3 * self.num_groups
         heads, values = self.qkv(x).split(
             [num_keys * self.d_k, 3 * self.num_groups * self.d_v], dim=-1
         )
-        heads = heads.unflatten(-1, (num_keys, self.d_k))
-        # The learned phi wants unrotated keys; it rotates its output instead.
-        num_rotated = num_keys - (self.num_groups if self.phi == "mlp" else 0)
-        rotated = apply_rope(heads[:, :, :num_rotated], rope)
-        if num_rotated < num_keys:
-            rotated = torch.cat([rotated, heads[:, :, num_rotated:]], dim=2)
+        return heads.unflatten(-1, (num_keys, self.d_k)), values
+
+    def _split(
+        self, heads: Tensor, values: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """q, and k and v of cmp, sel, win."""
         sizes = [self.num_heads] + 3 * [self.num_groups]
-        q, k_sel, k_win, k_cmp = rotated.split(sizes, dim=2)
+        q, k_sel, k_win, k_cmp = heads.split(sizes, dim=2)
         v = values.unflatten(-1, (3, self.num_groups, self.d_v)).unbind(dim=2)
-        return q, (k_cmp, k_sel, k_win), v, self._gates(x, q.dtype)
+        return q, (k_cmp, k_sel, k_win), v
 
     def _gates(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Weights of cmp, sel, win: [B, S, Hq, 3], fp32 beside bf16 and q's dtype otherwise."""

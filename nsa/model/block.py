@@ -65,8 +65,10 @@ class Block(nn.Module):
     def prefill(self, x: Tensor, cache: Any) -> Tensor:  # [B, T, dim] -> [B, T, dim]
         return self._feed(x + self.attn.prefill(self.norm1(x), cache))
 
-    def step(self, x: Tensor, cache: Any) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
-        return self._feed(x + self.attn.step(self.norm1(x), cache))
+    def step(
+        self, x: Tensor, cache: Any, rope: Rope | None = None
+    ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        return self._feed(x + self.attn.step(self.norm1(x), cache, rope))
 
     def _feed(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm2(x))

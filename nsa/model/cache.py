@@ -1,13 +1,15 @@
 """What decoding remembers of one layer: full selected K/V, compressed K/V, and two short buffers.
 
 All buffers are allocated once. Beside the selected branch's full keys and values, a sequence costs
-1/d of them for the compressed branch, the latest w tokens for the window, and at most l raw tokens
-that wait for their compression block to be complete.
+1/d of them for the compressed branch, a ring of the latest w tokens for the window, and a ring of
+the latest l raw tokens, of which compression blocks are made.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +17,10 @@ from torch import Tensor
 from nsa.ops.eager.attend import KeyValues, clean
 from nsa.ops.eager.rows import Branches
 from nsa.ops.spec import BlockSpec
+from nsa.ops.workspace import Workspace
+
+if TYPE_CHECKING:  # Triton exists for Linux only
+    from nsa.ops.triton.decode import Decoder
 
 Phi = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(raw k, raw v [B, S, Hkv, D], index of the first block) -> compressed k, v [B, N, Hkv, D]."""
@@ -29,8 +35,25 @@ class Cache:
                 raise ValueError(f"cache {name}={value}; give at least 1")
         self.batch, self.max_len = batch, max_len
         self.device = torch.empty(0, device=device).device  # with its number
-        self.length = 0
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        """Tokens of each sequence, as kernels read and advance them."""
+        self.workspace = Workspace()
+        """Memory between the launches of a step, which the layers of a model share."""
+        self._length = 0
+
+    @property
+    def length(self) -> int:
         """Tokens in the cache."""
+        return self._length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._length = value
+        self.lengths.fill_(value)
+
+    def advanced(self) -> None:
+        """Kernels have appended a token to every sequence, and counted it in `lengths`."""
+        self._length += 1
 
     def check(self, x: Tensor) -> None:
         """Refuse tokens [B, T, ...] of another batch or device, or more than fit."""
@@ -85,7 +108,8 @@ class NSACache(Cache):
         self.sel = buffer(max_len)  # token t at t
         self.cmp = buffer(spec.num_cmp(max_len))  # block i at i
         self.win = buffer(min(spec.w, max_len))  # token t at t % its size
-        self.raw = buffer(spec.l)  # tokens of the first incomplete block, from its start on
+        self.raw = buffer(spec.l)  # token t at t % l
+        self._decoder: Decoder | None = None
         self.reads = torch.zeros(batch, num_groups, 3, dtype=torch.int64, device=device)
         """Tokens each KV head has read in decode steps: compressed, selected, window."""
         self.last_reads = torch.zeros_like(self.reads)
@@ -95,11 +119,6 @@ class NSACache(Cache):
     def num_cmp(self) -> int:
         """Compressed tokens in the cache."""
         return self.spec.num_cmp(self.length)
-
-    @property
-    def num_raw(self) -> int:
-        """Raw tokens that wait in `raw`."""
-        return self.length - self.num_cmp * self.spec.d
 
     def nbytes(self) -> int:
         """Memory of all buffers."""
@@ -113,36 +132,57 @@ class NSACache(Cache):
 
     def store_window(self, k: Tensor, v: Tensor) -> None:
         """Keep the latest w of T new tokens [B, T, Hkv, D] in the ring."""
-        num_new = min(k.shape[1], self.win.k.shape[2])
-        end = self.length + k.shape[1]
-        slots = self._window_slots(end - num_new, end)
-        self.win.k[:, :, slots] = k[:, -num_new:].transpose(1, 2)
-        self.win.v[:, :, slots] = v[:, -num_new:].transpose(1, 2)
+        self._store_ring(self.win, k, v)
 
     def store_raw(self, k: Tensor, v: Tensor, phi: Phi) -> None:
         """Add T new raw tokens [B, T, Hkv, D]; compress the blocks that they complete."""
-        num_new, start = k.shape[1], self.num_cmp
-        end = self.spec.num_cmp(self.length + num_new)
-        k, v = self._waiting(self.raw.k, k), self._waiting(self.raw.v, v)
-        if end > start:
-            k_cmp, v_cmp = phi(k, v, start)
+        start, end = self.num_cmp, self.spec.num_cmp(self.length + k.shape[1])
+        if end > start:  # the first incomplete block begins less than l tokens ago
+            old = _ring_slots(self.raw, start * self.spec.d, self.length)
+            k_whole, v_whole = (
+                torch.cat([ring[:, :, old].transpose(1, 2), new], dim=1)
+                for ring, new in ((self.raw.k, k), (self.raw.v, v))
+            )
+            k_cmp, v_cmp = phi(k_whole, v_whole, start)
             self.cmp.k[:, :, start:end] = k_cmp.transpose(1, 2)
             self.cmp.v[:, :, start:end] = v_cmp.transpose(1, 2)
-        if end > start or num_new > 1:
-            done = (end - start) * self.spec.d
-            self._keep(self.raw.k, k[:, done:])
-            self._keep(self.raw.v, v[:, done:])
+        self._store_ring(self.raw, k, v)
 
-    def _waiting(self, raw: Tensor, new: Tensor) -> Tensor:
-        """The waiting tokens and the new ones, [B, ., Hkv, D]; a single one goes in in place."""
-        if new.shape[1] == 1:
-            raw[:, :, self.num_raw] = new[:, 0]
-            return raw[:, :, : self.num_raw + 1].transpose(1, 2)
-        return torch.cat([raw[:, :, : self.num_raw].transpose(1, 2), new], dim=1)
+    def block_ending_here(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The latest l raw tokens of every sequence with a new one [B, 1, Hkv, D], in order.
 
-    def _keep(self, raw: Tensor, tokens: Tensor) -> None:
-        """Move the tokens of the first incomplete block to the front; they may overlap it."""
-        raw[:, :, : tokens.shape[1]] = tokens.transpose(1, 2).clone()
+        Of sequences shorter than l, the first of them are anything. Nothing is read by the host.
+        """
+        size = self.spec.l
+        order = torch.arange(1, size + 1, device=self.device)
+        slots = (self.lengths[:, None] + order) % size  # [B, l]; the last is the new one's
+
+        def ordered(ring: Tensor, new: Tensor) -> Tensor:  # [B, l, Hkv, D]
+            index = slots[:, None, :, None].expand(ring.shape)
+            old = ring.gather(2, index).transpose(1, 2)
+            return torch.cat([old[:, :-1], new], dim=1)
+
+        return ordered(self.raw.k, k), ordered(self.raw.v, v)
+
+    def _store_ring(self, ring: KeyValues, k: Tensor, v: Tensor) -> None:
+        """Keep the latest of T new tokens [B, T, Hkv, D], as many as fit."""
+        num_new, end = min(k.shape[1], ring.k.shape[2]), self.length + k.shape[1]
+        slots = _ring_slots(ring, end - num_new, end)
+        ring.k[:, :, slots] = k[:, -num_new:].transpose(1, 2)
+        ring.v[:, :, slots] = v[:, -num_new:].transpose(1, 2)
+
+    def decoder(self, num_heads: int) -> Decoder:
+        """What runs decode steps over these buffers with Triton; made by the first call."""
+        if self._decoder is None:
+            from nsa.ops.triton.decode import Caches, Decoder  # Triton exists for Linux only
+
+            counters = (self.reads, self.last_reads)
+            buffers = Caches(self.cmp, self.sel, self.win, self.raw, self.lengths, None, *counters)
+            scale = 1 / math.sqrt(self.sel.k.shape[3])
+            self._decoder = Decoder(
+                buffers, self.spec, self.max_len, num_heads, scale, self.workspace
+            )
+        return self._decoder
 
     def branches(self) -> Branches:
         """What a decode step reads, its token stored: one query sees every key it is given, so the
@@ -154,21 +194,28 @@ class NSACache(Cache):
     def branches_with_window(self, k_win: Tensor, v_win: Tensor, dtype: torch.dtype) -> Branches:
         """What T new queries read; selected and raw tokens are stored, the window's not yet."""
         end = self.length + k_win.shape[1]
-        kept = min(self.length, self.spec.w - 1)
-        old = self._window_slots(self.length - kept, self.length)
-        k = torch.cat([self.win.k[:, :, old], k_win.transpose(1, 2)], dim=2)
-        v = torch.cat([self.win.v[:, :, old], v_win.transpose(1, 2)], dim=2)
+        k, v, win_first = self.window_with(k_win, v_win)
         num_cmp = self.spec.num_cmp(end)
         return Branches(
             cmp=_readable(self.cmp.k[:, :, :num_cmp], self.cmp.v[:, :, :num_cmp], dtype),
             sel=_readable(self.sel.k[:, :, :end], self.sel.v[:, :, :end], dtype),
-            win=_readable(k, v, dtype),
-            win_first=self.length - kept,
+            win=_readable(k.transpose(1, 2), v.transpose(1, 2), dtype),
+            win_first=win_first,
         )
 
-    def _window_slots(self, start: int, stop: int) -> Tensor:
-        """Places in the ring of the tokens start .. stop - 1."""
-        return torch.arange(start, stop, device=self.sel.k.device) % self.win.k.shape[2]
+    def window_with(self, k_win: Tensor, v_win: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Keys and values [B, ., Hkv, D] that windows of T new tokens reach, these included, in
+        order, and the position of the first."""
+        kept = min(self.length, self.spec.w - 1)
+        old = _ring_slots(self.win, self.length - kept, self.length)
+        k = torch.cat([self.win.k[:, :, old].transpose(1, 2), k_win], dim=1)
+        v = torch.cat([self.win.v[:, :, old].transpose(1, 2), v_win], dim=1)
+        return k, v, self.length - kept
+
+
+def _ring_slots(ring: KeyValues, start: int, stop: int) -> Tensor:
+    """Places in a ring of the tokens start .. stop - 1."""
+    return torch.arange(start, stop, device=ring.k.device) % ring.k.shape[2]
 
 
 def _readable(k: Tensor, v: Tensor, dtype: torch.dtype) -> KeyValues:

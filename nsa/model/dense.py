@@ -127,16 +127,18 @@ class DenseAttention(Rotary):
         return torch.cat([self._append(part, cache) for part in parts], dim=1)
 
     @torch.no_grad()
-    def step(self, x: Tensor, cache: DenseCache) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
-        """Append one token per sequence."""
+    def step(
+        self, x: Tensor, cache: DenseCache, rope: Rope | None = None
+    ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        """Append one token per sequence; `rope` are the tables of the positions."""
         check_one_token(x)
-        return self._append(x, cache)
+        return self._append(x, cache, rope)
 
-    def _append(self, x: Tensor, cache: DenseCache) -> Tensor:
+    def _append(self, x: Tensor, cache: DenseCache, rope: Rope | None = None) -> Tensor:
         cache.check(x)
         first, num_tokens = cache.length, x.shape[1]
         positions = document_positions(num_tokens, None, x.device, first)
-        q, k, v = self._project(x, self.rope(positions, x.dtype))
+        q, k, v = self._project(x, rope or self.rope(positions, x.dtype))
         k, v = cache.append(k, v)
         if num_tokens == 1:
             return self._merge(_attend(q, k, v))  # the newest token sees all

@@ -30,6 +30,8 @@ class ModelCache:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
+        for layer in layers[1:]:
+            layer.workspace = layers[0].workspace
 
     @property
     def length(self) -> int:
@@ -228,8 +230,9 @@ class TinyLM(nn.Module):
     def step(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B] or [B, 1] -> [B, V]
         """Append one token per sequence; logits of the next one."""
         x = self._embed(ids[:, None] if ids.dim() == 1 else ids)
+        rope = self.layers[0].attn.rope_of_each(cache.layers[0].lengths, x.dtype)
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            x = block.step(x, layer)
+            x = block.step(x, layer, rope)
         return self.head(self.norm(x))[:, 0]
 
     def _embed(self, ids: Tensor) -> Tensor:

@@ -20,8 +20,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        if x.is_cuda and x.dtype == self.weight.dtype and not torch.is_autocast_enabled(kind):
+            # One kernel, which computes in fp32 and rounds once.
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         wide = x if x.dtype == torch.float64 else x.float()
         normed = F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps)
-        kind = x.device.type
         rounded = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         return normed.to(rounded)

@@ -13,8 +13,8 @@ from nsa.ops.eager.launch import compute_dtype
 class Rope(NamedTuple):
     """Cosines and sines of the positions of a sequence."""
 
-    cos: Tensor  # [S, Dk / 2]
-    sin: Tensor  # [S, Dk / 2]
+    cos: Tensor  # [S, Dk / 2], or [B, S, Dk / 2]
+    sin: Tensor
 
 
 def rope_tables(
@@ -49,10 +49,15 @@ class Rotary(nn.Module):
             dtype=compute_dtype(dtype),
         )
 
+    def rope_of_each(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Tables for one token of every sequence, at positions [B] of its own: [B, 1, Dk / 2]."""
+        cos, sin = self.rope(positions, dtype)
+        return Rope(cos[:, None], sin[:, None])
+
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate [B, S, H, Dk]; computed in the tables' dtype, returned in x's."""
-    cos, sin = rope.cos[:, None], rope.sin[:, None]
+    cos, sin = rope.cos.unsqueeze(-2), rope.sin.unsqueeze(-2)
     if torch.compiler.is_compiling():  # it fuses the passes, and the casts cost nothing
         return _rotate(x.to(cos.dtype), cos, sin).to(x.dtype)
     rotated: Tensor = _Rotation.apply(x, cos, sin)

@@ -56,12 +56,13 @@ POINTERS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_kernels_equal_the_oracle_in_the_interpreter():
+@pytest.mark.parametrize("file", ["test_triton.py", "test_triton_decode.py"])
+def test_kernels_equal_the_oracle_in_the_interpreter(file):
     """A process of its own: the switch counts at import, and a bad pointer would be a crash."""
     command = ["env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest"]
     command += ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # Division by zero in numpy is how the interpreter computes log2(0) = -inf.
-    command += ["-W", "ignore::RuntimeWarning", "nsa/tests/test_triton.py"]
+    command += ["-W", "ignore::RuntimeWarning", f"nsa/tests/{file}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

@@ -33,7 +33,7 @@ def forward(
         by_query.query_forward,
         (
             q, *problem.keys(k, v, tiles.BN), chosen.ids, chosen.num_chosen,
-            problem.row_index(1, q)[0], out, lse, *gated,
+            *problem.row_index(1, q)[:2], out, lse, *gated,
         ),
         lambda: Launch.tiled(
             (problem.seq_len, problem.num_segments),

@@ -55,7 +55,7 @@ def _attend(
     q, *keys, gates = tensors
     d_v = keys[1].shape[3]
     q, scale = _positive_scale(q, scale)
-    aligned = (_aligned(x) for x in (q, *keys))
+    aligned = (padded_head(x) for x in (q, *keys))
     out, chosen = call_attention(*aligned, gates, selection, _blocks(spec), scale, doc_lens)
     out = out if out.shape[3] == d_v else out[..., :d_v]
     return out, chosen if selection is None else selection
@@ -73,7 +73,7 @@ def select_blocks(
     """The blocks each KV head reads."""
     q, scale = _positive_scale(q, scale)
     most = MAX_GRID // q.shape[2]
-    pairs = zip(_batches(_aligned(q), most), _batches(_aligned(k_cmp), most), strict=True)
+    pairs = zip(_batches(padded_head(q), most), _batches(padded_head(k_cmp), most), strict=True)
     done = [torch.ops.nsa.select(*pair, _blocks(spec), scale, doc_lens) for pair in pairs]
     return done[0] if len(done) == 1 else torch.cat(done)
 
@@ -99,7 +99,7 @@ def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (q, scale) if scale > 0 else (q * scale, 1.0)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def padded_head(x: Tensor) -> Tensor:
     """Zeros up to the next head dim that the kernels take change no product."""
     missing = -x.shape[-1] % DIM_STEP
     return F.pad(x, (0, missing)) if missing else x

@@ -54,8 +54,8 @@ def choose(problem: Problem, q: Tensor, k_cmp: Tensor, lse: Tensor) -> Selection
             _choose(problem, q, scores, chosen, chunk, levels)
     if read("NSA_STRICT_ASSERTS"):
         position = torch.arange(problem.seq_len, device=problem.device)
-        if problem.documents is not None:
-            position = position - problem.documents.row_start
+        if problem.packed:
+            position = position - problem.row_index(0, q)[0]
         assert_selection(chosen.ids.transpose(1, 2), position, problem.spec)
     return chosen
 

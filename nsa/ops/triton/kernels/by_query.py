@@ -15,7 +15,7 @@ from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load, _rows, _stats
 
 @triton.jit
 def query_forward(
-    p_q, t_k, t_k2, t_v, p_selection, p_num_chosen, p_row_start,
+    p_q, t_k, t_k2, t_v, p_selection, p_num_chosen, p_row_start, p_row_key,
     p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
     S, Hkv, G, scale_log2,
     s_qb, s_qs, s_qh, s_gb, s_gs, s_gh,
@@ -27,9 +27,10 @@ def query_forward(
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = tl.program_id(0)
-    start = 0
+    start, last = 0, t
     if HAS_DOCS:
-        start = tl.load(p_row_start + t)
+        start = tl.load(p_row_key + t)
+        last = start + t - tl.load(p_row_start + t)
     o_h, o_n = tl.arange(0, BM), tl.arange(0, BN)
     m_h = o_h < G
     i_h = i_g * G + o_h
@@ -49,7 +50,7 @@ def query_forward(
         k0 = start + tl.load(p_ids + i // STEPS) * L_SEL + i % STEPS * BN
         o_k = k0 + o_n
         # A block ends with the sequence at the latest, and a query sees nothing beyond itself.
-        m_k = (o_k <= t) & (i % STEPS * BN + o_n < L_SEL)
+        m_k = (o_k <= last) & (i % STEPS * BN + o_n < L_SEL)
         b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
         b_s = _dot(b_q, tl.trans(b_k), UPCAST)
         if DK2 > 0:

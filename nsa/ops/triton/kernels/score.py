@@ -109,6 +109,40 @@ def group_scores(
 
 
 @triton.jit
+def _chosen(scores, o_j, current, N_SEL: tl.constexpr):
+    """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
+
+    The n-th best score is found by bisection of its bits: scores are not negative, so their bits
+    are ordered like them. Of equal scores the lower block goes first.
+    """
+    forced = (o_j == 0) | (o_j == current - 1) | (o_j == current)
+    legal = (o_j >= 0) & (o_j <= current)
+    ranked = legal & (forced == 0)
+    scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
+    key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
+    num_forced = tl.minimum(current + 1, 3)
+    need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
+    # The largest `low` that at least `need` keys reach; of all candidates, 0 will do. It is likely
+    # to lie above a quarter of the largest, which is tried first.
+    low = 0
+    high = 0
+    if current + 1 > N_SEL:
+        high = tl.max(key, axis=0)
+    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
+    while low < high:
+        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
+        low = tl.where(reached >= need, middle, low)
+        high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
+        middle = low + (high - low + 1) // 2
+    above = key > low
+    equal = key == low
+    spare = need - tl.sum(above.to(tl.int32), axis=0)
+    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks go first
+        equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
+    return ((forced & legal) | above | equal).to(tl.int32)
+
+
+@triton.jit
 def choose_blocks(
     p_scores, p_selection, p_num_chosen, p_bits, p_before, p_row_start, p_row_key, p_row_block,
     first_row, num_rows, S, Hkv, WIDTH,
@@ -119,10 +153,9 @@ def choose_blocks(
 ):  # fmt: skip
     """The choice of one query, as ids (ascending, then -1), their number, and bits.
 
-    STRIDES = l_sel / d and OVERLAP = l / d. The n-th best score is found by bisection of its bits:
-    scores are not negative, so their bits are ordered like them. Of equal scores the lower block
-    goes first. Bits count from the first block of all documents, ids from the row's document;
-    `before` holds, for each word of 32 bits, how many blocks were chosen in earlier words.
+    STRIDES = l_sel / d and OVERLAP = l / d. Bits count from the first block of all documents, ids
+    from the row's document; `before` holds, for each word of 32 bits, how many blocks were chosen
+    in earlier words.
     """
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
@@ -151,31 +184,7 @@ def choose_blocks(
             for back in range(0, OVERLAP):
                 i = o_j * STRIDES + stride - back
                 scores += tl.load(p_row + i, mask=(i >= 0) & (i < num_visible), other=0.0)
-    forced = (o_j == 0) | (o_j == current - 1) | (o_j == current)
-    legal = (o_j >= 0) & (o_j <= current)
-    ranked = legal & (forced == 0)
-    scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
-    key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
-    num_forced = tl.minimum(current + 1, 3)
-    need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
-    # The largest `low` that at least `need` keys reach; of all candidates, 0 will do. It is likely
-    # to lie above a quarter of the largest, which is tried first.
-    low = 0
-    high = 0
-    if current + 1 > N_SEL:
-        high = tl.max(key, axis=0)
-    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
-    while low < high:
-        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
-        low = tl.where(reached >= need, middle, low)
-        high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
-        middle = low + (high - low + 1) // 2
-    above = key > low
-    equal = key == low
-    spare = need - tl.sum(above.to(tl.int32), axis=0)
-    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks go first
-        equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
-    chosen = ((forced & legal) | above | equal).to(tl.int32)
+    chosen = _chosen(scores, o_j, current, N_SEL)
 
     row = (i_b * S + t) * Hkv + i_g
     place = tl.cumsum(chosen, axis=0) - 1

@@ -1,0 +1,447 @@
+"""One new token per sequence: append it, attend in all branches, merge; in four launches.
+
+Names as in tile.py; a segment is a sequence and a KV head. Where a sequence ends is read on the
+device, so that a captured CUDA graph can be replayed as it grows. Work is split over the keys into
+parts of fixed size, merged in the order of their index: results repeat bit for bit. A part holds
+its output [G, DV] and its log-sum-exp (base 2), parts of one segment lie together: those of the
+compressed branch first, then the window's, then the selected ones.
+
+The caches are [B, Hkv, tokens, D]; the window's is a ring. With a page table, the selected and the
+compressed cache are [pages, Hkv, tokens of a page, D], and the table [B, pages of a sequence] says
+which page holds each block.
+
+EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
+where it begins to read them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nsa.ops.triton.kernels.score import _chosen
+from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load
+
+AVERAGED = tl.constexpr(32)
+"""Raw tokens that are averaged at a time."""
+
+
+@triton.jit
+def _wait(EARLY: tl.constexpr):
+    """Wait for what earlier kernels wrote; let the next one come and wait in turn."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _base(p_table, i_b, o_token, s_page, s_table, D: tl.constexpr, PER_PAGE: tl.constexpr):
+    """Where tokens of a sequence begin in a cache; PER_PAGE = 0: it is not paged."""
+    if PER_PAGE == 0:
+        return i_b * s_page + o_token.to(tl.int64) * D
+    page = tl.load(p_table + i_b * s_table + o_token // PER_PAGE).to(tl.int64)
+    return page * s_page + (o_token % PER_PAGE).to(tl.int64) * D
+
+
+@triton.jit
+def _new(p, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
+    """A head of the new token, where the program stores it."""
+    o_d = tl.arange(0, D_PAD)
+    return tl.load(p + o_d, mask=(o_d < D) & is_mine, other=0.0)
+
+
+@triton.jit
+def _put(p, at, b, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
+    o_d = tl.arange(0, D_PAD)
+    tl.store(p + at + o_d, b, mask=(o_d < D) & is_mine)
+
+
+@triton.jit
+def _completed(
+    p_new, p_made, p_raw, i_seg, t, column: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, L: tl.constexpr, MADE: tl.constexpr,
+):  # fmt: skip
+    """Compressed token of the block that ends at t, columns from `column` on, as it is stored.
+
+    That is the mean of the ring of raw tokens with the new one, or what the caller has made of it.
+    """
+    o_d = column + tl.arange(0, D_PAD)
+    m_d = o_d < D
+    if MADE:
+        return tl.load(p_made + i_seg * D + o_d, mask=m_d, other=0.0)
+    b_new = tl.load(p_new + o_d, mask=m_d, other=0.0)
+    b_sum = b_new.to(tl.float32)
+    for first in tl.static_range(0, L, AVERAGED):
+        o_l = first + tl.arange(0, AVERAGED)
+        m_l = (o_l < L) & (o_l != t % L)  # the place of the new one may be written at this moment
+        p_rows = p_raw + (i_seg * L + o_l)[:, None] * D + o_d[None, :]
+        b_old = tl.load(p_rows, mask=m_l[:, None] & m_d[None, :], other=0.0)
+        b_sum += tl.sum(b_old.to(tl.float32), axis=0)
+    return (b_sum / L).to(b_new.dtype)
+
+
+@triton.jit
+def _query(p_q, i_b, i_g, G, s_qb, s_qh, DK: tl.constexpr, D1: tl.constexpr, D0: tl.constexpr,
+           BM: tl.constexpr):  # fmt: skip
+    """Columns D0 .. D0 + D1 - 1 of the query heads of a group: [BM, D1]."""
+    o_h, o_d = tl.arange(0, BM), D0 + tl.arange(0, D1)
+    p_rows = p_q + i_b * s_qb + (i_g * G + o_h)[:, None] * s_qh + o_d[None, :]
+    return _load(p_rows, o_h < G, o_d, DK, D0 + D1, True)
+
+
+@triton.jit
+def _stream(p, m_rows, o_d, D: tl.constexpr, D_PAD: tl.constexpr):
+    """A [rows, D_PAD] tile that is read once: it leaves the L2 cache to what is read again."""
+    mask = m_rows[:, None]
+    if D < D_PAD:
+        mask = mask & (o_d < D)[None, :]
+    return tl.load(p, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _tile(
+    b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys in the running softmax; also its scaled logits [BM, BN]."""
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    b_k = _stream(p_k + base_k[:, None] + o_dk[None, :], m_k, o_dk, DK, DK1)
+    b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _stream(p_k + base_k[:, None] + o_dk2[None, :], m_k, o_dk2, DK, DK1 + DK2)
+        b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+    b_v = _stream(p_v + base_v[:, None] + o_dv[None, :], m_k, o_dv, DV, DV_PAD)
+    b_s = tl.where(m_k[None, :], b_s * scale_log2, float("-inf"))
+    new_top = tl.maximum(top, tl.max(b_s, axis=1))
+    safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+    b_p = tl.math.exp2(b_s - safe_top[:, None])
+    shrink = tl.math.exp2(top - safe_top)
+    total = total * shrink + tl.sum(b_p, axis=1)
+    b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
+    return b_out, new_top, total, b_s
+
+
+@triton.jit
+def _store_part(
+    p_part, p_part_lse, b_out, top, total, part, G,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The output of a part and its log-sum-exp; -inf, and zeros, where it saw nothing."""
+    o_h, o_dv = tl.arange(0, BM), tl.arange(0, DV_PAD)
+    m_h = o_h < G
+    sees_none = total == 0.0
+    b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
+    lse = tl.where(sees_none, float("-inf"), top + tl.math.log2(tl.where(sees_none, 1.0, total)))
+    tl.store(p_part_lse + part * G + o_h, lse, mask=m_h)
+    at = (part * G + o_h)[:, None] * DV + o_dv[None, :]
+    tl.store(p_part + at, b_out, mask=m_h[:, None] & (o_dv < DV)[None, :])
+
+
+@triton.jit
+def attend_streams(
+    p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+    p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
+    p_logits, p_part, p_part_lse, p_lengths, p_current, p_table,
+    NUM_SEGMENTS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
+    s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
+    s_cmp_k, s_cmp_v, s_sel_k, s_sel_v, s_head_cmp, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
+    PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
+    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A part of the compressed branch, whose logits [segments, G, tokens] are kept, or the window.
+
+    One query sees every key of both: neither needs an order or a mask, only its count. The newest
+    key of each is not in the cache yet: whoever needs it takes it from the new token, or makes it
+    and stores it; the first part of the window stores the new token. s_cmp_k ... are the strides of
+    a page, or of a sequence, and s_head_* its tokens.
+    """
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    part = tl.program_id(0)
+    _wait(EARLY)
+    t = tl.load(p_lengths + i_b)
+    stores = part == CMP_PARTS
+    tl.store(p_current + i_b, t, mask=stores)
+    if t >= MAX_LEN:
+        return
+    new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
+    num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
+    completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
+    is_cmp = part < CMP_PARTS
+    num_keys = tl.where(is_cmp, num_cmp, tl.minimum(t + 1, WIN))
+    first = tl.where(is_cmp, part * CMP_PART, (part - CMP_PARTS) * WIN_PART)
+    if first >= num_keys:
+        return
+    stop = tl.minimum(first + tl.where(is_cmp, CMP_PART, WIN_PART), num_keys)
+    newest = tl.where(is_cmp, tl.where(completes, num_cmp - 1, -1), t % WIN)
+    per_page: tl.constexpr = L_SEL // STEP if PAGED else 0
+    o_h, o_n = tl.arange(0, BM), tl.arange(0, BN)
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    m_h = o_h < G
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
+    b_q2 = b_q
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    # The new token is loaded here and stored at the end: nobody waits for it in between.
+    DK_PAD: tl.constexpr = DK1 if DK2 == 0 else 2 * DK1
+    b_k_sel = _new(p_k_sel_new + new_k, stores, DK, DK_PAD)
+    b_v_sel = _new(p_v_sel_new + new_v, stores, DV, DV_PAD)
+    b_k_win = _new(p_k_win_new + new_k, stores, DK, DK_PAD)
+    b_v_win = _new(p_v_win_new + new_v, stores, DV, DV_PAD)
+    b_k_raw = _new(p_k_cmp_new + new_k, stores, DK, DK_PAD)
+    b_v_raw = _new(p_v_cmp_new + new_v, stores, DV, DV_PAD)
+    head = i_g * s_head_cmp
+    if (newest >= first) & (newest < stop):
+        at_k = _base(p_table, i_b, tl.where(is_cmp, newest, 0), s_cmp_k, s_table, DK, per_page)
+        at_v = _base(p_table, i_b, tl.where(is_cmp, newest, 0), s_cmp_v, s_table, DV, per_page)
+        at_k += head * DK
+        at_v += head * DV
+        if is_cmp:
+            b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
+            b_v = _completed(
+                p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE
+            )
+        else:
+            b_k = tl.load(p_k_win_new + new_k + o_dk, mask=o_dk < DK, other=0.0)
+            b_v = tl.load(p_v_win_new + new_v + o_dv, mask=o_dv < DV, other=0.0)
+        top = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32)[None, :], axis=1)
+        if DK2 > 0:
+            if is_cmp:
+                b_k2 = _completed(
+                    p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, DK1, DK, DK2, L, MADE
+                )
+            else:
+                b_k2 = tl.load(p_k_win_new + new_k + o_dk2, mask=o_dk2 < DK, other=0.0)
+            top += tl.sum(b_q2.to(tl.float32) * b_k2.to(tl.float32)[None, :], axis=1)
+        top = top * scale_log2
+        total += 1.0
+        b_out += b_v.to(tl.float32)[None, :]
+        _put(p_k_cmp, at_k, b_k, is_cmp, DK, DK1)
+        _put(p_v_cmp, at_v, b_v, is_cmp, DV, DV_PAD)
+        if DK2 > 0:
+            tl.store(p_k_cmp + at_k + o_dk2, b_k2, mask=(o_dk2 < DK) & is_cmp)
+    own_cmp = 0 if PAGED else i_b
+    p_k = tl.where(is_cmp, p_k_cmp + own_cmp * s_cmp_k + head * DK, p_k_win + i_seg * WIN * DK)
+    p_v = tl.where(is_cmp, p_v_cmp + own_cmp * s_cmp_v + head * DV, p_v_win + i_seg * WIN * DV)
+    logit = top
+    # Logits go out in whole tiles, which are stored in wide pieces: what lies beyond the last is
+    # never read, and the window's go to a place of their own, where nobody reads.
+    i_row = tl.where(is_cmp, i_seg, NUM_SEGMENTS) * G + o_h
+    # One loop for both branches: two would each get shared memory of their own.
+    for k0 in range(first, stop, BN):
+        o_k = k0 + o_n
+        m_k = (o_k < stop) & (o_k != newest)
+        if PAGED:
+            p_pages = p_table + i_b * s_table + o_k // per_page
+            page = tl.load(p_pages, mask=m_k & is_cmp, other=0).to(tl.int64)
+            row = tl.where(is_cmp, o_k % per_page, o_k)
+            base_k, base_v = page * s_cmp_k + row * DK, page * s_cmp_v + row * DV
+        else:
+            base_k, base_v = o_k * DK, o_k * DV
+        b_out, top, total, b_s = _tile(
+            b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
+            DK, DV, DK1, DK2, DV_PAD, UPCAST,
+        )  # fmt: skip
+        b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s)
+        p_rows = p_logits + i_row[:, None] * s_logits + o_k[None, :]
+        tl.store(p_rows, b_s, mask=m_h[:, None])
+    _store_part(p_part, p_part_lse, b_out, top, total, i_seg * NUM_PARTS + part, G, DV, DV_PAD, BM)
+    at = _base(p_table, i_b, t, s_sel_k, s_table, DK, L_SEL if PAGED else 0)
+    _put(p_k_sel, at + i_g * s_head_sel * DK, b_k_sel, stores, DK, DK_PAD)
+    at = _base(p_table, i_b, t, s_sel_v, s_table, DV, L_SEL if PAGED else 0)
+    _put(p_v_sel, at + i_g * s_head_sel * DV, b_v_sel, stores, DV, DV_PAD)
+    _put(p_k_win, (i_seg * WIN + t % WIN) * DK, b_k_win, stores, DK, DK_PAD)
+    _put(p_v_win, (i_seg * WIN + t % WIN) * DV, b_v_win, stores, DV, DV_PAD)
+    _put(p_k_raw, (i_seg * L + t % L) * DK, b_k_raw, stores, DK, DK_PAD)
+    _put(p_v_raw, (i_seg * L + t % L) * DV, b_v_raw, stores, DV, DV_PAD)
+
+
+@triton.jit
+def _lse_of_parts(
+    p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Log-sum-exp of each head over the parts of a branch; 0 where nothing was seen."""
+    o_h, o_p = tl.arange(0, BM), tl.arange(0, PARTS)
+    mask = (o_h < G)[:, None] & (o_p < num_parts)[None, :]
+    b_lse = tl.load(p_lse + o_p[None, :] * G + o_h[:, None], mask=mask, other=float("-inf"))
+    top = tl.max(b_lse, axis=1)
+    safe_top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.math.exp2(b_lse - safe_top[:, None]), axis=1)
+    return safe_top + tl.math.log2(tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def score_blocks(
+    p_logits, p_part_lse, p_scores, p_lengths,
+    Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
+    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks: fp32 [segments, LEVELS, NUM_BLOCKS], up to the end alone.
+
+    Level k of block j is what the tokens that start in block j give to block j + k.
+    """
+    i_seg = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * NB
+    _wait(EARLY)
+    length = tl.load(p_lengths + i_seg // Hkv) + 1
+    if first * L_SEL >= length:
+        return
+    num_cmp = tl.minimum(tl.maximum((length - L + STEP) // STEP, 0), NUM_CMP)
+    num_parts = tl.cdiv(num_cmp, CMP_PART)
+    STRIDES: tl.constexpr = L_SEL // STEP
+    OVERLAP: tl.constexpr = L // STEP
+    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
+    o_j = first + tl.arange(0, NB)
+    o_i = o_j[:, None] * STRIDES + o_s[None, :]
+    p = p_logits + i_seg * G * s_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
+    # Rows are long enough for whole tiles: without a mask by token, loads are wide.
+    b_s = tl.load(p, mask=((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :], other=0.0)
+    lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
+    seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
+    b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
+    b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
+    for level in tl.static_range(LEVELS):
+        # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
+        stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
+        weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
+        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
+        p_row = p_scores + (i_seg * LEVELS + level) * NUM_BLOCKS
+        tl.store(p_row + o_j, b_part, mask=o_j < NUM_BLOCKS)
+
+
+@triton.jit
+def attend_selected(
+    p_q, p_k, p_v, p_scores, p_part, p_part_lse, p_selection, p_reads, p_last_reads,
+    p_lengths, p_table,
+    Hkv, G, NUM_PARTS, FIRST_PART, NUM_BLOCKS, MAX_LEN, WIN, scale_log2, s_table,
+    s_qb, s_qh, s_sel_k, s_sel_v, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
+    LEVELS: tl.constexpr, NB: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """PER_PART of the chosen blocks of a segment. Every part makes the same choice by itself.
+
+    What was read is counted here, and nowhere else: tokens of the compressed, selected and window
+    branch.
+    """
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    part = tl.program_id(0)
+    _wait(EARLY)
+    length = tl.load(p_lengths + i_b) + 1
+    if length > MAX_LEN:
+        return
+    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
+    current = (length - 1) // L_SEL
+    o_j = tl.arange(0, NB)
+    b_scores = tl.zeros([NB], tl.float32)
+    for level in tl.static_range(LEVELS):
+        p_row = p_scores + (i_seg * LEVELS + level) * NUM_BLOCKS - level
+        b_scores += tl.load(p_row + o_j, mask=(o_j >= level) & (o_j <= current), other=0.0)
+    chosen = _chosen(b_scores, o_j, current, N_SEL)
+    num_chosen = tl.sum(chosen, axis=0)
+    p_ids = p_selection + i_seg * N_SEL
+    tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
+    if part == 0:
+        o_s = tl.arange(0, N_SEL_PAD)
+        unused = (o_s >= num_chosen) & (o_s < N_SEL)
+        tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+        num_sel = tl.sum(tl.where(chosen != 0, tl.minimum(length - o_j * L_SEL, L_SEL), 0), axis=0)
+        for branch in tl.static_range(3):
+            if branch == 0:
+                num = num_cmp
+            elif branch == 1:
+                num = num_sel
+            else:
+                num = tl.minimum(length, WIN)
+            at = i_seg * 3 + branch
+            tl.store(p_last_reads + at, num.to(tl.int64))
+            tl.store(p_reads + at, tl.load(p_reads + at) + num)
+    tl.debug_barrier()  # the ids are read by other threads than wrote them
+    o_n = tl.arange(0, BN)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
+    b_q2 = b_q
+    if DK2 > 0:
+        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    p_k += i_g * s_head_sel * DK
+    p_v += i_g * s_head_sel * DV
+    STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
+    first = part * PER_PART
+    for i in range(first * STEPS, tl.minimum(first + PER_PART, num_chosen) * STEPS):
+        in_block = i % STEPS * BN + o_n
+        o_k = tl.load(p_ids + i // STEPS) * L_SEL + in_block
+        m_k = (o_k < length) & (in_block < L_SEL)
+        o_safe = tl.minimum(o_k, length - 1)
+        base_k = _base(p_table, i_b, o_safe, s_sel_k, s_table, DK, PER_PAGE)
+        base_v = _base(p_table, i_b, o_safe, s_sel_v, s_table, DV, PER_PAGE)
+        b_out, top, total, _ = _tile(
+            b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
+            DK, DV, DK1, DK2, DV_PAD, UPCAST,
+        )  # fmt: skip
+    part_at = i_seg * NUM_PARTS + FIRST_PART + part
+    _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
+
+
+@triton.jit
+def _weights(lse, gate, mine):
+    """Of the parts of one branch in the gated sum; all 0 where it saw nothing."""
+    lse = tl.where(mine, lse, float("-inf"))
+    top = tl.max(lse, axis=0)
+    weight = tl.math.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, axis=0)
+    return weight * (gate / tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def merge_parts(
+    p_part, p_part_lse, p_gates, p_out, p_lengths, p_current,
+    Hkv, G, NUM_PARTS, CMP_PARTS, FIRST_SEL, NUM_CMP, MAX_LEN, WIN, s_gb, s_gh, s_ob, s_oh,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
+    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    ADVANCE: tl.constexpr,
+):  # fmt: skip
+    """The gated sum of one head's branches. ADVANCE: the sequence is then a token longer."""
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    i_h = tl.program_id(0)
+    _wait(EARLY)
+    t = tl.load(p_current + i_b)
+    if t >= MAX_LEN:
+        return
+    num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
+    num_chosen = tl.minimum(t // L_SEL + 1, N_SEL)
+    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
+    in_cmp = o_p < tl.cdiv(num_cmp, CMP_PART)
+    in_win = (o_p >= CMP_PARTS) & (o_p < CMP_PARTS + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART))
+    in_sel = (o_p >= FIRST_SEL) & (o_p < FIRST_SEL + tl.cdiv(num_chosen, PER_PART))
+    written = in_cmp | in_win | in_sel
+    rows = (i_seg * NUM_PARTS + o_p) * G + i_h
+    mask = written[:, None] & (o_dv < DV)[None, :]
+    b_parts = tl.load(p_part + rows[:, None] * DV + o_dv[None, :], mask=mask, other=0.0)
+    lse = tl.load(p_part_lse + rows, mask=written, other=float("-inf"))
+    p_gate = p_gates + i_b * s_gb + (i_g * G + i_h) * s_gh
+    weight = _weights(lse, tl.load(p_gate).to(tl.float32), in_cmp)
+    weight += _weights(lse, tl.load(p_gate + 1).to(tl.float32), in_sel)
+    weight += _weights(lse, tl.load(p_gate + 2).to(tl.float32), in_win)
+    b_sum = tl.sum(b_parts * weight[:, None], axis=0)
+    p_row = p_out + i_b * s_ob + (i_g * G + i_h) * s_oh + o_dv
+    tl.store(p_row, b_sum.to(p_out.dtype.element_ty), mask=o_dv < DV)
+    if ADVANCE:
+        tl.store(p_lengths + i_b, t + 1, mask=(i_h == 0) & (i_g == 0))

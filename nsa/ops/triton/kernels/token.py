@@ -1,0 +1,43 @@
+"""What a new token needs before attention: its heads rotated, and its gates."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate_and_gate(
+    p_heads, p_cos, p_sin, p_logits, p_rotated, p_gates,
+    NUM_HEADS, NUM_GATED, NUM_ROTATED, s_b, s_h, s_table, s_logits,
+    D: tl.constexpr, HALF_PAD: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """One head of [B, NUM_HEADS, D]; the first NUM_ROTATED are rotated, NUM_GATED have gates."""
+    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    half: tl.constexpr = D // 2
+    o_d = tl.arange(0, HALF_PAD)
+    m_d = o_d < half
+    p_row = p_heads + i_b * s_b + i_h * s_h + o_d
+    b_first = tl.load(p_row, mask=m_d, other=0.0).to(tl.float32)
+    b_second = tl.load(p_row + half, mask=m_d, other=0.0).to(tl.float32)
+    if i_h < NUM_ROTATED:
+        b_cos = tl.load(p_cos + i_b * s_table + o_d, mask=m_d, other=1.0)
+        b_sin = tl.load(p_sin + i_b * s_table + o_d, mask=m_d, other=0.0)
+        b_turned = b_first * b_cos - b_second * b_sin
+        b_second = b_second * b_cos + b_first * b_sin
+        b_first = b_turned
+    p_row = p_rotated + (i_b * NUM_HEADS + i_h) * D + o_d
+    tl.store(p_row, b_first.to(p_rotated.dtype.element_ty), mask=m_d)
+    tl.store(p_row + half, b_second.to(p_rotated.dtype.element_ty), mask=m_d)
+    if i_h < NUM_GATED:
+        o_g = tl.arange(0, 4)
+        m_g = o_g < 3
+        p_mine = p_logits + i_b * s_logits + i_h * 3 + o_g
+        b_logits = tl.load(p_mine, mask=m_g, other=float("-inf")).to(tl.float32)
+        if SOFTMAX:
+            b_gates = tl.exp(b_logits - tl.max(b_logits, axis=0))
+            b_gates = b_gates / tl.sum(b_gates, axis=0)
+        else:
+            b_gates = 1.0 / (1.0 + tl.exp(-b_logits))
+        p_out = p_gates + (i_b * NUM_GATED + i_h) * 3 + o_g
+        tl.store(p_out, b_gates.to(p_gates.dtype.element_ty), mask=m_g)
