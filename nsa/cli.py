@@ -19,7 +19,7 @@ from nsa.config.describe import (
     variable_rows,
 )
 from nsa.config.env import check_environment, in_effect, raw, read
-from nsa.operate.flags import add_monitor_flags, add_watch_flags
+from nsa.operate.flags import add_monitor_flags, add_report_flags, add_watch_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +101,10 @@ def _parser() -> StrictParser:
     monitor = commands.add_parser("monitor", help=text, description=text)
     add_monitor_flags(monitor)
     monitor.set_defaults(command=_monitor)
+    text = "judge a run from its files: each criterion, its evidence; exit code 0 is GO"
+    report = commands.add_parser("report", help=text, description=text)
+    add_report_flags(report)
+    report.set_defaults(command=_report)
     return parser
 
 
@@ -260,6 +264,12 @@ def _monitor(args: argparse.Namespace) -> int:
     from nsa.operate.monitor import monitor
 
     return monitor(args.folder, args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from nsa.operate.report import report
+
+    return report(args.folder, args)
 
 
 def _data_prepare(args: argparse.Namespace) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+REPORT_POINTS = ("launch", "100", "500", "checkpoint", "phase1", "phase2", "final")
+"""Moments of a run that have criteria of their own."""
+
 
 def add_watch_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `nsa watch` and scripts/_watchdog.py."""
@@ -29,3 +32,20 @@ def add_monitor_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print one report and end")
     parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="%(default)g s")
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nsa report`."""
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--at", choices=REPORT_POINTS, default="final", help="(%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write report.md, report.json and report.html"
+    )
+    parser.add_argument("--json", action="store_true", help="print report.json, not the table")
+    parser.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="replace a limit of nsa/operate/limits.toml; can be repeated",
+    )
