@@ -21,7 +21,7 @@ from nsa.telemetry.config_file import read_config
 from nsa.telemetry.csv_log import sample_rows
 from nsa.telemetry.heartbeat import BOOT, PROGRESS, sample_beats
 from nsa.telemetry.strict_json import NON_FINITE
-from nsa.telemetry.tail import lines_from_end
+from nsa.telemetry.tail import Line, lines_from_end
 
 MOST_BYTES = 16 << 20
 """Of the first rank's heartbeat, and of each table."""
@@ -170,10 +170,14 @@ def last_run(beats: Sequence[Beat]) -> tuple[int, str]:
 def _log_errors(folder: Path, problems: list[str]) -> list[str]:
     found: list[str] = []
     for path in sorted(folder.glob("*.log")):
-        lines = try_read(path, lambda path=path: [*lines_from_end(path, LOG_BYTES)], problems)  # type: ignore[misc]
+        lines = try_read(path, partial(_end_of, path), problems)
         for line in lines or []:  # the last one first
             if STARTED in line.text:
                 break
             if ERRORS.search(line.text):
                 found.append(f"{path.name}, {line.where}: {line.text.strip()[:160]}")
     return found[::-1]
+
+
+def _end_of(path: Path) -> list[Line]:
+    return [*lines_from_end(path, LOG_BYTES)]
