@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from nsa.operate.criterion import judged, known, missing, percentile, thirds
-from nsa.operate.evidence import Evidence
+from nsa.operate.evidence import Evidence, Point
 from nsa.operate.limits import Limits
 from nsa.operate.snapshot import START_LINES, number
 from nsa.operate.verdict import Row
@@ -27,7 +27,7 @@ def throughput(e: Evidence, limits: Limits) -> Row:
         speed >= limits.toks_per_s_min,
         f"{speed:,.0f} tokens/s, median of {len(values)}",
         limit=limit,
-        evidence=f"{values[0][1]} to {values[-1][1]}",
+        evidence=f"{values[0][1].where} to step {values[-1][1].step}",
         advice="compare dt_fetch_s (data), gpu_util_pct (who else uses the GPU), `nsa plan`",
     )
 
@@ -44,7 +44,7 @@ def throughput_stable(e: Evidence, limits: Limits) -> Row:
         last >= limits.stable_share * first,
         f"{first:,.0f} to {last:,.0f} tokens/s",
         limit=limit,
-        evidence=f"{values[0][1]} to {values[-1][1]}",
+        evidence=f"{values[0][1].where} to step {values[-1][1].step}",
         advice="look at gpu_temp_c, dt_fetch_s and at other programs on the machine",
     )
 
@@ -62,7 +62,7 @@ def steady_steps(e: Evidence, limits: Limits) -> Row:
         long <= limits.step_time_ratio * usual,
         f"median {usual:.3g} s, 90th percentile {long:.3g} s",
         limit=limit,
-        evidence=f"{values[0][1]} to {values[-1][1]}",
+        evidence=f"{values[0][1].where} to step {values[-1][1].step}",
         advice="look at dt_fetch_s, and at what else runs on the machine",
     )
 
@@ -111,9 +111,9 @@ def fetch(e: Evidence, limits: Limits) -> Row:
     )
 
 
-def _settled(e: Evidence, name: str) -> list[tuple[float, str]]:
+def _settled(e: Evidence, name: str) -> list[tuple[float, Point]]:
     """Values with their records, without the first lines, which also warm up, where more follow."""
-    values = [(value, point.where) for value, point in known(e.points(name))]
+    values = known(e.points(name))
     return values[min(START_LINES, len(values) - 1) :] if values else []
 
 

@@ -42,6 +42,22 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="DIR", help="also write report.md, report.json and report.html"
     )
     parser.add_argument("--json", action="store_true", help="print report.json, not the table")
+    _add_limit_flag(parser)
+
+
+def add_preflight_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nsa preflight`."""
+    parser.add_argument("--config", metavar="FILE", help="default: the variable CONFIG")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes; default: one per GPU")
+    parser.add_argument("--price", type=float, metavar="P", help="per hour, of all devices")
+    parser.add_argument("--max-cost", type=float, metavar="C", help="NO-GO above it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON there")
+    parser.add_argument("--json", action="store_true", help="print JSON, not the table")
+    _add_limit_flag(parser)
+    parser.add_argument("overrides", nargs="*", metavar="group.key=value")
+
+
+def _add_limit_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit",
         action="append",

@@ -80,6 +80,15 @@ class Limits:
     loss_start_nats: float
     leak_nats: float
     pilot_h: float
+    write_mib_per_s: float
+    memory_share: float
+    parity_fp32: float
+    parity_bf16: float
+    parity_fp16: float
+    parity_grad: float
+    parity_rows: float
+    all_reduce_s: float
+    eta_h: float
 
 
 Entries = dict[str, dict[str, dict[str, Any]]]

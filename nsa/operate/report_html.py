@@ -34,7 +34,7 @@ th, td { text-align: left; padding: .4rem .75rem; vertical-align: top;
   border-bottom: 1px solid var(--line); }
 tr:last-child td { border-bottom: 0; }
 th { font-weight: 600; color: var(--dim); white-space: nowrap; }
-td:nth-child(1), td:nth-child(4) { white-space: nowrap; font-weight: 600; }
+td:nth-child(1), td:nth-child(2) { white-space: nowrap; font-weight: 600; }
 td:nth-child(5) { font: 12.5px/1.6 ui-monospace, monospace; color: var(--dim);
   overflow-wrap: anywhere; min-width: 16rem; }
 td small { display: block; font: 13px/1.5 system-ui, sans-serif; color: var(--ink); }
@@ -44,7 +44,6 @@ svg { background: var(--card); border: 1px solid var(--line); border-radius: 8px
 svg text { font: 12px system-ui, sans-serif; fill: var(--dim); }
 svg .title { font-weight: 600; fill: var(--ink); } svg .y { text-anchor: end; }
 svg .x { text-anchor: middle; } svg .grid { stroke: var(--line); }
-svg .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
 svg polyline, svg path { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
 .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); }
 circle.c0 { fill: var(--c0); } circle.c1 { fill: var(--c1); }
@@ -116,8 +115,8 @@ def curves(evidence: Evidence) -> list[str]:
 def _row(row: Row) -> str:
     advice = f"<small>{_text(row.advice)}</small>" if row.advice else ""
     return (
-        f"<tr><td>{_text(row.name)}</td><td>{_text(row.value)}</td><td>{_text(row.limit)}</td>"
-        f'<td class="{CLASSES[row.verdict]}">{row.verdict}</td>'
+        f'<tr><td>{_text(row.name)}</td><td class="{CLASSES[row.verdict]}">{row.verdict}</td>'
+        f"<td>{_text(row.value)}</td><td>{_text(row.limit)}</td>"
         f"<td>{_text(row.evidence)}{advice}</td></tr>"
     )
 

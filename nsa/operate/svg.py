@@ -22,15 +22,13 @@ class Curve(NamedTuple):
     points: list[tuple[float, float]]
 
 
-def chart(title: str, curves: Sequence[Curve], limit: float | None = None) -> str:
-    """Draw curves over the steps, with a dashed line at a limit; an empty text without points."""
+def chart(title: str, curves: Sequence[Curve]) -> str:
+    """Draw curves over the steps; an empty text without any point."""
     drawn = [Curve(c.name, thin(c.points)) for c in curves if c.points]
     if not drawn:
         return ""
     xs = [x for curve in drawn for x, _ in curve.points]
     ys = [y for curve in drawn for _, y in curve.points]
-    if limit is not None:
-        ys.append(limit)
     x_axis, y_axis = Axis.of(xs, LEFT, WIDTH - RIGHT), Axis.of(ys, HEIGHT - BOTTOM, TOP)
     label = escape(title, quote=True)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">']
@@ -42,8 +40,6 @@ def chart(title: str, curves: Sequence[Curve], limit: float | None = None) -> st
     for tick in x_axis.ticks():
         x = x_axis.place(tick)
         parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - 8}">{number(tick)}</text>')
-    if limit is not None:
-        parts.append(f'<path class="limit" d="M{LEFT} {y_axis.place(limit):.1f}H{WIDTH - RIGHT}"/>')
     for i, curve in enumerate(drawn):
         parts.append(_line(curve, i, x_axis, y_axis))
     parts += _legend([curve.name for curve in drawn])

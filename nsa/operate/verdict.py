@@ -22,7 +22,7 @@ NAME = "report.json"
 PASS, FAIL, NOT_MEASURED = "PASS", "FAIL", "NOT MEASURED"
 GO, NO_GO, UNKNOWN = "GO", "NO-GO", "CANNOT JUDGE"
 EXIT_CODES = {GO: 0, NO_GO: 1, UNKNOWN: 2}
-COLUMNS = ("criterion", "value", "limit", "verdict", "evidence")
+COLUMNS = ("criterion", "verdict", "value", "limit", "evidence")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Verdict:
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
     def _table(self) -> list[tuple[str, ...]]:
-        cells = ((r.name, r.value, r.limit, r.verdict, r.evidence) for r in self.rows)
+        cells = ((r.name, r.verdict, r.value, r.limit, r.evidence) for r in self.rows)
         return [COLUMNS, *cells]
 
 
