@@ -118,6 +118,8 @@ def _check(plan: Planned) -> list[Row]:
     if stopped:
         return rows + [_not_tried(name, stopped[0]) for name in (*LARGE, *REHEARSED)]
     rows += [row for name, check in LARGE.items() if (row := _try(name, check, plan)) is not None]
+    if plan.runtime.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the oracle took is not the run's
     rehearsal = check_run.rehearse(plan)
     return rows + [check(plan, rehearsal) for check in REHEARSED.values()]
 
