@@ -17,9 +17,12 @@ from nsa.data import SourceLost, within
 from nsa.operate.all_reduce import reduce_once
 from nsa.operate.criterion import judged, missing
 from nsa.operate.planned import Planned
+from nsa.operate.snapshot import number
 from nsa.operate.text import duration, size
 from nsa.operate.verdict import Row
-from nsa.telemetry import TRAINING, TrainingRow, read_rows
+from nsa.telemetry import read_heartbeat
+from nsa.telemetry.heartbeat import NAME as HEARTBEAT
+from nsa.telemetry.heartbeat import PROGRESS
 from nsa.train import LoaderFailed, TrainError, checkpoint, run
 from nsa.train.feed import LoaderOptions, open_in_time
 
@@ -115,15 +118,19 @@ def rehearse(plan: Planned) -> Rehearsal:
             manifest = checkpoint.verify(folder / checkpoint.NAME.format(step=until))
     except (TrainError, ValueError, OSError, RuntimeError) as error:
         return Rehearsal(problem=_first_line(error))
-    rows = read_rows(TrainingRow, folder / TRAINING)
-    tokens = config.train.batch_size * config.train.accumulate_grad_batches * config.train.seq_len
-    times = [tokens / row.toks_per_s for row in rows if row.step not in (1, PART_STEPS + 1)]
     return Rehearsal(
-        step_s=median(times),
+        step_s=median(_step_times(folder)),
         checkpoint_bytes=manifest.bytes,
         resumed_at=result.metrics.resumed_at,
         loss=result.metrics.loss_last or 0.0,
     )
+
+
+def _step_times(folder: Path) -> list[float]:
+    """Seconds of each update, without the first of each part; the heartbeat is always written."""
+    beats = read_heartbeat(folder / HEARTBEAT.format(rank=0))
+    lines = [beat for beat in beats if beat.msg == PROGRESS and beat.step % PART_STEPS != 1]
+    return [seconds for beat in lines if (seconds := number(beat, "step_time_s")) is not None]
 
 
 def rehearsal_config(config: Config, folder: Path) -> Config:

@@ -371,6 +371,16 @@ def test_a_checkpoint_that_does_not_hold_is_no_go(
     said(check_run.eta_and_cost(plan, rehearsal), NOT_MEASURED)
 
 
+def test_the_time_is_measured_where_a_run_writes_no_tables(
+    planned: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSA_DISABLE_CSV_LOGS", "1")
+    plan = planned()
+    rehearsal = check_run.rehearse(plan)
+    assert rehearsal.problem == "" and 0 < rehearsal.step_s < 60
+    said(check_run.saves_and_resumes(plan, rehearsal), PASS)
+
+
 def test_a_rehearsal_that_was_not_resumed_is_no_go(planned: BuildPlan) -> None:
     rehearsal = check_run.Rehearsal(step_s=1.0, checkpoint_bytes=1, resumed_at=None)
     said(check_run.saves_and_resumes(planned(), rehearsal), FAIL)
