@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nsa.operate.text import first_line
+
 NUMBERS = 1 << 16
 """In the tensor that is added up."""
 
@@ -21,7 +23,7 @@ def reduce_once(ranks: int, store: Path, backend: str, device: str, timeout_s: f
         try:
             take_part(0, *arguments)
         except (RuntimeError, ValueError) as error:
-            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return first_line(error)
         return ""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=take_part, args=(r, *arguments)) for r in range(ranks)]

@@ -18,7 +18,7 @@ from nsa.operate.all_reduce import reduce_once
 from nsa.operate.criterion import judged, missing
 from nsa.operate.planned import Planned
 from nsa.operate.snapshot import number
-from nsa.operate.text import duration, size
+from nsa.operate.text import duration, first_line, size
 from nsa.operate.verdict import Row
 from nsa.telemetry import read_heartbeat
 from nsa.telemetry.heartbeat import NAME as HEARTBEAT
@@ -65,7 +65,7 @@ def first_batch(plan: Planned) -> Row:
         return judged(
             "first batch",
             False,
-            _first_line(error)[:200],
+            first_line(error)[:200],
             limit=limit,
             evidence=f"data.dataset={config.data.dataset}",
             advice="`nsa data prepare` makes shards of local documents; look at the network",
@@ -117,7 +117,7 @@ def rehearse(plan: Planned) -> Rehearsal:
             )
             manifest = checkpoint.verify(folder / checkpoint.NAME.format(step=until))
     except (TrainError, ValueError, OSError, RuntimeError) as error:
-        return Rehearsal(problem=_first_line(error))
+        return Rehearsal(problem=first_line(error))
     return Rehearsal(
         step_s=median(_step_times(folder)),
         checkpoint_bytes=manifest.bytes,
@@ -199,7 +199,3 @@ def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
         "without evaluations",
         advice="fewer train.steps, runtime.cuda_graph=true, more GPUs; or another limit (--limit)",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,6 +19,7 @@ from nsa.operate.criterion import judged, missing
 from nsa.operate.limits import limits_for, with_values
 from nsa.operate.planned import Check, Planned
 from nsa.operate.report import parse_limits
+from nsa.operate.text import first_line
 from nsa.operate.verdict import FAIL, Row, Verdict
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.heartbeat import iso
@@ -128,11 +129,10 @@ def _try(name: str, check: Check, plan: Planned) -> Row | None:
     try:
         return check(plan)
     except EXPECTED as error:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return judged(
             name,
             False,
-            text[:200],
+            first_line(error)[:200],
             limit="done without an error",
             evidence=type(error).__name__,
             advice="the message says what is wrong",
