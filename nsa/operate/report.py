@@ -29,6 +29,11 @@ MARKDOWN, HTML = "report.md", "report.html"
 _SOUND = (course.one_run, course.no_errors, course.heartbeats, course.no_stall, start.data_source)
 _LOSS = (loss.loss_finite, loss.loss_falls, loss.no_leak)
 _GATES = (state.gate_entropy, state.largest_gate, state.collapsed_gates)
+_SETTLED = (
+    *(speed.throughput, speed.throughput_stable, speed.steady_steps, speed.fetch),
+    *(state.memory_flat, state.fallbacks, *_GATES, course.watchdog),
+)
+"""What can be said once a run has found its pace."""
 POINTS: dict[str, tuple[Criterion, ...]] = {
     "launch": (
         course.steps("steps_launch"),
@@ -46,10 +51,8 @@ POINTS: dict[str, tuple[Criterion, ...]] = {
         course.steps("500"),
         *_SOUND,
         *_LOSS,
-        *(speed.throughput, speed.throughput_stable, speed.steady_steps, speed.fetch),
-        *(state.memory("memory_gib"), state.memory_flat, state.fallbacks),
-        *_GATES,
-        course.watchdog,
+        *_SETTLED,
+        state.memory("memory_gib"),
     ),
     "checkpoint": (course.one_run, files.saved, files.loads, files.resumed, files.backed_up),
     "phase1": (
@@ -62,10 +65,8 @@ POINTS: dict[str, tuple[Criterion, ...]] = {
         course.steps("steps_phase2"),
         *_SOUND,
         *_LOSS,
-        *(speed.throughput, speed.throughput_stable, speed.steady_steps, speed.fetch),
-        *(state.memory("memory_gib_phase2"), state.memory_flat, state.fallbacks),
-        *_GATES,
-        course.watchdog,
+        *_SETTLED,
+        state.memory("memory_gib_phase2"),
     ),
     "final": (
         course.finished,
@@ -73,10 +74,8 @@ POINTS: dict[str, tuple[Criterion, ...]] = {
         *(start.settings, start.precision),
         *_LOSS,
         *(loss.no_plateau, loss.held_out),
-        *(speed.throughput, speed.throughput_stable, speed.fetch),
-        *(state.memory("memory_gib_phase2"), state.memory_flat, state.fallbacks),
-        *_GATES,
-        course.watchdog,
+        *_SETTLED,
+        state.memory("memory_gib_phase2"),
         *(files.saved, files.loads, files.resumed, files.model_saved, files.long_enough),
     ),
 }

@@ -12,7 +12,7 @@ import pytest
 
 from nsa.cli import main
 from nsa.config import Config
-from nsa.operate import report_html
+from nsa.operate import report_html, svg
 from nsa.operate.evidence import read_evidence
 from nsa.operate.flags import REPORT_POINTS
 from nsa.operate.report import POINTS, judge
@@ -30,6 +30,7 @@ from nsa.operate.verdict import (
 )
 from nsa.telemetry import GpuReading, sentinels, write_config, write_metrics
 from nsa.telemetry.alarms import Alarm, append_alarm
+from nsa.telemetry.tail import sampled_lines
 from nsa.tests.recording import GATES, Recorder
 from nsa.train import run
 
@@ -500,3 +501,34 @@ def test_what_a_run_holds_cannot_become_markup(healthy: Recorder) -> None:
 
 def test_the_points_of_the_command_are_those_with_criteria() -> None:
     assert tuple(POINTS) == REPORT_POINTS
+
+
+# the curves, and the sample that they are drawn from
+
+
+def test_a_curve_that_is_thinned_keeps_its_spikes_and_its_ends() -> None:
+    points = [(float(step), 1.0) for step in range(10_000)]
+    points[5_003] = (5_003.0, 99.0)
+    kept = svg.thin(points)
+    assert len(kept) <= svg.MOST_POINTS and (5_003.0, 99.0) in kept
+    assert kept == sorted(kept) and kept[-1][0] > 9_900
+
+
+@pytest.mark.parametrize("values", [[3.0], [2.0, 2.0], [0.0, 0.0], [1e-9, 5e8], [-3.0, 4.0]])
+def test_any_curve_can_be_drawn(values: list[float]) -> None:
+    drawn = svg.chart("a < b", [svg.Curve("x", [(float(i), v) for i, v in enumerate(values)])])
+    assert drawn.startswith("<svg") and "a &lt; b" in drawn and "nan" not in drawn
+    assert svg.chart("none", [svg.Curve("x", [])]) == ""
+
+
+def test_a_sample_of_a_large_file_has_whole_lines_in_order_from_start_to_end(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{i:09d}\n" for i in range(200_000)) + "torn", "utf-8")
+    numbers = [int(line.text) for line in sampled_lines(path, 1 << 20)]
+    assert numbers == sorted(set(numbers)) and all(len(f"{n}") <= 9 for n in numbers)
+    assert (numbers[0], numbers[-1]) == (0, 199_999) and len(numbers) < 120_000
+    middle = [n for n in numbers if 60_000 < n < 90_000]
+    assert middle and len(middle) < 29_999, "some between, not all"
+    assert len([*sampled_lines(path, 1 << 30)]) == 200_000
