@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
+from statistics import fmean, stdev
 
 from nsa.operate.criterion import judged, known, missing, thirds
 from nsa.operate.evidence import Evidence
@@ -17,6 +17,8 @@ RANDOM = "synthetic"
 """The dataset that holds nothing to learn."""
 LEAST_LINES = 3
 """Logged losses that have a direction."""
+CLEAR_LINES = 10
+"""Logged losses whose thirds say clearly whether they fall; of fewer, noise may hide it."""
 
 
 def loss_finite(e: Evidence, limits: Limits) -> Row:
@@ -76,7 +78,16 @@ def loss_falls(e: Evidence, limits: Limits) -> Row | None:
             advice="judge again after more steps, or set train.log_every lower",
             essential=False,
         )
-    first, last = thirds([value for value, _ in values])
+    losses = [value for value, _ in values]
+    first, last = thirds(losses)
+    if len(values) < CLEAR_LINES and 0 <= last - first <= stdev(losses):
+        return missing(
+            "loss falls",
+            limit="last third below the first",
+            evidence=f"{first:.4f} to {last:.4f} in {len(values)} logged losses: too few to tell",
+            advice="judge again after more steps, or set train.log_every lower",
+            essential=False,
+        )
     return judged(
         "loss falls",
         last < first,
@@ -114,11 +125,12 @@ def no_leak(e: Evidence, limits: Limits) -> Row | None:
     values = [value for value, _ in known(e.points("loss"))]
     if _dataset(e) != RANDOM or guess is None or len(values) < LEAST_LINES:
         return None
-    last = fmean(values[-max(1, len(values) // 3) :])
+    end = values[-max(LEAST_LINES, len(values) // 3) :]
+    last, noise = fmean(end), 3 * stdev(end) / math.sqrt(len(end))
     return judged(
         "no leak",
-        last >= guess - limits.leak_nats,
-        f"{last:.4f}",
+        last >= guess - limits.leak_nats - noise,
+        f"{last:.4f}, give or take {noise:.4f}",
         limit=f">= ln V - {limits.leak_nats:g} = {guess - limits.leak_nats:.4f}",
         evidence=f"{e.points('loss')[-1].where}; the mean of the last third",
         advice="attention reads the future: run scripts/run_gpu_causality_test.sh --full",

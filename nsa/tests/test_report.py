@@ -269,6 +269,18 @@ def test_random_tokens_that_are_predicted_are_a_leak(
     assert rows(at(recorder, "500"))["no leak"].verdict == FAIL
 
 
+def test_few_losses_that_do_not_fall_yet_are_not_judged_but_a_clear_rise_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    recorder = record(tmp_path, monkeypatch, tiny_config(), 0, ranks=1)
+    for loss in (5.50, 5.54, 5.48, 5.52, 5.51):
+        recorder.run(20, loss=loss)
+    assert rows(at(recorder, "100"))["loss falls"].verdict == NOT_MEASURED
+    for loss in (5.9, 6.4, 6.9, 7.5):
+        recorder.run(20, loss=loss)
+    assert rows(at(recorder, "500"))["loss falls"].verdict == FAIL
+
+
 def test_a_loss_that_stays_is_a_plateau(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: BuildConfig
 ) -> None:
