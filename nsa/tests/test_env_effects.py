@@ -19,6 +19,7 @@ from nsa.config import DataConfig, load_config
 from nsa.config.env_table import TABLE
 from nsa.data import Loader, Rows, block_rows, open_data
 from nsa.model import TinyLM
+from nsa.operate.check_run import Rehearsal
 from nsa.operate.limits import GPU
 from nsa.operate.watch import with_environment
 from nsa.telemetry import Beat, Heartbeat, read_heartbeat
@@ -70,6 +71,7 @@ ELSEWHERE = {
     "NSA_WATCH_HEARTBEAT_STALL_S",
     "NSA_WATCH_FLATLINE_N",
     "NSA_WATCH_GATE_COLLAPSE_N",
+    "NSA_PRICE_PER_H",
     "OUT_DIR",
 } | UNDER_DDP
 """Tested below or there, one by one: what they do does not show in a run of these settings."""
@@ -361,3 +363,16 @@ def test_out_dir_is_the_folder_that_the_monitor_shows(
     monkeypatch.setenv("OUT_DIR", str(tmp_path))
     assert main(["monitor", "--once"]) == 0
     assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_price_per_hour_is_the_cost_in_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Rehearsal(step_s=3600.0, checkpoint_bytes=1, resumed_at=3)
+    monkeypatch.setattr("nsa.operate.check_run.rehearse", lambda plan: done)
+    monkeypatch.setenv("NSA_PRICE_PER_H", "2.5")
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY, encoding="utf-8")
+    flags = ["--config", str(config), "--ranks", "1"]
+    main(["preflight", *flags, f"train.out_dir={tmp_path / 'run'}"])
+    assert "cost 10.00 at 2.5/h" in capsys.readouterr().out

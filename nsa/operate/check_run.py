@@ -1,0 +1,201 @@
+"""Checks that do what the run will do: meet, read, step, save, resume; and what it will cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import time
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from nsa.config import Config
+from nsa.config.env import read
+from nsa.data import SourceLost, within
+from nsa.operate.all_reduce import reduce_once
+from nsa.operate.criterion import judged, missing
+from nsa.operate.planned import Planned
+from nsa.operate.snapshot import number
+from nsa.operate.text import duration, first_line, size
+from nsa.operate.verdict import Row
+from nsa.telemetry import read_heartbeat
+from nsa.telemetry.heartbeat import NAME as HEARTBEAT
+from nsa.telemetry.heartbeat import PROGRESS
+from nsa.train import LoaderFailed, TrainError, checkpoint, run
+from nsa.train.feed import LoaderOptions, open_in_time
+
+PART_STEPS = 3
+"""Updates before the checkpoint of the rehearsal, and after it; the first of each warms up."""
+
+
+def all_reduce(plan: Planned) -> Row:
+    """That all ranks meet and add up a tensor."""
+    backend = group_backend(plan)
+    limit = f"the right sum within {plan.limits.all_reduce_s:g} s"
+    start = time.perf_counter()
+    device, timeout_s = plan.runtime.device.type, plan.limits.all_reduce_s
+    problem = reduce_once(plan.ranks, plan.scratch / "store", backend, device, timeout_s)
+    seconds = time.perf_counter() - start
+    return judged(
+        "all-reduce",
+        not problem and seconds <= plan.limits.all_reduce_s,
+        problem or f"{plan.ranks} ranks, {seconds:.2f} s with their start",
+        limit=limit,
+        evidence=f"{backend}, {plan.ranks} processes on this machine",
+        advice="NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1, TORCH_BACKEND",
+    )
+
+
+def group_backend(plan: Planned) -> str:
+    """The backend of the run's process group."""
+    chosen: str = read("TORCH_BACKEND")
+    return chosen or ("nccl" if plan.runtime.device.type == "cuda" else "gloo")
+
+
+def first_batch(plan: Planned) -> Row:
+    """That the data of the run comes in time, and fits the model."""
+    limit_s, config = plan.limits.first_batch_s, plan.config
+    limit = f"within {limit_s:g} s; ids below {config.data.vocab}"
+    start = time.perf_counter()
+    try:
+        batch = within(limit_s, lambda: _read_batch(plan, limit_s), "the first batch")
+    except (SourceLost, LoaderFailed, ValueError, OSError) as error:
+        return judged(
+            "first batch",
+            False,
+            first_line(error)[:200],
+            limit=limit,
+            evidence=f"data.dataset={config.data.dataset}",
+            advice="`nsa data prepare` makes shards of local documents; look at the network",
+        )
+    seconds, largest = time.perf_counter() - start, int(batch.max())
+    return judged(
+        "first batch",
+        largest < config.data.vocab and int(batch.min()) >= 0,
+        f"{seconds:.2f} s, {tuple(batch.shape)}, largest id {largest}",
+        limit=limit,
+        evidence=f"data.dataset={config.data.dataset}",
+        advice="the tokenizer of the data is not that of the config",
+    )
+
+
+def _read_batch(plan: Planned, limit_s: float) -> torch.Tensor:
+    train = dataclasses.replace(plan.config.train, out_dir=str(plan.scratch))  # for its complaints
+    config = dataclasses.replace(plan.config, train=train)
+    options = LoaderOptions(timeout_s=limit_s, report_docs=0)
+    data = open_in_time(config, options, lambda text: None)
+    return data.train.batch(0, config.train.batch_size)
+
+
+class Rehearsal(NamedTuple):
+    """Some updates of the run itself, in two parts."""
+
+    problem: str = ""
+    """Why they were not done; empty where they were."""
+    step_s: float = 0.0
+    """Of an update, without the first of each part."""
+    checkpoint_bytes: int = 0
+    resumed_at: int | None = None
+    loss: float = 0.0
+
+
+def rehearse(plan: Planned) -> Rehearsal:
+    """Train some steps on random tokens, save, verify, and go on in a second part."""
+    folder = plan.scratch / "run"
+    config = rehearsal_config(plan.config, folder)
+    try:
+        for until in (PART_STEPS, 2 * PART_STEPS):
+            result = run(
+                config,
+                config_path=plan.config_path,
+                out=io.StringIO(),
+                allow_long_run=True,
+                stop_after=until,
+                ddp=0,
+            )
+            manifest = checkpoint.verify(folder / checkpoint.NAME.format(step=until))
+    except (TrainError, ValueError, OSError, RuntimeError) as error:
+        return Rehearsal(problem=first_line(error))
+    return Rehearsal(
+        step_s=median(_step_times(folder)),
+        checkpoint_bytes=manifest.bytes,
+        resumed_at=result.metrics.resumed_at,
+        loss=result.metrics.loss_last or 0.0,
+    )
+
+
+def _step_times(folder: Path) -> list[float]:
+    """Seconds of each update, without the first of each part; the heartbeat is always written."""
+    beats = read_heartbeat(folder / HEARTBEAT.format(rank=0))
+    lines = [beat for beat in beats if beat.msg == PROGRESS and beat.step % PART_STEPS != 1]
+    return [seconds for beat in lines if (seconds := number(beat, "step_time_s")) is not None]
+
+
+def rehearsal_config(config: Config, folder: Path) -> Config:
+    """The same run in another folder, on random tokens, with every step logged."""
+    train = dataclasses.replace(
+        config.train,
+        out_dir=str(folder),
+        steps=max(config.train.steps, 2 * PART_STEPS),
+        save_every=PART_STEPS,
+        log_every=1,
+        eval_every=0,
+        keep_last=0,
+        backup_dir="",
+        tracker="none",
+    )
+    data = dataclasses.replace(
+        config.data,
+        dataset="synthetic",
+        local_path="",
+        hub_subset="",
+        hub_revision="",
+        respect_documents=False,
+    )
+    return dataclasses.replace(config, train=train, data=data)
+
+
+def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:
+    """That a checkpoint is written, holds, and is gone on from."""
+    return judged(
+        "checkpoint",
+        not rehearsal.problem and rehearsal.resumed_at == PART_STEPS,
+        rehearsal.problem[:200]
+        or f"{size(rehearsal.checkpoint_bytes)}, verified, resumed at step {rehearsal.resumed_at}",
+        limit=f"written, verified, resumed at step {PART_STEPS}",
+        evidence=f"{2 * PART_STEPS} updates of the run on random tokens, in two parts",
+        advice="the message says what to change; `nsa prove-resume` shows more",
+    )
+
+
+def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
+    """That the run ends in time, at a price that was agreed to."""
+    limit = f"<= {plan.limits.eta_h:g} h"
+    if plan.max_cost is not None:
+        limit += f", cost <= {plan.max_cost:g}"
+    if rehearsal.problem:
+        todo = "the checkpoint check says what to change"
+        evidence = "no step was done"
+        return missing("time", limit=limit, evidence=evidence, advice=todo, essential=True)
+    if plan.max_cost is not None and plan.price_per_h is None:
+        todo = "pass --price, or set NSA_PRICE_PER_H"
+        evidence = "no price for an hour"
+        return missing("time", limit=limit, evidence=evidence, advice=todo, essential=True)
+    seconds = plan.config.train.steps * rehearsal.step_s
+    value = f"{duration(seconds)} for {plan.config.train.steps} steps"
+    cost = None if plan.price_per_h is None else seconds / 3600 * plan.price_per_h
+    if cost is not None:
+        value += f", cost {cost:,.2f} at {plan.price_per_h:g}/h"
+    is_cheap = plan.max_cost is None or cost is None or cost <= plan.max_cost
+    speed = plan.tokens_per_step / rehearsal.step_s
+    return judged(
+        "time",
+        seconds / 3600 <= plan.limits.eta_h and is_cheap,
+        value,
+        limit=limit,
+        evidence=f"{rehearsal.step_s:.3g} s per step, {speed:,.0f} tokens/s, measured on one rank, "
+        "without evaluations",
+        advice="fewer train.steps, runtime.cuda_graph=true, more GPUs; or another limit (--limit)",
+    )
