@@ -20,12 +20,17 @@ Sampler = Callable[[TinyLM, Tokenizer, int], str]
 """Lets a model write: (model, tokenizer, seed) -> text. nsa.generate.sample_text is one."""
 
 
-def finish(trainer: Trainer, sampler: Sampler | None, model_path: Path) -> list[Path]:
-    """Write what a finished run has to show, and return all files but the checkpoints."""
+def finish(
+    trainer: Trainer, model: TinyLM, sampler: Sampler | None, model_path: Path
+) -> list[Path]:
+    """Write what a finished run has to show, and return all files but the checkpoints.
+
+    `model` is the whole one, where ranks have shared out that of the trainer.
+    """
     log, say = trainer.log, trainer.log.progress.say
     files = [path for path in (log.training.path, log.val.path) if path is not None]
     try:
-        files.append(save_model(model_path, trainer.model, trainer.cfg))
+        files.append(save_model(model_path, model, trainer.cfg))
     except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrainError(
@@ -40,7 +45,8 @@ def finish(trainer: Trainer, sampler: Sampler | None, model_path: Path) -> list[
     except PlotUnavailable as missing:
         say(f"[done] no loss curve: {missing}")
     if sampler is not None:
-        text = sampler(trainer.model, trainer.data.tokenizer, trainer.cfg.train.seed)
+        model = model.to(trainer.runtime.device)
+        text = sampler(model, trainer.data.tokenizer, trainer.cfg.train.seed)
         with best_effort(trainer.folder / SAMPLE):
             files.append(write_sample(trainer.folder, text))
         say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
