@@ -1,4 +1,4 @@
-"""Two real ranks that share a model out: they train as one would, and go on from what others saved."""
+"""Two real ranks that share a model out: they learn as one would, and resume any checkpoint."""
 
 from __future__ import annotations
 
@@ -189,3 +189,27 @@ def test_a_signal_to_one_rank_saves_together(tmp_path: Path) -> None:
     assert last_steps(folder) == [3, 3]
     assert sharded.verify(folder / "checkpoint_step3").step == 3
     assert read_metrics(folder).status == "halted"
+
+
+def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_of_all(tmp_path: Path) -> None:
+    code, printed = trouble("full", tmp_path / "i", "train.eval_every=0")
+    folder = tmp_path / "i" / "run"
+    assert code == 0, printed
+    for step in (3, 6):
+        problem = f"[checkpoint] checkpoint_step{step} in {folder}: not written: rank 1: "
+        assert printed.count(problem) == 1 and "File too large" in printed
+    assert not list(folder.glob("*checkpoint*"))
+    assert read_metrics(folder).status == "finished" and (folder / "model.pt").is_file()
+
+
+@pytest.mark.slow
+def test_a_spike_takes_all_ranks_back_to_the_same_parts(tmp_path: Path) -> None:
+    overrides = ("train.steps=10", "train.save_every=4", "train.eval_every=0")
+    spikes = ("train.spike_rule=rollback", "train.spike_window=8")
+    code, printed = trouble("spike", tmp_path / "j", *overrides, *spikes)
+    folder = tmp_path / "j" / "run"
+    assert code == 0, printed
+    assert printed.count("[spike] back to checkpoint_step8;") == 1
+    metrics = read_metrics(folder)
+    assert (metrics.status, metrics.step, metrics.spikes) == ("finished", 10, 1)
+    assert last_steps(folder) == [10, 10]

@@ -202,23 +202,26 @@ def _together(work: Callable[[], Made], group: dist.ProcessGroup | None) -> list
     made: tuple[Made | None, str]
     try:
         made = work(), ""
-    except (OSError, RuntimeError, CheckpointException) as error:
+    except CheckpointException as error:  # DCP has told all ranks already
         made = None, _reason(error)
+    except (OSError, RuntimeError) as error:
+        who = "" if group is None else f"rank {dist.get_rank(group)}: "
+        made = None, f"{who}{_reason(error)}"
     heard: list[Any] = [made]
     if group is not None:
         heard = [None] * dist.get_world_size(group)
         dist.all_gather_object(heard, made, group=group)
-    for rank, (_, problem) in enumerate(heard):
+    for _, problem in heard:
         if problem:
-            raise OSError(problem if len(heard) == 1 else f"rank {rank}: {problem}")
+            raise OSError(problem)
     return [one for one, _ in heard]
 
 
 def _reason(error: BaseException) -> str:
-    """One line; DCP's own errors hold those of the ranks."""
+    """One line; an error of DCP holds those of the ranks."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = min(error.failures.items())
-        return f"{_reason(inner)} (rank {rank})" if len(error.failures) > 1 else _reason(inner)
+        return f"rank {rank}: {_reason(inner)}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

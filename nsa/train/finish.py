@@ -45,7 +45,7 @@ def finish(
     except PlotUnavailable as missing:
         say(f"[done] no loss curve: {missing}")
     if sampler is not None:
-        model = model.to(trainer.runtime.device)
+        model = model.to(trainer.runtime.device)  # ranks have gathered it on the host
         text = sampler(model, trainer.data.tokenizer, trainer.cfg.train.seed)
         with best_effort(trainer.folder / SAMPLE):
             files.append(write_sample(trainer.folder, text))

@@ -52,7 +52,7 @@ class Muon(Optimizer):
                 self._update(list(same), group["lr"], group["weight_decay"])
 
     def _update(self, params: list[Tensor], lr: float, weight_decay: float) -> None:
-        """Ranks that share the matrices out update their parts; to be orthogonal takes the whole."""
+        """Ranks that share matrices out update their parts; to be orthogonal takes whole ones."""
         gradients = [part(p.grad) for p in params if p.grad is not None]
         kept, held = [part(self._momentum(p)) for p in params], [part(p) for p in params]
         momenta = torch._foreach_lerp(kept, gradients, 1 - MOMENTUM)

@@ -88,6 +88,8 @@ def new_saver(
 ) -> Saver:
     """The saver that a config asks for."""
     backup = Path(train.backup_dir) if train.backup_dir else None
+    if ranks is None or ranks.is_first:
+        sharded.remove_leftovers(folder)
     return Saver(folder, keep=train.keep_last, backup=backup, say=say, ranks=ranks)
 
 

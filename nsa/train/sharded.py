@@ -88,6 +88,13 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a run that was killed left of folders it had not finished."""
+    for path in folder.glob(f".{NAME.format(step='*')}.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def verify(path: Path) -> FolderManifest:
     """Hold every file of a folder to the manifest; raise BadCheckpoint where they differ."""
     manifest = read_manifest(path)
