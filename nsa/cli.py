@@ -107,7 +107,7 @@ def _parser() -> StrictParser:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text; - or nothing reads stdin")
-    where = "model.pt, checkpoint_step{N}.pt, or a run folder"
+    where = "model.pt, a checkpoint, or a run folder"
     add("--model", default="artifacts/train_showcase", metavar="PATH", help=where)
     add("--file", metavar="FILE", help="a prompt from a file; - is stdin")
     add("--prompts", metavar="FILE", help="a prompt on every line; - is stdin")

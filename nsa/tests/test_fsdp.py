@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 
+from nsa.config import ConfigError
 from nsa.telemetry import VAL, ValRow, read_metrics, read_rows
 from nsa.telemetry.sentinels import read_anomaly
 from nsa.telemetry.size_files import read_dtypes
@@ -24,6 +26,7 @@ from nsa.tests.test_ranks import (
     write,
 )
 from nsa.train import load_model, sharded, shelf
+from nsa.train.ranks import OFF
 
 pytestmark = pytest.mark.dist
 
@@ -160,6 +163,47 @@ def test_half_precision_keeps_fp32_weights(tmp_path: Path) -> None:
     assert {x.dtype for x in tensors} == {torch.float32}
     moments = content["optimizer"]["adamw"]["state"].values()
     assert {s["exp_avg"].dtype for s in moments} == {torch.float32}
+
+
+def group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun would set for a single rank, on a port of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**values, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_one_rank_learns_what_one_process_learns_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With borders of documents, and a matrix that is used at both ends of the model."""
+    settings = ("model.tie_embeddings=true", "data.respect_documents=true")
+    alone(config(tmp_path / "alone", *settings))
+    group_of_one(monkeypatch)
+    alone(config(tmp_path / "ranks", *settings, "runtime.strategy=fsdp"))
+    assert losses(tmp_path / "ranks") == losses(tmp_path / "alone")
+    assert equal(tmp_path / "ranks", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("key", ["compile", "cuda_graph"])
+def test_what_cannot_gather_weights_is_refused(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group_of_one(monkeypatch)
+    with pytest.raises(ConfigError, match=f"runtime.{key}=true under FSDP.*strategy=ddp"):
+        alone(config(tmp_path, "runtime.strategy=fsdp", f"runtime.{key}=true"))
+
+
+def test_a_strategy_without_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="runtime.strategy=fsdp in one process.*use torchrun"):
+        alone(config(tmp_path, "runtime.strategy=fsdp"))
+    group_of_one(monkeypatch)
+    with pytest.raises(ConfigError, match="runtime.strategy=ddp in one process .--ddp 0"):
+        alone(config(tmp_path, "runtime.strategy=ddp"), ddp=OFF)
 
 
 def trouble(kind: str, folder: Path, *overrides: str) -> tuple[int, str]:

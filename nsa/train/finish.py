@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from nsa.data import Tokenizer
 from nsa.model import TinyLM
 from nsa.telemetry import Metrics, PlotUnavailable, draw_loss_curve, write_sample
@@ -45,14 +47,24 @@ def finish(
     except PlotUnavailable as missing:
         say(f"[done] no loss curve: {missing}")
     if sampler is not None:
-        model = model.to(trainer.runtime.device)  # ranks have gathered it on the host
-        text = sampler(model, trainer.data.tokenizer, trainer.cfg.train.seed)
-        with best_effort(trainer.folder / SAMPLE):
-            files.append(write_sample(trainer.folder, text))
-        say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
+        files += _sample(trainer, model, sampler)
     log.metrics.status = "finished"
     files.append(log.write())
     return files
+
+
+def _sample(trainer: Trainer, model: TinyLM, sampler: Sampler) -> list[Path]:
+    """Let the model write; one that ranks had to share out may be too large for that here."""
+    say, device = trainer.log.progress.say, trainer.runtime.device
+    try:
+        text = sampler(model.to(device), trainer.data.tokenizer, trainer.cfg.train.seed)
+    except torch.OutOfMemoryError:
+        say(f"[done] no sample: the whole model does not fit {device}")
+        return []
+    say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
+    with best_effort(trainer.folder / SAMPLE):
+        return [write_sample(trainer.folder, text)]
+    return []
 
 
 def summarize(metrics: Metrics, files: Sequence[Path]) -> str:
