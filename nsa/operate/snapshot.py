@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -238,9 +239,10 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
     for path in folder.glob("checkpoint_step*"):
         if match := CHECKPOINT.fullmatch(path.name):
-            files = list(path.iterdir()) if path.is_dir() else [path]
-            size = sum(file.stat().st_size for file in files)
-            found.append(Checkpoint(int(match[1]), size, path.stat().st_mtime))
+            with suppress(FileNotFoundError):  # an old one may go while it is looked at
+                files = list(path.iterdir()) if path.is_dir() else [path]
+                size = sum(file.stat().st_size for file in files)
+                found.append(Checkpoint(int(match[1]), size, path.stat().st_mtime))
     return sorted(found)
 
 

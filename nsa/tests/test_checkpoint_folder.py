@@ -245,6 +245,11 @@ def replace_list(path: Path, change: Callable[[Metadata], Any]) -> None:
     with (path / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
     (path / ".metadata").write_bytes(pickle.dumps(change(metadata)))
+    refit(path)
+
+
+def refit(path: Path) -> None:
+    """Make the manifest say what `.metadata` is now."""
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][".metadata"] = sharded.print_of(path / ".metadata")._asdict()
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -281,16 +286,28 @@ def larger(metadata: Metadata) -> Metadata:
     return metadata
 
 
+def renamed(metadata: Metadata) -> Metadata:
+    listed = metadata.state_dict_metadata
+    listed["state_dict.c"] = listed.pop("state_dict.b")
+    return metadata
+
+
+class Nothing:
+    """Of no use in a list of parts."""
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (elsewhere, "in no file of the manifest"),
         (beyond, "in no file of the manifest"),
         (uncovered, "do not make"),
-        (larger, "cannot be read"),
+        (larger, "more than its files hold"),
+        (renamed, r"has state_dict.b as \[7\], .metadata as no tensor"),
         (lambda metadata: {"a": 1}, "no list of parts"),
+        (lambda metadata: Nothing(), "asks for .*Nothing"),
     ],
-    ids=["elsewhere", "beyond", "uncovered", "larger", "no list"],
+    ids=["elsewhere", "beyond", "uncovered", "larger", "renamed", "no list", "another class"],
 )
 def test_a_list_that_does_not_fit_is_refused(
     change: Callable[[Metadata], Any], message: str, tmp_path: Path, content: checkpoint.Content
@@ -299,6 +316,16 @@ def test_a_list_that_does_not_fit_is_refused(
     replace_list(path, change)
     with pytest.raises(BadCheckpoint, match=message):
         shelf.read(path)
+
+
+def test_a_list_that_is_no_pickle_is_refused(tmp_path: Path, content: checkpoint.Content) -> None:
+    path = dcp.write(tmp_path, content)
+    replace_list(path, lambda metadata: metadata)
+    for junk in (b"", b"not a pickle", (path / ".metadata").read_bytes()[:-40]):
+        (path / ".metadata").write_bytes(junk)
+        refit(path)
+        with pytest.raises(BadCheckpoint, match="no list of parts"):
+            shelf.read(path)
 
 
 def test_torch_reads_the_parts_by_itself(tmp_path: Path, content: checkpoint.Content) -> None:

@@ -46,6 +46,9 @@ KNOWN = {
 }
 """All that a list of parts may be made of, by module."""
 
+MALFORMED = (EOFError, AttributeError, TypeError, KeyError, IndexError, ValueError, ImportError)
+"""What a pickle raises that is cut, or is of something else."""
+
 Made = TypeVar("Made")
 
 
@@ -104,18 +107,19 @@ def fill(path: Path, content: Content, make: Callable[[Tensor], Tensor]) -> Cont
 
     `make` gets an empty one and makes one that is read into: a whole one, or a part of this rank.
     """
-    tensors: dict[str, Tensor] = {}
+    metadata, tensors = _read_list(path), dict[str, Tensor]()
 
     def place(name: str, x: Tensor) -> Tensor:
         if not x.is_meta:
             return x
+        _check_listed(name, x, metadata)
         tensors[name] = make(x)
         return tensors[name]
 
     filled = content | {key: map_tensors(content[key], place, key) for key in IN_PARTS}
     try:
         with _alone():
-            load(dict(tensors), storage_reader=_Reader(path), no_dist=True)
+            load(dict(tensors), storage_reader=_Reader(path, metadata), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise BadCheckpoint(
             f"{path} cannot be read: {_reason(error)}; use an older checkpoint"
@@ -138,20 +142,31 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Reads the list of parts by _Unpickler, and no file but those of the manifest."""
+    """Reads the parts of a list that was read and checked before."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
-        self._folder = path
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        manifest = sharded.read_manifest(self._folder)
-        sharded.verify_file(self._folder, METADATA, manifest.files[METADATA])
-        with (self._folder / METADATA).open("rb") as file:
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+
+def _read_list(path: Path) -> Metadata:
+    """The list of parts, by _Unpickler; it names no file but those of the manifest."""
+    manifest = sharded.read_manifest(path)
+    sharded.verify_file(path, METADATA, manifest.files[METADATA])
+    try:
+        with (path / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
         _check(metadata, manifest.files)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{path}: {error}; use another checkpoint") from None
+    except (*MALFORMED, pickle.UnpicklingError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise BadCheckpoint(f"{path / METADATA} is no list of parts ({reason})") from None
+    return metadata
 
 
 class _Unpickler(pickle.Unpickler):
@@ -167,11 +182,16 @@ def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
     """Every tensor is covered by its parts, and every part lies in a file of the manifest."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise BadCheckpoint(f"{METADATA} is no list of parts")
+    num_bytes = 0
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise BadCheckpoint(f"{METADATA}: {name} is no tensor")
-        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+        size = math.prod(entry.size)
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != size:
             raise BadCheckpoint(f"{METADATA}: the parts of {name} do not make {list(entry.size)}")
+        num_bytes += size * entry.properties.dtype.itemsize
+    if num_bytes > sum(file.bytes for file in files.values()):
+        raise BadCheckpoint(f"{METADATA} lists {num_bytes} bytes, more than its files hold")
     for index, part in metadata.storage_data.items():
         held = files.get(part.relative_path)
         if held is None or part.offset < 0 or not 0 <= part.length <= held.bytes - part.offset:
@@ -181,6 +201,17 @@ def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
             )
         if getattr(part, "transform_descriptors", None):
             raise BadCheckpoint(f"{METADATA}: {index.fqn} is stored in a way of another program")
+
+
+def _check_listed(name: str, x: Tensor, metadata: Metadata) -> None:
+    """Before anything of its size is allocated."""
+    entry = metadata.state_dict_metadata.get(name)
+    given = None if not isinstance(entry, TensorStorageMetadata) else list(entry.size)
+    if not isinstance(entry, TensorStorageMetadata) or given != list(x.shape):
+        raise BadCheckpoint(
+            f"{STATE} has {name} as {list(x.shape)}, {METADATA} as {given or 'no tensor'}: they "
+            "are not of one checkpoint; use another"
+        )
 
 
 def _split(content: Content) -> tuple[Content, dict[str, Tensor]]:
