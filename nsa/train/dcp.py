@@ -1,18 +1,11 @@
 """Writing and reading the parts of a checkpoint folder by torch.distributed.checkpoint (DCP).
 
-DCP's list of the parts, `.metadata`, is a pickle, and a pickle can run anything. It is read only
-after its sha256 was compared with the manifest's, which finds damage, and by a reader that makes
-nothing but the few classes such a list consists of, which is what protects from a folder that
-somebody else has made. Each part is then a tensor that torch reads with `weights_only=True`, from
-a file that the manifest names.
+Each part is a tensor that torch reads with `weights_only=True`; part_list.py reads their list.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
-import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,31 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nsa.train import checkpoint, sharded
 from nsa.train.checkpoint import BadCheckpoint, Content
 from nsa.train.nested import map_tensors
+from nsa.train.part_list import check_listed, read_list
 from nsa.train.sharded import METADATA, STATE, FilePrint
 
 IN_PARTS = ("state_dict", "optimizer")
 """Keys of a content whose tensors, but for single numbers, lie in the parts."""
-KNOWN = {
-    "torch": ("Size", "float64", "float32", "bfloat16", "float16", "int64", "uint8"),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
-        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-}
-"""All that a list of parts may be made of, by module."""
-
-MALFORMED = (EOFError, AttributeError, TypeError, KeyError, IndexError, ValueError, ImportError)
-"""What a pickle raises that is cut, or is of something else."""
-
 Made = TypeVar("Made")
 
 
@@ -107,12 +87,12 @@ def fill(path: Path, content: Content, make: Callable[[Tensor], Tensor]) -> Cont
 
     `make` gets an empty one and makes one that is read into: a whole one, or a part of this rank.
     """
-    metadata, tensors = _read_list(path), dict[str, Tensor]()
+    metadata, tensors = read_list(path), dict[str, Tensor]()
 
     def place(name: str, x: Tensor) -> Tensor:
         if not x.is_meta:
             return x
-        _check_listed(name, x, metadata)
+        check_listed(name, x, metadata)
         tensors[name] = make(x)
         return tensors[name]
 
@@ -151,67 +131,6 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
-
-
-def _read_list(path: Path) -> Metadata:
-    """The list of parts, by _Unpickler; it names no file but those of the manifest."""
-    manifest = sharded.read_manifest(path)
-    sharded.verify_file(path, METADATA, manifest.files[METADATA])
-    try:
-        with (path / METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
-        _check(metadata, manifest.files)
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{path}: {error}; use another checkpoint") from None
-    except (*MALFORMED, pickle.UnpicklingError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise BadCheckpoint(f"{path / METADATA} is no list of parts ({reason})") from None
-    return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what KNOWN names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in KNOWN.get(module, ()):
-            raise BadCheckpoint(f"{METADATA} asks for {module}.{name}, which is not part of a list")
-        return getattr(importlib.import_module(module), name)
-
-
-def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
-    """Every tensor is covered by its parts, and every part lies in a file of the manifest."""
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise BadCheckpoint(f"{METADATA} is no list of parts")
-    num_bytes = 0
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise BadCheckpoint(f"{METADATA}: {name} is no tensor")
-        size = math.prod(entry.size)
-        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != size:
-            raise BadCheckpoint(f"{METADATA}: the parts of {name} do not make {list(entry.size)}")
-        num_bytes += size * entry.properties.dtype.itemsize
-    if num_bytes > sum(file.bytes for file in files.values()):
-        raise BadCheckpoint(f"{METADATA} lists {num_bytes} bytes, more than its files hold")
-    for index, part in metadata.storage_data.items():
-        held = files.get(part.relative_path)
-        if held is None or part.offset < 0 or not 0 <= part.length <= held.bytes - part.offset:
-            raise BadCheckpoint(
-                f"{METADATA}: {index.fqn} lies at {part.relative_path!r}, {part.offset} + "
-                f"{part.length}, which is in no file of the manifest"
-            )
-        if getattr(part, "transform_descriptors", None):
-            raise BadCheckpoint(f"{METADATA}: {index.fqn} is stored in a way of another program")
-
-
-def _check_listed(name: str, x: Tensor, metadata: Metadata) -> None:
-    """Before anything of its size is allocated."""
-    entry = metadata.state_dict_metadata.get(name)
-    given = None if not isinstance(entry, TensorStorageMetadata) else list(entry.size)
-    if not isinstance(entry, TensorStorageMetadata) or given != list(x.shape):
-        raise BadCheckpoint(
-            f"{STATE} has {name} as {list(x.shape)}, {METADATA} as {given or 'no tensor'}: they "
-            "are not of one checkpoint; use another"
-        )
 
 
 def _split(content: Content) -> tuple[Content, dict[str, Tensor]]:

@@ -137,7 +137,8 @@ class Fsdp(Group):
         """What this rank holds of a tensor that all of them have; nothing is sent."""
         if x.ndim == 0:
             return x
-        return distribute_tensor(x, self._mesh, BY_ROWS, src_data_rank=None)
+        # The part alone: a view would keep all of the tensor in memory.
+        return distribute_tensor(x, self._mesh, BY_ROWS, src_data_rank=None).clone()
 
 
 def _world() -> dist.ProcessGroup:

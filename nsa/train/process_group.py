@@ -25,10 +25,10 @@ def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[Al
     world_size, strategy = read("WORLD_SIZE"), cfg.runtime.strategy
     launched = raw("RANK") is not None and raw("MASTER_ADDR") is not None
     if strategy != "auto" and (ddp == OFF or not launched):
+        why = "--ddp 0" if ddp == OFF else "RANK or MASTER_ADDR not set"
         raise ConfigError(
-            f"runtime.strategy={strategy} in one process (--ddp {ddp}, RANK or MASTER_ADDR not "
-            "set): it is for many ranks; use torchrun --nproc_per_node=N, or "
-            "runtime.strategy=auto, which is no more than one process here",
+            f"runtime.strategy={strategy} in one process ({why}): it is for ranks; use torchrun "
+            "--nproc_per_node=N, or runtime.strategy=auto, which trains in one process here",
             key="runtime.strategy",
         )
     if ddp == OFF and world_size > 1:
