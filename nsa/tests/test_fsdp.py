@@ -26,7 +26,9 @@ from nsa.tests.test_ranks import (
     write,
 )
 from nsa.train import load_model, sharded, shelf
+from nsa.train.build import build_model
 from nsa.train.ranks import OFF
+from nsa.train.runtime import resolve_runtime
 
 pytestmark = pytest.mark.dist
 
@@ -215,10 +217,10 @@ def test_a_strategy_without_ranks_is_refused(
         alone(config(tmp_path, "runtime.strategy=ddp"), ddp=OFF)
 
 
-def trouble(kind: str, folder: Path, *overrides: str) -> tuple[int, str]:
+def trouble(kind: str, folder: Path, *overrides: str, **environ: str) -> tuple[int, str]:
     """Train with a trouble of launch.py on rank 1."""
     path = write(folder, "runtime.strategy=fsdp", *overrides)
-    return launch.launch(kind, "--config", path, script=Path(launch.__file__))
+    return launch.launch(kind, "--config", path, script=Path(launch.__file__), **environ)
 
 
 def test_nan_on_one_rank_leaves_the_whole_weights(tmp_path: Path) -> None:
@@ -235,9 +237,16 @@ def test_nan_on_one_rank_leaves_the_whole_weights(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_one_rank_saves_together(tmp_path: Path) -> None:
-    code, printed = trouble("term", tmp_path / "h", "train.save_every=0")
+    """In fp16, with a scale at which the first gradient overflows: no rank may do that update."""
+    settings = ("runtime.precision=fp16", "train.save_every=1", "train.keep_last=0")
+    code, printed = trouble("term", tmp_path / "h", *settings, NSA_SCALER_INIT_SCALE="1048576")
     folder = tmp_path / "h" / "run"
     assert code == 0, printed
+    fresh = build_model(config(folder), 256, resolve_runtime(config(folder).runtime))
+    saved = [shelf.read(folder / f"checkpoint_step{n}") for n in (1, 3)]
+    assert all(torch.equal(x, fresh.state_dict()[n]) for n, x in saved[0]["state_dict"].items())
+    assert saved[0]["scaler"]["scale"] == 524288.0
+    assert not torch.equal(saved[1]["state_dict"]["embed.weight"], fresh.embed.weight)
     assert printed.count("stopped by SIGTERM after step 3") == 1
     assert last_steps(folder) == [3, 3]
     assert sharded.verify(folder / "checkpoint_step3").step == 3
