@@ -29,6 +29,7 @@ from torch.distributed.tensor import zeros as zeros_in_parts
 
 from nsa.config import Config, ConfigError
 from nsa.model import TinyLM
+from nsa.train import sharded
 from nsa.train.checkpoint import Content
 from nsa.train.ddp import Group
 from nsa.train.nested import map_tensors
@@ -41,6 +42,8 @@ BY_ROWS = (Shard(0),)
 
 class Fsdp(Group):
     """One of several ranks that hold a part of the model each."""
+
+    checkpoint_name = sharded.NAME
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

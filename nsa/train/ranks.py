@@ -39,6 +39,7 @@ class Alone:
 
     rank = 0
     world_size = 1
+    checkpoint_name = checkpoint.NAME
 
     @property
     def is_first(self) -> bool:

@@ -57,7 +57,7 @@ class Saver:
         return not self._failed
 
     def _write(self, content: Content) -> None:
-        name = f"checkpoint_step{content['step']}"
+        name = self._ranks.checkpoint_name.format(step=content["step"])
         self._failed = True
         try:
             path = self._ranks.write_checkpoint(self.folder, content)
