@@ -19,7 +19,12 @@ from nsa.config.describe import (
     variable_rows,
 )
 from nsa.config.env import check_environment, in_effect, raw, read
-from nsa.operate.flags import add_monitor_flags, add_watch_flags
+from nsa.operate.flags import (
+    add_handoff_flags,
+    add_monitor_flags,
+    add_triage_flags,
+    add_watch_flags,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +106,14 @@ def _parser() -> StrictParser:
     monitor = commands.add_parser("monitor", help=text, description=text)
     add_monitor_flags(monitor)
     monitor.set_defaults(command=_monitor)
+    text = "switch one thing at a time, in short real runs, until a fault is gone"
+    triage = commands.add_parser("triage", help=text, description=text)
+    add_triage_flags(triage)
+    triage.set_defaults(command=_triage)
+    text = "pack what whoever takes over a run needs into one archive, without secrets"
+    handoff = commands.add_parser("handoff", help=text, description=text)
+    add_handoff_flags(handoff)
+    handoff.set_defaults(command=_handoff)
     return parser
 
 
@@ -260,6 +273,20 @@ def _monitor(args: argparse.Namespace) -> int:
     from nsa.operate.monitor import monitor
 
     return monitor(args.folder, args)
+
+
+def _triage(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.operate.triage import command
+
+    return command(args)
+
+
+def _handoff(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.operate.handoff import command
+
+    return command(args)
 
 
 def _data_prepare(args: argparse.Namespace) -> int:

@@ -23,6 +23,10 @@ import torch
 from bench.compare_report import Comparison, NotRun, Result
 from nsa.config.load import REPOSITORY
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
+from nsa.operate import handoff_manifest, triage_report
+from nsa.operate.handoff_manifest import Entry, Manifest, Missing
+from nsa.operate.triage_report import Triage
+from nsa.operate.triage_run import Outcome
 from nsa.ops import fallbacks
 from nsa.ops.fallbacks import Fallback
 from nsa.telemetry import (
@@ -700,6 +704,14 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "profiler_comparison.md": {
             *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),
             *NotRun._fields,
+        },
+        "handoff.md": {
+            *(f.name for kind in (Manifest, Entry, Missing) for f in dataclasses.fields(kind)),
+            *handoff_manifest.ITEMS,
+        },
+        "triage.md": {
+            *(f.name for kind in (Triage, Outcome) for f in dataclasses.fields(kind)),
+            *triage_report.VERDICTS,
         },
         "tensorboard.md": {
             *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
