@@ -52,6 +52,12 @@ def entry() -> NoReturn:
     end_process(code)
 
 
+def subcommands() -> list[str]:
+    """Names of the commands, as in `nsa NAME`."""
+    (action,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return list(action.choices)
+
+
 def _parser() -> StrictParser:
     parser = StrictParser(prog="nsa", description="Native Sparse Attention: train and inspect.")
     parser.add_argument("--version", action="version", version=f"nsa {nsa.__version__}")

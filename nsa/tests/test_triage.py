@@ -87,7 +87,7 @@ def test_a_fault_that_comes_and_goes_is_not_called_cleared(
 
     def outcome(fault: str) -> Outcome:
         words: dict[str, Any] = dict.fromkeys(("name", "setting", "meaning", "log", "kind"), "x")
-        numbers = dict(exit_code=0, steps_done=1, loss_last=1.0, seconds=0.1)
+        numbers: dict[str, Any] = dict(exit_code=0, steps_done=1, loss_last=1.0, seconds=0.1)
         return Outcome(**words, **numbers, fault=fault)
 
     ends = iter([outcome("it hung"), outcome(""), outcome("")])
