@@ -107,10 +107,14 @@ def _all_words(text: str) -> Iterator[list[str]]:
         lexer.whitespace_split = True
         lexer.commenters = "#"
         words: list[str] = []
-        for word in [*lexer, ";"]:
+        tokens = iter([*lexer, ";"])
+        for word in tokens:
             if set(word) <= set(";&|"):
                 if words:
                     yield words
                 words = []
+            elif set(word) <= set("<>&"):  # a redirection: its file, and the number before it
+                next(tokens)
+                words = words[:-1] if words and words[-1].isdigit() else words
             else:
                 words.append(word)

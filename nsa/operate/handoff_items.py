@@ -159,9 +159,10 @@ def find_run_info(folder: Path) -> Path | None:
 
 
 def altered_files(run_info: str) -> list[str]:
-    """Files of the repository that run.info lists as altered: `altered: PATH`, a line each."""
-    names = re.findall(r"^\s*altered(?:_file)?:\s+(.+?)\s*$", run_info, re.MULTILINE)
-    return sorted({name for name in names if name != "none"})
+    """Files of the repository that run.info lists as altered: a line each."""
+    # As git lists them: up to two letters for what was done to the file, and its path.
+    found = re.findall(r"^altered:\s+(?:[ MADRCTU?!]{1,2} )?(\S.*?)\s*$", run_info, re.MULTILINE)
+    return sorted(set(found))
 
 
 def secret_in_pickle(path: Path) -> str:

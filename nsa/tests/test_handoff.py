@@ -201,7 +201,8 @@ def test_altered_files_outside_of_the_repository_stay_here(
     info.write_text(f"out_dir: {run_folder}\naltered: ../../etc/passwd\naltered: gone.py\n")
     manifest = hand_over(run_folder, tmp_path / "h.tar.gz")
     assert [lost.item for lost in manifest.missing] == ["altered", "altered"]
-    assert altered_files("altered: none\n") == []
+    lines = "altered: M nsa/a.py\naltered: ?? b c.py\naltered: plain.py\nunaltered: x\n"
+    assert altered_files(lines) == ["b c.py", "nsa/a.py", "plain.py"]
 
 
 @pytest.mark.parametrize(
