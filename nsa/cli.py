@@ -19,12 +19,13 @@ from nsa.config.describe import (
     variable_rows,
 )
 from nsa.config.env import check_environment, in_effect, raw, read
-from nsa.operate.flags import add_monitor_flags, add_watch_flags
+from nsa.operate.flags import add_launch_flags, add_monitor_flags, add_watch_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; bad input is one line on stderr and exit code 2."""
     args = _parser().parse_args(argv)
+    args.arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code: int = args.command(args)
         sys.stdout.flush()
@@ -92,6 +93,10 @@ def _parser() -> StrictParser:
     prove.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
     prove.add_argument("overrides", nargs="*", metavar="group.key=value")
     prove.set_defaults(command=_prove_resume)
+    text = "launch a run by a profile: phase by phase, each judged before the next"
+    launch = commands.add_parser("launch", help=text, description=text)
+    add_launch_flags(launch)
+    launch.set_defaults(command=_launch)
     text = "judge a run folder from outside, again and again, and stop a run that must be stopped"
     watch = commands.add_parser("watch", help=text, description=text)
     watch.add_argument("folder", type=Path, metavar="RUN_FOLDER")
@@ -248,6 +253,12 @@ def _prove_resume(args: argparse.Namespace) -> int:
     verdict = "equal bit by bit" if holds else "NOT equal"
     print(f"{steps} steps in one piece, and stopped at {stop_at}: {verdict}; proof in {folder}")
     return 0 if holds else 1
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from nsa.operate.launch import launch
+
+    return launch(args)
 
 
 def _watch(args: argparse.Namespace) -> int:
