@@ -19,7 +19,13 @@ from nsa.config.describe import (
     variable_rows,
 )
 from nsa.config.env import check_environment, in_effect, raw, read
-from nsa.operate.flags import add_launch_flags, add_monitor_flags, add_watch_flags
+from nsa.operate.flags import (
+    add_launch_flags,
+    add_monitor_flags,
+    add_preflight_flags,
+    add_report_flags,
+    add_watch_flags,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,6 +112,14 @@ def _parser() -> StrictParser:
     monitor = commands.add_parser("monitor", help=text, description=text)
     add_monitor_flags(monitor)
     monitor.set_defaults(command=_monitor)
+    text = "check a run before it starts: config, machine, kernels, data, checkpoint, time, cost"
+    preflight = commands.add_parser("preflight", help=text, description=text)
+    add_preflight_flags(preflight)
+    preflight.set_defaults(command=_preflight)
+    text = "judge a run from its files: each criterion, its evidence; exit code 0 is GO"
+    report = commands.add_parser("report", help=text, description=text)
+    add_report_flags(report)
+    report.set_defaults(command=_report)
     return parser
 
 
@@ -273,6 +287,19 @@ def _monitor(args: argparse.Namespace) -> int:
     return monitor(args.folder, args)
 
 
+def _preflight(args: argparse.Namespace) -> int:
+    path, config = _load(args, quiet=args.json)
+    from nsa.operate.preflight import preflight
+
+    return preflight(config, path, bool(args.config or raw("CONFIG")), args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from nsa.operate.report import report
+
+    return report(args.folder, args)
+
+
 def _data_prepare(args: argparse.Namespace) -> int:
     check_environment()
     from nsa.data import open_tokenizer
@@ -308,12 +335,12 @@ def _data_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace) -> tuple[str, Config]:
+def _load(args: argparse.Namespace, *, quiet: bool = False) -> tuple[str, Config]:
     """Resolve the config that the command names, and say which variables took part."""
     check_environment()
     path = args.config or read("CONFIG")
     config = load_config(path, args.overrides)
-    for name, value in in_effect().items() if read("RANK") == 0 else ():
+    for name, value in in_effect().items() if read("RANK") == 0 and not quiet else ():
         print(f"environment: {name}={value}")
     return path, config
 

@@ -182,6 +182,7 @@ _WATCHDOG = (
     Variable("NSA_WATCH_HEARTBEAT_STALL_S", float, None, "code", "its limit stall_s"),
     Variable("NSA_WATCH_FLATLINE_N", int, None, "code", "its limit flatline_n"),
     Variable("NSA_WATCH_GATE_COLLAPSE_N", int, None, "code", "its limit gate_n"),
+    Variable("NSA_PRICE_PER_H", float, None, "code", "price of an hour, for nsa preflight"),
 )
 
 _LAUNCHERS = (

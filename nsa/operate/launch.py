@@ -13,9 +13,10 @@ from nsa.config.env import check_environment, in_effect, raw, read, with_package
 from nsa.operate import terminal
 from nsa.operate.launch_plan import Plan, check_requirements, choose_ranks, find_config
 from nsa.operate.machine import Machine, look
-from nsa.operate.phases import Phases
+from nsa.operate.phases import NO_GO, Phases
 from nsa.operate.process import why_not_ours
 from nsa.operate.profiles import Profile, load_profile, load_profiles
+from nsa.operate.report import parse_limits
 from nsa.operate.snapshot import read_run
 from nsa.operate.trainer_command import Nodes
 from nsa.telemetry.run_info import NAME as RUN_INFO
@@ -137,9 +138,10 @@ def _alive(out_dir: Path) -> list[int]:
 
 def _here(plan: Plan, args: argparse.Namespace) -> int:
     _announce(plan)
-    from nsa.operate.report import judge
-
-    phases = Phases(plan, judge, redo=args.redo, go_anyway=args.go_anyway)
+    limits = parse_limits(args.limit)
+    phases = Phases(plan, limits=limits, redo=args.redo, go_anyway=args.go_anyway)
+    if args.preflight and plan.nodes.rank == 0 and not phases.preflight():
+        return NO_GO
     return phases.run()
 
 

@@ -64,7 +64,7 @@ class Plan:
 
     def resolve(self, phase: Phase) -> Config:
         """The config of a phase, as its trainer will resolve it."""
-        return load_config(self.config_of(phase), self._overrides(phase), self.environ)
+        return load_config(self.config_of(phase), self.overrides_of(phase), self.environ)
 
     def config_of(self, phase: Phase) -> str:
         """The config file of a phase."""
@@ -85,7 +85,7 @@ class Plan:
         arguments = ["--config", self.config_of(phase)]
         arguments += [] if phase.steps == ALL else ["--steps", str(self.steps(phase))]
         return trainer_command(
-            [*arguments, *phase.flags, *self._overrides(phase)],
+            [*arguments, *phase.flags, *self.overrides_of(phase)],
             ranks=self.ranks,
             nodes=self.nodes,
             restarts=self.restarts(phase),
@@ -130,7 +130,7 @@ class Plan:
         ours = {name: self.environ[name] for name in sorted(chosen) if name in self.environ}
         return in_effect(self.environ) | ours
 
-    def _overrides(self, phase: Phase) -> list[str]:
+    def overrides_of(self, phase: Phase) -> list[str]:
         dataset = phase.dataset or self.dataset
         found = [*self.profile.overrides, *self.overrides, f"data.dataset={dataset}"]
         if dataset in MADE_DATASETS:

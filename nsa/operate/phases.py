@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from nsa.operate.child import Child, Ended, Transcript
 from nsa.operate.launch_plan import Plan
 from nsa.operate.profiles import Phase
+from nsa.operate.report import judge
+from nsa.operate.verdict import write_report
 from nsa.telemetry.heartbeat import iso
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.metrics import Metrics, read_metrics
@@ -27,23 +29,25 @@ NOT_AGAIN = (0, 2, 3, 10)
 LAUNCHER = "launcher: "
 
 
-class Verdict(Protocol):
-    """What the launcher needs of a verdict."""
-
-    go: bool
-
-    def __str__(self) -> str: ...
-
-
-Judge = Callable[[Path, str], Verdict]
+STEPS = {"launch": "steps_launch", "phase1": "steps_phase1", "phase2": "steps_phase2"}
+"""The limit that says how many steps a point of a report needs: so many as the phase has."""
 
 
 class Phases:
     """Runs the phases of a plan one after the other, and keeps run.info."""
 
-    def __init__(self, plan: Plan, judge: Judge, *, redo: bool = False, go_anyway: bool = False):
-        """`redo`: verdicts of earlier launches do not count. `go_anyway`: nor do those of now."""
-        self._plan, self._judge = plan, judge
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        limits: Mapping[str, float] | None = None,
+        redo: bool = False,
+        go_anyway: bool = False,
+    ) -> None:
+        """`limits` replaces some of limits.toml. `redo`: verdicts of earlier launches do not count.
+        `go_anyway`: nor do those of now.
+        """
+        self._plan, self._limits = plan, dict(limits or {})
         self._redo, self._go_anyway = redo, go_anyway
         self._info = plan.info()
 
@@ -57,6 +61,33 @@ class Phases:
         self._info.done(text or "all phases are done", code)
         self._write()
         return code
+
+    def preflight(self) -> bool:
+        """Whether `nsa preflight` of the last phase, in a process of its own, says GO."""
+        plan, phase = self._plan, self._plan.profile.phases[-1]
+        transcript = Transcript(
+            [plan.records / "preflight.log", *map(plan.place, plan.profile.logs)]
+        )
+        command = [sys.executable, "-m", "nsa.cli", "preflight", "--config", plan.config_of(phase)]
+        command += ["--ranks", str(plan.ranks), "--out", str(plan.records / "preflight.json")]
+        command += [f"--limit={name}={value:g}" for name, value in self._limits.items()]
+        try:
+            self._say(transcript, "preflight")
+            child = Child(
+                [*command, *plan.overrides_of(phase)],
+                plan.environ,
+                transcript,
+                halt=lambda who: None,  # SIGTERM, the next step, is gentle enough
+                kill_last=True,
+            )
+            go = child.run().code == 0
+            self._say(transcript, f"preflight: {'GO' if go else 'NO-GO'}")
+        finally:
+            transcript.close()
+        if not go and not self._go_anyway:
+            self._info.done("preflight: NO-GO", NO_GO)
+            self._write()
+        return go or self._go_anyway
 
     def note(self, text: str) -> None:
         """Add a line to run.info."""
@@ -121,16 +152,21 @@ class Phases:
             at = f"at step {metrics.step}" if metrics else "before its first step"
             text = f"stopped {at} ({ended.stopped or 'asked to'}); the same command goes on"
             return OK, self._end(transcript, phase, text)
-        verdict = self._judge(folder, phase.judged)
-        transcript.write(f"{verdict}\n".encode())
+        verdict = judge(folder, phase.judged, limits=self._limits_of(phase))
+        write_report(self._plan.records / f"report_{phase.name}", verdict)
+        transcript.write(f"{verdict.text()}\n".encode())
         write_verdict(folder, self._verdict(phase, verdict.go))
         if verdict.go:
             self._say(transcript, f"phase {phase.name}: GO")
             return OK, ""
-        text = self._end(transcript, phase, "NO-GO")
+        text = self._end(transcript, phase, f"NO-GO: {verdict.summary()}")
         if self._go_anyway:
             self._say(transcript, f"phase {phase.name}: NO-GO, and on by --go-anyway")
         return (OK, "") if self._go_anyway else (NO_GO, text)
+
+    def _limits_of(self, phase: Phase) -> dict[str, float]:
+        steps = {STEPS[phase.judged]: self._plan.steps(phase)} if phase.judged in STEPS else {}
+        return {**self._plan.profile.limits, **steps, **self._limits}
 
     def _end(self, transcript: Transcript, phase: Phase, text: str) -> str:
         text = f"phase {phase.name}: {text}"

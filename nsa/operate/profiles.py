@@ -53,6 +53,8 @@ class Profile:
     logs: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     """Config overrides, before those of the command line."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """In place of some of limits.toml."""
     environment: Mapping[str, str] = field(default_factory=dict)
     gpu_environment: Mapping[str, str] = field(default_factory=dict)
 

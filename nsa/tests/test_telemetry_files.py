@@ -23,6 +23,7 @@ import torch
 from bench.compare_report import Comparison, NotRun, Result
 from nsa.config.load import REPOSITORY
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
+from nsa.operate.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row, Verdict
 from nsa.ops import fallbacks
 from nsa.ops.fallbacks import Fallback
 from nsa.telemetry import (
@@ -700,6 +701,11 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "profiler_comparison.md": {
             *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),
             *NotRun._fields,
+        },
+        "report.md": {
+            *json.loads(Verdict(folder="x", at="500", made="x").json()),
+            *(field.name for field in dataclasses.fields(Row)),
+            *(PASS, FAIL, NOT_MEASURED, GO, NO_GO, UNKNOWN),
         },
         "tensorboard.md": {
             *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
