@@ -21,7 +21,10 @@ from nsa.config.describe import (
 from nsa.config.env import check_environment, in_effect, raw, read
 from nsa.operate.flags import (
     add_handoff_flags,
+    add_launch_flags,
     add_monitor_flags,
+    add_preflight_flags,
+    add_report_flags,
     add_triage_flags,
     add_watch_flags,
 )
@@ -30,6 +33,7 @@ from nsa.operate.flags import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; bad input is one line on stderr and exit code 2."""
     args = _parser().parse_args(argv)
+    args.arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code: int = args.command(args)
         sys.stdout.flush()
@@ -103,6 +107,10 @@ def _parser() -> StrictParser:
     prove.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
     prove.add_argument("overrides", nargs="*", metavar="group.key=value")
     prove.set_defaults(command=_prove_resume)
+    text = "launch a run by a profile: phase by phase, each judged before the next"
+    launch = commands.add_parser("launch", help=text, description=text)
+    add_launch_flags(launch)
+    launch.set_defaults(command=_launch)
     text = "judge a run folder from outside, again and again, and stop a run that must be stopped"
     watch = commands.add_parser("watch", help=text, description=text)
     watch.add_argument("folder", type=Path, metavar="RUN_FOLDER")
@@ -120,6 +128,14 @@ def _parser() -> StrictParser:
     handoff = commands.add_parser("handoff", help=text, description=text)
     add_handoff_flags(handoff)
     handoff.set_defaults(command=_handoff)
+    text = "check a run before it starts: config, machine, kernels, data, checkpoint, time, cost"
+    preflight = commands.add_parser("preflight", help=text, description=text)
+    add_preflight_flags(preflight)
+    preflight.set_defaults(command=_preflight)
+    text = "judge a run from its files: each criterion, its evidence; exit code 0 is GO"
+    report = commands.add_parser("report", help=text, description=text)
+    add_report_flags(report)
+    report.set_defaults(command=_report)
     return parser
 
 
@@ -269,6 +285,12 @@ def _prove_resume(args: argparse.Namespace) -> int:
     return 0 if holds else 1
 
 
+def _launch(args: argparse.Namespace) -> int:
+    from nsa.operate.launch import launch
+
+    return launch(args)
+
+
 def _watch(args: argparse.Namespace) -> int:
     from nsa.operate.watch import watch
 
@@ -293,6 +315,19 @@ def _handoff(args: argparse.Namespace) -> int:
     from nsa.operate.handoff import command
 
     return command(args)
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    path, config = _load(args, quiet=args.json)
+    from nsa.operate.preflight import preflight
+
+    return preflight(config, path, bool(args.config or raw("CONFIG")), args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from nsa.operate.report import report
+
+    return report(args.folder, args)
 
 
 def _data_prepare(args: argparse.Namespace) -> int:
@@ -330,12 +365,12 @@ def _data_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace) -> tuple[str, Config]:
+def _load(args: argparse.Namespace, *, quiet: bool = False) -> tuple[str, Config]:
     """Resolve the config that the command names, and say which variables took part."""
     check_environment()
     path = args.config or read("CONFIG")
     config = load_config(path, args.overrides)
-    for name, value in in_effect().items() if read("RANK") == 0 else ():
+    for name, value in in_effect().items() if read("RANK") == 0 and not quiet else ():
         print(f"environment: {name}={value}")
     return path, config
 

@@ -1,100 +1,169 @@
-"""Where healthy ends: every threshold of the watchdog and the monitor, once, by kind of device.
+"""Where healthy ends: limits.toml, the one file of thresholds, as typed values by kind of device.
 
-docs/operate.md holds the table of them; `python -m nsa.operate.limits docs/operate.md` renews it.
+`python -m nsa.operate.limits PAGE` renews the tables in a page of the documentation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nsa.config.describe import markdown_table
+from nsa.config.errors import nearest
 
 HALTING = ("heartbeat_stall", "throughput_flatline", "gate_collapse", "zero_grad", "nan_loss")
 """Alarms after which going on wastes the machine: it is asked to stop. Others are only said."""
-
-
-def _limit(value: float, unit: str, meaning: str) -> Any:
-    return field(default=value, metadata={"unit": unit, "meaning": meaning})
+FILE = Path(__file__).with_name("limits.toml")
+KINDS = ("cuda", "cpu", "h200")
+"""Kinds of devices: any GPU, the CPU, and a GPU whose name says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Thresholds for a run on a GPU; `limits_for` has those of other devices."""
+    """The thresholds for a kind of device; limits.toml says what each of them means."""
 
-    stall_s: float = _limit(180.0, "s", "silence of a rank that is never called a stall")
-    stall_gaps: float = _limit(10.0, "x", "nor is silence of so many usual times between beats,")
-    stall_longest: float = _limit(3.0, "x", "or of so many times the longest one seen lately")
-    first_step_s: float = _limit(
-        900.0, "s", "silence allowed before the second update and after the last one"
-    )
-    pause_s: float = _limit(1800.0, "s", "silence allowed in an evaluation or a checkpoint")
-    gone_s: float = _limit(10.0, "s", "silence after which a process that is gone counts as dead")
-    flatline_n: int = _limit(4, "lines", "logged in a row that must all be slow")
-    flatline_share: float = _limit(0.25, "x", "of the usual tokens/s: below is slow")
-    flatline_s: float = _limit(60.0, "s", "that they must span at least")
-    flatline_usual_n: int = _limit(8, "lines", "before them that the usual speed needs at least")
-    gate_n: int = _limit(3, "lines", "logged in a row with collapsed gates")
-    gate_entropy: float = _limit(0.2, "nats", "mean entropy of the gates: below is collapsed")
-    gate_max: float = _limit(0.9, "share", "mean of the largest gate: above is collapsed")
-    zero_grad_n: int = _limit(2, "lines", "logged in a row whose gradient is zero")
-    zero_grad: float = _limit(1e-12, "norm", "gradient that counts as zero")
-    bad_grad_n: int = _limit(3, "lines", "logged in a row whose gradient is not finite")
-    spike_n: int = _limit(2, "lines", "logged in a row with a loss far above the usual one")
-    spike_usual_n: int = _limit(30, "lines", "before them that make the usual loss; half of it do")
-    spike_deviations: float = _limit(8.0, "x", "the usual scatter: above is far, if it also is")
-    spike_rise: float = _limit(0.5, "nats", "above the usual loss")
-    plateau_steps: int = _limit(1000, "steps", "without progress that are a plateau,")
-    plateau_share: float = _limit(0.5, "x", "of all steps so far, where that is more")
-    plateau_gain: float = _limit(
-        0.002, "nats", "fall of the loss, from one half of them to the other, that is progress"
-    )
-    plateau_lines: int = _limit(100, "lines", "logged that must lie in that span")
-    creep_lines: int = _limit(45, "lines", "logged over which memory is compared, in thirds")
-    creep_mib: float = _limit(512.0, "MiB", "rise from the first third to the last,")
-    creep_share: float = _limit(0.05, "x", "of the first third, where that is more")
-    fallbacks_n: int = _limit(5, "lines", "logged in a row with a higher count than before")
-    fallbacks_rise: int = _limit(10, "calls", "that they must add up to")
-    free_gib: float = _limit(5.0, "GiB", "free on the disk of the run: less is nearly full,")
-    free_checkpoints: float = _limit(2.0, "x", "the newest checkpoint, where that is more")
-    fetch_s: float = _limit(5.0, "s", "wait for a batch that the monitor marks")
-    gate_entropy_low: float = _limit(0.5, "nats", "mean gate entropy that the monitor marks below")
-    halt_after_s: float = _limit(0.0, "s", "from the alarm to .HALT")
-    dump_after_s: float = _limit(120.0, "s", "from .HALT to SIGUSR1, with --kill")
-    term_after_s: float = _limit(30.0, "s", "from SIGUSR1 to SIGTERM, with --kill")
-    kill_after_s: float = _limit(300.0, "s", "from SIGTERM to SIGKILL, with --kill")
+    stall_s: float
+    stall_gaps: float
+    stall_longest: float
+    first_step_s: float
+    pause_s: float
+    gone_s: float
+    flatline_n: int
+    flatline_share: float
+    flatline_s: float
+    flatline_usual_n: int
+    gate_n: int
+    gate_entropy: float
+    gate_max: float
+    zero_grad_n: int
+    zero_grad: float
+    bad_grad_n: int
+    spike_n: int
+    spike_usual_n: int
+    spike_deviations: float
+    spike_rise: float
+    plateau_steps: int
+    plateau_share: float
+    plateau_gain: float
+    plateau_lines: int
+    creep_lines: int
+    creep_mib: float
+    creep_share: float
+    fallbacks_n: int
+    fallbacks_rise: int
+    free_gib: float
+    free_checkpoints: float
+    fetch_s: float
+    gate_entropy_low: float
+    halt_after_s: float
+    dump_after_s: float
+    term_after_s: float
+    kill_after_s: float
+    steps_launch: int
+    steps_phase1: int
+    steps_phase2: int
+    steady_lines: int
+    toks_per_s_min: float
+    stable_share: float
+    step_time_ratio: float
+    gpu_util_pct: float
+    memory_gib: float
+    memory_gib_phase2: float
+    collapse_fraction: float
+    fallbacks_max: int
+    first_batch_s: float
+    loss_start_nats: float
+    leak_nats: float
+    pilot_h: float
+    write_mib_per_s: float
+    memory_share: float
+    parity_fp32: float
+    parity_bf16: float
+    parity_fp16: float
+    parity_grad: float
+    parity_rows: float
+    all_reduce_s: float
+    eta_h: float
 
 
-GPU = Limits()
-CPU = dataclasses.replace(GPU, first_step_s=1800.0, creep_mib=1024.0, free_gib=1.0)
-"""Slower to start; memory is that of the whole process, which wanders more; smaller files."""
-BY_KIND = {"cuda": GPU, "cpu": CPU}
+Entries = dict[str, dict[str, dict[str, Any]]]
+"""limits.toml: by group and name, the values by kind, the unit and the meaning."""
 
 
-def limits_for(device: str | None) -> Limits:
-    """The limits for a device as metrics.json names it, like cuda:0; those of a GPU if unknown."""
-    return BY_KIND.get((device or "").partition(":")[0], GPU)
+def read_limits() -> Entries:
+    """limits.toml as it is written."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
-def limit_table() -> str:
-    """Every limit with its value on each kind of device, as Markdown."""
-    rows = [("limit", *BY_KIND, "unit", "meaning")]
-    for item in dataclasses.fields(Limits):
-        values = (f"{getattr(limits, item.name):g}" for limits in BY_KIND.values())
-        rows.append((f"`{item.name}`", *values, item.metadata["unit"], item.metadata["meaning"]))
+def _by_kind(groups: Entries) -> dict[str, Limits]:
+    entries = {name: entry for group in groups.values() for name, entry in group.items()}
+    values: dict[str, Any]
+    found = {}
+    for kind in KINDS:
+        values = {name: entry.get(kind, entry["cuda"]) for name, entry in entries.items()}
+        found[kind] = Limits(**values)
+    return found
+
+
+BY_KIND = _by_kind(read_limits())
+GPU, CPU = BY_KIND["cuda"], BY_KIND["cpu"]
+
+
+def limits_for(device: str | None, gpu_name: str | None = None) -> Limits:
+    """The limits for a device as metrics.json names it, like cuda:0; those of a GPU if unknown.
+
+    `gpu_name` is the one in env.json: a kind of GPU with limits of its own gets those.
+    """
+    kind = (device or "").partition(":")[0]
+    if kind != "cpu" and gpu_name:
+        kind = next((known for known in KINDS if known in gpu_name.lower()), kind)
+    return BY_KIND.get(kind, GPU)
+
+
+def with_values(limits: Limits, values: Mapping[str, float]) -> Limits:
+    """Replace limits by name; a name that is none, or a value that cannot be one, is refused."""
+    known = {item.name: type(getattr(limits, item.name)) for item in dataclasses.fields(Limits)}
+    replaced: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(
+                f"{name!r} is no limit; the nearest is {nearest(name, known)!r}; "
+                "nsa/operate/limits.toml lists them"
+            )
+        if not 0 <= value < float("inf") or known[name](value) != value:
+            kind = "a whole number" if known[name] is int else "a finite number"
+            raise ValueError(f"limit {name}={value:g} is not {kind} >= 0; give one")
+        replaced[name] = known[name](value)
+    return dataclasses.replace(limits, **replaced)
+
+
+def limit_table(group: str) -> str:
+    """Every limit of a group with its value on each kind of device, as Markdown."""
+    rows = [("limit", *KINDS, "unit", "meaning")]
+    for name, entry in read_limits()[group].items():
+        values = (f"{getattr(BY_KIND[kind], name):g}" for kind in KINDS)
+        rows.append((f"`{name}`", *values, entry["unit"], entry["meaning"]))
     return markdown_table(rows)
 
 
 def refresh(page: str) -> str:
-    """Return the documentation page with its table brought up to date."""
-    begin, end = "<!-- begin limits -->", "<!-- end limits -->"
-    if begin not in page or end not in page:
-        raise ValueError(f"the page has no {begin} ... {end}; put both lines where it belongs")
-    above, below = page.partition(begin)[0], page.partition(end)[2]
-    return f"{above}{begin}\n{limit_table()}\n{end}{below}"
+    """Return a page of the documentation with its tables brought up to date."""
+    found = False
+    for group in read_limits():
+        begin, end = f"<!-- begin limits {group} -->", f"<!-- end limits {group} -->"
+        if begin in page and end in page:
+            found = True
+            above, below = page.partition(begin)[0], page.partition(end)[2]
+            page = f"{above}{begin}\n{limit_table(group)}\n{end}{below}"
+    if not found:
+        names = " or ".join(read_limits())
+        raise ValueError(f"the page has no <!-- begin limits {names} --> with its end; add both")
+    return page
 
 
 if __name__ == "__main__":

@@ -47,16 +47,10 @@ def loss_spike(run: Run, limits: Limits) -> list[Alarm]:
 
 def loss_plateau(run: Run, limits: Limits) -> list[Alarm]:
     """A loss that over many steps does not fall any more."""
-    points = _finite(run)
-    if not points:
+    window, span = plateau_window(run, limits)
+    if not window:
         return []
-    step = points[-1][0]
-    span = max(limits.plateau_steps, int(limits.plateau_share * step))
-    window = [(at, loss) for at, loss in points if at > step - span]
-    is_short = points[0][0] > step - span or len(window) < limits.plateau_lines
-    if is_short:
-        return []
-    half = len(window) // 2
+    step, half = window[-1][0], len(window) // 2
     halves = [loss for _, loss in window[:half]], [loss for _, loss in window[half:]]
     before, after = (median(half) for half in halves)
     noise = max(_error(half) for half in halves)
@@ -74,6 +68,16 @@ def loss_plateau(run: Run, limits: Limits) -> list[Alarm]:
             "learning rate, the gradient norm and the data",
         )
     ]
+
+
+def plateau_window(run: Run, limits: Limits) -> tuple[list[tuple[int, float]], int]:
+    """The losses that must show progress, and the steps they span; none where it is too early."""
+    points = _finite(run)
+    step = points[-1][0] if points else 0
+    span = max(limits.plateau_steps, int(limits.plateau_share * step))
+    window = [(at, loss) for at, loss in points if at > step - span]
+    is_short = not points or points[0][0] > step - span or len(window) < limits.plateau_lines
+    return ([] if is_short else window), span
 
 
 def _error(losses: list[float]) -> float:

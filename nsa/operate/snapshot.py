@@ -95,7 +95,7 @@ class Rank:
     @property
     def progress(self) -> list[Beat]:
         """The numbers that this process logged, by rising step: what a rollback undid is out."""
-        return _rising([b for b in self.since_boot if b.msg == PROGRESS])
+        return rising([b for b in self.since_boot if b.msg == PROGRESS])
 
     def age_s(self, now: float) -> float | None:
         """Seconds since the last sign of life."""
@@ -147,7 +147,7 @@ class Run:
         if self.rows:
             return [(row.step, row.loss if _is_number(row.loss) else None) for row in self.rows]
         beats = self.ranks[0].beats if self.ranks else []
-        lines = _rising([beat for beat in beats if beat.msg == PROGRESS])
+        lines = rising([beat for beat in beats if beat.msg == PROGRESS])
         return [(beat.step, number(beat, "loss")) for beat in lines]
 
     @property
@@ -163,21 +163,21 @@ def read_run(folder: Path, *, now: float | None = None, tail_bytes: int = SEARCH
     problems: list[str] = []
     now = time.time() if now is None else now
     table = folder / TRAINING
-    env = _try(folder / ENV, lambda: _typed(read_env(folder), folder / ENV), problems)
+    env = try_read(folder / ENV, lambda: _typed(read_env(folder), folder / ENV), problems)
     return Run(
         folder=folder,
         now=now,
-        metrics=_try(
+        metrics=try_read(
             folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS), problems
         ),
         env=env,
         ranks=_ranks(folder, env, tail_bytes, problems),
-        rows=_try(table, lambda: last_rows(TrainingRow, table, ROWS), problems) or [],
-        checkpoints=_try(folder, lambda: _checkpoints(folder), problems) or [],
+        rows=try_read(table, lambda: last_rows(TrainingRow, table, ROWS), problems) or [],
+        checkpoints=try_read(folder, lambda: _checkpoints(folder), problems) or [],
         halt=read_halt(folder),
-        anomaly=_try(folder / ANOMALY, lambda: read_anomaly(folder), problems),
-        alarms=_try(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS), problems) or [],
-        free_bytes=_try(folder, lambda: shutil.disk_usage(folder).free, problems),
+        anomaly=try_read(folder / ANOMALY, lambda: read_anomaly(folder), problems),
+        alarms=try_read(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS), problems) or [],
+        free_bytes=try_read(folder, lambda: shutil.disk_usage(folder).free, problems),
         problems=problems,
     )
 
@@ -193,7 +193,7 @@ def _typed(record: T, path: Path) -> T:
     return record
 
 
-def _try(path: Path, load: Callable[[], T], problems: list[str]) -> T | None:
+def try_read(path: Path, load: Callable[[], T], problems: list[str]) -> T | None:
     """What a reader gives; a file that is not there is None, and one that is not as we would write
     it is a problem, too.
     """
@@ -213,18 +213,18 @@ def _ranks(
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name))]
     ranks = []
     for rank, path in sorted(found):
-        found_lines = _try(path, partial(tail_beats, path, tail_bytes), problems)
+        found_lines = try_read(path, partial(tail_beats, path, tail_bytes), problems)
         beats, bad = found_lines or ([], [])
         if bad:
             problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
-        problems += _mixed(path, beats)
+        problems += mixed_writers(path, beats)
         pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
         gone = is_gone(pid, env) if pid and env else None
         ranks.append(Rank(rank=rank, path=path, beats=beats, gone=gone))
     return ranks
 
 
-def _mixed(path: Path, beats: list[Beat]) -> list[str]:
+def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
     """Say so when the lines since the last start come from more than one process."""
     lines = Rank(rank=0, path=path, beats=beats).since_boot
     pids = sorted({beat.pid for beat in lines if beat.pid is not None})
@@ -242,7 +242,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found)
 
 
-def _rising(beats: list[Beat]) -> list[Beat]:
+def rising(beats: list[Beat]) -> list[Beat]:
     """Without the lines whose step a later line has reached again."""
     kept: list[Beat] = []
     for beat in reversed(beats):

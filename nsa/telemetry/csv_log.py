@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar, get_type_hints
 
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import LineFile, best_effort
-from nsa.telemetry.tail import lines_from_end
+from nsa.telemetry.tail import lines_from_end, sampled_lines
 
 
 class TrainingRow(NamedTuple):
@@ -111,6 +111,29 @@ def last_rows(kind: type[Row], path: Path, most: int) -> list[Row]:
             break
         found.append(_row(kind, types, cells, f"{path}, {line.where}"))
     return found[::-1]
+
+
+def sample_rows(kind: type[Row], path: Path, most_bytes: int) -> tuple[list[Row], list[str]]:
+    """The rows of the whole file, or of a larger one a sample, and a word on those that are none.
+
+    For a reader that shows what it can; a file that is not there has no rows.
+    """
+    types = tuple(get_type_hints(kind).values())
+    found: list[Row] = []
+    problems: list[str] = []
+    try:
+        lines = [*sampled_lines(path, most_bytes)]
+    except FileNotFoundError:
+        return [], []
+    for line in lines:
+        cells = line.text.split(",")
+        if tuple(cells) == kind._fields:
+            continue
+        try:
+            found.append(_row(kind, types, cells, f"{path}, {line.where}"))
+        except ValueError as error:
+            problems.append(str(error))
+    return found, problems
 
 
 def _row(kind: type[Row], types: Sequence[type], cells: Sequence[str], where: str) -> Row:

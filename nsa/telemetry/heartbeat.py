@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from nsa.telemetry.best_effort import LineFile
 from nsa.telemetry.gpu import GpuReading
 from nsa.telemetry.strict_json import strict
-from nsa.telemetry.tail import Line, complete_lines, lines_from_end
+from nsa.telemetry.tail import Line, complete_lines, lines_from_end, sampled_lines
 
 SCHEMA = 1
 NAME = "heartbeat_rank{rank}.jsonl"
@@ -229,14 +229,24 @@ def tail_beats(path: Path | str, most_bytes: int) -> tuple[list[Beat], list[str]
 
     For a reader that shows what it can: a bad line is passed over instead of raised.
     """
+    beats, problems = _readable(Path(path), lines_from_end(Path(path), most_bytes))
+    return beats[::-1], problems[::-1]
+
+
+def sample_beats(path: Path | str, most_bytes: int) -> tuple[list[Beat], list[str]]:
+    """The same for the whole file, or of a larger one its start, its end and some between."""
+    return _readable(Path(path), sampled_lines(Path(path), most_bytes))
+
+
+def _readable(path: Path, lines: Iterable[Line]) -> tuple[list[Beat], list[str]]:
     beats: list[Beat] = []
     problems: list[str] = []
-    for line in lines_from_end(Path(path), most_bytes):
+    for line in lines:
         try:
-            beats.append(_parse(Path(path), line))
+            beats.append(_parse(path, line))
         except BrokenHeartbeat as error:
             problems.append(str(error))
-    return beats[::-1], problems[::-1]
+    return beats, problems
 
 
 def age_seconds(path: Path | str, now: float | None = None) -> float | None:

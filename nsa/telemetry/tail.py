@@ -1,4 +1,4 @@
-"""Complete lines of a file that another process is still writing, from its start or its end."""
+"""Complete lines of a file that another process is still writing: all, the last, or a sample."""
 
 from __future__ import annotations
 
@@ -38,6 +38,37 @@ def lines_from_end(path: Path, most_bytes: int) -> Iterator[Line]:
         yield from _backwards(descriptor, most_bytes)
     finally:
         os.close(descriptor)
+
+
+def sampled_lines(path: Path, most_bytes: int) -> Iterator[Line]:
+    """Lines that have their end, in order: all of them, or of a larger file a sample.
+
+    A quarter of `most_bytes` is its start, a half its end, and the rest blocks evenly between.
+    """
+    size = path.stat().st_size
+    if size <= most_bytes:
+        yield from complete_lines(path)
+        return
+    quarter = most_bytes // 4
+    num_blocks = quarter // BLOCK_BYTES
+    between = size - 3 * quarter
+    spans = [(0, quarter)]
+    spans += [(quarter + i * between // num_blocks, BLOCK_BYTES) for i in range(num_blocks)]
+    spans += [(size - 2 * quarter, 2 * quarter)]
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for start, length in spans:
+            yield from _whole_lines(os.pread(descriptor, length, start), start)
+    finally:
+        os.close(descriptor)
+
+
+def _whole_lines(block: bytes, start: int) -> Iterator[Line]:
+    """The lines of a piece of a file without the two that its edges cut."""
+    begin = block.find(b"\n") + 1 if start else 0
+    while (end := block.find(b"\n", begin)) >= 0:
+        yield Line(_text(block[begin:end]), f"the line at byte {start + begin}")
+        begin = end + 1
 
 
 def _backwards(descriptor: int, most_bytes: int) -> Iterator[Line]:

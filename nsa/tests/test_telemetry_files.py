@@ -27,6 +27,7 @@ from nsa.operate import handoff_manifest, triage_report
 from nsa.operate.handoff_manifest import Entry, Manifest, Missing
 from nsa.operate.triage_report import Triage
 from nsa.operate.triage_run import Outcome
+from nsa.operate.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row, Verdict
 from nsa.ops import fallbacks
 from nsa.ops.fallbacks import Fallback
 from nsa.telemetry import (
@@ -712,6 +713,11 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "triage.md": {
             *(f.name for kind in (Triage, Outcome) for f in dataclasses.fields(kind)),
             *triage_report.VERDICTS,
+        },
+        "report.md": {
+            *json.loads(Verdict(folder="x", at="500", made="x").json()),
+            *(field.name for field in dataclasses.fields(Row)),
+            *(PASS, FAIL, NOT_MEASURED, GO, NO_GO, UNKNOWN),
         },
         "tensorboard.md": {
             *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),

@@ -17,7 +17,16 @@ import torch
 
 from nsa.cli import main
 from nsa.config import Config
-from nsa.operate.limits import CPU, GPU, HALTING, Limits, limit_table, limits_for, refresh
+from nsa.operate.limits import (
+    CPU,
+    GPU,
+    HALTING,
+    Limits,
+    limit_table,
+    limits_for,
+    read_limits,
+    refresh,
+)
 from nsa.operate.monitor import Report
 from nsa.operate.rules import RULES, judge
 from nsa.operate.snapshot import read_run
@@ -517,7 +526,10 @@ def test_limits_depend_on_the_device_and_are_quoted_in_the_documentation() -> No
     assert CPU != GPU
     page = (REPOSITORY / "docs" / "operate.md").read_text(encoding="utf-8")
     assert refresh(page) == page, "python -m nsa.operate.limits docs/operate.md"
-    assert all(f"`{item.name}`" in limit_table() for item in dataclasses.fields(Limits))
+    tables = "".join(limit_table(group) for group in read_limits())
+    assert all(f"`{item.name}`" in tables for item in dataclasses.fields(Limits))
+    assert limits_for("cuda:0", "NVIDIA H200").toks_per_s_min > GPU.toks_per_s_min
+    assert limits_for("cuda:0", "Some GPU") is GPU and limits_for("cpu", "NVIDIA H200") is CPU
 
 
 def test_alarms_read_back_what_was_written_and_refuse_a_newer_schema(tmp_path: Path) -> None:
