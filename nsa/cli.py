@@ -142,7 +142,7 @@ def _parser() -> StrictParser:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text; - or nothing reads stdin")
-    where = "model.pt, checkpoint_step{N}.pt, or a run folder"
+    where = "model.pt, a checkpoint, or a run folder"
     add("--model", default="artifacts/train_showcase", metavar="PATH", help=where)
     add("--file", metavar="FILE", help="a prompt from a file; - is stdin")
     add("--prompts", metavar="FILE", help="a prompt on every line; - is stdin")
@@ -175,9 +175,13 @@ def _add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         ("show", "print what a checkpoint holds"),
         ("backup", "copy a checkpoint elsewhere, and verify the copy"),
         ("export", "write the weights as safetensors"),
+        ("convert", "write a checkpoint as a single file, or as a folder of parts"),
     ):
         parsed = commands.add_parser(name, help=text, description=text)
-        parsed.add_argument("path", type=Path, metavar="PATH", help="a file, or a run folder")
+        parsed.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a run folder")
+        if name == "convert":
+            named = "a new checkpoint_step{N}.pt or checkpoint_step{N}"
+            parsed.add_argument("to", type=Path, metavar="DST", help=named)
         if name in ("backup", "export"):
             parsed.add_argument("--to", type=Path, required=True, metavar="PATH")
         parsed.set_defaults(command=_checkpoint, action=name)
@@ -268,7 +272,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
     check_environment()
     from nsa.train import checkpoint_commands
 
-    paths = [args.path, args.to] if args.action in ("backup", "export") else [args.path]
+    paths = [args.path, args.to] if args.action in ("backup", "export", "convert") else [args.path]
     code: int = getattr(checkpoint_commands, args.action)(*paths)
     return code
 

@@ -31,6 +31,7 @@ KEYS = {
     "accum_batches": "train.accumulate_grad_batches",
     "out_dir": "train.out_dir",
     "local_path": "data.local_path",
+    "strategy": "runtime.strategy",
 }
 """Flags that are another spelling of a config key."""
 

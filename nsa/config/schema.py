@@ -40,6 +40,7 @@ LOCAL_DATASETS = ("fineweb_edu_local", "shards")
 TOKENIZERS = ("byte", "gpt2", "hf")
 VOCABULARIES = {"byte": 256, "gpt2": 50257}
 """Ids of each tokenizer that is the same everywhere; padding for speed is never counted."""
+STRATEGIES = ("auto", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("auto", "reference", "torch", "triton")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -288,10 +289,13 @@ class RuntimeConfig:
     """Replay every update as one CUDA graph: a small model then no longer waits for the host."""
     compile: bool = False
     """torch.compile for the blocks in training: the first step takes longer, the others less."""
+    strategy: str = "auto"
+    """Of many ranks: ddp, each with a copy of the model, or fsdp, each with a part; auto is ddp."""
 
     def __post_init__(self) -> None:
         one_of("runtime.precision", self.precision, PRECISIONS)
         one_of("runtime.backend", self.backend, BACKENDS)
+        one_of("runtime.strategy", self.strategy, STRATEGIES)
         if not DEVICE.fullmatch(self.device):
             refuse("runtime.device", self.device, "auto, cpu, cuda or cuda:N", "choose one")
         if self.gc_layers and not self.gradient_checkpointing:

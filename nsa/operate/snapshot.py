@@ -37,7 +37,8 @@ from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.sentinels import ANOMALY, Halt, read_anomaly, read_halt
 
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
-CHECKPOINT = re.compile(r"checkpoint_step(\d+)\.pt")
+CHECKPOINT = re.compile(r"checkpoint_step(\d+)(\.pt)?")
+"""A file, or a folder of parts."""
 ROWS = 20_000
 """The last so many lines of training.csv; also the most that its tail can hold."""
 RECENT_GAPS = 200
@@ -235,10 +236,11 @@ def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
-    for path in folder.glob("checkpoint_step*.pt"):
+    for path in folder.glob("checkpoint_step*"):
         if match := CHECKPOINT.fullmatch(path.name):
-            stat = path.stat()
-            found.append(Checkpoint(int(match[1]), stat.st_size, stat.st_mtime))
+            files = list(path.iterdir()) if path.is_dir() else [path]
+            size = sum(file.stat().st_size for file in files)
+            found.append(Checkpoint(int(match[1]), size, path.stat().st_mtime))
     return sorted(found)
 
 

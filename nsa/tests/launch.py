@@ -108,7 +108,22 @@ def _other_config() -> None:
     os.environ["NSA_LR"] = "0.5"
 
 
-_TROUBLES = {"nan": _nan, "spike": _spike, "term": _term, "lost": _lost, "config": _other_config}
+def _full() -> None:
+    """No file of this rank may grow beyond 100 bytes: to it, the disk is full."""
+    import resource
+
+    limits = (100, resource.RLIM_INFINITY)
+    _before_third(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+
+
+_TROUBLES = {
+    "nan": _nan,
+    "spike": _spike,
+    "term": _term,
+    "lost": _lost,
+    "config": _other_config,
+    "full": _full,
+}
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ REFUSED = {
     "runtime.device=gpu": "cuda:N",
     "runtime.device=cuda:x": "cuda:N",
     "runtime.precision=fp8": "fp32 | bf16 | fp16",
+    "runtime.strategy=zero": "auto | ddp | fsdp",
     "train.decay_steps=2000": "at most steps - warmup_steps",
     "runtime.backend=cuda": "auto | reference | torch | triton",
     "runtime.gc_layers=0:2": "gradient_checkpointing=true",

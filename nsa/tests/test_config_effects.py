@@ -72,6 +72,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "runtime.gc_layers": ("0:1", "kept"),
     "runtime.backend": ("reference", "plan"),
     "runtime.compile": ("true", "plan"),
+    "runtime.strategy": ("fsdp", "refused"),  # test_fsdp.py has ranks
     "runtime.cuda_graph": ("true", "refused"),  # test_graph_step.py has one on a GPU
 }
 MANY_STEPS = ("train.steps=12", "train.lr=1e-6")  # noise alone decides what is above the median

@@ -20,7 +20,16 @@ from torch import Tensor
 from nsa.config import Config
 from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
 from nsa.tests.conftest import REPOSITORY
-from nsa.train import BadCheckpoint, Halted, NonFiniteLoss, RunRefused, TrainResult, checkpoint, run
+from nsa.train import (
+    BadCheckpoint,
+    Halted,
+    NonFiniteLoss,
+    RunRefused,
+    TrainResult,
+    checkpoint,
+    run,
+    shelf,
+)
 from nsa.train.loss import next_token_loss
 from nsa.train.saver import Saver, back_up
 from nsa.train.step import Updated
@@ -236,7 +245,7 @@ def test_what_does_not_match_its_manifest_is_neither_counted_nor_deleted(tmp_pat
         checkpoint.write(tmp_path, {"step": step})
     with (tmp_path / "checkpoint_step4.pt").open("ab") as file:
         file.write(b"!")
-    assert [p.name for p in checkpoint.remove_old(tmp_path, 1)] == [
+    assert [p.name for p in shelf.remove_old(tmp_path, 1)] == [
         "checkpoint_step2.pt",
         "checkpoint_step1.pt",
     ]

@@ -66,6 +66,7 @@ from nsa.telemetry.heartbeat import BASE_FIELDS
 from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.tracker import Tracked, write_tracked
 from nsa.tests.gpu import on_gpu
+from nsa.train import checkpoint, sharded
 
 PAGES = REPOSITORY / "docs" / "schemas"
 SUMMARY: dict[str, Any] = {
@@ -693,6 +694,11 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "k_stats_csv.md": {*KStatsRow._fields},
         "dtypes_report.md": {"version", "compute"},
         "opt_state_mb.md": {"MiB"},
+        "checkpoint.md": {
+            *("version", "step", "spikes", *checkpoint.KEYS, *checkpoint.Manifest._fields),
+            *(*sharded.FolderManifest._fields, *sharded.FilePrint._fields),
+            *(sharded.STATE, sharded.METADATA, sharded.MANIFEST),
+        },
         "fallback_counters_csv.md": {*FallbackRow._fields},
         "sentinels.md": {*sentinels.ANOMALIES, sentinels.HALT, sentinels.DONE, sentinels.ANOMALY},
         "stackdump.md": {"pid", "rank", "threads"},

@@ -27,11 +27,10 @@ def record_anomaly(trainer: Trainer, step: int) -> Path:
     ranks.on_first(write_anomaly, trainer.folder, KIND)
     ranks.on_first(write_halt, trainer.folder, KIND)
     batches = [trainer.data.train.batch(first, size) for first in trainer.positions(step)]
-    state = trainer.model.state_dict() if ranks.is_first else {}
     content = {
         "step": step,
         "batch": torch.cat(batches),
-        "state_dict": {name: x.detach().cpu() for name, x in state.items()},
+        "state_dict": ranks.weights(trainer.model),
         "cfg": to_container(trainer.cfg),
     }
     suffix = "" if ranks.is_first else f"_rank{ranks.rank}"

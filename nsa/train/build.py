@@ -16,10 +16,10 @@ from nsa.train.spikes import Spikes
 from nsa.train.step import EagerStep
 
 
-def build_model(cfg: Config, vocab: int, runtime: Runtime) -> TinyLM:
+def build_model(cfg: Config, vocab: int, runtime: Runtime, ranks: Alone | None = None) -> TinyLM:
     """The model with its first weights, on its device, compiled where the config asks for that."""
     torch.manual_seed(cfg.train.seed)
-    model = TinyLM.from_config(cfg, vocab).to(runtime.device)
+    model = (ranks or Alone()).bring(TinyLM.from_config(cfg, vocab), runtime)
     if cfg.runtime.compile:
         compile_blocks(model, runtime.device)
     return model

@@ -16,7 +16,8 @@ Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_on
     metrics      the counters of metrics.json that go on
 
 The .json beside it is the manifest: version, file, step, bytes, sha256. It is written after the
-file, so a checkpoint without one is not finished and does not count.
+file, so a checkpoint without one is not finished and does not count. The same content in parts,
+as ranks write it that share a model out, is in sharded.py; shelf.py has both forms.
 """
 
 from __future__ import annotations
@@ -70,7 +71,11 @@ def write(folder: Path, content: Content) -> Path:
 def read(path: Path) -> Content:
     """Read a checkpoint that has been verified."""
     verify(path)
-    content: Content = torch.load(path, map_location="cpu", weights_only=True)
+    return check_content(torch.load(path, map_location="cpu", weights_only=True), path)
+
+
+def check_content(content: Content, path: Path) -> Content:
+    """Raise BadCheckpoint where what was read from `path` is not what this program resumes from."""
     version = content.get("version") if isinstance(content, dict) else None
     missing = [key for key in KEYS if version == VERSION and key not in content]
     if version != VERSION or missing:
@@ -127,32 +132,17 @@ def manifest_path(path: Path) -> Path:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, newest first, finished or not."""
+    """Steps of the checkpoint files in a folder, newest first, finished or not."""
     names = (PATTERN.fullmatch(file.name) for file in folder.glob("checkpoint_step*.pt"))
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
-def remove_old(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints that match their manifests; 0 keeps all.
-
-    What does not match is neither counted nor deleted: a person should look at it.
-    """
-    removed: list[Path] = []
-    good = 0
-    for step in steps_of(folder) if keep else []:
-        path = folder / NAME.format(step=step)
-        try:
-            # Bytes alone: their hash was checked when they were written, and takes seconds.
-            if read_manifest(path).bytes != path.stat().st_size:
-                continue
-        except BadCheckpoint:
-            continue
-        good += 1
-        if good > keep:
-            manifest_path(path).unlink()  # without it the file does not count any more
-            path.unlink()
-            removed.append(path)
-    return removed
+def is_complete(path: Path) -> bool:
+    """Whether the file has the size of its manifest; its hash takes seconds."""
+    try:
+        return read_manifest(path).bytes == path.stat().st_size
+    except (BadCheckpoint, FileNotFoundError):
+        return False
 
 
 def file_sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The commands `nsa checkpoint verify|show|backup|export`."""
+"""The commands `nsa checkpoint verify|show|backup|export|convert`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nsa.train import checkpoint
+from nsa.train import checkpoint, sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint
 from nsa.train.export import write_safetensors
 from nsa.train.saver import back_up
@@ -19,8 +19,8 @@ def verify(path: Path) -> int:
     bad = 0
     for one in paths:
         try:
-            manifest = checkpoint.verify(one)
-            print(f"ok   {one}: step {manifest.step}, {manifest.bytes:,} bytes")
+            found = shelf.verify(one)
+            print(f"ok   {one}: step {found.step}, {found.bytes:,} bytes")
         except BadCheckpoint as error:
             bad += 1
             print(f"BAD  {error}")
@@ -31,12 +31,12 @@ def verify(path: Path) -> int:
 def show(path: Path) -> int:
     """Print what a checkpoint holds."""
     path = _paths(path)[0]
-    content = checkpoint.read(path)
+    num_bytes, content = shelf.verify(path).bytes, shelf.peek(path, verified=True)
     weights = content["state_dict"]
     expected = expected_bytes(content)
     print(f"{path}: step {content['step']}, {content['tokens_seen']:,} tokens seen")
     print(f"parameters: {sum(x.numel() for x in weights.values()):,} in {len(weights)} tensors")
-    print(f"bytes: {path.stat().st_size:,} (tensors alone: {expected:,})")
+    print(f"bytes: {num_bytes:,} (tensors alone: {expected:,})")
     for name, value in content["metrics"].items():
         print(f"{name}: {value}")
     for name, value in content["identity"].items():
@@ -55,13 +55,36 @@ def export(path: Path, to: Path) -> int:
     """Write the weights of a checkpoint or of model.pt as safetensors, with the config."""
     if path.is_dir():
         path = _paths(path)[0]
-    if checkpoint.PATTERN.fullmatch(path.name):
-        content = checkpoint.read(path)
+    if shelf.is_checkpoint(path):
+        content = shelf.read(path)
     else:
         content = torch.load(path, map_location="cpu", weights_only=True)
     metadata = {"format": "pt", "cfg": json.dumps(content["cfg"])}
     write_safetensors(to, content["state_dict"], metadata)
     print(f"{to}: {len(content['state_dict'])} tensors, {to.stat().st_size:,} bytes")
+    return 0
+
+
+def convert(path: Path, to: Path) -> int:
+    """Write a checkpoint in the other form: the file as a folder of parts, a folder as the file."""
+    source = _paths(path)[0]
+    step, forms = shelf.step_of(source), {checkpoint.NAME, sharded.NAME}
+    allowed = sorted(form.format(step=step) for form in forms)
+    if to.name not in allowed:
+        raise BadCheckpoint(
+            f"{to} cannot be a copy of {source.name}; its name must be {' or '.join(allowed)}"
+        )
+    if to.exists():
+        raise BadCheckpoint(f"{to} exists; remove it, or name another place")
+    content = shelf.read(source)
+    content.pop("version")
+    if checkpoint.PATTERN.fullmatch(to.name):
+        checkpoint.write(to.parent, content)
+    else:
+        from nsa.train import dcp  # takes a second to import
+
+        dcp.write(to.parent, content)
+    print(f"{to}: step {step}, {shelf.verify(to).bytes:,} bytes, verified")
     return 0
 
 
@@ -81,9 +104,12 @@ def expected_bytes(content: checkpoint.Content) -> int:
 
 def _paths(path: Path) -> list[Path]:
     """A checkpoint, or those of a folder, newest first."""
-    if not path.is_dir():
+    if not path.is_dir() or shelf.is_checkpoint(path):
         return [path]
-    paths = [path / checkpoint.NAME.format(step=step) for step in checkpoint.steps_of(path)]
+    paths = shelf.paths_of(path)
     if not paths:
-        raise BadCheckpoint(f"{path} holds no checkpoint_step{{N}}.pt; name a run folder or a file")
+        raise BadCheckpoint(
+            f"{path} holds no checkpoint_step{{N}}.pt and no checkpoint_step{{N}}; name a run "
+            "folder or a checkpoint"
+        )
     return paths

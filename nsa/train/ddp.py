@@ -1,4 +1,7 @@
-"""Many ranks with a copy of the model each, whose gradients are averaged: DDP.
+"""Many ranks that train together, and the simpler way to do it: a copy of the model each, DDP.
+
+`Group` is what ranks do together however the model lies on them; `Ddp` averages the gradients of
+whole copies, `Fsdp` (fsdp.py) shares one model out.
 
 Every rank runs the same collectives in the same order, because whatever ends or changes a run is
 decided from values that all of them have: the mean loss, the gradient after its exchange, and one
@@ -39,7 +42,7 @@ PATIENCE = 0.8
 """Share of the group's timeout that a rank waits for data: then it can still tell the others."""
 
 
-class Ddp(Alone):
+class Group(Alone):
     """One of several ranks; process_group.py opens and closes their group."""
 
     def __init__(
@@ -56,9 +59,6 @@ class Ddp(Alone):
         self._timeout_s = timeout_s
         self.rank, self.world_size = rank, world_size
         self._store, self._control, self._gpu, self._say = store, control, gpu, say
-        self._settings = read_settings()
-        self._wrapped: DistributedDataParallel | None = None
-        self._is_warm = False
         self._losses = deque[Tensor](maxlen=KEPT_LOSSES)  # [world_size] fp32 each
         self._agreed = ""
         self._num_told = 0
@@ -88,9 +88,6 @@ class Ddp(Alone):
                 raise
             print(f"[ddp] {self.name}: another rank has left before: {lost}", file=sys.stderr)
 
-    def adapt(self, cfg: Config) -> Config:
-        return adapt_config(cfg, self._say)
-
     def place(self, config: RuntimeConfig) -> RuntimeConfig:
         return config if self._gpu is None else dataclasses.replace(config, device=self._gpu)
 
@@ -104,41 +101,6 @@ class Ddp(Alone):
                 refuse_difference(rank, json.loads(self._store.get(f"{name}{rank}")), ours)
 
         self.from_first(compare)
-
-    def wrap(self, loss: nn.Module) -> nn.Module:
-        settings = self._settings
-        wrapped = DistributedDataParallel(
-            loss,
-            # Without device_ids: inputs stay where they are, and borders of documents on the host.
-            bucket_cap_mb=settings.bucket_mb,
-            find_unused_parameters=settings.find_unused,
-            static_graph=settings.static_graph,
-            gradient_as_bucket_view=settings.bucket_view,
-        )
-        if settings.compress != OFF:
-            compress_gradients(wrapped, settings.compress)
-            self._say(f"[ddp] gradient compression enabled: {settings.compress}")
-        self._wrapped, self._is_warm = wrapped, False
-        return wrapped
-
-    def warm_up(self, backward: Callable[[], None]) -> None:
-        """DDP orders its buckets by the first backward pass, and sums in another order after it.
-
-        With this pass out of the way, the first update after a resume sums as any other does. A
-        static graph needs an exchange, too, before one can be left out.
-        """
-        if self._is_warm:
-            return
-        assert self._wrapped is not None, "wrap() comes first"
-        self._is_warm = True
-        backward()
-        self._wrapped.zero_grad(set_to_none=True)
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        assert self._wrapped is not None, "wrap() comes first"
-        return cast(
-            "AbstractContextManager[None]", nullcontext() if last else self._wrapped.no_sync()
-        )
 
     def share(self, loss: Tensor) -> Tensor:
         losses = torch.zeros(self.world_size, device=loss.device)
@@ -212,6 +174,51 @@ class Ddp(Alone):
         values = torch.tensor(numbers)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return cast("list[int]", values.tolist())
+
+
+class Ddp(Group):
+    """Every rank has a copy of the model, and the gradients are averaged."""
+
+    _wrapped: DistributedDataParallel | None = None
+    _is_warm = False
+
+    def adapt(self, cfg: Config) -> Config:
+        return adapt_config(cfg, self._say)
+
+    def wrap(self, loss: nn.Module) -> nn.Module:
+        settings = read_settings()
+        wrapped = DistributedDataParallel(
+            loss,
+            # Without device_ids: inputs stay where they are, and borders of documents on the host.
+            bucket_cap_mb=settings.bucket_mb,
+            find_unused_parameters=settings.find_unused,
+            static_graph=settings.static_graph,
+            gradient_as_bucket_view=settings.bucket_view,
+        )
+        if settings.compress != OFF:
+            compress_gradients(wrapped, settings.compress)
+            self._say(f"[ddp] gradient compression enabled: {settings.compress}")
+        self._wrapped, self._is_warm = wrapped, False
+        return wrapped
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        """DDP orders its buckets by the first backward pass, and sums in another order after it.
+
+        With this pass out of the way, the first update after a resume sums as any other does. A
+        static graph needs an exchange, too, before one can be left out.
+        """
+        if self._is_warm:
+            return
+        assert self._wrapped is not None, "wrap() comes first"
+        self._is_warm = True
+        backward()
+        self._wrapped.zero_grad(set_to_none=True)
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        assert self._wrapped is not None, "wrap() comes first"
+        return cast(
+            "AbstractContextManager[None]", nullcontext() if last else self._wrapped.no_sync()
+        )
 
 
 def _exit_code(problem: Exception | None) -> int:

@@ -42,7 +42,9 @@ def evaluate(
 ) -> Evaluation:
     """Average over the first eval_batches * batch_size held-out rows, each at most once.
 
-    So many for each rank; a rank takes every world_size-th batch, and all get the same result.
+    So many for each rank; a rank takes every world_size-th batch, and all get the same result. All
+    do as many passes, because ranks that share a model out can only do them together: one without
+    rows left does its last for nothing.
     """
     rows, ranks = data.val, ranks or Alone()
     stride = ranks.world_size * train.batch_size
@@ -52,13 +54,16 @@ def evaluate(
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     num_bytes = 0
-    for position in range(ranks.rank * train.batch_size, num_rows, stride):
-        size = min(train.batch_size, num_rows - position)
-        batch = rows.batch(position, size)
-        num_bytes += _num_bytes(batch[:, 1:], data.tokenizer)
+    for first in range(0, num_rows, stride):
+        position = first + ranks.rank * train.batch_size
+        size = max(min(train.batch_size, num_rows - position), 0)
+        batch = rows.batch(position, size) if size else rows.batch(0, 1)
+        if size:
+            num_bytes += _num_bytes(batch[:, 1:], data.tokenizer)
         on_device = batch.to(runtime.device)
         loss = next_token_loss(model, on_device, runtime, bounds=data.bounds(batch))
-        total += loss.double() * size
+        if size:
+            total += loss.double() * size
     model.train(was_training)
     loss_sum, all_bytes = ranks.total(total, num_bytes)
     return Evaluation(loss_sum / num_rows, num_rows * train.seq_len, int(all_bytes))

@@ -15,7 +15,7 @@ from nsa.config.env import read
 from nsa.data import Data, DataError, Loader, Rows, SourceLost, open_data, within
 from nsa.data.loader import PATIENCE_S
 from nsa.telemetry import Heartbeat
-from nsa.train import checkpoint
+from nsa.train import shelf
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed
 from nsa.train.ranks import Alone
 from nsa.train.runtime import Runtime
@@ -116,10 +116,10 @@ def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iter
 def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -> Config:
     """The same run on random tokens; raise the error again where that would do harm."""
     folder = Path(cfg.train.out_dir)
-    if steps := checkpoint.steps_of(folder):
+    if saved := shelf.paths_of(folder):
         raise LoaderFailed(
             f"{error}; --synthetic-on-fail was not obeyed: {folder} has a checkpoint of step "
-            f"{steps[0]}, and a run on random tokens would put it aside",
+            f"{shelf.step_of(saved[0])}, and a run on random tokens would put it aside",
             started=False,
             exit_code=error.exit_code,
         ) from error

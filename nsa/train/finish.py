@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from nsa.data import Tokenizer
 from nsa.model import TinyLM
 from nsa.telemetry import Metrics, PlotUnavailable, draw_loss_curve, write_sample
@@ -20,12 +22,17 @@ Sampler = Callable[[TinyLM, Tokenizer, int], str]
 """Lets a model write: (model, tokenizer, seed) -> text. nsa.generate.sample_text is one."""
 
 
-def finish(trainer: Trainer, sampler: Sampler | None, model_path: Path) -> list[Path]:
-    """Write what a finished run has to show, and return all files but the checkpoints."""
+def finish(
+    trainer: Trainer, model: TinyLM, sampler: Sampler | None, model_path: Path
+) -> list[Path]:
+    """Write what a finished run has to show, and return all files but the checkpoints.
+
+    `model` is the whole one, where ranks have shared out that of the trainer.
+    """
     log, say = trainer.log, trainer.log.progress.say
     files = [path for path in (log.training.path, log.val.path) if path is not None]
     try:
-        files.append(save_model(model_path, trainer.model, trainer.cfg))
+        files.append(save_model(model_path, model, trainer.cfg))
     except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrainError(
@@ -40,13 +47,24 @@ def finish(trainer: Trainer, sampler: Sampler | None, model_path: Path) -> list[
     except PlotUnavailable as missing:
         say(f"[done] no loss curve: {missing}")
     if sampler is not None:
-        text = sampler(trainer.model, trainer.data.tokenizer, trainer.cfg.train.seed)
-        with best_effort(trainer.folder / SAMPLE):
-            files.append(write_sample(trainer.folder, text))
-        say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
+        files += _sample(trainer, model, sampler)
     log.metrics.status = "finished"
     files.append(log.write())
     return files
+
+
+def _sample(trainer: Trainer, model: TinyLM, sampler: Sampler) -> list[Path]:
+    """Let the model write; one that ranks had to share out may be too large for that here."""
+    say, device = trainer.log.progress.say, trainer.runtime.device
+    try:
+        text = sampler(model.to(device), trainer.data.tokenizer, trainer.cfg.train.seed)
+    except torch.OutOfMemoryError:
+        say(f"[done] no sample: the whole model does not fit {device}")
+        return []
+    say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
+    with best_effort(trainer.folder / SAMPLE):
+        return [write_sample(trainer.folder, text)]
+    return []
 
 
 def summarize(metrics: Metrics, files: Sequence[Path]) -> str:

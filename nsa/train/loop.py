@@ -151,7 +151,8 @@ class Trainer:
         """Start to write a checkpoint; pausing has made sure that all steps so far were finite."""
         with self.log.paused():
             self.log.vitals.entering(step, "save")
-            self.ranks.on_first(lambda: self.saver.save(capture(self, step)))
+            if self.ranks.saves:
+                self.saver.save(capture(self, step))
 
     @contextmanager
     def obeying(self, step: int) -> Iterator[None]:

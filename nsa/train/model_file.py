@@ -1,7 +1,7 @@
 """model.pt: the weights of a model with the config that builds it.
 
 Schema: a dict of `state_dict` (fp32 tensors on the CPU) and `cfg` (the resolved config as plain
-dicts). A checkpoint (checkpoint.py) has both, too, so a model can be loaded from either. All of it
+dicts). A checkpoint (shelf.py) has both, too, so a model can be loaded from either. All of it
 loads with `torch.load(..., weights_only=True)`.
 """
 
@@ -16,7 +16,7 @@ import torch
 from nsa.config import Config, Setting, build, to_container
 from nsa.model import TinyLM
 from nsa.telemetry.atomic import replacing
-from nsa.train import checkpoint
+from nsa.train import shelf
 
 NAME = "model.pt"
 
@@ -35,12 +35,10 @@ def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
 
 def find_model(path: Path) -> Path:
     """A file as it is; of a run folder its model.pt, or else its newest checkpoint."""
-    if not path.is_dir():
+    if not path.is_dir() or shelf.is_checkpoint(path):
         return path
-    steps = checkpoint.steps_of(path)
-    if (path / NAME).is_file() or not steps:
-        return path / NAME
-    return path / checkpoint.NAME.format(step=steps[0])
+    saved = shelf.paths_of(path)
+    return path / NAME if (path / NAME).is_file() or not saved else saved[0]
 
 
 def load_model(path: Path) -> tuple[TinyLM, Config]:
@@ -60,8 +58,8 @@ def load_model(path: Path) -> tuple[TinyLM, Config]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if checkpoint.PATTERN.fullmatch(path.name):
-        return checkpoint.read(path)
+    if shelf.is_checkpoint(path):
+        return shelf.read(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:

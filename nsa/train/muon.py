@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nsa.train.parts import cut, join, part
+
 MOMENTUM = 0.95
 RMS = 0.2
 """Of the entries of an update, before the learning rate."""
@@ -50,15 +52,18 @@ class Muon(Optimizer):
                 self._update(list(same), group["lr"], group["weight_decay"])
 
     def _update(self, params: list[Tensor], lr: float, weight_decay: float) -> None:
-        gradients = [p.grad for p in params if p.grad is not None]
-        kept = [self._momentum(p) for p in params]
+        """Ranks that share matrices out update their parts; to be orthogonal takes whole ones."""
+        gradients = [part(p.grad) for p in params if p.grad is not None]
+        kept, held = [part(self._momentum(p)) for p in params], [part(p) for p in params]
         momenta = torch._foreach_lerp(kept, gradients, 1 - MOMENTUM)
         ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's
-        updates = orthogonalize(torch.stack(list(ahead)))
+        joined = [join(x, p) for x, p in zip(ahead, params, strict=True)]
+        updates = orthogonalize(torch.stack(joined)).to(params[0].dtype)
+        mine = [cut(x, p) for x, p in zip(updates, params, strict=True)]
         rate = lr * RMS * math.sqrt(max(params[0].shape))
-        news = torch._foreach_mul(params, 1 - lr * weight_decay)
-        torch._foreach_add_(news, list(updates.to(params[0].dtype)), alpha=-rate)
-        for old, new in zip([*params, *kept], [*news, *momenta], strict=True):
+        news = torch._foreach_mul(held, 1 - lr * weight_decay)
+        torch._foreach_add_(news, mine, alpha=-rate)
+        for old, new in zip([*held, *kept], [*news, *momenta], strict=True):
             old.copy_(new if self.skip is None else torch.where(self.skip > 0, old, new))
 
     def _momentum(self, parameter: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from nsa.config import TrainConfig
 from nsa.train.muon import Muon
+from nsa.train.parts import whole
 
 OWN = ("lr", "capturable")
 """Settings of a group that a checkpoint does not decide."""
@@ -117,8 +118,14 @@ def not_finite(loss: Tensor, norm: Tensor) -> Tensor:  # [] fp32, 0 or 1
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:  # [] fp32
-    """Scale the gradients down to `max_norm`, 0 for never, and return their norm before that."""
-    return nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+    """Scale the gradients down to `max_norm`, 0 for never, and return their norm before that.
+
+    Where ranks hold parts of them, it is the norm of the whole, and the same on every rank.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = whole(nn.utils.get_total_norm(gradients))
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm or float("inf"), norm)
+    return norm
 
 
 def _by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -12,27 +12,36 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_le
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from nsa.config import Config
+from nsa.config import Config, ConfigError
 from nsa.config.env import raw, read, set_default
-from nsa.train.ddp import Ddp
+from nsa.train.ddp import Ddp, Group
 from nsa.train.errors import RunRefused
+from nsa.train.fsdp import Fsdp
 from nsa.train.ranks import AUTO, OFF, Alone
 
 
 @contextlib.contextmanager
 def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[Alone]:
     """The ranks of a run, while it lasts; `ddp` is a value of --ddp."""
-    world_size = read("WORLD_SIZE")
+    world_size, strategy = read("WORLD_SIZE"), cfg.runtime.strategy
+    launched = raw("RANK") is not None and raw("MASTER_ADDR") is not None
+    if strategy != "auto" and (ddp == OFF or not launched):
+        raise ConfigError(
+            f"runtime.strategy={strategy} in one process (--ddp {ddp}, RANK or MASTER_ADDR not "
+            "set): it is for many ranks; use torchrun --nproc_per_node=N, or "
+            "runtime.strategy=auto, which is no more than one process here",
+            key="runtime.strategy",
+        )
     if ddp == OFF and world_size > 1:
         raise RunRefused(
             f"--ddp 0 with WORLD_SIZE={world_size}: {world_size} runs would write into one folder; "
             "start it without torchrun, or with --ddp -1 or 1"
         )
-    if ddp == OFF or (ddp == AUTO and world_size <= 1):
+    if ddp == OFF or (ddp == AUTO and strategy == "auto" and world_size <= 1):
         with Alone() as alone:
             yield alone
         return
-    if raw("RANK") is None or raw("MASTER_ADDR") is None:
+    if not launched:
         raise RunRefused(
             f"--ddp {ddp} with WORLD_SIZE={world_size}, and RANK or MASTER_ADDR not set: many "
             "ranks need a launcher; use torchrun --nproc_per_node=N, or --ddp 0 for one process"
@@ -42,7 +51,7 @@ def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[Al
 
 
 @contextlib.contextmanager
-def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Ddp]:
+def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
     translate_old_names()
     rank, world_size, minutes = read("RANK"), read("WORLD_SIZE"), read("NSA_PG_TIMEOUT_MIN")
     if minutes <= 0:
@@ -68,7 +77,8 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Ddp]:
         )
         control = dist.new_group(backend="gloo", timeout=timeout) if backend != "gloo" else None
         gpu = f"cuda:{torch.cuda.current_device()}" if cuda else None
-        with Ddp(rank, world_size, store, control, gpu, 60.0 * minutes, say_first) as ranks:
+        kind = Fsdp if cfg.runtime.strategy == "fsdp" else Ddp
+        with kind(rank, world_size, store, control, gpu, 60.0 * minutes, say_first) as ranks:
             yield ranks
     finally:
         dist.destroy_process_group()

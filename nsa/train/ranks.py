@@ -1,14 +1,15 @@
 """How many processes train together, and what they do together: the strategy of a run.
 
 `Alone` is one process, and the interface of all strategies; `Ddp` (ddp.py) is many with a copy of
-the model each. The loop calls the methods at the same places in either case, so nothing in it asks
-how many ranks there are.
+the model each, `Fsdp` (fsdp.py) many that share one out. The loop calls the methods at the same
+places in every case, so nothing in it asks how many ranks there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -16,8 +17,12 @@ from torch import Tensor, nn
 
 from nsa.config import Config, RuntimeConfig
 from nsa.config.env import read
+from nsa.model import TinyLM
+from nsa.train import checkpoint, shelf
+from nsa.train.checkpoint import Content
 
 if TYPE_CHECKING:
+    from nsa.train.runtime import Runtime
     from nsa.train.stop import Stop
 
 AUTO, OFF, ON = -1, 0, 1
@@ -67,6 +72,10 @@ class Alone:
     def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
         """Raise RunRefused where the ranks are about to train different things."""
 
+    def bring(self, model: TinyLM, runtime: Runtime) -> TinyLM:
+        """A new model on its device: all of it, or the part of this rank."""
+        return model.to(runtime.device)
+
     def wrap(self, loss: nn.Module) -> nn.Module:
         """Let the backward pass of a loss give every rank the mean gradient."""
         return loss
@@ -102,6 +111,28 @@ class Alone:
     def asked(self, stop: Stop, *, last: bool = False) -> str:
         """Who wants the run to stop after this step, maybe the last; the same on every rank."""
         return stop.requested()
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank takes part in the writing of a checkpoint."""
+        return self.is_first
+
+    def write_checkpoint(self, folder: Path, content: Content) -> Path:
+        """Write a captured state; in a thread of its own, on all ranks that take part."""
+        return checkpoint.write(folder, content)
+
+    def load_checkpoint(self, path: Path, content: Content) -> Content:
+        """What shelf.peek has found, with its tensors as this rank trains them."""
+        return shelf.fill(path, content)
+
+    def weights(self, model: TinyLM) -> dict[str, Tensor]:
+        """The whole weights on the host for the first rank; nothing for the others."""
+        state = model.state_dict() if self.is_first else {}
+        return {name: x.detach().cpu() for name, x in state.items()}
+
+    def whole(self, model: TinyLM, cfg: Config) -> TinyLM:
+        """The model of the config as one process has it; others than the first keep theirs."""
+        return model
 
     def from_first(self, make: Callable[[], str | None]) -> str:
         """What the first rank makes, empty for nothing; where that fails, no rank goes on."""

@@ -15,7 +15,7 @@ from nsa.config import Config, to_container
 from nsa.data import Data
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.metrics import read_metrics
-from nsa.train import checkpoint
+from nsa.train import shelf
 from nsa.train.checkpoint import BadCheckpoint, Content
 from nsa.train.ranks import Alone
 from nsa.train.spikes import ACTING
@@ -33,7 +33,7 @@ Identity = dict[str, str]
 
 
 class Start(NamedTuple):
-    """A checkpoint to go on from."""
+    """A checkpoint to go on from; shelf.peek says what of its content is there already."""
 
     path: Path
     content: Content
@@ -85,7 +85,9 @@ def find_start_together(
         return str(found.path) if found else ""
 
     path = ranks.from_first(look)
-    return found if ranks.is_first or not path else Start(Path(path), checkpoint.read(Path(path)))
+    if ranks.is_first or not path:
+        return found
+    return Start(Path(path), shelf.peek(Path(path), verified=True))
 
 
 def find_start(
@@ -117,16 +119,15 @@ def find_start(
 
 
 def _named(path: Path, identity: Identity, steps: int) -> Start:
-    content = checkpoint.read(path)
+    content = shelf.peek(path)
     _refuse(path, _differences(content["identity"], identity), content["step"], steps)
     return Start(path, content)
 
 
 def _newest_good(folder: Path, say: Callable[[str], None]) -> Start | None:
-    for step in checkpoint.steps_of(folder):
-        path = folder / checkpoint.NAME.format(step=step)
+    for path in shelf.paths_of(folder):
         try:
-            return Start(path, checkpoint.read(path))
+            return Start(path, shelf.peek(path))
         except BadCheckpoint as error:
             say(f"[resume] passed over: {error}")
     return None

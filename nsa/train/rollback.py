@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from nsa.train import checkpoint
+from nsa.train import shelf
 from nsa.train.checkpoint import BadCheckpoint
 from nsa.train.errors import LossSpike, TrainError
 from nsa.train.ranks import Alone, mark_shared
@@ -61,21 +61,21 @@ def find_rollback(
     found = ranks.from_first(lambda: str(_newest_before(folder, step) or ""))
     if not found:
         return None
-    path = folder / checkpoint.NAME.format(step=found)
-    return Rollback(path=path, jumped=jumped + step - int(found), spikes=spikes)
+    path = Path(found)
+    return Rollback(path=path, jumped=jumped + step - shelf.step_of(path), spikes=spikes)
 
 
-def _newest_before(folder: Path, step: int) -> int | None:
-    """The step of the newest good checkpoint before `step`; None where there is none yet."""
-    for found in checkpoint.steps_of(folder):
-        if found < step and _is_good(folder / checkpoint.NAME.format(step=found)):
-            return found
+def _newest_before(folder: Path, step: int) -> Path | None:
+    """The newest good checkpoint before `step`; None where there is none yet."""
+    for path in shelf.paths_of(folder):
+        if shelf.step_of(path) < step and _is_good(path):
+            return path
     return None
 
 
 def _is_good(path: Path) -> bool:
     try:
-        checkpoint.verify(path)
+        shelf.verify(path)
     except BadCheckpoint:
         return False
     return True

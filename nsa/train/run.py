@@ -150,7 +150,7 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     data = data._replace(train=loader)
     identity = identity_of(cfg, data, ranks.world_size)
     ranks.check_same(partial(fingerprint_of_rank, cfg, identity, runtime, ranks.world_size))
-    model = build_model(cfg, data.tokenizer.vocab, runtime)
+    model = build_model(cfg, data.tokenizer.vocab, runtime, ranks)
     step = build_step(cfg, model, runtime, ranks=ranks)
     metrics = _new_metrics(cfg, model, runtime, job, fallback)
 
@@ -181,13 +181,13 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 step=step,
                 data=data,
                 log=log,
-                saver=new_saver(folder.path, cfg.train, progress.say),
+                saver=new_saver(folder.path, cfg.train, progress.say, ranks),
                 stop=stop,
                 identity=identity,
                 folder=folder.path,
             )
             if start is not None:
-                restore(trainer, start.content)
+                restore(trainer, start)
                 metrics.resumed_at = done
                 if back is not None:
                     trainer.spikes.jumped, metrics.spikes = back.jumped, back.spikes
@@ -201,7 +201,9 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                     place = (done, trainer.positions(done + 1)[0])
                     fetch_first(loader, cfg, *place, job.loader, opened_s, vitals, progress.say)
                 files += trainer.train(steps, done)
-    files += ranks.on_first(finish, trainer, job.sampler, job.model_path or path / MODEL) or []
+    model = ranks.whole(model, cfg)
+    model_path = job.model_path or path / MODEL
+    files += ranks.on_first(finish, trainer, model, job.sampler, model_path) or []
     progress.say(summarize(metrics, files))
     return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
 

@@ -9,17 +9,28 @@ from pathlib import Path
 
 from nsa.config import TrainConfig
 from nsa.telemetry.atomic import replacing
-from nsa.train import checkpoint
+from nsa.train import checkpoint, sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint, Content
+from nsa.train.ranks import Alone
 
 
 class Saver:
-    """Writes one checkpoint at a time; a second one waits for the first."""
+    """Writes one checkpoint at a time; a second one waits for the first.
+
+    All ranks that take part do so in the same order; the first one also copies and removes.
+    """
 
     def __init__(
-        self, folder: Path, *, keep: int, backup: Path | None, say: Callable[[str], None]
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        backup: Path | None,
+        say: Callable[[str], None],
+        ranks: Alone | None = None,
     ) -> None:
         self.folder, self.written = folder, list[Path]()
+        self._ranks = ranks or Alone()
         self._keep, self._backup, self._say = keep, backup, say
         self._thread: threading.Thread | None = None
         self._problems: list[str] = []
@@ -46,41 +57,55 @@ class Saver:
         return not self._failed
 
     def _write(self, content: Content) -> None:
-        name = checkpoint.NAME.format(step=content["step"])
+        name = f"checkpoint_step{content['step']}"
         self._failed = True
         try:
-            path = checkpoint.write(self.folder, content)
+            path = self._ranks.write_checkpoint(self.folder, content)
             self._failed = False
-            self.written.append(path)
-            for old in checkpoint.remove_old(self.folder, self._keep):
-                if old in self.written:
-                    self.written.remove(old)
+            if self._ranks.is_first:
+                self._tidy(path)
         except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
             self._problems.append(f"{name} in {self.folder}: not written: {_first_line(error)}")
-        if self._backup is None or self._failed:
+        if self._backup is None or self._failed or not self._ranks.is_first:
             return
         try:
             back_up(path, self._backup)
         except (OSError, BadCheckpoint) as error:
-            self._problems.append(f"{name}: no copy in {self._backup}: {_first_line(error)}")
+            self._problems.append(f"{path.name}: no copy in {self._backup}: {_first_line(error)}")
+
+    def _tidy(self, path: Path) -> None:
+        """Remove what the new checkpoint replaces, and those that are too old."""
+        self.written.append(path)
+        replaced = [p for p in shelf.paths_of(self.folder) if p != path]
+        for twin in (p for p in replaced if shelf.step_of(p) == shelf.step_of(path)):
+            shelf.remove(twin)
+        removed = shelf.remove_old(self.folder, self._keep)
+        self.written = [p for p in self.written if p not in removed]
 
 
-def new_saver(folder: Path, train: TrainConfig, say: Callable[[str], None]) -> Saver:
+def new_saver(
+    folder: Path, train: TrainConfig, say: Callable[[str], None], ranks: Alone | None = None
+) -> Saver:
     """The saver that a config asks for."""
     backup = Path(train.backup_dir) if train.backup_dir else None
-    return Saver(folder, keep=train.keep_last, backup=backup, say=say)
+    if ranks is None or ranks.is_first:
+        sharded.remove_leftovers(folder)
+    return Saver(folder, keep=train.keep_last, backup=backup, say=say, ranks=ranks)
 
 
 def back_up(path: Path, folder: Path) -> Path:
     """Copy a checkpoint and its manifest elsewhere, and hold the copy to the manifest."""
-    checkpoint.verify(path)
+    shelf.verify(path)
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / path.name
-    with replacing(copy) as temporary:
-        shutil.copyfile(path, temporary)
-    with replacing(checkpoint.manifest_path(copy)) as temporary:
-        shutil.copyfile(checkpoint.manifest_path(path), temporary)
-    checkpoint.verify(copy)
+    if path.is_dir():
+        sharded.copy(path, copy)
+    else:
+        with replacing(copy) as temporary:
+            shutil.copyfile(path, temporary)
+        with replacing(checkpoint.manifest_path(copy)) as temporary:
+            shutil.copyfile(checkpoint.manifest_path(path), temporary)
+    shelf.verify(copy)
     return copy
 
 

@@ -6,14 +6,15 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from nsa.config import to_container
 from nsa.train.checkpoint import Content
+from nsa.train.nested import map_tensors
 from nsa.train.optimizer import load_optimizer
 
 if TYPE_CHECKING:
     from nsa.train.loop import Trainer
+    from nsa.train.resume import Start
 
 CARRIED = (
     *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
@@ -40,8 +41,9 @@ def capture(trainer: Trainer, step: int) -> Content:
     }
 
 
-def restore(trainer: Trainer, content: Content) -> None:
+def restore(trainer: Trainer, start: Start) -> None:
     """Put a trainer that was built from the same config into a captured state."""
+    content = trainer.ranks.load_checkpoint(start.path, start.content)
     trainer.model.load_state_dict(content["state_dict"], strict=True)
     load_optimizer(trainer.optimizer, content["optimizer"])
     if content["scaler"]:
@@ -71,11 +73,5 @@ def _rng_states() -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """The same containers, with copies of their tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(inner) for inner in value)
-    return value
+    """The same containers, with copies of their tensors on the CPU; of those in parts, the part."""
+    return map_tensors(value, lambda _, x: x.detach().to("cpu", copy=True))

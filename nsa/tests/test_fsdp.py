@@ -1,0 +1,259 @@
+"""Two real ranks that share a model out: they learn as one would, and resume any checkpoint."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.config import ConfigError
+from nsa.telemetry import VAL, ValRow, read_metrics, read_rows
+from nsa.telemetry.sentinels import read_anomaly
+from nsa.telemetry.size_files import read_dtypes
+from nsa.tests import launch
+from nsa.tests.conftest import REPOSITORY
+from nsa.tests.test_ranks import (
+    PLAIN,
+    ROUNDING,
+    alone,
+    config,
+    exit_codes,
+    last_steps,
+    losses,
+    weights,
+    write,
+)
+from nsa.train import load_model, sharded, shelf
+from nsa.train.ranks import OFF
+
+pytestmark = pytest.mark.dist
+
+FSDP = REPOSITORY / "scripts" / "train_showcase_fsdp.py"
+BATCH = ("train.batch_size=2", "train.accumulate_grad_batches=2")
+BF16_ROUNDING = 2e-3
+"""Relative; weights of norms are rounded, too, where blocks are gathered in bf16."""
+
+
+def equal(found: Path, expected: Path) -> bool:
+    """Whether two runs have learned the same, bit by bit."""
+    ours, theirs = weights(found), weights(expected)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Six updates of two ranks x two rows x two micro-batches, and what was printed."""
+    folder = tmp_path_factory.mktemp("fsdp") / "a"
+    code, printed = launch.launch("--config", write(folder, *BATCH), script=FSDP)
+    assert code == 0, printed
+    return folder / "run", printed
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same six updates of one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    alone(config(folder, "train.batch_size=4", "train.accumulate_grad_batches=2"))
+    return folder
+
+
+def test_a_shared_model_learns_what_one_process_learns(
+    shared_out: tuple[Path, str], one: Path
+) -> None:
+    folder, printed = shared_out
+    assert "[ddp] process group ready | backend=gloo world_size=2 timeout_min=1\n" in printed
+    assert printed.count("[fsdp] 2 blocks shared out over 2 ranks") == 1
+    assert losses(folder) == pytest.approx(losses(one), rel=ROUNDING)
+    found, expected = (read_rows(ValRow, f / VAL) for f in (folder, one))
+    assert [r.loss for r in found] == pytest.approx([r.loss for r in expected], rel=ROUNDING)
+    assert read_metrics(folder).num_params == read_metrics(one).num_params
+    assert [p.shape for p in read_dtypes(folder).parameters] == [
+        p.shape for p in read_dtypes(one).parameters
+    ]
+
+
+def test_the_model_file_is_whole_and_checkpoints_are_folders(
+    shared_out: tuple[Path, str], one: Path
+) -> None:
+    folder, _ = shared_out
+    model, _ = load_model(folder / "model.pt")
+    assert {n: x.shape for n, x in model.state_dict().items()} == {
+        n: x.shape for n, x in weights(one).items()
+    }
+    assert [path.name for path in shelf.paths_of(folder)] == [
+        "checkpoint_step6",
+        "checkpoint_step3",
+    ]
+    assert sorted(sharded.verify(folder / "checkpoint_step6").files) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "state.pt",
+    ]
+    saved, _ = load_model(folder / "checkpoint_step6")
+    assert all(torch.equal(x, weights(folder)[n]) for n, x in saved.state_dict().items())
+    assert not list(folder.glob(".*"))
+
+
+def test_the_same_ranks_go_on_bit_for_bit(shared_out: tuple[Path, str], tmp_path: Path) -> None:
+    start = shared_out[0] / "checkpoint_step3"
+    path = write(tmp_path / "b", *BATCH)
+    code, printed = launch.launch("--config", path, "--resume", start, script=FSDP)
+    assert code == 0, printed
+    resumed = tmp_path / "b" / "run"
+    assert losses(resumed) == {s: x for s, x in losses(shared_out[0]).items() if s > 3}
+    assert equal(resumed, shared_out[0])
+
+
+def test_ddp_goes_on_from_parts_and_fsdp_from_a_file(
+    shared_out: tuple[Path, str], tmp_path: Path
+) -> None:
+    """DDP reads the folder, and writes a file; from it FSDP does the last updates."""
+    folder = tmp_path / "c"
+    path = write(folder, *BATCH, "train.save_every=2")
+    start = shared_out[0] / "checkpoint_step3"
+    code, printed = launch.launch("--config", path, "--resume", start, "--steps", 5, **PLAIN)
+    assert code == 0, printed
+    assert (folder / "run" / "checkpoint_step4.pt").is_file()
+    code, printed = launch.launch("--config", path, "--resume", "latest", script=FSDP)
+    assert code == 0, printed
+    assert "checkpoint_step4.pt: 4 of 6 steps are done" in printed
+    expected = {s: x for s, x in losses(shared_out[0]).items() if s > 3}
+    assert losses(folder / "run") == pytest.approx(expected, rel=ROUNDING)
+    assert [path.name for path in shelf.paths_of(folder / "run")] == [
+        "checkpoint_step6",
+        "checkpoint_step4.pt",
+    ]
+
+
+def test_one_process_two_ranks_one_process(tmp_path: Path, one: Path) -> None:
+    """In between with a layer that recomputes, and other micro-batches."""
+    parts = tmp_path / "d"
+    path = write(
+        parts,
+        *("train.batch_size=1", "train.accumulate_grad_batches=4", "train.keep_last=1"),
+        *("runtime.gradient_checkpointing=true", "runtime.gc_layers=0:1"),
+    )
+    batch = ("train.batch_size=4", "train.accumulate_grad_batches=2")
+    alone(config(parts / "run", *batch, "train.save_every=2"), stop_after=2)
+    code, printed = launch.launch("--config", path, "--steps", 4, "--resume", "latest", script=FSDP)
+    assert code == 0, printed
+    assert "[train] gradient_checkpointing=on\n" in printed
+    # keep_last=1: the folder of step 3 has replaced the file of step 2.
+    assert [path.name for path in shelf.paths_of(parts / "run")] == ["checkpoint_step3"]
+    alone(config(parts / "run", *batch), resume="latest")
+    metrics = read_metrics(parts / "run")
+    assert (metrics.step, metrics.resumed_at, metrics.world_size) == (6, 3, 1)
+    assert losses(parts / "run") == pytest.approx(losses(one), rel=ROUNDING)
+
+
+def test_half_precision_keeps_fp32_weights(tmp_path: Path) -> None:
+    """Muon, too: its matrices are whole where they must be."""
+    settings = ("runtime.precision=bf16", "train.eval_every=0", "train.optimizer=muon")
+    code, printed = launch.launch("--config", write(tmp_path / "e", *settings), script=FSDP)
+    assert code == 0, printed
+    assert "blocks gathered in bf16, gradients summed in fp32" in printed
+    alone(config(tmp_path / "f", *settings, "train.batch_size=4"))
+    folder = tmp_path / "e" / "run"
+    assert losses(folder) == pytest.approx(losses(tmp_path / "f"), rel=BF16_ROUNDING)
+    content = shelf.read(folder / "checkpoint_step3")
+    tensors = content["state_dict"].values()
+    assert {x.dtype for x in tensors} == {torch.float32}
+    moments = content["optimizer"]["adamw"]["state"].values()
+    assert {s["exp_avg"].dtype for s in moments} == {torch.float32}
+
+
+def group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun would set for a single rank, on a port of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**values, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_one_rank_learns_what_one_process_learns_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With borders of documents, and a matrix that is used at both ends of the model."""
+    settings = ("model.tie_embeddings=true", "data.respect_documents=true")
+    alone(config(tmp_path / "alone", *settings))
+    group_of_one(monkeypatch)
+    alone(config(tmp_path / "ranks", *settings, "runtime.strategy=fsdp"))
+    assert losses(tmp_path / "ranks") == losses(tmp_path / "alone")
+    assert equal(tmp_path / "ranks", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("key", ["compile", "cuda_graph"])
+def test_what_cannot_gather_weights_is_refused(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group_of_one(monkeypatch)
+    with pytest.raises(ConfigError, match=f"runtime.{key}=true under FSDP.*strategy=ddp"):
+        alone(config(tmp_path, "runtime.strategy=fsdp", f"runtime.{key}=true"))
+
+
+def test_a_strategy_without_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="runtime.strategy=fsdp in one process.*use torchrun"):
+        alone(config(tmp_path, "runtime.strategy=fsdp"))
+    group_of_one(monkeypatch)
+    with pytest.raises(ConfigError, match="runtime.strategy=ddp in one process .--ddp 0"):
+        alone(config(tmp_path, "runtime.strategy=ddp"), ddp=OFF)
+
+
+def trouble(kind: str, folder: Path, *overrides: str) -> tuple[int, str]:
+    """Train with a trouble of launch.py on rank 1."""
+    path = write(folder, "runtime.strategy=fsdp", *overrides)
+    return launch.launch(kind, "--config", path, script=Path(launch.__file__))
+
+
+def test_nan_on_one_rank_leaves_the_whole_weights(tmp_path: Path) -> None:
+    code, printed = trouble("nan", tmp_path / "g")
+    folder = tmp_path / "g" / "run"
+    assert code == 1 and exit_codes(printed) == [10, 10], printed
+    assert printed.count("[FATAL] non-finite loss") == 1 and "(the loss of rank 1)" in printed
+    assert last_steps(folder)[0] == last_steps(folder)[1]
+    assert read_anomaly(folder) == "nan_loss"
+    left = next(folder.glob("anomaly_step?.pt"))
+    content = torch.load(left, weights_only=True)["state_dict"]
+    assert all(x.isfinite().all() for x in content.values())
+    assert content["embed.weight"].shape == (256, 16)
+
+
+def test_a_signal_to_one_rank_saves_together(tmp_path: Path) -> None:
+    code, printed = trouble("term", tmp_path / "h", "train.save_every=0")
+    folder = tmp_path / "h" / "run"
+    assert code == 0, printed
+    assert printed.count("stopped by SIGTERM after step 3") == 1
+    assert last_steps(folder) == [3, 3]
+    assert sharded.verify(folder / "checkpoint_step3").step == 3
+    assert read_metrics(folder).status == "halted"
+
+
+def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_of_all(tmp_path: Path) -> None:
+    code, printed = trouble("full", tmp_path / "i", "train.eval_every=0")
+    folder = tmp_path / "i" / "run"
+    assert code == 0, printed
+    for step in (3, 6):
+        problem = f"[checkpoint] checkpoint_step{step} in {folder}: not written: rank 1: "
+        assert printed.count(problem) == 1 and "File too large" in printed
+    assert not list(folder.glob("*checkpoint*"))
+    assert read_metrics(folder).status == "finished" and (folder / "model.pt").is_file()
+
+
+@pytest.mark.slow
+def test_a_spike_takes_all_ranks_back_to_the_same_parts(tmp_path: Path) -> None:
+    overrides = ("train.steps=10", "train.save_every=4", "train.eval_every=0")
+    spikes = ("train.spike_rule=rollback", "train.spike_window=8")
+    code, printed = trouble("spike", tmp_path / "j", *overrides, *spikes)
+    folder = tmp_path / "j" / "run"
+    assert code == 0, printed
+    assert printed.count("[spike] back to checkpoint_step8;") == 1
+    metrics = read_metrics(folder)
+    assert (metrics.status, metrics.step, metrics.spikes) == ("finished", 10, 1)
+    assert last_steps(folder) == [10, 10]
