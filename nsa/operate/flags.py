@@ -71,6 +71,8 @@ def add_handoff_flags(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE.tar.gz", help="default: <folder>-handoff.tar.gz, here")
     where = "launch record; default: the newest in train_runs/ that names the folder"
     add("--run-info", type=Path, metavar="FILE", help=where)
+    where = "folder of report.md and report.json; default: the run's, or the launch record's"
+    add("--report", type=Path, metavar="DIR", help=where)
     add("--verify", type=Path, metavar="FILE.tar.gz", help="check an archive; nothing is extracted")
 
 

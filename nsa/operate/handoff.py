@@ -36,7 +36,7 @@ def command(args: argparse.Namespace) -> int:
     if args.verify is not None:
         return verify(args.verify)
     out = args.out or Path(f"{args.folder.resolve().name}-handoff.tar.gz")
-    manifest = hand_over(args.folder, out, args.run_info)
+    manifest = hand_over(args.folder, out, args.run_info, args.report)
     for entry in manifest.files:
         hidden = f", {entry.redacted} secrets hidden" if entry.redacted else ""
         print(f"{entry.item:13} {entry.path} ({entry.bytes:,} bytes{hidden})")
@@ -46,7 +46,9 @@ def command(args: argparse.Namespace) -> int:
     return INCOMPLETE if manifest.missing else COMPLETE
 
 
-def hand_over(folder: Path, out: Path, run_info: Path | None = None) -> Manifest:
+def hand_over(
+    folder: Path, out: Path, run_info: Path | None = None, report: Path | None = None
+) -> Manifest:
     """Write the archive of a run folder to `out`, which must be new and outside of it."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
@@ -56,7 +58,7 @@ def hand_over(folder: Path, out: Path, run_info: Path | None = None) -> Manifest
         raise ValueError(f"{out} is inside the run folder, which is only read; use --out elsewhere")
     with ExitStack() as open_files:
         found = Collection(folder, open_files)
-        found.collect(run_info)
+        found.collect(run_info, report)
         known = {s for source in found.sources if source.is_text for s in _secrets(source)}
         staged = [_stage(source, known, open_files) for source in found.sources]
         manifest = Manifest(

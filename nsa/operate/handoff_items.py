@@ -17,9 +17,8 @@ from nsa.operate.redact import hide
 from nsa.operate.typed import require_types
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.metrics import Metrics, read_metrics
-from nsa.train.checkpoint import NAME as CHECKPOINT
-from nsa.train.checkpoint import BadCheckpoint, manifest_path, steps_of
-from nsa.train.checkpoint import verify as verify_checkpoint
+from nsa.train import shelf
+from nsa.train.checkpoint import BadCheckpoint, manifest_path
 
 LOGS = ("train.log", "production.log")
 REPORTS = ("report.md", "report.json")
@@ -46,7 +45,7 @@ class Collection:
         self.missing: list[Missing] = []
         self.metrics = read_metrics_if_plain(folder)
 
-    def collect(self, run_info: Path | None) -> None:
+    def collect(self, run_info: Path | None, report: Path | None) -> None:
         """Look for every item, in the order of the checklist."""
         info = run_info or find_run_info(self.folder)
         text = self._run_info(info)
@@ -55,7 +54,8 @@ class Collection:
         self._first("training_csv", [self.folder / "training.csv"])
         self._checkpoint()
         self._first("machine", [self.folder / "env.json"])
-        self._success()
+        places = [report] if report else [self.folder, *([info.parent] if info else [])]
+        self._success(places)
         self._altered(text)
         order = list(ITEMS)
         self.sources.sort(key=lambda source: (order.index(source.item), source.path))
@@ -80,31 +80,36 @@ class Collection:
 
     def _checkpoint(self) -> None:
         reasons = []
-        for step in steps_of(self.folder):
-            path = self.folder / CHECKPOINT.format(step=step)
+        for path in shelf.paths_of(self.folder):
             try:
                 if path.is_symlink():
                     raise BadCheckpoint(f"{path} is a link, which is not followed")
-                verify_checkpoint(path)
-                if where := secret_in_pickle(path):
-                    raise BadCheckpoint(f"{path} holds what looks like a secret ({where})")
+                shelf.verify(path)
+                files = sorted(path.iterdir()) if path.is_dir() else [path, manifest_path(path)]
+                for file in files:
+                    if where := secret_in(file):
+                        raise BadCheckpoint(f"{file} holds what looks like a secret ({where})")
             except (BadCheckpoint, OSError) as error:
                 reasons.append(str(error))
                 continue
-            self._add("checkpoint", path, path.name, is_text=False)
-            self._add("checkpoint", manifest_path(path), manifest_path(path).name, is_text=False)
+            for file in files:
+                name = str(file.relative_to(self.folder))
+                self._add("checkpoint", file, name, is_text=False)
             break
         else:
             reasons.append(f"{self.folder} has no checkpoint that can be handed over")
         if reasons:
             self._miss("checkpoint", "; ".join(reasons))
 
-    def _success(self) -> None:
-        there = [name for name in REPORTS if (self.folder / name).exists()]
-        for name in there:
-            self._add("success", self.folder / name, name)
-        if not there:
-            self._miss("success", f"no report in {self.folder}; write it with nsa report")
+    def _success(self, places: list[Path]) -> None:
+        for place in places:
+            there = [name for name in REPORTS if (place / name).exists()]
+            for name in there:
+                self._add("success", place / name, name)
+            if there:
+                return
+        looked = " or ".join(map(str, places))
+        self._miss("success", f"no report in {looked}; nsa report --out DIR, then --report DIR")
 
     def _altered(self, run_info: str) -> None:
         self._first("altered", [self.folder / "config.yaml"])
@@ -165,15 +170,20 @@ def altered_files(run_info: str) -> list[str]:
     return sorted(set(found))
 
 
-def secret_in_pickle(path: Path) -> str:
-    """What in a checkpoint, tensors aside, looks like a secret; an empty text if nothing does."""
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith("data.pkl"):
-                for text in re.findall(rb"[\x20-\x7e]{8,}", archive.read(name)):
-                    shown, count = hide(text.decode())
-                    if count:
-                        return f"{name}: {shown[:80]}"
+def secret_in(path: Path) -> str:
+    """What in a file of a checkpoint looks like a secret; tensors are not looked at."""
+    if path.suffix == ".distcp":
+        return ""
+    if path.suffix == ".pt":
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            contents = [archive.read(name) for name in names]
+    else:
+        contents = [path.read_bytes()]
+    for text in (t for content in contents for t in re.findall(rb"[\x20-\x7e]{8,}", content)):
+        shown, count = hide(text.decode())
+        if count:
+            return shown[:80]
     return ""
 
 

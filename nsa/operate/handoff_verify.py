@@ -25,7 +25,7 @@ from nsa.operate.text import printable
 GOOD, BAD = 0, 1
 LARGEST_MANIFEST = 1 << 20
 CHUNK = 1 << 20
-BINARY = (".pt",)
+BINARY = (".pt", ".distcp", ".metadata")
 
 
 def verify(path: Path) -> int:

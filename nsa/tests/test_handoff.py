@@ -11,6 +11,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,40 @@ def test_what_is_missing_is_named_and_the_exit_code_says_so(
     assert [*members(out)] == ["handoff/manifest.json"]
     assert main(["handoff", "--verify", str(out)]) == 0
     assert "missing when it was written: run_info" in capsys.readouterr().out
+
+
+def test_a_checkpoint_in_parts_is_handed_over_whole(run_folder: Path, tmp_path: Path) -> None:
+    """A folder as a run in parts writes it, here by hand: manifest.json has the other files."""
+    folder = run_folder / "checkpoint_step9"
+    folder.mkdir()
+    files = {"__0_0.distcp": b"hf_tensors00000000000000001", ".metadata": b"\x80parts"}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    torch.save({"cfg": {}}, folder / "state.pt")
+    prints: dict[str, dict[str, Any]] = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in folder.iterdir()
+    }
+    total = sum(entry["bytes"] for entry in prints.values())
+    manifest = {"version": 1, "step": 9, "bytes": total, "files": prints}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    hand_over(run_folder, tmp_path / "h.tar.gz")
+    names = [name for name in members(tmp_path / "h.tar.gz") if "checkpoint" in name]
+    assert names == [
+        f"handoff/checkpoint_step9/{name}"
+        for name in (".metadata", "__0_0.distcp", "manifest.json", "state.pt")
+    ]
+    assert examine(tmp_path / "h.tar.gz")[1] == []
+
+
+def test_the_report_may_lie_elsewhere(run_folder: Path, tmp_path: Path) -> None:
+    (run_folder / "report.md").rename(tmp_path / "report.md")
+    manifest = hand_over(run_folder, tmp_path / "a.tar.gz")
+    assert [lost.item for lost in manifest.missing] == ["success"]
+    assert not hand_over(run_folder, tmp_path / "b.tar.gz", report=tmp_path).missing
 
 
 def test_links_and_pipes_are_not_followed(run_folder: Path, tmp_path: Path) -> None:

@@ -36,8 +36,6 @@ SURFACE = load()
 COMMANDS = commands()
 PENDING = set(SURFACE["pending"])
 RUNBOOKS = sorted((REPOSITORY / "docs" / "runbooks").glob("*.md"))
-OF_THE_REHEARSAL = {"NSA_PHASE_STEPS", "MIN_GPUS", "STEPS", "REQUIREMENTS", "EXTRAS", "VENV"}
-"""Variables of scripts that are pending; they go from here when those are there."""
 OTHERS = {
     *(
         "tail",
@@ -129,7 +127,7 @@ def test_parts_of_a_command_exist(place: str) -> None:
 
 @pytest.mark.parametrize("place", TEXTS)
 def test_variables_of_a_command_are_known(place: str) -> None:
-    assert {*variables_of(TEXTS[place])} - TABLE.keys() - OF_THE_REHEARSAL == set()
+    assert {*variables_of(TEXTS[place])} - TABLE.keys() == set()
 
 
 @pytest.mark.parametrize("place", TEXTS)
@@ -284,7 +282,7 @@ def test_there_are_runbooks_for_everybody() -> None:
 def test_what_runbooks_name_exists(path: Path) -> None:
     """Variables, config keys, files of the repository and links, wherever in the text they are."""
     text = path.read_text(encoding="utf-8")
-    assert {*re.findall(r"\bNSA_[A-Z0-9_]+\b", text)} <= TABLE.keys() | OF_THE_REHEARSAL
+    assert {*re.findall(r"\bNSA_[A-Z0-9_]+\b", text)} <= TABLE.keys()
     dotted = {*re.findall(r"`((?:model|nsa|train|data|runtime)\.[a-z_]+)(?:[ =][^`]*)?`", text)}
     assert dotted - {"model.pt", "train.log"} <= {*known_keys()}
     for name in re.findall(r"\b(?:configs|scripts|bench)/[\w/.-]+\.\w+", text):
