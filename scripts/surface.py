@@ -31,6 +31,7 @@ class Command:
     rehearse: str = ""
     because: str = ""
     sizes: dict[str, str] = field(default_factory=dict)
+    flags: str = ""
     env: dict[str, str] = field(default_factory=dict)
     exit: int = 0
     prints: list[str] = field(default_factory=list)
@@ -38,7 +39,7 @@ class Command:
     until_s: float = 0.0
     device: bool = False
     lane: int = 0
-    limit_s: float = 120.0
+    limit_s: float = 180.0
 
     @property
     def rehearsed(self) -> str:
@@ -48,7 +49,7 @@ class Command:
             if old not in text:
                 raise ValueError(f"{FILE.name}, {self.id}: {old!r} is not in the command")
             text = text.replace(old, new)
-        return text
+        return re.sub(r"(scripts/\w+\.sh)", rf"\1 {self.flags}", text) if self.flags else text
 
 
 @cache
