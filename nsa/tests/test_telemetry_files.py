@@ -67,6 +67,8 @@ from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.tracker import Tracked, write_tracked
 from nsa.tests.gpu import on_gpu
 from nsa.train import checkpoint, sharded
+from scripts.rehearsal_report import Rehearsal
+from scripts.rehearsal_report import Row as RehearsedRow
 
 PAGES = REPOSITORY / "docs" / "schemas"
 SUMMARY: dict[str, Any] = {
@@ -715,6 +717,9 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "handoff.md": {
             *(f.name for kind in (Manifest, Entry, Missing) for f in dataclasses.fields(kind)),
             *handoff_manifest.ITEMS,
+        },
+        "rehearsal.md": {
+            *(f.name for kind in (Rehearsal, RehearsedRow) for f in dataclasses.fields(kind)),
         },
         "triage.md": {
             *(f.name for kind in (Triage, Outcome) for f in dataclasses.fields(kind)),
