@@ -57,10 +57,11 @@ def _smaller(path: Path, tree: Path) -> dict[str, Any]:
         for key, value in values.items():
             if given is None or (key not in given and path.name != "base.yaml"):
                 continue
-            if given.get(key) != 0:  # what is off stays off
-                given[key] = value
-    if content.get("data", {}).get("tokenizer") == "gpt2":  # from the network, or from here
-        content["data"]["tokenizer_path"] = str(tree / "gpt2")
+            given[key] = min(given.get(key, value), value)  # what is off stays off
+    if content.get("data", {}).get("tokenizer") == "gpt2":
+        content["data"]["tokenizer_path"] = str(tree / "gpt2")  # it would come from the network
+        # A CPU without bf16 needs minutes for one step with this vocabulary.
+        content.setdefault("runtime", {})["precision"] = "fp32"
     return content
 
 

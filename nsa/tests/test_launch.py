@@ -47,7 +47,7 @@ def trainers(folder: Path) -> list[int]:
 
 def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(tmp_path: Path) -> None:
     write_tiny(tmp_path)
-    arguments = ("--profile", "production", "--phases", "0,1,3", "--phase-steps", "1,4,,")
+    arguments = ("--profile", "production", "--phases", "0,1,3", "--phase-steps", "1,8,,")
     code, printed = finish(start_launch(*arguments, cwd=tmp_path))
     assert code == 0, printed
     found = re.findall(r"^\[launch\] phase (\w): (GO|NO-GO)", printed, re.MULTILINE)
@@ -55,11 +55,11 @@ def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(tmp_path:
     for line in ("Config: tiny.yaml", "Dataset: shakespeare", "NP: 1"):
         assert f"\n{line}\n" in printed
     steps = [read_metrics(tmp_path / "run" / name).step for name in ("phase0", "phase1", ".")]
-    assert steps == [1, 4, 6]
+    assert steps == [1, 8, 12]
     logs = [tmp_path / "run" / "production.log", tmp_path / "artifacts/production_50k_FINAL.log"]
     logs.append(records(tmp_path) / "train.log")
     for log in logs:
-        assert "step 0006 | loss" in log.read_text(encoding="utf-8"), log
+        assert "step 0012 | loss" in log.read_text(encoding="utf-8"), log
     launched = info(tmp_path)
     assert (launched.exit_code, launched.ranks, launched.config) == (0, 1, "tiny.yaml")
     assert launched.notes[-1].startswith("[done]")
@@ -75,7 +75,7 @@ def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(tmp_path:
 def test_a_phase_that_fails_ends_the_launch(tmp_path: Path) -> None:
     """The rate is so high that the loss is not finite in the second step."""
     write_tiny(tmp_path, "train.lr=1e30", "train.grad_clip=0")
-    process = start_launch("--phases", "1,3", "--phase-steps", ",4,,", cwd=tmp_path)
+    process = start_launch("--phases", "1,3", "--phase-steps", ",8,,", cwd=tmp_path)
     code, printed = finish(process)
     assert code == 10, printed
     assert "[launch] phase 1: NO-GO: the trainer ended with 10" in printed
@@ -166,7 +166,7 @@ def test_two_nodes_train_as_one(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = ("--phases", "1,3", "--phase-steps", ",4,,", "--where", "foreground")
+    arguments = ("--phases", "1,3", "--phase-steps", ",8,,", "--where", "foreground")
     nodes = [
         start_launch(
             *(*arguments, "--nnodes", 2, "--node-rank", rank),
@@ -195,7 +195,7 @@ def test_a_launch_in_tmux_has_the_environment_it_was_started_with(tmp_path: Path
     subprocess.run(["tmux", "new-session", "-d", "-s", "other", "sleep 600"], env=old, check=True)
     try:
         process = start_launch(
-            *("--phases", "1", "--phase-steps", ",3,,", "--where", "tmux", "--session", "mine"),
+            *("--phases", "1", "--phase-steps", ",8,,", "--where", "tmux", "--session", "mine"),
             cwd=tmp_path,
             NSA_LR="0.005",
             **socket_folder,
@@ -213,7 +213,7 @@ def test_a_launch_in_tmux_has_the_environment_it_was_started_with(tmp_path: Path
 
 def test_a_launch_in_the_background_outlives_its_start(tmp_path: Path) -> None:
     write_tiny(tmp_path)
-    arguments = ("--phases", "1", "--phase-steps", ",3,,", "--where", "background")
+    arguments = ("--phases", "1", "--phase-steps", ",8,,", "--where", "background")
     code, printed = finish(start_launch(*arguments, cwd=tmp_path))
     assert code == 0 and "in the background as process" in printed, printed
     wait_until(lambda: (records(tmp_path) / "run.info").exists(), None, "run.info")

@@ -138,7 +138,7 @@ def test_variables_of_the_launcher_become_flags(
         monkeypatch.setenv(name, value)
     made = plan("--profile", "production")
     assert made.ranks == 3 and str(made.out_dir) == "elsewhere"
-    assert [made.steps(phase) for phase in made.profile.phases] == [2, 6, 6, 4]
+    assert [made.steps(phase) for phase in made.profile.phases] == [2, 12, 12, 4]
     config = made.resolve(made.profile.phases[1])
     assert (config.data.dataset, config.data.local_path) == ("fineweb_edu_local", str(texts))
     synthetic = made.resolve(made.profile.phases[0])

@@ -63,6 +63,8 @@ from nsa.telemetry import (
 )
 from nsa.telemetry.alarms import Alarm, as_line
 from nsa.telemetry.heartbeat import BASE_FIELDS
+from nsa.telemetry.phase_file import PhaseVerdict
+from nsa.telemetry.run_info import RunInfo
 from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.tracker import Tracked, write_tracked
 from nsa.tests.gpu import on_gpu
@@ -709,6 +711,8 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "gate_collapse_details.md": {
             *json.loads(gate_details.write_gate_details(folder, last).read_text())
         },
+        "run_info.md": {*(field.name for field in dataclasses.fields(RunInfo))} - {"notes"},
+        "phase_json.md": {field.name for field in dataclasses.fields(PhaseVerdict)},
         "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
         "profiler_comparison.md": {
             *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),
