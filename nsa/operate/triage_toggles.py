@@ -40,14 +40,15 @@ BASELINE = Toggle(name="baseline", meaning="the run as it is")
 def matrix(config: Config, ranks: int, *, on_cuda: bool) -> list[Toggle]:
     """Every toggle that changes something for this run, in the order of the runbooks."""
     toggles = [*_telemetry(config), *_kernels(config)]
-    if ranks > 1:
+    is_ddp = ranks > 1 and config.runtime.strategy != "fsdp"
+    if is_ddp:
         toggles += EXCHANGE
     toggles += [SELECTION, *_memory(config, ranks)]
     if on_cuda:
         toggles.append(BLOCKING)
     if ranks > 1:
         toggles.append(ONE_PROCESS)
-    return toggles
+    return [*toggles, FSDP] if is_ddp else toggles
 
 
 def _telemetry(config: Config) -> list[Toggle]:
@@ -142,8 +143,14 @@ BLOCKING = Toggle(
 )
 ONE_PROCESS = Toggle(
     name="one_process",
-    meaning="that there are several ranks: the network between them, or DDP; FSDP is the other way",
+    meaning="that there are several ranks: the network between them, or DDP",
+    overrides=("runtime.strategy=auto",),  # any other is refused in one process
     ranks=1,
+)
+FSDP = Toggle(
+    name="fsdp",
+    meaning="DDP; several ranks as such are not the fault",
+    overrides=("runtime.strategy=fsdp",),
 )
 
 

@@ -131,8 +131,10 @@ def test_the_matrix_is_in_order_and_fits_the_run(tiny_config: Callable[..., Conf
     two = [toggle.name for toggle in matrix(tiny_config(), 2, on_cuda=True)]
     assert [name for name in two if name not in one] == [
         *("compress_off", "static_graph_off", "find_unused", "bucket_25", "bucket_50"),
-        *("safe_mode", "launch_blocking", "one_process"),
+        *("safe_mode", "launch_blocking", "one_process", "fsdp"),
     ]
+    sharded = matrix(tiny_config("runtime.strategy=fsdp"), 2, on_cuda=False)
+    assert [toggle.name for toggle in sharded] == [*one, "one_process"]
     cfg = tiny_config("data.dataset=synthetic", "runtime.gradient_checkpointing=true")
     names = [toggle.name for toggle in matrix(cfg, 1, on_cuda=False)]
     assert not {"synthetic_data", "gradient_checkpointing"} & {*names}
