@@ -10,7 +10,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format types layers mutants clean
+.PHONY: help train test lint format types layers mutants rehearse clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -37,6 +37,9 @@ layers: $(VENV)/.installed-dev  ## check that imports follow the layers of the p
 
 mutants: $(VENV)/.installed-dev  ## plant known bugs in turn and show that the tests catch each
 	$(PY) scripts/mutants.py
+
+rehearse: $(VENV)/.installed-dev  ## run every command of the runbooks for real, small, on the CPU
+	$(PY) scripts/rehearse.py
 
 clean:  ## remove the environment, build output and caches (what runs wrote under artifacts/ stays)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -20,9 +20,12 @@ from nsa.config.describe import (
 )
 from nsa.config.env import check_environment, in_effect, raw, read
 from nsa.operate.flags import (
+    add_handoff_flags,
+    add_launch_flags,
     add_monitor_flags,
     add_preflight_flags,
     add_report_flags,
+    add_triage_flags,
     add_watch_flags,
 )
 
@@ -30,6 +33,7 @@ from nsa.operate.flags import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; bad input is one line on stderr and exit code 2."""
     args = _parser().parse_args(argv)
+    args.arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code: int = args.command(args)
         sys.stdout.flush()
@@ -50,6 +54,12 @@ def entry() -> NoReturn:
     from nsa.data import end_process
 
     end_process(code)
+
+
+def subcommands() -> list[str]:
+    """Names of the commands, as in `nsa NAME`."""
+    (action,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return list(action.choices)
 
 
 def _parser() -> StrictParser:
@@ -97,6 +107,10 @@ def _parser() -> StrictParser:
     prove.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
     prove.add_argument("overrides", nargs="*", metavar="group.key=value")
     prove.set_defaults(command=_prove_resume)
+    text = "launch a run by a profile: phase by phase, each judged before the next"
+    launch = commands.add_parser("launch", help=text, description=text)
+    add_launch_flags(launch)
+    launch.set_defaults(command=_launch)
     text = "judge a run folder from outside, again and again, and stop a run that must be stopped"
     watch = commands.add_parser("watch", help=text, description=text)
     watch.add_argument("folder", type=Path, metavar="RUN_FOLDER")
@@ -106,6 +120,14 @@ def _parser() -> StrictParser:
     monitor = commands.add_parser("monitor", help=text, description=text)
     add_monitor_flags(monitor)
     monitor.set_defaults(command=_monitor)
+    text = "switch one thing at a time, in short real runs, until a fault is gone"
+    triage = commands.add_parser("triage", help=text, description=text)
+    add_triage_flags(triage)
+    triage.set_defaults(command=_triage)
+    text = "pack what whoever takes over a run needs into one archive, without secrets"
+    handoff = commands.add_parser("handoff", help=text, description=text)
+    add_handoff_flags(handoff)
+    handoff.set_defaults(command=_handoff)
     text = "check a run before it starts: config, machine, kernels, data, checkpoint, time, cost"
     preflight = commands.add_parser("preflight", help=text, description=text)
     add_preflight_flags(preflight)
@@ -267,6 +289,12 @@ def _prove_resume(args: argparse.Namespace) -> int:
     return 0 if holds else 1
 
 
+def _launch(args: argparse.Namespace) -> int:
+    from nsa.operate.launch import launch
+
+    return launch(args)
+
+
 def _watch(args: argparse.Namespace) -> int:
     from nsa.operate.watch import watch
 
@@ -277,6 +305,20 @@ def _monitor(args: argparse.Namespace) -> int:
     from nsa.operate.monitor import monitor
 
     return monitor(args.folder, args)
+
+
+def _triage(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.operate.triage import command
+
+    return command(args)
+
+
+def _handoff(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.operate.handoff import command
+
+    return command(args)
 
 
 def _preflight(args: argparse.Namespace) -> int:

@@ -1,12 +1,15 @@
 """Show that no output depends on a later token: in forward, in chunked prefill and in decode.
 
-`bash scripts/run_gpu_causality_test.sh [--full]` calls it with NSA_STRICT_ASSERTS=1. The last line
-is `Causality test: 3/3 passed`, with exit code 0, only if everything passed.
+`bash scripts/run_gpu_causality_test.sh [--full]` calls it with NSA_STRICT_ASSERTS=1. It prints
+`Causality test: 3/3 passed` only if everything about causality passed; then come the tests of the
+operator that belong to it. The last line is `[OK] All requested tests completed on ...`, with exit
+code 0, only if those passed, too.
 """
 
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +26,18 @@ from nsa.config import BAD_INPUT, StrictParser
 from nsa.config.env import check_environment, in_effect
 from nsa.ops import plan_attention
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+CORE = (
+    *("causality_asserts", "masks", "block_math", "group_consistency", "equiv_small"),
+    "decode_counters",
+)
+EXTENDED = (
+    *("selection_packed", "decode_step", "masked_tiny", "rope_dtype", "long_context_smoke"),
+    "routes",
+)
+"""Test files, nsa/tests/test_*.py; the second ones with --full: packed selections, decode, masks,
+positions, a long context, and the FlashAttention routes.
+"""
 Run = Callable[[Tensor], Tensor]
 """A way to run attention over a whole sequence: [B, S, dim] -> [B, S, dim]."""
 MAX_SHARE_OTHER = 0.01
@@ -56,8 +71,10 @@ ON_CPU = Sizes(
 def main(arguments: list[str] | None = None) -> int:
     """Test on the GPU, or small on the CPU where there is none; return the exit code."""
     parser = StrictParser(prog="run_gpu_causality_test", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--full", action="store_true", help="8192 tokens instead of 1024")
-    sizes = FULL if parser.parse_args(arguments).full else QUICK
+    parser.add_argument("--full", action="store_true", help="8192 tokens, not 1024; more tests")
+    parser.add_argument("--no-tests", action="store_true", help="causality alone, without pytest")
+    flags = parser.parse_args(arguments)
+    sizes = FULL if flags.full else QUICK
     try:
         check_environment()
     except ValueError as error:  # bad input, by the convention of this package
@@ -76,7 +93,21 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = ON_CPU
         attention, x = make_attention(sizes, "cpu", torch.float32)
     print(plan_attention(x.device, x.dtype, head_dims=(attention.d_k, attention.d_v)))
-    return run_checks(attention, x, sizes.num_decoded)
+    code = run_checks(attention, x, sizes.num_decoded)
+    if code or flags.no_tests:
+        return code
+    return run_tests(CORE + EXTENDED * flags.full, x.device)
+
+
+def run_tests(names: tuple[str, ...], device: torch.device) -> int:
+    """Run test files of the repository in a process of their own; its exit code."""
+    files = [f"nsa/tests/test_{name}.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    code = subprocess.run(command, cwd=REPOSITORY).returncode
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
+    ended = "[OK] All requested tests completed" if code == 0 else "[FAILED] Tests failed"
+    print(f"{ended} on {where}: {', '.join(names)}", flush=True)
+    return code
 
 
 def make_attention(

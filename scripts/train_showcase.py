@@ -107,6 +107,7 @@ def _parser() -> StrictParser:
         metavar="N",
         help="a line every N documents of a stream (%(default)d)",
     )
+    parser.add_argument("overrides", nargs="*", metavar="group.key=value")
     parser.add_argument("--allow-long-run", action="store_true", help="start a run that is refused")
     return parser
 
@@ -115,6 +116,7 @@ def _resolve(path: str, flags: argparse.Namespace) -> Config:
     overrides = [f"{key}={getattr(flags, f)}" for f, key in KEYS.items() if getattr(flags, f)]
     if flags.no_gc:
         overrides += ["runtime.gradient_checkpointing=false", "runtime.gc_layers="]
+    overrides += flags.overrides
     config = load_config(path, overrides)
     if flags.steps and flags.steps > config.train.steps:
         print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nsa.config.env_table import TABLE, Value, Variable
@@ -122,6 +123,13 @@ def _bad_value(variable: Variable, text: str, allowed: str) -> ConfigError:
 def set_default(name: str, value: str) -> None:
     """Set a variable that a library reads when it starts, unless somebody has set it."""
     os.environ.setdefault(name, value)
+
+
+def with_package() -> dict[str, str]:
+    """The environment with this package's folder first among those that Python imports from."""
+    folder = str(Path(__file__).resolve().parents[2])
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *others])}
 
 
 def changed(values: Mapping[str, str]) -> dict[str, str]:

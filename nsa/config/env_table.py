@@ -186,14 +186,23 @@ _WATCHDOG = (
 )
 
 _LAUNCHERS = (
-    Variable("NP", int, 2, "planned", "processes that a launcher starts"),
-    Variable("DATASET", str, "fineweb_edu", "planned", "data source that a launcher passes on"),
-    Variable("LOCAL_PATH", str, "", "planned", "local data file that a launcher passes on"),
+    # Words, not numbers: another program may use the same name, and the trainer must not mind.
+    Variable("NP", str, None, "code", "processes that nsa launch starts on this machine"),
+    Variable("DATASET", str, None, "code", "data source that nsa launch passes on"),
+    Variable("LOCAL_PATH", str, "", "code", "local data that nsa launch passes on"),
     Variable(
-        "OUT_DIR", str, "artifacts/m7c_125m_2xa100_prod", "code", "folder that nsa monitor shows"
+        "OUT_DIR",
+        str,
+        "artifacts/m7c_125m_2xa100_prod",
+        "code",
+        "folder that nsa monitor shows, and that nsa launch uses in place of train.out_dir",
     ),
-    Variable("PORT", int, 6006, "planned", "port of the TensorBoard launcher"),
-    Variable("HOST", str, "0.0.0.0", "planned", "address of the TensorBoard launcher"),
+    Variable(
+        "NSA_PHASE_STEPS", str, "", "code", "steps of each phase of nsa launch: 1,300,1000,all"
+    ),
+    Variable("TMUX", str, None, "code", "set inside tmux: nsa launch stays where it is"),
+    Variable("PORT", int, 6006, "external", "scripts/run_tensorboard.sh: port"),
+    Variable("HOST", str, "127.0.0.1", "external", "scripts/run_tensorboard.sh: address"),
 )
 
 _EXTERNAL = (

@@ -25,6 +25,36 @@ def add_watch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--webhook", metavar="URL", help="POST every alarm there as JSON")
 
 
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nsa launch`."""
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="group.key=value")
+    add("--profile", default="production", metavar="NAME", help="(%(default)s); --list has all")
+    add("--list", action="store_true", help="list the profiles")
+    add("--config", metavar="FILE", help="default: the variable CONFIG, or the profile's")
+    add("--dataset", metavar="NAME", help="default: the variable DATASET, or the profile's")
+    add("--local-path", metavar="PATH", help="default: the variable LOCAL_PATH")
+    add("--out-dir", metavar="DIR", help="default: the variable OUT_DIR, or the config's")
+    add("--np", metavar="N", help="processes here; default: the variable NP, or the profile's")
+    add("--phases", default="", metavar="A,B", help="only these phases, by their names")
+    add("--phase-steps", metavar="N,N,...", help="of each phase; default: NSA_PHASE_STEPS")
+    add("--max-restarts", type=int, metavar="N", help="of a long phase, after a crash")
+    add("--redo", action="store_true", help="phases that had GO before run again")
+    add("--go-anyway", action="store_true", help="on after NO-GO; run.info keeps that")
+    add("--preflight", action="store_true", help="first `nsa preflight`; NO-GO ends the launch")
+    _add_limit_flag(parser)
+    add("--require", action="append", metavar="KEY=VALUE", help="of the config; also > and >=")
+    add("--min-gpus", type=int, default=0, metavar="N", help="refuse to start with fewer")
+    add("--stop-old", action="store_true", help="ask a run in the same folder to stop, and wait")
+    places = ("auto", "tmux", "background", "foreground")
+    add("--where", choices=places, default="auto", help="auto: tmux in a terminal that has it")
+    add("--session", metavar="NAME", help="of tmux; default: the profile's")
+    add("--records", type=Path, metavar="DIR", help="of run.info and logs; default: a new one")
+    add("--nnodes", type=int, default=1, metavar="N", help="machines that train together (1)")
+    add("--node-rank", type=int, default=0, metavar="R", help="which of them this is (0)")
+    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet: on node 0")
+
+
 def add_monitor_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `nsa monitor`."""
     parser.add_argument(
@@ -32,6 +62,32 @@ def add_monitor_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print one report and end")
     parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="%(default)g s")
+
+
+def add_handoff_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nsa handoff`."""
+    add = parser.add_argument
+    add("folder", type=Path, nargs="?", metavar="RUN_FOLDER", help="train.out_dir; only read")
+    add("--out", type=Path, metavar="FILE.tar.gz", help="default: <folder>-handoff.tar.gz, here")
+    where = "launch record; default: the newest in train_runs/ that names the folder"
+    add("--run-info", type=Path, metavar="FILE", help=where)
+    where = "folder of report.md and report.json; default: the run's, or the launch record's"
+    add("--report", type=Path, metavar="DIR", help=where)
+    add("--verify", type=Path, metavar="FILE.tar.gz", help="check an archive; nothing is extracted")
+
+
+def add_triage_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nsa triage`."""
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="default: the variable CONFIG")
+    add("--steps", type=int, default=20, metavar="N", help="of every run (%(default)s)")
+    add("--timeout", type=float, default=600.0, metavar="S", help="of every run (%(default)g s)")
+    add("--np", type=int, default=1, metavar="N", help="ranks, on this machine (%(default)s)")
+    add("--only", metavar="NAME,NAME", help="these toggles alone; --list names them")
+    add("--all", action="store_true", help="go on after a toggle that cleared the fault")
+    add("--list", action="store_true", help="print the toggles of this run, and end")
+    add("--out-dir", default="artifacts/triage", metavar="DIR", help="(%(default)s)")
+    add("overrides", nargs="*", metavar="group.key=value")
 
 
 def add_report_flags(parser: argparse.ArgumentParser) -> None:

@@ -122,6 +122,16 @@ def git_commit(folder: Path) -> str | None:
     return f"{commit}-dirty" if is_dirty else commit
 
 
+def altered_files(folder: Path) -> list[str]:
+    """What differs from the commit there, new files too: git's letters for it, and the path."""
+    try:
+        if not (folder / ".git").exists():
+            return []
+        return [line.strip() for line in _git(folder, "status", "--porcelain").splitlines()]
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
 def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(
         ["git", "--no-optional-locks", "-C", str(folder), *arguments],

@@ -15,7 +15,15 @@ from torch import Tensor
 from nsa import NSAAttention, NSACache
 from nsa.model.rope import Rope
 from nsa.tests.helpers import make_module
-from scripts.gpu_causality_test import ON_CPU, check_causality, make_attention, run_checks
+from scripts.gpu_causality_test import (
+    CORE,
+    EXTENDED,
+    ON_CPU,
+    check_causality,
+    make_attention,
+    run_checks,
+    run_tests,
+)
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run_gpu_causality_test.sh"
 PASSED = "Causality test: 3/3 passed"
@@ -69,7 +77,7 @@ def test_script_runs_from_anywhere_and_says_that_there_is_no_gpu(tmp_path: Path)
     """The folder holds no package, and no variable leads to one."""
     environ = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
     environ["PYTHON"] = sys.executable
-    command = ["bash", str(SCRIPT), "--full"]
+    command = ["bash", str(SCRIPT), "--full", "--no-tests"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -77,6 +85,19 @@ def test_script_runs_from_anywhere_and_says_that_there_is_no_gpu(tmp_path: Path)
     assert any("no CUDA device" in line and "instead of 8192" in line for line in lines)
     for name in ("forward", "chunked prefill", "decode", "agreement", "planted selection"):
         assert any(line.startswith(f"{name}: ok") for line in lines), name
+
+
+def test_the_tests_of_the_operator_come_last_and_count(capfd: pytest.CaptureFixture[str]) -> None:
+    device = torch.device("cpu")
+    assert run_tests(("masks",), device) == 0
+    assert capfd.readouterr().out.endswith("[OK] All requested tests completed on the CPU: masks\n")
+    assert run_tests(("none_of_this_name",), device) != 0
+    assert "[FAILED] Tests failed on the CPU" in capfd.readouterr().out
+
+
+def test_the_tests_that_it_runs_exist() -> None:
+    tests = SCRIPT.parents[1] / "nsa" / "tests"
+    assert all((tests / f"test_{name}.py").is_file() for name in CORE + EXTENDED)
 
 
 def test_script_is_executable_and_leaves_git_alone() -> None:

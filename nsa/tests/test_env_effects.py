@@ -26,6 +26,7 @@ from nsa.telemetry import Beat, Heartbeat, read_heartbeat
 from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
 from nsa.tests.streams import ListDocuments
 from nsa.tests.test_ddp_settings import TESTED as UNDER_DDP
+from nsa.tests.test_launch_plan import TESTED as IN_A_LAUNCH
 from nsa.train import run
 
 IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes at least)
@@ -49,31 +50,35 @@ IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes a
     "NSA_TB_DISABLE": ("1", {"files"}),
     "NSA_MEM_DUMP_EVERY": ("2", {"files"}),
 }
-ELSEWHERE = {
-    "CONFIG",
-    "NSA_NO_GC",
-    "NSA_STRICT_ASSERTS",
-    "NSA_PREFILL_BATCHED",
-    "NSA_PREFILL_TILE",
-    "NSA_HEARTBEAT_EVERY",
-    "NSA_LOG_GRAD_NORM",
-    "NSA_SCALER_INIT_SCALE",
-    "NSA_SCALER_GROWTH_INTERVAL",
-    "NSA_SCALER_GROWTH_FACTOR",
-    "NSA_SCALER_BACKOFF_FACTOR",
-    "NSA_FWE_DOC_BATCH",
-    "NSA_FWE_PREFETCH",
-    "NSA_FWE_Q",
-    "NSA_FWE_WARMUP_BATCHES",
-    "NSA_FWE_WARMUP_TIMEOUT",
-    "NSA_WATCH_HALT",
-    "NSA_WATCH_INTERVAL_S",
-    "NSA_WATCH_HEARTBEAT_STALL_S",
-    "NSA_WATCH_FLATLINE_N",
-    "NSA_WATCH_GATE_COLLAPSE_N",
-    "NSA_PRICE_PER_H",
-    "OUT_DIR",
-} | UNDER_DDP
+ELSEWHERE = (
+    {
+        "CONFIG",
+        "NSA_NO_GC",
+        "NSA_STRICT_ASSERTS",
+        "NSA_PREFILL_BATCHED",
+        "NSA_PREFILL_TILE",
+        "NSA_HEARTBEAT_EVERY",
+        "NSA_LOG_GRAD_NORM",
+        "NSA_SCALER_INIT_SCALE",
+        "NSA_SCALER_GROWTH_INTERVAL",
+        "NSA_SCALER_GROWTH_FACTOR",
+        "NSA_SCALER_BACKOFF_FACTOR",
+        "NSA_FWE_DOC_BATCH",
+        "NSA_FWE_PREFETCH",
+        "NSA_FWE_Q",
+        "NSA_FWE_WARMUP_BATCHES",
+        "NSA_FWE_WARMUP_TIMEOUT",
+        "NSA_WATCH_HALT",
+        "NSA_WATCH_INTERVAL_S",
+        "NSA_WATCH_HEARTBEAT_STALL_S",
+        "NSA_WATCH_FLATLINE_N",
+        "NSA_WATCH_GATE_COLLAPSE_N",
+        "NSA_PRICE_PER_H",
+        "OUT_DIR",
+    }
+    | UNDER_DDP
+    | IN_A_LAUNCH
+)
 """Tested below or there, one by one: what they do does not show in a run of these settings."""
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from nsa import BlockSpec, select_blocks
+from nsa.tests.gpu import needs_gpu
 from nsa.tests.helpers import Case, assert_fair_selection, make_inputs
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 SHAPES = [
     Case(BlockSpec(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=8), S=S, Hkv=Hkv, G=G)
     for (l, d, l_sel, n_sel) in [(8, 4, 8, 4), (16, 4, 8, 3), (4, 4, 16, 7), (32, 16, 64, 16)]

@@ -23,6 +23,10 @@ import torch
 from bench.compare_report import Comparison, NotRun, Result
 from nsa.config.load import REPOSITORY
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
+from nsa.operate import handoff_manifest, triage_report
+from nsa.operate.handoff_manifest import Entry, Manifest, Missing
+from nsa.operate.triage_report import Triage
+from nsa.operate.triage_run import Outcome
 from nsa.operate.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row, Verdict
 from nsa.ops import fallbacks
 from nsa.ops.fallbacks import Fallback
@@ -59,10 +63,14 @@ from nsa.telemetry import (
 )
 from nsa.telemetry.alarms import Alarm, as_line
 from nsa.telemetry.heartbeat import BASE_FIELDS
+from nsa.telemetry.phase_file import PhaseVerdict
+from nsa.telemetry.run_info import RunInfo
 from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.tracker import Tracked, write_tracked
 from nsa.tests.gpu import on_gpu
 from nsa.train import checkpoint, sharded
+from scripts.rehearsal_report import Rehearsal
+from scripts.rehearsal_report import Row as RehearsedRow
 
 PAGES = REPOSITORY / "docs" / "schemas"
 SUMMARY: dict[str, Any] = {
@@ -703,10 +711,23 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "gate_collapse_details.md": {
             *json.loads(gate_details.write_gate_details(folder, last).read_text())
         },
+        "run_info.md": {*(field.name for field in dataclasses.fields(RunInfo))} - {"notes"},
+        "phase_json.md": {field.name for field in dataclasses.fields(PhaseVerdict)},
         "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
         "profiler_comparison.md": {
             *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),
             *NotRun._fields,
+        },
+        "handoff.md": {
+            *(f.name for kind in (Manifest, Entry, Missing) for f in dataclasses.fields(kind)),
+            *handoff_manifest.ITEMS,
+        },
+        "rehearsal.md": {
+            *(f.name for kind in (Rehearsal, RehearsedRow) for f in dataclasses.fields(kind)),
+        },
+        "triage.md": {
+            *(f.name for kind in (Triage, Outcome) for f in dataclasses.fields(kind)),
+            *triage_report.VERDICTS,
         },
         "report.md": {
             *json.loads(Verdict(folder="x", at="500", made="x").json()),

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -67,6 +68,7 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
     store.set_timeout(timeout)
     if cuda:
         torch.cuda.set_device(_local_gpu(backend))
+    _lower_debug_level(backend, say_first)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         say_first(
@@ -91,6 +93,16 @@ def translate_old_names() -> None:
     ):
         if value is not None:
             set_default(new, value)
+
+
+def _lower_debug_level(backend: str, say: Callable[[str], None]) -> None:
+    """With torch 2.13, DDP over gloo crashes under DETAIL: its logger mistakes the wrapped group.
+
+    It can go when a plain DDP over gloo starts with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    """
+    if backend == "gloo" and get_debug_level() == DebugLevel.DETAIL:
+        set_debug_level(DebugLevel.INFO)
+        say("[ddp] TORCH_DISTRIBUTED_DEBUG=DETAIL would crash torch over gloo; it is INFO now")
 
 
 def _backend(cuda: bool) -> str:

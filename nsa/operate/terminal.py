@@ -1,0 +1,107 @@
+"""Where a launch lives: in this terminal, in a tmux session, or in the background.
+
+A tmux server that is already there has its own, older environment. So the environment goes through
+a file that only its owner can read, and that is removed when it has been read, by the first process
+in the session (`become`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from nsa.config.env import changed, raw, with_package
+from nsa.config.load import REPOSITORY
+
+AUTO, TMUX, BACKGROUND, FOREGROUND = "auto", "tmux", "background", "foreground"
+PLACES = (AUTO, TMUX, BACKGROUND, FOREGROUND)
+KEPT = ("TERM", "TMUX", "TMUX_PANE")
+"""What belongs to the terminal inside the session, not to the one it was started from."""
+ENVIRONMENT = ".environment.json"
+
+
+def choose(place: str, say: Callable[[str], None]) -> str:
+    """Where to run; says aloud what it means for a connection that breaks."""
+    has_tmux = shutil.which("tmux") is not None
+    if place == TMUX and not has_tmux:
+        raise ValueError("--where tmux: tmux is not installed; use --where background")
+    if place != AUTO:
+        return place
+    if raw("TMUX"):
+        say("inside tmux: it stays when the connection breaks")
+        return FOREGROUND
+    if not sys.stdout.isatty():
+        say("no terminal: in the foreground")
+        return FOREGROUND
+    if has_tmux:
+        return TMUX
+    say("tmux is not installed: in the foreground, and it ends with this terminal")
+    say("--where background starts it so that it stays")
+    return FOREGROUND
+
+
+def in_tmux(session: str, command: Sequence[str], folder: Path, say: Callable[[str], None]) -> bool:
+    """Run a command in a session; attach where there is a terminal. True if it is still there."""
+    if _exists(session):
+        raise ValueError(
+            f"there is a tmux session {session!r} already; look at it with `tmux attach -t "
+            f"{session}`, end it, or choose another name with --session"
+        )
+    # The server's environment may not lead to this package.
+    start = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {__name__} as here"
+    first = [sys.executable, "-c", f"{start}; here.become(sys.argv[1], sys.argv[2:])"]
+    first += [str(_write_environment(folder).resolve()), *command]
+    detached = [] if sys.stdout.isatty() else ["-d"]
+    say(f"in the tmux session {session}; come back with: tmux attach -t {session}")
+    subprocess.run(
+        ["tmux", "new-session", *detached, "-s", session, "-c", os.getcwd(), *first],
+        env=with_package(),
+        check=True,
+    )
+    return _exists(session)
+
+
+def in_background(command: Sequence[str], log: Path, say: Callable[[str], None]) -> None:
+    """Start a command that outlives this terminal; its output is in the log."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            env=with_package(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    say(f"in the background as process {process.pid}; its output: tail -f {log}")
+
+
+def _exists(session: str) -> bool:
+    # "=" asks for this very name; tmux would take the beginning of a name, too.
+    command = ["tmux", "has-session", "-t", f"={session}"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def _write_environment(folder: Path) -> Path:
+    path = folder / ENVIRONMENT
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(with_package(), file)
+    return path
+
+
+def become(file: str, command: list[str]) -> NoReturn:
+    """Turn this process into a command with the environment that a file holds."""
+    path = Path(file)
+    environ: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    here = changed({})
+    environ = {name: value for name, value in environ.items() if name not in KEPT}
+    environ |= {name: here[name] for name in KEPT if name in here}
+    os.execve(command[0], command, environ)
