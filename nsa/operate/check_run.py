@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import multiprocessing
 import time
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from nsa.config import Config
 from nsa.config.env import read
 from nsa.data import SourceLost, within
+from nsa.operate.all_reduce import reduce_once
 from nsa.operate.criterion import judged, missing
 from nsa.operate.planned import Planned
-from nsa.operate.text import duration, size
+from nsa.operate.snapshot import number
+from nsa.operate.text import duration, first_line, size
 from nsa.operate.verdict import Row
-from nsa.telemetry import TRAINING, TrainingRow, read_rows
+from nsa.telemetry import read_heartbeat
+from nsa.telemetry.heartbeat import NAME as HEARTBEAT
+from nsa.telemetry.heartbeat import PROGRESS
 from nsa.train import LoaderFailed, TrainError, checkpoint, run
 from nsa.train.feed import LoaderOptions, open_in_time
 
@@ -34,7 +35,8 @@ def all_reduce(plan: Planned) -> Row:
     backend = group_backend(plan)
     limit = f"the right sum within {plan.limits.all_reduce_s:g} s"
     start = time.perf_counter()
-    problem = _reduce(plan, backend)
+    device, timeout_s = plan.runtime.device.type, plan.limits.all_reduce_s
+    problem = reduce_once(plan.ranks, plan.scratch / "store", backend, device, timeout_s)
     seconds = time.perf_counter() - start
     return judged(
         "all-reduce",
@@ -52,57 +54,6 @@ def group_backend(plan: Planned) -> str:
     return chosen or ("nccl" if plan.runtime.device.type == "cuda" else "gloo")
 
 
-def _reduce(plan: Planned, backend: str) -> str:
-    """Add up in as many processes as the run has ranks; what went wrong, or nothing."""
-    store, timeout_s = plan.scratch / "store", plan.limits.all_reduce_s
-    arguments = (plan.ranks, str(store), backend, plan.runtime.device.type, timeout_s)
-    if plan.ranks == 1:
-        try:
-            reduce_in(0, *arguments)
-        except (RuntimeError, ValueError) as error:
-            return _first_line(error)
-        return ""
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=reduce_in, args=(r, *arguments)) for r in range(plan.ranks)]
-    for process in ranks:
-        process.start()
-    until = time.monotonic() + timeout_s
-    for process in ranks:
-        process.join(max(0.0, until - time.monotonic()))
-    late = [i for i, process in enumerate(ranks) if process.is_alive()]
-    for i in late:
-        ranks[i].kill()
-        ranks[i].join()
-    failed = [i for i, process in enumerate(ranks) if i not in late and process.exitcode]
-    if late:
-        return f"rank {late[0]} did not come back within {timeout_s:g} s"
-    return f"rank {failed[0]} failed: its message is above" if failed else ""
-
-
-def reduce_in(
-    rank: int, world_size: int, store: str, backend: str, device: str, timeout_s: float
-) -> None:
-    """What one rank does: meet the others, add, and look at the sum."""
-    where = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(where)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    try:
-        tensor = torch.full((1 << 16,), float(rank + 1), device=where)
-        dist.all_reduce(tensor)
-        expected = world_size * (world_size + 1) / 2
-        if not bool((tensor == expected).all()):
-            raise RuntimeError(f"rank {rank}: the sum is {tensor[0].item():g}, not {expected:g}")
-    finally:
-        dist.destroy_process_group()
-
-
 def first_batch(plan: Planned) -> Row:
     """That the data of the run comes in time, and fits the model."""
     limit_s, config = plan.limits.first_batch_s, plan.config
@@ -114,7 +65,7 @@ def first_batch(plan: Planned) -> Row:
         return judged(
             "first batch",
             False,
-            _first_line(error)[:200],
+            first_line(error)[:200],
             limit=limit,
             evidence=f"data.dataset={config.data.dataset}",
             advice="`nsa data prepare` makes shards of local documents; look at the network",
@@ -166,16 +117,20 @@ def rehearse(plan: Planned) -> Rehearsal:
             )
             manifest = checkpoint.verify(folder / checkpoint.NAME.format(step=until))
     except (TrainError, ValueError, OSError, RuntimeError) as error:
-        return Rehearsal(problem=_first_line(error))
-    rows = read_rows(TrainingRow, folder / TRAINING)
-    tokens = config.train.batch_size * config.train.accumulate_grad_batches * config.train.seq_len
-    times = [tokens / row.toks_per_s for row in rows if row.step not in (1, PART_STEPS + 1)]
+        return Rehearsal(problem=first_line(error))
     return Rehearsal(
-        step_s=median(times),
+        step_s=median(_step_times(folder)),
         checkpoint_bytes=manifest.bytes,
         resumed_at=result.metrics.resumed_at,
         loss=result.metrics.loss_last or 0.0,
     )
+
+
+def _step_times(folder: Path) -> list[float]:
+    """Seconds of each update, without the first of each part; the heartbeat is always written."""
+    beats = read_heartbeat(folder / HEARTBEAT.format(rank=0))
+    lines = [beat for beat in beats if beat.msg == PROGRESS and beat.step % PART_STEPS != 1]
+    return [seconds for beat in lines if (seconds := number(beat, "step_time_s")) is not None]
 
 
 def rehearsal_config(config: Config, folder: Path) -> Config:
@@ -244,7 +199,3 @@ def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
         "without evaluations",
         advice="fewer train.steps, runtime.cuda_graph=true, more GPUs; or another limit (--limit)",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

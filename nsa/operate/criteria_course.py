@@ -1,11 +1,11 @@
-"""Criteria about the course of a run: it is the one that was meant, moves, and did not break."""
+"""Criteria about the course of a run: it is one run, it moves, and it did not break."""
 
 from __future__ import annotations
 
 from functools import partial
 from statistics import median
 
-from nsa.operate.criterion import Criterion, judged, missing
+from nsa.operate.criterion import NO_METRICS, Criterion, judged, missing
 from nsa.operate.evidence import Evidence, record
 from nsa.operate.limits import Limits
 from nsa.operate.rules import RULES
@@ -13,15 +13,12 @@ from nsa.operate.snapshot import Rank
 from nsa.operate.speed_rules import heartbeat_stall
 from nsa.operate.verdict import Row
 from nsa.telemetry.alarms import NAME as ALARMS
-from nsa.telemetry.heartbeat import BEAT, LOADER_ERROR, LOADER_READY, PROGRESS, STEP_END
+from nsa.telemetry.heartbeat import BEAT, LOADER_ERROR, PROGRESS, STEP_END
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.sentinels import ANOMALY
-from nsa.train.guard import LONG_STEPS
 
 BROKEN = ("non_finite", "oom", "no_data", "interrupted")
 """What metrics.json says of a run that did not end as it should."""
-TOY = "train_showcase.yaml"
-NO_METRICS = f"no {METRICS} that can be read"
 
 
 def steps(limit: str) -> Criterion:
@@ -162,86 +159,6 @@ def no_stall(e: Evidence, limits: Limits) -> Row:
         limit=limit,
         evidence=f"{longest.path.name}, the last {len(gaps)} beats",
         advice="look at stackdump_*.txt, dt_fetch_s and the other ranks at that time",
-    )
-
-
-def first_batch(e: Evidence, limits: Limits) -> Row | None:
-    """That data came soon enough; only sources that may not come are timed."""
-    if e.config is not None and not e.config.data.dataset.startswith("fineweb_edu"):
-        return None
-    limit = f"<= {limits.first_batch_s:g} s"
-    ready = next((beat for beat in e.events if beat.msg == LOADER_READY), None)
-    seconds = ready.extra.get("dt") if ready else None
-    if ready is None or not isinstance(seconds, int | float):
-        return missing(
-            "first batch",
-            limit=limit,
-            evidence=f"no {LOADER_READY} in the heartbeat",
-            advice="look at the log: the source may still be waited for",
-            essential=False,
-        )
-    return judged(
-        "first batch",
-        seconds <= limits.first_batch_s,
-        f"{seconds:.2f} s",
-        limit=limit,
-        evidence=f"{e.run.heartbeat}, {record(ready)}",
-        advice="prepare shards (`nsa data prepare`), or look at the network",
-    )
-
-
-def data_source(e: Evidence, limits: Limits) -> Row:
-    """That the run reads what it was started with."""
-    limit = "the source that was asked for"
-    if e.run.metrics is None:
-        todo = "wait for the first step"
-        return missing("data", limit=limit, evidence=NO_METRICS, advice=todo, essential=False)
-    fallback = e.run.metrics.data_fallback
-    dataset = e.config.data.dataset if e.config else "as configured"
-    return judged(
-        "data",
-        fallback is None,
-        dataset if fallback is None else "random tokens",
-        limit=limit,
-        evidence=f'{METRICS}, "data_fallback": {fallback or "null"}',
-        advice="the source failed and --synthetic-on-fail replaced it: nothing is learned",
-    )
-
-
-def settings(e: Evidence, limits: Limits) -> Row:
-    """That a long run has a config that was chosen, and checkpoints."""
-    metrics, limit = e.run.metrics, f"from {LONG_STEPS} steps on: checkpoints, and not the toy"
-    if metrics is None:
-        todo = "wait for the first step"
-        return missing("config", limit=limit, evidence=NO_METRICS, advice=todo, essential=False)
-    save_every = e.config.train.save_every if e.config else None
-    is_long = metrics.steps >= LONG_STEPS
-    saves = "save_every unknown" if save_every is None else f"save_every {save_every}"
-    return judged(
-        "config",
-        not is_long or (bool(save_every) and not metrics.config_file.endswith(TOY)),
-        f"{metrics.config_file}, {metrics.num_params / 1e6:.1f}M parameters, {metrics.steps} steps "
-        f"of {metrics.tokens_per_step} tokens, {saves}",
-        limit=limit,
-        evidence=f"{METRICS}, config.yaml",
-        advice="name the config (CONFIG, --config) and set train.save_every",
-    )
-
-
-def precision(e: Evidence, limits: Limits) -> Row:
-    """That a GPU computes in bf16."""
-    limit = "bf16 on a GPU"
-    if e.run.metrics is None:
-        todo = "wait for the first step"
-        return missing("precision", limit=limit, evidence=NO_METRICS, advice=todo, essential=False)
-    is_cpu = e.run.metrics.device.startswith("cpu")
-    return judged(
-        "precision",
-        is_cpu or e.run.metrics.dtype == "bf16",
-        f"{e.run.metrics.dtype} on {e.run.metrics.device}",
-        limit=limit,
-        evidence=f'{METRICS}, "dtype"',
-        advice="set runtime.precision=bf16",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from nsa.operate.criterion import judged, missing
 from nsa.operate.evidence import Evidence
 from nsa.operate.limits import Limits
-from nsa.operate.text import size
+from nsa.operate.text import first_line, size
 from nsa.operate.verdict import Row
 from nsa.telemetry import MODEL
 from nsa.telemetry.metrics import NAME as METRICS
@@ -64,13 +64,12 @@ def loads(e: Evidence, limits: Limits) -> Row:
     try:
         model, _ = load_model(path)
     except UNLOADABLE as error:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return judged(
             "checkpoint loads",
             False,
             "no",
             limit=limit,
-            evidence=text,
+            evidence=first_line(error),
             advice="use an older one; `nsa checkpoint verify RUN_FOLDER` looks at all",
         )
     count = sum(p.numel() for p in model.parameters())
@@ -132,9 +131,8 @@ def model_saved(e: Evidence, limits: Limits) -> Row:
     try:
         model, _ = load_model(path)
     except UNLOADABLE as error:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         advice = "`nsa checkpoint export` makes one of a checkpoint; --save may have put it away"
-        return judged("model", False, "no", limit=limit, evidence=text, advice=advice)
+        return judged("model", False, "no", limit=limit, evidence=first_line(error), advice=advice)
     count = sum(p.numel() for p in model.parameters())
     value = f"{count / 1e6:.1f}M parameters, {size(path.stat().st_size)}"
     return judged("model", True, value, limit=limit, evidence=MODEL)

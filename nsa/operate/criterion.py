@@ -8,6 +8,9 @@ from statistics import median
 from nsa.operate.evidence import Evidence, Point
 from nsa.operate.limits import Limits
 from nsa.operate.verdict import FAIL, NOT_MEASURED, PASS, Row
+from nsa.telemetry.metrics import NAME as METRICS
+
+NO_METRICS = f"no {METRICS} that can be read"
 
 Criterion = Callable[[Evidence, Limits], Row | None]
 """Judges one thing; None where the question does not arise, as for gates of dense attention."""

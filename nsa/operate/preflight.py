@@ -19,6 +19,7 @@ from nsa.operate.criterion import judged, missing
 from nsa.operate.limits import limits_for, with_values
 from nsa.operate.planned import Check, Planned
 from nsa.operate.report import parse_limits
+from nsa.operate.text import first_line
 from nsa.operate.verdict import FAIL, Row, Verdict
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.heartbeat import iso
@@ -118,6 +119,8 @@ def _check(plan: Planned) -> list[Row]:
     if stopped:
         return rows + [_not_tried(name, stopped[0]) for name in (*LARGE, *REHEARSED)]
     rows += [row for name, check in LARGE.items() if (row := _try(name, check, plan)) is not None]
+    if plan.runtime.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the oracle took is not the run's
     rehearsal = check_run.rehearse(plan)
     return rows + [check(plan, rehearsal) for check in REHEARSED.values()]
 
@@ -126,11 +129,10 @@ def _try(name: str, check: Check, plan: Planned) -> Row | None:
     try:
         return check(plan)
     except EXPECTED as error:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return judged(
             name,
             False,
-            text[:200],
+            first_line(error)[:200],
             limit="done without an error",
             evidence=type(error).__name__,
             advice="the message says what is wrong",

@@ -13,6 +13,7 @@ from nsa.operate import criteria_course as course
 from nsa.operate import criteria_files as files
 from nsa.operate import criteria_loss as loss
 from nsa.operate import criteria_speed as speed
+from nsa.operate import criteria_start as start
 from nsa.operate import criteria_state as state
 from nsa.operate.board import eta
 from nsa.operate.criterion import Criterion
@@ -25,14 +26,14 @@ from nsa.telemetry.atomic import write_text
 from nsa.telemetry.heartbeat import iso
 
 MARKDOWN, HTML = "report.md", "report.html"
-_SOUND = (course.one_run, course.no_errors, course.heartbeats, course.no_stall, course.data_source)
+_SOUND = (course.one_run, course.no_errors, course.heartbeats, course.no_stall, start.data_source)
 _LOSS = (loss.loss_finite, loss.loss_falls, loss.no_leak)
 _GATES = (state.gate_entropy, state.largest_gate, state.collapsed_gates)
 POINTS: dict[str, tuple[Criterion, ...]] = {
     "launch": (
         course.steps("steps_launch"),
         *_SOUND,
-        *(course.settings, course.precision, course.first_batch),
+        *(start.settings, start.precision, start.first_batch),
         *(loss.loss_finite, loss.loss_start, state.memory("memory_gib")),
     ),
     "100": (
@@ -69,7 +70,7 @@ POINTS: dict[str, tuple[Criterion, ...]] = {
     "final": (
         course.finished,
         *_SOUND,
-        *(course.settings, course.precision),
+        *(start.settings, start.precision),
         *_LOSS,
         *(loss.no_plateau, loss.held_out),
         *(speed.throughput, speed.throughput_stable, speed.fetch),

@@ -38,6 +38,12 @@ td:nth-child(1), td:nth-child(2) { white-space: nowrap; font-weight: 600; }
 td:nth-child(5) { font: 12.5px/1.6 ui-monospace, monospace; color: var(--dim);
   overflow-wrap: anywhere; min-width: 16rem; }
 td small { display: block; font: 13px/1.5 system-ui, sans-serif; color: var(--ink); }
+@media (max-width: 48rem) { thead { display: none; }
+  tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  td { display: block; border: 0; padding: .1rem .75rem; }
+  td:nth-child(1), td:nth-child(2) { display: inline-block; }
+  td:nth-child(3)::before { content: "value: "; color: var(--dim); }
+  td:nth-child(4)::before { content: "limit: "; color: var(--dim); } }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
   gap: 1rem; }
 svg { background: var(--card); border: 1px solid var(--line); border-radius: 8px; width: 100%; }

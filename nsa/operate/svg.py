@@ -92,7 +92,9 @@ def number(value: float) -> str:
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
-    return f"{value:.4g}" if abs(value) > 1e-12 else "0"
+    if abs(value) < 1e-12:
+        return "0"
+    return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}".replace("e-0", "e-")
 
 
 def _line(curve: Curve, i: int, x_axis: Axis, y_axis: Axis) -> str:

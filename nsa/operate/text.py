@@ -18,6 +18,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def duration(seconds: float) -> str:
     """Write a time span in its two largest units: 7 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
     rest = round(seconds)

@@ -50,7 +50,7 @@ class Verdict:
 
     folder: str
     at: str
-    """The point: launch, 100, 500, checkpoint, phase1, phase2 or final."""
+    """The point: launch, 100, 500, checkpoint, phase1, phase2 or final; or preflight."""
     made: str
     """When, UTC."""
     facts: dict[str, str] = field(default_factory=dict)

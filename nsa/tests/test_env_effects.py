@@ -19,6 +19,7 @@ from nsa.config import DataConfig, load_config
 from nsa.config.env_table import TABLE
 from nsa.data import Loader, Rows, block_rows, open_data
 from nsa.model import TinyLM
+from nsa.operate.check_run import Rehearsal
 from nsa.operate.limits import GPU
 from nsa.operate.watch import with_environment
 from nsa.telemetry import Beat, Heartbeat, read_heartbeat
@@ -49,34 +50,32 @@ IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes a
     "NSA_TB_DISABLE": ("1", {"files"}),
     "NSA_MEM_DUMP_EVERY": ("2", {"files"}),
 }
-ELSEWHERE = (
-    {
-        "CONFIG",
-        "NSA_NO_GC",
-        "NSA_STRICT_ASSERTS",
-        "NSA_PREFILL_BATCHED",
-        "NSA_PREFILL_TILE",
-        "NSA_HEARTBEAT_EVERY",
-        "NSA_LOG_GRAD_NORM",
-        "NSA_SCALER_INIT_SCALE",
-        "NSA_SCALER_GROWTH_INTERVAL",
-        "NSA_SCALER_GROWTH_FACTOR",
-        "NSA_SCALER_BACKOFF_FACTOR",
-        "NSA_FWE_DOC_BATCH",
-        "NSA_FWE_PREFETCH",
-        "NSA_FWE_Q",
-        "NSA_FWE_WARMUP_BATCHES",
-        "NSA_FWE_WARMUP_TIMEOUT",
-        "NSA_WATCH_HALT",
-        "NSA_WATCH_INTERVAL_S",
-        "NSA_WATCH_HEARTBEAT_STALL_S",
-        "NSA_WATCH_FLATLINE_N",
-        "NSA_WATCH_GATE_COLLAPSE_N",
-        "OUT_DIR",
-    }
-    | UNDER_DDP
-    | IN_A_LAUNCH
-)
+ELSEWHERE = {
+    "CONFIG",
+    "NSA_NO_GC",
+    "NSA_STRICT_ASSERTS",
+    "NSA_PREFILL_BATCHED",
+    "NSA_PREFILL_TILE",
+    "NSA_HEARTBEAT_EVERY",
+    "NSA_LOG_GRAD_NORM",
+    "NSA_SCALER_INIT_SCALE",
+    "NSA_SCALER_GROWTH_INTERVAL",
+    "NSA_SCALER_GROWTH_FACTOR",
+    "NSA_SCALER_BACKOFF_FACTOR",
+    "NSA_FWE_DOC_BATCH",
+    "NSA_FWE_PREFETCH",
+    "NSA_FWE_Q",
+    "NSA_FWE_WARMUP_BATCHES",
+    "NSA_FWE_WARMUP_TIMEOUT",
+    "NSA_WATCH_HALT",
+    "NSA_WATCH_INTERVAL_S",
+    "NSA_WATCH_HEARTBEAT_STALL_S",
+    "NSA_WATCH_FLATLINE_N",
+    "NSA_WATCH_GATE_COLLAPSE_N",
+    "NSA_PRICE_PER_H",
+    "OUT_DIR",
+} | UNDER_DDP
+ELSEWHERE |= IN_A_LAUNCH
 """Tested below or there, one by one: what they do does not show in a run of these settings."""
 
 
@@ -366,3 +365,16 @@ def test_out_dir_is_the_folder_that_the_monitor_shows(
     monkeypatch.setenv("OUT_DIR", str(tmp_path))
     assert main(["monitor", "--once"]) == 0
     assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_price_per_hour_is_the_cost_in_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Rehearsal(step_s=3600.0, checkpoint_bytes=1, resumed_at=3)
+    monkeypatch.setattr("nsa.operate.check_run.rehearse", lambda plan: done)
+    monkeypatch.setenv("NSA_PRICE_PER_H", "2.5")
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY, encoding="utf-8")
+    flags = ["--config", str(config), "--ranks", "1"]
+    main(["preflight", *flags, f"train.out_dir={tmp_path / 'run'}"])
+    assert "cost 10.00 at 2.5/h" in capsys.readouterr().out

@@ -61,7 +61,8 @@ def record(
 
 @pytest.fixture
 def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: BuildConfig) -> Recorder:
-    return record(tmp_path, monkeypatch, tiny_config("train.save_every=5000"))
+    config = tiny_config("train.save_every=5000", "data.dataset=fineweb_edu")
+    return record(tmp_path, monkeypatch, config)
 
 
 def at(recorder: Recorder, point: str, **limits: float) -> Verdict:
