@@ -163,7 +163,7 @@ class Phases:
         if verdict.go:
             self._say(transcript, f"phase {phase.name}: GO")
             return OK, ""
-        text = self._end(transcript, phase, f"NO-GO: {verdict.summary()}")
+        text = self._end(transcript, phase, verdict.summary())
         if self._go_anyway:
             self._say(transcript, f"phase {phase.name}: NO-GO, and on by --go-anyway")
         return (OK, "") if self._go_anyway else (NO_GO, text)

@@ -84,6 +84,24 @@ def test_a_phase_that_fails_ends_the_launch(tmp_path: Path) -> None:
     assert info(tmp_path).exit_code == 10
 
 
+def test_a_verdict_of_no_go_ends_the_launch_unless_told_to_go_on(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    arguments = ("--limit=toks_per_s_min=1e12", "--phases", "1,3", "--phase-steps", ",8,,")
+    code, printed = finish(start_launch(*arguments, cwd=tmp_path))
+    assert code == 1, printed
+    assert re.search(r"phase 1: NO-GO at phase1: .*failed: throughput", printed)
+    assert not (tmp_path / "run" / "metrics.json").exists()
+    verdict = read_verdict(tmp_path / "run" / "phase1")
+    assert verdict is not None and not verdict.go
+    assert info(tmp_path).exit_code == 1
+    assert (records(tmp_path) / "report_1" / "report.json").exists()
+
+    code, printed = finish(start_launch(*arguments, "--go-anyway", cwd=tmp_path))
+    assert code == 0, printed
+    assert printed.count("NO-GO, and on by --go-anyway") == 2
+    assert read_metrics(tmp_path / "run").status == "finished"
+
+
 @pytest.mark.dist
 def test_usr1_to_all_that_pgrep_finds_leaves_the_job_running(tmp_path: Path) -> None:
     """torchrun has the same words on its command line, and would die of the signal."""
