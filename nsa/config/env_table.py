@@ -200,7 +200,7 @@ _LAUNCHERS = (
     Variable(
         "NSA_PHASE_STEPS", str, "", "code", "steps of each phase of nsa launch: 1,300,1000,all"
     ),
-    Variable("TMUX", str, None, "code", "set inside tmux: nsa launch stays where it is"),
+    Variable("TMUX", str, None, "external", "set inside tmux: nsa launch stays where it is"),
     Variable("PORT", int, 6006, "external", "scripts/run_tensorboard.sh: port"),
     Variable("HOST", str, "127.0.0.1", "external", "scripts/run_tensorboard.sh: address"),
 )

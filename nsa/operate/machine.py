@@ -11,6 +11,7 @@ import sys
 from typing import NamedTuple
 
 from nsa.config.env import with_package
+from nsa.telemetry.nvml import driver_version
 
 TIMEOUT_S = 120
 
@@ -42,7 +43,9 @@ class Machine(NamedTuple):
 
 
 def look() -> Machine:
-    """The GPUs that torch sees, CUDA_VISIBLE_DEVICES and all."""
+    """The GPUs that torch sees, CUDA_VISIBLE_DEVICES and all; nobody is asked without a driver."""
+    if driver_version() is None:
+        return Machine([])
     command = [sys.executable, "-m", "nsa.operate.machine"]
     done = subprocess.run(
         command,

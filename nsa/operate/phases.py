@@ -12,6 +12,7 @@ from nsa.operate.launch_plan import Plan
 from nsa.operate.profiles import Phase
 from nsa.operate.report import judge
 from nsa.operate.verdict import write_report
+from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.heartbeat import iso
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.metrics import Metrics, read_metrics
@@ -95,7 +96,9 @@ class Phases:
         self._write()
 
     def _write(self) -> None:
-        write_run_info(self._plan.records / RUN_INFO, self._info)
+        path = self._plan.records / RUN_INFO
+        with best_effort(path):  # a full disk is no reason to leave a run alone
+            write_run_info(path, self._info)
 
     def _phase(self, phase: Phase) -> tuple[int, str]:
         """Exit code, and why the launch ends here; empty if it goes on."""
@@ -153,13 +156,14 @@ class Phases:
             text = f"stopped {at} ({ended.stopped or 'asked to'}); the same command goes on"
             return OK, self._end(transcript, phase, text)
         verdict = judge(folder, phase.judged, limits=self._limits_of(phase))
-        write_report(self._plan.records / f"report_{phase.name}", verdict)
         transcript.write(f"{verdict.text()}\n".encode())
-        write_verdict(folder, self._verdict(phase, verdict.go))
+        with best_effort(folder / VERDICT):
+            write_report(self._plan.records / f"report_{phase.name}", verdict)
+            write_verdict(folder, self._verdict(phase, verdict.go))
         if verdict.go:
             self._say(transcript, f"phase {phase.name}: GO")
             return OK, ""
-        text = self._end(transcript, phase, f"NO-GO: {verdict.summary()}")
+        text = self._end(transcript, phase, verdict.summary())
         if self._go_anyway:
             self._say(transcript, f"phase {phase.name}: NO-GO, and on by --go-anyway")
         return (OK, "") if self._go_anyway else (NO_GO, text)

@@ -13,7 +13,7 @@ from nsa.config import load_config
 from nsa.telemetry import write_config
 from nsa.tests.conftest import REPOSITORY, TINY
 
-TIMEOUT_S = 240
+TIMEOUT_S = 500
 LOOSE = [
     f"--limit={name}" for name in ("step_time_ratio=1000", "stable_share=0", "toks_per_s_min=0")
 ]

@@ -47,15 +47,15 @@ def trainers(folder: Path) -> list[int]:
 
 def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(tmp_path: Path) -> None:
     write_tiny(tmp_path)
-    arguments = ("--profile", "production", "--phases", "0,1,3", "--phase-steps", "1,8,,")
+    arguments = ("--profile", "production", "--phases", "0,3", "--phase-steps", "1,,,")
     code, printed = finish(start_launch(*arguments, cwd=tmp_path))
     assert code == 0, printed
     found = re.findall(r"^\[launch\] phase (\w): (GO|NO-GO)", printed, re.MULTILINE)
-    assert found == [("0", "GO"), ("1", "GO"), ("3", "GO")]
+    assert found == [("0", "GO"), ("3", "GO")]
     for line in ("Config: tiny.yaml", "Dataset: shakespeare", "NP: 1"):
         assert f"\n{line}\n" in printed
-    steps = [read_metrics(tmp_path / "run" / name).step for name in ("phase0", "phase1", ".")]
-    assert steps == [1, 8, 12]
+    steps = [read_metrics(tmp_path / "run" / name).step for name in ("phase0", ".")]
+    assert steps == [1, 12]
     logs = [tmp_path / "run" / "production.log", tmp_path / "artifacts/production_50k_FINAL.log"]
     logs.append(records(tmp_path) / "train.log")
     for log in logs:
@@ -63,25 +63,43 @@ def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(tmp_path:
     launched = info(tmp_path)
     assert (launched.exit_code, launched.ranks, launched.config) == (0, 1, "tiny.yaml")
     assert launched.notes[-1].startswith("[done]")
-    verdict = read_verdict(tmp_path / "run" / "phase1")
-    assert verdict is not None and verdict.go and verdict.judged == "phase1"
+    verdict = read_verdict(tmp_path / "run" / "phase0")
+    assert verdict is not None and verdict.go and verdict.judged == "launch"
 
     code, printed = finish(start_launch(*arguments, cwd=tmp_path))
     assert code == 0, printed
-    assert printed.count("GO from before stands") == 3
+    assert printed.count("GO from before stands") == 2
     assert "step 0001" not in printed
 
 
 def test_a_phase_that_fails_ends_the_launch(tmp_path: Path) -> None:
     """The rate is so high that the loss is not finite in the second step."""
     write_tiny(tmp_path, "train.lr=1e30", "train.grad_clip=0")
-    process = start_launch("--phases", "1,3", "--phase-steps", ",8,,", cwd=tmp_path)
+    process = start_launch("--phases", "1,3", "--phase-steps", ",4,,", cwd=tmp_path)
     code, printed = finish(process)
     assert code == 10, printed
     assert "[launch] phase 1: NO-GO: the trainer ended with 10" in printed
     assert not (tmp_path / "run" / "metrics.json").exists()
     assert read_verdict(tmp_path / "run" / "phase1") is None
     assert info(tmp_path).exit_code == 10
+
+
+def test_a_verdict_of_no_go_ends_the_launch_unless_told_to_go_on(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    arguments = ("--limit=toks_per_s_min=1e12", "--phases", "1,3", "--phase-steps", ",8,,")
+    code, printed = finish(start_launch(*arguments, cwd=tmp_path))
+    assert code == 1, printed
+    assert re.search(r"phase 1: NO-GO at phase1: .*failed: throughput", printed)
+    assert not (tmp_path / "run" / "metrics.json").exists()
+    verdict = read_verdict(tmp_path / "run" / "phase1")
+    assert verdict is not None and not verdict.go
+    assert info(tmp_path).exit_code == 1
+    assert (records(tmp_path) / "report_1" / "report.json").exists()
+
+    code, printed = finish(start_launch(*arguments, "--go-anyway", cwd=tmp_path))
+    assert code == 0, printed
+    assert printed.count("NO-GO, and on by --go-anyway") == 2
+    assert read_metrics(tmp_path / "run").status == "finished"
 
 
 @pytest.mark.dist
