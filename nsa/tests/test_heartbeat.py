@@ -42,7 +42,8 @@ def collected(num_layers: int = 1) -> AttentionStats:
     gates = torch.tensor([[[[0.7, 0.2, 0.1]], [[0.2, 0.3, 0.5]]]])  # [B, S, Hq, 3]
     for layer in range(num_layers):
         chosen = gates if layer != 1 else (gates == gates.amax(dim=-1, keepdim=True)).float()
-        stats.record(layer, chosen, torch.tensor([[[[0, -1]], [[0, 1]]]], dtype=torch.int32))
+        selection = torch.tensor([[[[0, -1]], [[0, 1]]]], dtype=torch.int32)
+        stats.record(layer, chosen, selection, block_tokens=1)
     return stats
 
 

@@ -59,6 +59,7 @@ from nsa.telemetry import (
 from nsa.telemetry.alarms import Alarm, as_line
 from nsa.telemetry.heartbeat import BASE_FIELDS
 from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
+from nsa.telemetry.selection_file import SelectionRecord
 from nsa.telemetry.tracker import Tracked, write_tracked
 from nsa.tests.gpu import on_gpu
 
@@ -686,6 +687,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "metrics_json.md": {field.name for field in dataclasses.fields(Metrics)},
         "env_json.md": {field.name for field in dataclasses.fields(RunEnvironment)},
         "k_stats_csv.md": {*KStatsRow._fields},
+        "selection_jsonl.md": {field.name for field in dataclasses.fields(SelectionRecord)},
         "dtypes_report.md": {"version", "compute"},
         "opt_state_mb.md": {"MiB"},
         "fallback_counters_csv.md": {*FallbackRow._fields},
