@@ -20,6 +20,7 @@ from nsa.config.describe import (
 )
 from nsa.config.env import check_environment, in_effect, raw, read
 from nsa.operate.flags import add_monitor_flags, add_watch_flags
+from nsa.web.flags import add_dashboard_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +102,10 @@ def _parser() -> StrictParser:
     monitor = commands.add_parser("monitor", help=text, description=text)
     add_monitor_flags(monitor)
     monitor.set_defaults(command=_monitor)
+    text = "show run folders in a browser, live and side by side; it only reads"
+    dashboard = commands.add_parser("dashboard", help=text, description=text)
+    add_dashboard_flags(dashboard)
+    dashboard.set_defaults(command=_dashboard)
     return parser
 
 
@@ -260,6 +265,12 @@ def _monitor(args: argparse.Namespace) -> int:
     from nsa.operate.monitor import monitor
 
     return monitor(args.folder, args)
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    from nsa.web.dashboard import dashboard
+
+    return dashboard(args)
 
 
 def _data_prepare(args: argparse.Namespace) -> int:

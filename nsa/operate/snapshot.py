@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from nsa.telemetry.alarms import Alarm, last_alarms
 from nsa.telemetry.env_file import NAME as ENV
 from nsa.telemetry.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP, tail_beats
 from nsa.telemetry.metrics import NAME as METRICS
-from nsa.telemetry.sentinels import ANOMALY, Halt, read_anomaly, read_halt
+from nsa.telemetry.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
 
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 CHECKPOINT = re.compile(r"checkpoint_step(\d+)\.pt")
@@ -45,6 +46,8 @@ RECENT_GAPS = 200
 SHOWN_ALARMS = 20
 START_LINES = 2
 """Lines at the start of a process, while memory and speed settle, that say nothing yet."""
+MOST_BYTES = 16 << 20
+"""Of a file that is read as a whole, where only plain files are."""
 T = TypeVar("T")
 
 
@@ -156,29 +159,36 @@ class Run:
         return max((median(rank.gaps) for rank in self.ranks if rank.gaps), default=0.0)
 
 
-def read_run(folder: Path, *, now: float | None = None, tail_bytes: int = SEARCH_BYTES) -> Run:
-    """Read a run folder; of files that grow, at most `tail_bytes` from their end."""
+def read_run(
+    folder: Path,
+    *,
+    now: float | None = None,
+    tail_bytes: int = SEARCH_BYTES,
+    only_plain: bool = False,
+) -> Run:
+    """Read a run folder; of files that grow, at most `tail_bytes` from their end.
+
+    `only_plain`: nothing is read through a link, or from what is no plain file, and that is said.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
-    problems: list[str] = []
+    attempt = _Attempt([], only_plain)
     now = time.time() if now is None else now
     table = folder / TRAINING
-    env = _try(folder / ENV, lambda: _typed(read_env(folder), folder / ENV), problems)
+    env = attempt(folder / ENV, lambda: _typed(read_env(folder), folder / ENV))
     return Run(
         folder=folder,
         now=now,
-        metrics=_try(
-            folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS), problems
-        ),
+        metrics=attempt(folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS)),
         env=env,
-        ranks=_ranks(folder, env, tail_bytes, problems),
-        rows=_try(table, lambda: last_rows(TrainingRow, table, ROWS), problems) or [],
-        checkpoints=_try(folder, lambda: _checkpoints(folder), problems) or [],
-        halt=read_halt(folder),
-        anomaly=_try(folder / ANOMALY, lambda: read_anomaly(folder), problems),
-        alarms=_try(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS), problems) or [],
-        free_bytes=_try(folder, lambda: shutil.disk_usage(folder).free, problems),
-        problems=problems,
+        ranks=_ranks(folder, env, tail_bytes, attempt),
+        rows=attempt(table, lambda: last_rows(TrainingRow, table, ROWS)) or [],
+        checkpoints=attempt(folder, lambda: _checkpoints(folder)) or [],
+        halt=attempt(folder / HALT, lambda: read_halt(folder)),
+        anomaly=attempt(folder / ANOMALY, lambda: read_anomaly(folder)),
+        alarms=attempt(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS)) or [],
+        free_bytes=attempt(folder, lambda: shutil.disk_usage(folder).free),
+        problems=attempt.problems,
     )
 
 
@@ -193,35 +203,56 @@ def _typed(record: T, path: Path) -> T:
     return record
 
 
-def _try(path: Path, load: Callable[[], T], problems: list[str]) -> T | None:
-    """What a reader gives; a file that is not there is None, and one that is not as we would write
-    it is a problem, too.
-    """
-    try:
-        return load()
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        text = str(error)
-        problems.append(text if path.name in text else f"{path}: {text}")
-        return None
+class _Attempt(NamedTuple):
+    """Calls readers, and notes what they could not read."""
+
+    problems: list[str]
+    only_plain: bool
+
+    def __call__(self, path: Path, load: Callable[[], T]) -> T | None:
+        """What a reader gives; a file that is not there is None, and one that is not as we would
+        write it is a problem, too.
+        """
+        try:
+            if self.only_plain:
+                _require_plain(path)
+            return load()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            text = str(error)
+            self.problems.append(text if path.name in text else f"{path}: {text}")
+            return None
+
+
+def _require_plain(path: Path) -> None:
+    """Refuse links, pipes and devices, and files that are read as a whole but are too large."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ValueError(f"{path} is a link or no plain file; it is not read")
+    if path.name in (METRICS, ENV, ANOMALY, HALT) and status.st_size > MOST_BYTES:
+        raise ValueError(f"{path} has {status.st_size} bytes; at most {MOST_BYTES} are read")
 
 
 def _ranks(
-    folder: Path, env: RunEnvironment | None, tail_bytes: int, problems: list[str]
+    folder: Path, env: RunEnvironment | None, tail_bytes: int, attempt: _Attempt
 ) -> list[Rank]:
-    found = [(int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name))]
+    found = attempt(folder, lambda: heartbeat_files(folder)) or []
     ranks = []
-    for rank, path in sorted(found):
-        found_lines = _try(path, partial(tail_beats, path, tail_bytes), problems)
-        beats, bad = found_lines or ([], [])
+    for rank, path in found:
+        beats, bad = attempt(path, partial(tail_beats, path, tail_bytes)) or ([], [])
         if bad:
-            problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
-        problems += _mixed(path, beats)
+            attempt.problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
+        attempt.problems.extend(_mixed(path, beats))
         pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
         gone = is_gone(pid, env) if pid and env else None
         ranks.append(Rank(rank=rank, path=path, beats=beats, gone=gone))
     return ranks
+
+
+def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
+    """The heartbeats in a folder, by rank."""
+    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name)))
 
 
 def _mixed(path: Path, beats: list[Beat]) -> list[str]:
@@ -237,8 +268,8 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
     for path in folder.glob("checkpoint_step*.pt"):
         if match := CHECKPOINT.fullmatch(path.name):
-            stat = path.stat()
-            found.append(Checkpoint(int(match[1]), stat.st_size, stat.st_mtime))
+            status = path.stat()
+            found.append(Checkpoint(int(match[1]), status.st_size, status.st_mtime))
     return sorted(found)
 
 

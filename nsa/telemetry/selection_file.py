@@ -120,7 +120,9 @@ def _check(record: SelectionRecord) -> None:
         raise ValueError("step, block_tokens, num_blocks and bins are whole numbers")
     if type(record.ts) not in (int, float) or not all(type(e) is int for e in record.edges):
         raise ValueError("ts is a number, edges are whole numbers")
-    rows = [row for layer in record.reads_pct for group in layer for row in group]
+    rows: list[Sequence[float]] = [
+        row for layer in record.reads_pct for group in layer for row in group
+    ]
     rows += [row for layer in record.distance_pct for row in layer]
     if len(record.reads_pct) != len(record.distance_pct) or sum(map(len, rows)) > MOST_CELLS:
         raise ValueError("reads_pct and distance_pct do not fit together")
