@@ -225,7 +225,7 @@ class DemoRun:
                 square.append(row + [0.0] * (bins - query - 1))
             reads.append(square)
             distances.append(_distances(square, num_blocks))
-        return LayerMap(spec.l_sel, num_blocks, reads, distances)
+        return LayerMap(spec.l_sel, num_blocks, distance_edges(num_blocks), reads, distances)
 
     def write_status(self, status: str) -> None:
         """metrics.json."""

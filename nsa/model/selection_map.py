@@ -38,6 +38,7 @@ class SelectionCounts:
         return LayerMap(
             block_tokens=self.block_tokens,
             num_blocks=self.num_blocks,
+            edges=distance_edges(self.num_blocks),
             reads=(reads / places.clamp(min=1)).tolist(),
             distances=(distances / distances.sum(dim=-1, keepdim=True).clamp(min=1)).tolist(),
         )
@@ -49,6 +50,8 @@ class LayerMap:
 
     block_tokens: int
     num_blocks: int
+    edges: list[int]
+    """The largest distance of each bin, as distance_edges gives them."""
     reads: list[list[list[float]]]
     """By KV head, bin of queries, bin of blocks: the share of pairs that were read, 0 to 1."""
     distances: list[list[float]]

@@ -15,11 +15,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nsa.model.selection_map import LayerMap, distance_edges
 from nsa.telemetry.best_effort import LineFile
 from nsa.telemetry.tail import complete_lines
+
+if TYPE_CHECKING:  # readers of run folders start without torch
+    from nsa.model.selection_map import LayerMap
 
 SCHEMA = 1
 NAME = "selection.jsonl"
@@ -65,7 +67,7 @@ def _content(maps: Sequence[LayerMap]) -> dict[str, Any]:
         "block_tokens": first.block_tokens,
         "num_blocks": first.num_blocks,
         "bins": len(first.reads[0]),
-        "edges": distance_edges(first.num_blocks),
+        "edges": first.edges,
         "reads_pct": [
             [[_percent_row(row) for row in group] for group in layer.reads] for layer in maps
         ],

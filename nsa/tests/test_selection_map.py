@@ -102,7 +102,7 @@ def test_no_statistics_no_file(
 
 
 def layer_map(share: float) -> LayerMap:
-    return LayerMap(8, 2, [[[1.0, 0.0], [share, 1.0]]], [[0.5, 0.25, 0.25, 0.0]])
+    return LayerMap(8, 2, [0, 1, 2], [[[1.0, 0.0], [share, 1.0]]], [[0.5, 0.25, 0.25, 0.0]])
 
 
 def test_steps_that_were_done_again_count_once_and_a_torn_line_is_left_out(tmp_path: Path) -> None:

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import threading
 from pathlib import Path
 
 from nsa.web.access import Access
 from nsa.web.server import Server
+from nsa.web.source import Sources
 
 
 def dashboard(args: argparse.Namespace) -> int:
     """Listen at once, and read meanwhile."""
     folders = [_folder(path) for path in args.folders]
     access = Access.of(args.host, args.token)
-    with _listen(args.host, args.port, access) as server:
+    sources = Sources(folders)
+    with _listen(args.host, args.port, access, sources) as server:
+        sources.start()
         print(f"nsa dashboard: {server.url} (Ctrl-C ends it; it only reads)", flush=True)
         if access.token is not None:
             print("open it with ?token=... once; the browser keeps a cookie", flush=True)
-        # What reads a run imports torch, which takes seconds: the page is there before.
-        threading.Thread(target=_load, args=(server, folders), daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
-
-
-def _load(server: Server, folders: list[Path]) -> None:
-    from nsa.web.source import Sources
-
-    sources = Sources(folders)
-    sources.start()
-    server.runs = sources
 
 
 def _folder(path: Path) -> Path:
@@ -40,11 +32,11 @@ def _folder(path: Path) -> Path:
     return path.resolve()
 
 
-def _listen(host: str, port: int, access: Access) -> Server:
+def _listen(host: str, port: int, access: Access, sources: Sources) -> Server:
     if not 0 <= port < 1 << 16:
         raise ValueError(f"--port {port} is not a port; give 0 to 65535")
     try:
-        return Server(host, port, access)
+        return Server(host, port, access, sources)
     except OSError as error:
         raise ValueError(
             f"cannot listen at {host} port {port} ({error.strerror or error}); "

@@ -23,8 +23,9 @@ from nsa.web.timeline import Timeline
 
 HISTORY_BYTES = 64 << 20
 """Of the first rank's heartbeat, from its end: all of a run of 50,000 steps."""
-RANK_BYTES = 8 << 20
-"""Of another rank's: it has only to say when it beat."""
+RANK_BYTES = 32 << 20
+"""Of another rank's, which has only to say when it beat; less, where there are many ranks."""
+ALL_RANKS_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
 PLACES = 512
 """Where the part before that is sampled."""
@@ -95,9 +96,11 @@ class History:
 
     @staticmethod
     def _reaches_further(one: Table, other: Table) -> bool:
-        if one.first_step is None:
+        if one.first_step is None or one.last_step is None:
             return False
-        return other.first_step is None or one.first_step < other.first_step
+        if other.first_step is None or other.last_step is None:
+            return True
+        return one.first_step < other.first_step or one.last_step > other.last_step
 
     def _read_selection(self) -> bool:
         grew, more = self.selection.read(CHUNK_BYTES)
@@ -143,7 +146,8 @@ class History:
         for rank, path in found[:MOST_RANKS]:
             if rank not in self._beats:
                 is_first = rank == found[0][0]
-                self._beats[rank] = Follower(path, HISTORY_BYTES if is_first else RANK_BYTES)
+                most = HISTORY_BYTES if is_first else min(RANK_BYTES, ALL_RANKS_BYTES // len(found))
+                self._beats[rank] = Follower(path, most)
                 self.timelines[rank] = Timeline()
 
     def _read_rank(self, rank: int, until: float) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import sys
 import threading
 import time
 from http import HTTPStatus
@@ -51,15 +52,14 @@ def page_files() -> dict[str, bytes]:
 
 
 class Server(ThreadingHTTPServer):
-    """Listens when it is made; `runs` may follow later, until then the page says that it reads."""
+    """Listens when it is made."""
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, host: str, port: int, access: Access) -> None:
+    def __init__(self, host: str, port: int, access: Access, runs: Runs) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.access, self.files = access, page_files()
-        self.runs: Runs | None = None
+        self.access, self.runs, self.files = access, runs, page_files()
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((host, port), Handler)
 
@@ -86,8 +86,6 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away is no news; anything else is."""
-        import sys
-
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -150,9 +148,6 @@ class Handler(BaseHTTPRequestHandler):
             self._error(HTTPStatus.UNAUTHORIZED, "this dashboard wants its token")
 
     def _api(self, path: str, query: dict[str, str]) -> None:
-        if self.server.runs is None:
-            self._json({"starting": True, "runs": []})
-            return
         try:
             self._json(answer(self.server.runs, path, query))
         except LookupError as error:

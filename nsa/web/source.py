@@ -55,6 +55,7 @@ class Source:
         found: dict[str, Any] = {"status": "absent", "level": "idle", "verdict": "not read yet"}
         if run is not None:
             found = describe(dataclasses.replace(run, now=time.time()))
+            found |= self._newest_beats(found)
             problems = [*run.problems, *problems]
         if self._trouble:
             problems.append(self._trouble)
@@ -67,6 +68,18 @@ class Source:
             "maps": maps[-1] if maps else None,
             "problems": shown[:MOST_PROBLEMS],
         }
+
+    def _newest_beats(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The ages of the ranks by what was followed since the verdict was made."""
+        now, ranks = time.time(), []
+        for rank in found["ranks"]:
+            line = self._history.timelines.get(rank["rank"])
+            age_s = rank["age_s"]
+            if line is not None and line.span is not None and age_s is not None:
+                age_s = min(age_s, max(0.0, now - line.span[1]))
+            ranks.append(rank | {"age_s": age_s})
+        ages = [rank["age_s"] for rank in ranks if rank["age_s"] is not None]
+        return {"ranks": ranks, "beat_age_s": max(ages, default=None)}
 
     def series(self, first: float, last: float, points: int) -> dict[str, Any]:
         """The curves between two steps."""
@@ -98,7 +111,10 @@ class Source:
             end = max(span[1] for span in known)
             end = end if ended else max(end, now)
             begin = max(min(span[0] for span in known), end - last_s)
-            allowed = {r["rank"]: r["allowed_s"] for r in self.header().get("ranks", [])}
+            allowed = {
+                rank["rank"]: 0.0 if rank["late"] else rank["allowed_s"]
+                for rank in self.header().get("ranks", [])
+            }
             strips = [
                 line.strip(
                     begin,

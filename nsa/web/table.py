@@ -39,6 +39,11 @@ class Table:
         """The step of the first line."""
         return float(self._step[0, 0]) if self._rows else None
 
+    @property
+    def last_step(self) -> float | None:
+        """The step of the last line."""
+        return float(self._step[self._rows - 1, 1]) if self._rows else None
+
     def clear(self) -> None:
         """Forget everything."""
         self._rows, self._each, self._last_lines = 0, 1, 0

@@ -10,7 +10,6 @@ import { alarmRows, runCard } from "./runs.js";
 import { Distances, SelectionMaps } from "./selection.js";
 
 const EVERY_MS = 2000;
-const POINTS = 700;
 const LAYER_POINTS = 160;
 
 const state = { runs: [], data: new Map(), hidden: new Set(), versions: new Map(), settingsAt: "", filesKey: "", focus: 0 };
@@ -27,7 +26,7 @@ const distances = new Distances();
 const maps = new SelectionMaps((step) => loadSelection(state.focus, step));
 const strips = new Strips(() => loadTimelines().then(drawStrips));
 const settings = new Settings();
-const heatPlace = make("div", { className: "grid wide" });
+const heatPlace = make("div", { className: "fit wide" });
 const focusSelect = make("select", { ariaLabel: "Run of the maps", on: { change: () => { state.focus = Number(focusSelect.value); loadSelection(state.focus).then(drawSelection); } } });
 
 function build() {
@@ -38,11 +37,11 @@ function build() {
       charts.push(chart);
       grid.append(chart.node);
     }
-    if (section.id === "attention") { grid.append(distances.node, heatPlace, maps.node); maps.node.querySelector(".controls").append(focusSelect); }
+    if (section.id === "attention") { grid.append(heatPlace, maps.node); maps.node.querySelector(".controls").append(focusSelect); }
     add(section.id, section.title, grid);
   }
   add("ranks", "Ranks", strips.node);
-  add("files", "Files", make("div", { className: "grid", id: "file-cards" }));
+  add("files", "Files", make("div", { className: "fit", id: "file-cards" }));
   add("settings", "Settings", settings.node);
 }
 
@@ -62,11 +61,12 @@ async function ask(path, query = {}) {
 const shownRuns = () => state.runs.filter((run) => !state.hidden.has(run.id))
   .map((run) => ({ ...run, ...(state.data.get(run.id) ?? {}) }));
 const dataOf = (id) => state.data.get(id) ?? state.data.set(id, {}).get(id);
+// About one for each pixel: more would only draw over each other.
+const points = () => Math.min(800, Math.max(150, Math.max(...charts.map((chart) => chart.plot.clientWidth)) - 60));
 const windowQuery = () => (shared.range ? { from: Math.floor(shared.range[0]), to: Math.ceil(shared.range[1]) } : {});
 
 async function look() {
   const answer = await ask("runs");
-  if (answer.starting) { link("live", "starting"); return; }
   state.runs = answer.runs;
   if (!state.runs.some((run) => run.id === state.focus)) state.focus = 0;
   drawHead();
@@ -84,7 +84,7 @@ async function look() {
 
 async function loadRun(run) {
   const data = dataOf(run.id), query = { run: run.id, ...windowQuery() };
-  [data.series, data.layers] = await Promise.all([ask("series", { ...query, points: POINTS }), ask("layers", { ...query, points: LAYER_POINTS })]);
+  [data.series, data.layers] = await Promise.all([ask("series", { ...query, points: points() }), ask("layers", { ...query, points: LAYER_POINTS })]);
   const last = data.selection?.steps.at(-1);
   const follows = !data.selection || data.selection.step === last;
   if (run.maps !== null && follows && run.maps !== last) data.selection = await ask("selection", { run: run.id });
@@ -131,7 +131,7 @@ function drawHeats(runs) {
   const key = wanted.map(([run, field]) => `${run.id}:${field}`).join();
   if (heatPlace.dataset.key !== key) {
     heats = wanted.map(([run, field]) => new LayerHeat(run, field, shared));
-    heatPlace.replaceChildren(...heats.map((heat) => heat.node));
+    heatPlace.replaceChildren(distances.node, ...heats.map((heat) => heat.node));
     heatPlace.dataset.key = key;
   }
   heats.forEach((heat, i) => heat.set(wanted[i][0].layers, runs.length > 1 ? wanted[i][0].name : "By layer"));

@@ -193,15 +193,16 @@ export class Chart {
   readOut(hover) {
     const format = this.definition.format ?? compact;
     const words = [];
-    this.legend.replaceChildren(...this.lines.map((line) => {
+    const parts = this.lines.map((line) => {
       const i = hover === null ? lastKnown(line.y) : nearest(line.x, hover);
       const has = line.low && line.low[i] !== null && line.high[i] > line.low[i] && hover !== null;
       const text = format(line.y[i]) + (has ? ` (${format(line.low[i])} to ${format(line.high[i])})` : "");
       words.push(`${line.label} ${text}`);
       const swatch = make("i", { className: `dash-${line.dash ?? 0}` });
       swatch.style.borderTopColor = line.colour;
-      return make("span", {}, swatch, line.label, make("b", { textContent: text }));
-    }));
+      return { row: line.row, span: make("span", {}, swatch, line.name ?? line.label, make("b", { textContent: text })) };
+    });
+    this.legend.replaceChildren(...inRows(parts));
     this.overlay.setAttribute("aria-label", `${this.definition.title}: ${words.join(", ") || "not measured"}`);
   }
 
@@ -244,6 +245,16 @@ export class Chart {
     const from = this.shared.hover ?? high;
     this.shared.onHover(Math.min(Math.max(from + (way * (high - low)) / 100, low), high));
   }
+}
+
+// Several series of several runs: a row for each run.
+function inRows(parts) {
+  const rows = new Map();
+  for (const { row, span } of parts) {
+    if (row === undefined) rows.set(span, span);
+    else (rows.get(row) ?? rows.set(row, make("span", { className: "row" }, `${row} `)).get(row)).append(span, " ");
+  }
+  return rows.values();
 }
 
 function extent(lines) {

@@ -1,6 +1,6 @@
 // Which charts there are: where their numbers come from, and how they are written.
 
-import { compact, fixed, integer, loss, mib, percent } from "./format.js";
+import { compact, fixed, integer, loss, percent } from "./format.js";
 
 const tidy = (value) => compact(value, 3);
 
@@ -21,8 +21,8 @@ export const SECTIONS = [
       series: [{ key: "dt_fetch_s", label: "last", factor: 1000 }, { key: "fetch_p50_ms", label: "p50" }, { key: "fetch_p95_ms", label: "p95" }] },
   ] },
   { id: "machine", title: "Machine", charts: [
-    { id: "memory", title: "Memory", zero: true, format: mib, tick: mib,
-      series: [{ key: "gpu_mem_alloc", label: "in tensors" }, { key: "gpu_mem_reserved", label: "held by torch" }, { key: "rss_mib", label: "process" }] },
+    { id: "memory", title: "Memory", unit: "GiB", zero: true, format: fixed(2), series: [{ key: "gpu_mem_alloc", label: "in tensors", factor: 1 / 1024 },
+      { key: "gpu_mem_reserved", label: "held by torch", factor: 1 / 1024 }, { key: "rss_mib", label: "process", factor: 1 / 1024 }] },
     { id: "util", title: "GPU busy", unit: "%", zero: true, top: 100, format: fixed(0), series: [{ key: "gpu_util_pct", label: "busy" }] },
     { id: "temp", title: "GPU temperature", unit: "°C", format: fixed(0), series: [{ key: "gpu_temp_c", label: "GPU" }] },
     { id: "fallbacks", title: "Fallbacks", unit: "calls since the start", zero: true, top: 4, format: integer, series: [
@@ -30,8 +30,8 @@ export const SECTIONS = [
       { key: "fb_compressed_fa2_fails", label: "compressed", rare: true }, { key: "fb_sliding_fa2_fails", label: "window", rare: true }] },
   ] },
   { id: "attention", title: "Attention", charts: [
-    { id: "shares", title: "Gate shares", unit: "all layers", zero: true, format: fixed(3),
-      series: [{ key: "share_cmp", label: "compressed" }, { key: "share_sel", label: "selected" }, { key: "share_win", label: "window" }] },
+    { id: "shares", title: "Gate shares", unit: "mean over all layers", zero: true, format: fixed(3),
+      series: [{ key: "share_cmp", label: "cmp" }, { key: "share_sel", label: "sel" }, { key: "share_win", label: "win" }] },
     { id: "entropy", title: "Gate entropy", unit: "nats; even is 1.10", zero: true, format: fixed(3), top: 1.1,
       series: [{ key: "entropy_mean", label: "mean" }, { key: "gate_entropy_min", label: "least" }] },
     { id: "collapse", title: "Gate collapse", unit: "share of gates", zero: true, format: percent, tick: percent, top: 0.01,
@@ -60,9 +60,10 @@ export function linesOf(definition, runs, colourOf, smoothing) {
     definition.series.forEach((series, index) => {
       const found = column(run.series, series);
       if (!found || (series.rare && found.y.every((value) => !value))) return;
-      const label = single ? series.label : definition.series.length > 1 ? `${run.name} ${series.label}` : run.name;
+      const rows = !single && definition.series.filter((s) => !s.rare).length > 1;
       lines.push({
-        label, colour: colourOf(single ? (run.id + index) % 6 : run.id), dash: single ? 0 : Math.min(index, 2),
+        label: single ? series.label : rows ? `${run.name} ${series.label}` : run.name,
+        ...(rows ? { row: run.name, name: series.label } : {}), colour: colourOf(single ? (run.id + index) % 6 : run.id), dash: single ? 0 : Math.min(index, 2),
         points: series.points, ...found, y: definition.smooth ? smooth(found.y, smoothing) : found.y,
       });
     });

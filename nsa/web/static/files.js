@@ -22,7 +22,7 @@ function checkpoints(runs, many) {
   const free = runs.filter((run) => run.free_bytes).map((run) => bytes(run.free_bytes))[0];
   const head = make("tr", {}, ...nameHead(many), ...["step", "size", "written"].map((text) => make("th", { className: "number", textContent: text })));
   return card("Checkpoints",
-    rows.length ? make("div", { className: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, rows))) : make("p", { className: "soft", textContent: "none yet" }),
+    rows.length ? make("div", { className: "scroll plain" }, make("table", {}, make("thead", {}, head), make("tbody", {}, rows))) : make("p", { className: "soft", textContent: "none yet" }),
     free ? make("p", { className: "facts", textContent: `${free} free on the disk of the run` }) : null);
 }
 

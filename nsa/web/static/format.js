@@ -34,6 +34,13 @@ export function duration(seconds) {
   return `${Math.floor(rest / 86400)} d ${Math.floor((rest % 86400) / 3600)} h`;
 }
 
+// In one unit, for narrow places: 7 s, 3 min, 5 h, 2 d.
+export function age(seconds) {
+  if (!Number.isFinite(seconds)) return DASH;
+  const [unit, size] = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]].find(([, each]) => seconds >= each) ?? ["s", 1];
+  return `${Math.floor(seconds / size)} ${unit}`;
+}
+
 export function clock(unix) {
   const at = new Date(1000 * unix);
   return at.toLocaleString(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false });

@@ -14,14 +14,14 @@ export class LayerHeat {
     this.select = make("select", { ariaLabel: "What is shown by layer", on: { change: () => { this.field = LAYER_FIELDS[this.select.selectedIndex]; this.draw(); } } },
       LAYER_FIELDS.map((f, i) => make("option", { textContent: f.label, selected: i === field })));
     this.field = LAYER_FIELDS[field];
-    this.hint = make("span", { className: "hint number" });
+    this.hint = make("div", { className: "legend number" });
     this.canvas = make("canvas", { role: "img" });
     this.plot = make("div", { className: "plot heat" }, this.canvas);
     this.title = make("h3", { textContent: "By layer" });
-    this.node = make("article", { className: "card chart" }, make("header", {}, this.title, this.select, this.hint), this.plot);
+    this.node = make("article", { className: "card chart" }, make("header", {}, this.title, this.select), this.hint, this.plot);
     this.run = run;
     this.canvas.addEventListener("pointermove", (event) => this.onMove(event));
-    this.canvas.addEventListener("pointerleave", () => { this.hint.textContent = ""; this.shared.onHover(null); });
+    this.canvas.addEventListener("pointerleave", () => { this.hint.textContent = this.words; this.shared.onHover(null); });
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
 
@@ -72,9 +72,9 @@ export class LayerHeat {
       if (x < width - 14) context.fillText(compact(step, 4), x, each * rows.length + 7);
     }
     const last = rows.map((row) => row.at(-1)).filter((value) => value !== null);
-    const words = `from ${this.field.format(Math.min(...last))} to ${this.field.format(Math.max(...last))} over ${rows.length} layers`;
-    this.canvas.setAttribute("aria-label", `${this.field.label} by layer, last: ${words}`);
-    if (!this.hint.textContent) this.hint.textContent = words;
+    const words = this.words = `last: from ${this.field.format(Math.min(...last))} to ${this.field.format(Math.max(...last))} over ${rows.length} layers`;
+    this.canvas.setAttribute("aria-label", `${this.field.label} by layer, ${words}`);
+    this.hint.textContent = words;
   }
 
   onMove(event) {
@@ -83,7 +83,7 @@ export class LayerHeat {
     const i = Math.floor(((event.clientX - box.left - EDGE.left) / this.box.room) * this.box.count);
     const layer = Math.floor((event.clientY - box.top) / this.box.each);
     const value = this.rows()[layer]?.[i];
-    if (value === undefined || value === null) { this.hint.textContent = ""; return; }
+    if (value === undefined || value === null) { this.hint.textContent = this.words; return; }
     this.hint.textContent = `layer ${layer}, step ${this.data.step[i].toLocaleString("en-US")}: ${this.field.format(value)}`;
     this.shared.onHover(this.data.step[i]);
   }

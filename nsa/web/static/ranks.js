@@ -1,7 +1,7 @@
 // Every rank as a strip: what it did when, from its heartbeats.
 
 import { make, sharpen, variable } from "./dom.js";
-import { clock, duration, integer } from "./format.js";
+import { age, clock, duration, integer } from "./format.js";
 
 const WORDS = { step: "steps", evaluate: "evaluation", save: "checkpoint", start: "start", down: "no process", slow: "slow step",
   waiting: "since the last beat", silent: "silent too long", other: "other" };
@@ -36,7 +36,7 @@ export class Strips {
 
   row(run, strip) {
     const rank = run.ranks?.find((r) => r.rank === strip.rank);
-    const text = !rank ? "" : run.ended ? `step ${integer(rank.step)}` : `step ${integer(rank.step)}, ${duration(rank.age_s)} ago`;
+    const text = !rank ? "" : run.ended ? `step ${integer(rank.step)}` : `step ${integer(rank.step)}, ${age(rank.age_s)} ago`;
     const canvas = make("canvas", { role: "img", ariaLabel: `Rank ${strip.rank}: ${text}`, on: {
       pointermove: (event) => this.onMove(event, run.timeline, strip), pointerleave: () => { this.hint.textContent = ""; } } });
     canvas.strip = strip;

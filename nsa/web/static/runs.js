@@ -1,7 +1,7 @@
 // The head of the page: how each run stands, and what rings.
 
 import { make, runColour } from "./dom.js";
-import { compact, duration, integer, loss, mib, percent } from "./format.js";
+import { age, compact, duration, integer, loss, mib, percent } from "./format.js";
 
 export function runCard(run, { shown, many, onToggle }) {
   const colour = runColour(run.id);
@@ -29,8 +29,8 @@ function progress(run, colour) {
   fill.style.width = `${100 * share}%`;
   const left = run.ended ? "" : Number.isFinite(run.eta_s) ? `, ${duration(run.eta_s)} left` : "";
   return make("div", { className: "progress" },
-    make("div", { className: "track", role: "progressbar", ariaValueNow: (100 * share).toFixed(1), ariaLabel: "Progress" }, fill),
-    make("span", { className: "number", textContent: `${integer(run.step)} of ${integer(run.steps)} steps (${percent(share)})${left}` }));
+    make("span", { className: "number", textContent: `${integer(run.step)} of ${integer(run.steps)} steps (${percent(share)})${left}` }),
+    make("div", { className: "track", role: "progressbar", ariaValueNow: (100 * share).toFixed(1), ariaLabel: "Progress" }, fill));
 }
 
 function tiles(run) {
@@ -42,8 +42,7 @@ function tiles(run) {
     tile("Tokens/s", run.toks_per_s, integer),
     tile("MFU", run.mfu, percent),
     tile("Step", run.step_time_s, (value) => compact(value), "s"),
-    run.ended ? null : tile("Time left", run.eta_s, duration),
-    tile("Last beat", run.beat_age_s, duration, "ago", late ? "bad" : ""),
+    tile("Last beat", run.beat_age_s, age, "ago", late ? "bad" : ""),
     tile("Gradient", run.grad_norm, (value) => compact(value)),
     tile("Fetch", run.dt_fetch_s === null ? null : 1000 * run.dt_fetch_s, (value) => compact(value), "ms", run.dt_fetch_s > run.limits?.fetch_s ? "warn" : ""),
     tile(isGpu ? "GPU memory" : "Memory", isGpu ? run.gpu_mem_reserved : run.rss_mib, mib),
@@ -76,8 +75,19 @@ function facts(run) {
 }
 
 export function alarmRows(runs) {
-  return runs.flatMap((run) => (run.alarms ?? []).map((alarm) =>
+  return runs.flatMap((run) => byType(run.alarms ?? []).map(({ alarm, others }) =>
     make("div", { className: `alarm ${alarm.halting ? "bad" : "warn"}`, role: "alert" },
       make("b", { textContent: (runs.length > 1 ? `${run.name}: ` : "") + alarm.type.replaceAll("_", " ") }), alarm.text,
+      others ? ` (and ${others} more)` : "",
       alarm.advice ? make("div", { className: "advice", textContent: alarm.advice }) : null)));
+}
+
+// One row for each kind: when a run stops, all of its ranks fall silent.
+function byType(alarms) {
+  const found = new Map();
+  for (const alarm of alarms) {
+    if (found.has(alarm.type)) found.get(alarm.type).others += 1;
+    else found.set(alarm.type, { alarm, others: 0 });
+  }
+  return [...found.values()];
 }

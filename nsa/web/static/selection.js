@@ -22,6 +22,7 @@ export class SelectionMaps {
       make("div", { className: "controls" }, make("label", {}, "Step ", this.slider), this.label, make("label", {}, "KV head ", this.groups),
         make("span", { className: "scale" }, "0%", this.scale, "100% of the blocks")),
       this.maps, this.note);
+    new ResizeObserver(() => this.draw()).observe(this.node);
   }
 
   set(data, name) {
@@ -48,7 +49,8 @@ export class SelectionMaps {
   draw() {
     if (!this.data?.reads_pct) return;
     const context = sharpen(this.scale, 90, 10);
-    for (let x = 0; x < 90; x += 1) { context.fillStyle = heatColour(x / 90); context.fillRect(x, 0, 1, 10); }
+    for (let x = 0; x < 90; x += 1) { context.fillStyle = heatColour(Math.sqrt(x / 90)); context.fillRect(x, 0, 1, 10); }
+    this.maps.style.gridTemplateColumns = `repeat(${columnsFor(this.data.reads_pct.length, this.maps.clientWidth)}, minmax(0, 1fr))`;
     const layers = this.data.reads_pct.map((groups) => this.cells(groups));
     while (this.maps.children.length > layers.length) this.maps.lastChild.remove();
     layers.forEach((cells, layer) => {
@@ -82,6 +84,13 @@ export class SelectionMaps {
   }
 }
 
+// As many as fit, and where possible so that the last row is full.
+function columnsFor(count, width) {
+  const most = Math.max(1, Math.min(count, Math.floor((width + 10) / 110)));
+  for (let columns = most; columns >= most / 2; columns -= 1) if (count % columns === 0) return columns;
+  return most;
+}
+
 function paint(canvas, cells) {
   const bins = cells.length;
   canvas.width = canvas.height = bins;
@@ -100,7 +109,7 @@ export class Distances {
     this.hint = make("span", { className: "hint number" });
     this.plot = make("div", { className: "plot" }, this.canvas);
     this.node = make("article", { className: "card chart", id: "distances", hidden: true },
-      make("header", {}, make("h3", { textContent: "Distance of reads" }), make("span", { className: "unit", textContent: "blocks back; share of reads" }), this.hint),
+      make("header", {}, make("h3", { textContent: "Distance of reads" }), make("span", { className: "unit", textContent: "blocks back" }), this.hint),
       this.legend, this.plot);
     new ResizeObserver(() => this.draw()).observe(this.plot);
     this.canvas.addEventListener("pointermove", (event) => this.onMove(event));
@@ -162,7 +171,7 @@ export class Distances {
       const swatch = make("i", {});
       swatch.style.borderTopColor = set.colour;
       return make("span", {}, swatch, set.name);
-    }) : []), make("span", { textContent: "bars: mean over layers and KV heads, lines: least to most" }));
+    }) : []), make("span", { className: "row", textContent: "bars: mean over layers and KV heads, lines: least to most" }));
     this.canvas.setAttribute("aria-label", `Distance of reads: ${sets[0].labels.map((label, i) => `${label}: ${sets[0].mean[i].toFixed(1)}%`).join(", ")}`);
   }
 
