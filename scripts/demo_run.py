@@ -245,8 +245,8 @@ def _distances(square: list[list[float]], num_blocks: int) -> list[float]:
     return [count / sum(counts) for count in counts]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write the folder; with --live, go on at the speed of the run until Ctrl-C."""
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags of this script."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=50_000, help="of the whole run (%(default)d)")
@@ -262,7 +262,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--live", action="store_true", help="go on, in real time")
     args = parser.parse_args(argv)
     args.done = args.steps if args.done is None else args.done
+    return args
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the folder; with --live, go on at the speed of the run until Ctrl-C."""
+    args = arguments(argv)
     run = DemoRun(args.folder, args)
     while run.step < args.done:
         run.advance()

@@ -151,6 +151,7 @@ class Source:
         took = time.monotonic() - start
         with self._lock:
             self._run = run or self._run
+            self._settings.config(), self._settings.env()  # what is wrong with them is noted
         self._due = time.monotonic() + max(2 * INTERVAL_S, SHARE * took)
 
 
