@@ -74,7 +74,7 @@ def settled(*folders: Path) -> Sources:
     """Sources that have read everything; no thread runs."""
     sources = Sources(folders)
     for index in range(len(folders)):
-        while sources.get(index).refresh():  # type: ignore[attr-defined]
+        while sources.get(index).refresh():
             pass
     return sources
 
@@ -117,7 +117,7 @@ def test_what_grows_is_read_on_and_what_is_cut_off_waits(recorder: Recorder) -> 
     recorder.run(20)
     with recorder.beats[0].path.open("a") as file:
         file.write('{"schema": 1, "ts": 18000')
-    source.refresh()  # type: ignore[attr-defined]
+    source.refresh()
     steps = source.series(0, 1e9, 500)["progress"]["step"]
     assert steps == list(range(10, 221, 10))
     run = sources.runs()["runs"][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,12 +61,13 @@ def test_gaps_stay_gaps_and_a_step_that_is_done_again_replaces() -> None:
 
 
 def test_layers_are_bounded_and_a_line_of_another_shape_is_passed_over() -> None:
-    fields = {name: [0.5, 1.0] for name in FIELDS}
+    fields: dict[str, Any] = {name: [0.5, 1.0] for name in FIELDS}
     fields["gate_branch_shares"] = [[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]
     table = LayerTable(most_rows=16)
     for step in range(1000):
         table.add(Beat(ts=0.0, step=step, extra={"layers": fields}))
-    for bad in (None, {}, [], {"entropy_mean": "x"}, fields | {"sel_k_mean": [1]}):
+    bad_ones: list[Any] = [None, {}, [], {"entropy_mean": "x"}, fields | {"sel_k_mean": [1]}]
+    for bad in bad_ones:
         table.add(Beat(ts=0.0, step=1000, extra={"layers": bad}))
     found = table.window(0, 1e9, 5)
     assert table.num_layers == 2 and len(found["step"]) == 5
@@ -148,7 +150,7 @@ def shown(folder: Path) -> dict:  # type: ignore[type-arg]
     sources = Sources([folder])
     source = sources.get(0)
     for _ in range(3):
-        source.refresh()  # type: ignore[attr-defined]
+        source.refresh()
     found: dict = sources.runs()["runs"][0]  # type: ignore[type-arg]
     found |= {"series": source.series(0, 1e9, 500), "timeline": source.timeline(1e9, 50)}
     found |= {"layers": source.layers(0, 1e9, 50), "selection": source.selection(5)}
@@ -164,10 +166,10 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
 def test_a_folder_that_goes_away_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder(tmp_path / "run", monkeypatch).run(40)
     sources = Sources([tmp_path / "run"])
-    sources.get(0).refresh()  # type: ignore[attr-defined]
+    sources.get(0).refresh()
     (tmp_path / "run").rename(tmp_path / "gone")
-    sources.get(0)._due = 0.0  # type: ignore[attr-defined]
-    sources.get(0).refresh()  # type: ignore[attr-defined]
+    sources.get(0)._due = 0.0
+    sources.get(0).refresh()
     assert "is not a folder" in " ".join(sources.runs()["runs"][0]["problems"])
 
 
