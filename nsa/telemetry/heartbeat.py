@@ -266,7 +266,7 @@ def _beats_from_end(path: Path) -> Iterator[Beat]:
 HEAD = re.compile(
     rf'{{"schema": {SCHEMA}, "ts": (\d{{1,11}}(?:\.\d+)?), "iso": "([^"\\]*)", '
     r'"pid": (\d{1,9}), "rank": (\d{1,6}), "step": (\d{1,11}), "msg": "(\w+)"'
-    r'(?:, "phase": "(\w+)"(\}))?'
+    r'(?:, "phase": "(\w+)"(\})?)?'
 )
 """How a line of ours begins, and a short one ends: most lines are short, and this is quick."""
 

@@ -338,6 +338,12 @@ def test_the_command_listens_without_torch_and_ends_by_ctrl_c(recorder: Recorder
         assert process.wait(30) == 0
 
 
+def test_reading_a_run_folder_needs_no_torch() -> None:
+    code = "import sys, nsa.web.dashboard, nsa.operate.watch, nsa.operate.monitor\n"
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
+
+
 def test_a_port_that_is_taken_is_said(tmp_path: Path, client: Client) -> None:
     args = argparse.Namespace(folders=[tmp_path], host="127.0.0.1", port=client.port, token=None)
     Server.allow_reuse_address, before = False, Server.allow_reuse_address

@@ -14,7 +14,7 @@ const LAYER_POINTS = 160;
 
 const state = { runs: [], data: new Map(), hidden: new Set(), versions: new Map(), settingsAt: "", filesKey: "", focus: 0 };
 const shared = {
-  hover: null, range: null, logLoss: false,
+  hover: null, range: null, extent: null, logLoss: false,
   onHover(step) { shared.hover = step; requestAnimationFrame(() => charts.forEach((chart) => chart.drawOverlay())); },
   onZoom(range) { shared.range = range; zoomed(); },
   onReset() { if (shared.range) { shared.range = null; zoomed(); } },
@@ -121,9 +121,17 @@ function toggle(id) {
 function drawCharts() {
   const runs = shownRuns();
   const smoothing = Number($("smoothing").value);
+  shared.extent = extentOf(runs);
   for (const chart of charts) chart.set(linesOf(chart.definition, runs, runColour, smoothing));
   drawHeats(runs);
   drawSelection();
+}
+
+// All charts have the same steps on their axis.
+function extentOf(runs) {
+  const steps = runs.flatMap((run) => Object.values(run.series ?? {}).flatMap((table) => (table.step.length ? [table.step[0], table.step.at(-1)] : [])));
+  const low = Math.min(...steps), high = Math.max(...steps);
+  return low < high ? [low, high] : null;
 }
 
 function drawHeats(runs) {

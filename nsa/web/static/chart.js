@@ -8,7 +8,7 @@ const EDGE = { left: 52, right: 12, top: 8, bottom: 22 };
 const DASHES = [[], [6, 4], [2, 3]];
 
 export class Chart {
-  // shared: { hover, range, onHover(step), onZoom(range), onReset() }
+  // shared: { hover, range, extent, onHover(step), onZoom(range), onReset() }
   constructor(definition, shared) {
     this.definition = definition;
     this.shared = shared;
@@ -40,7 +40,7 @@ export class Chart {
     this.empty.hidden = this.lines.length > 0;
     this.y = this.lines.length ? range(this.lines, { ...this.definition, log: this.isLog() }) : null;
     if (!this.y) { this.drawOverlay(); return; }
-    this.x = this.shared.range ?? extent(this.lines);
+    this.x = this.shared.range ?? this.shared.extent ?? extent(this.lines);
     this.drawAxes(context);
     context.save();
     context.beginPath();
@@ -142,7 +142,7 @@ export class Chart {
     for (let i = 0; i < line.x.length; i += 1) {
       const value = line.high?.[i] ?? line.y[i];
       if (value === null || value <= this.y[1]) continue;
-      const x = this.px(line.x[i]);
+      const x = Math.max(this.px(line.x[i]), EDGE.left + 5);
       if (x - last < 9) continue;
       last = x;
       context.beginPath();

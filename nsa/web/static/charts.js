@@ -63,7 +63,7 @@ export function linesOf(definition, runs, colourOf, smoothing) {
       const rows = !single && definition.series.filter((s) => !s.rare).length > 1;
       lines.push({
         label: single ? series.label : rows ? `${run.name} ${series.label}` : run.name,
-        ...(rows ? { row: run.name, name: series.label } : {}), colour: colourOf(single ? (run.id + index) % 6 : run.id), dash: single ? 0 : Math.min(index, 2),
+        ...(rows ? { row: run.name, name: series.label } : {}), colour: colourOf(single ? run.id + lines.length : run.id), dash: single ? 0 : Math.min(index, 2),
         points: series.points, ...found, y: definition.smooth ? smooth(found.y, smoothing) : found.y,
       });
     });

@@ -13,7 +13,8 @@ export function compact(value, digits = 3) {
 
 function trim(value, digits) {
   const size = Math.abs(value);
-  const whole = size >= 1 ? Math.floor(Math.log10(size)) + 1 : 1;
+  if (size < 1) return String(Number(value.toPrecision(digits)));
+  const whole = Math.floor(Math.log10(size)) + 1;
   return value.toFixed(Math.max(0, digits - whole)).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 }
 

@@ -45,7 +45,7 @@ export class LayerHeat {
     this.node.hidden = rows.length === 0;
     const width = this.plot.clientWidth;
     if (!rows.length || !width) return;
-    const each = Math.max(9, Math.min(22, Math.floor(212 / rows.length)));
+    const each = Math.max(9, Math.min(40, Math.floor(212 / rows.length)));
     const height = each * rows.length + EDGE.bottom + 4;
     this.plot.style.height = `${height}px`;
     const context = sharpen(this.canvas, width, height);

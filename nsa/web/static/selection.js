@@ -50,7 +50,7 @@ export class SelectionMaps {
     if (!this.data?.reads_pct) return;
     const context = sharpen(this.scale, 90, 10);
     for (let x = 0; x < 90; x += 1) { context.fillStyle = heatColour(Math.sqrt(x / 90)); context.fillRect(x, 0, 1, 10); }
-    this.maps.style.gridTemplateColumns = `repeat(${columnsFor(this.data.reads_pct.length, this.maps.clientWidth)}, minmax(0, 1fr))`;
+    this.maps.style.gridTemplateColumns = `repeat(${columnsFor(this.data.reads_pct.length, this.maps.clientWidth)}, minmax(0, 220px))`;
     const layers = this.data.reads_pct.map((groups) => this.cells(groups));
     while (this.maps.children.length > layers.length) this.maps.lastChild.remove();
     layers.forEach((cells, layer) => {
