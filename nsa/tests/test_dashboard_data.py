@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from nsa.telemetry import Beat
+from nsa.telemetry import Beat, read_config
 from nsa.telemetry.follow import Follower, open_plain, read_plain
+from nsa.telemetry.selection_file import read_selection
 from nsa.tests.recording import Recorder
 from nsa.web import history
 from nsa.web.history import History
@@ -19,6 +20,7 @@ from nsa.web.settings import Settings
 from nsa.web.source import Sources
 from nsa.web.table import Table
 from nsa.web.timeline import Timeline
+from scripts.demo_run import main
 
 # tables
 
@@ -306,3 +308,16 @@ def test_a_strip_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for second in range(1000):
         line.add(beat(float(second)))
     assert line.span is not None and line.span[1] == 999 and line.span[0] >= 900
+
+
+# the made-up run of the documentation
+
+
+def test_a_made_up_run_is_one_that_every_reader_takes(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    assert main([str(folder), "--steps", "40", "--log-every", "10", "--spike", "20"]) == 0
+    run = shown(folder)
+    assert run["problems"] == [] and run["verdict"] == "finished"
+    assert run["series"]["progress"]["step"] == [1, 10, 20, 30, 40]
+    assert len(run["selection"]["reads_pct"]) == 12 and run["alarm_log"][0]["type"] == "loss_spike"
+    assert read_selection(folder)[-1].step == 40 and read_config(folder).train.steps == 40
