@@ -56,7 +56,11 @@ class DemoRun:
         self.random = random.Random(args.seed)
         self.step, self.step_s = 0, args.step_s
         self.now = time.time() - args.done * args.step_s * 1.02
-        self.config = load_config(CONFIG, [f"train.lr={args.lr}", f"train.steps={args.steps}"])
+        warmup = min(2000, args.steps // 10)
+        self.config = load_config(
+            CONFIG,
+            [f"train.lr={args.lr}", f"train.steps={args.steps}", f"train.warmup_steps={warmup}"],
+        )
         self.num_layers = self.config.model.n_layers
         self.beats = [Heartbeat(folder, rank, clock=lambda: self.now) for rank in range(args.ranks)]
         self.training = CsvLog(TrainingRow, folder / TRAINING)
@@ -119,7 +123,7 @@ class DemoRun:
 
     def log(self) -> None:
         """A logged step."""
-        lr = self.args.lr * min(1.0, self.step / 2000)
+        lr = self.args.lr * min(1.0, self.step / max(1, self.config.train.warmup_steps))
         lr *= 0.5 * (1 + math.cos(math.pi * min(1.0, self.step / self.args.steps)))
         loss = self.loss(0.035)
         speed = self.metrics.tokens_per_step / self.step_s * self.random.uniform(0.96, 1.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def test_thinning_keeps_every_extreme(most_rows: int, points: int) -> None:
     column = found["columns"]["x"]
     assert max(column["high"]) == 99.0 and min(column["low"]) == -99.0
     if points > 1:
+        gaps = [b - a for a, b in pairwise(found["step"])]
+        assert max(gaps) - min(gaps) <= 2 * 5000 / min(most_rows, 5000) + 2, "evenly in steps"
         i, j = column["high"].index(99.0), column["low"].index(-99.0)
         assert found["step"][i] <= 1234 and (i + 1 == points or found["step"][i + 1] > 1234)
         assert found["step"][j] <= 4321

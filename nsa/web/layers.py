@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.telemetry import Beat
+from nsa.web.table import even_edges
 
 FIELDS = (
     "entropy_mean",
@@ -67,8 +68,8 @@ class LayerTable:
         chosen = [i for i, step in enumerate(self._steps) if first <= step <= last]
         if not chosen:
             return {"step": [], "fields": {}}
-        count = min(points, len(chosen))
-        edges = [chosen[len(chosen) * i // count] for i in range(count)]
+        steps = np.array([self._steps[i] for i in chosen], dtype=float)
+        edges = [chosen[i] for i in even_edges(steps, points)]
         stop = [*edges[1:], chosen[-1] + 1]
         means = [_mean(self._rows[a:b]) for a, b in zip(edges, stop, strict=True)]
         table = np.round(np.stack(means).astype(float), 4)  # [points, layers, fields]

@@ -84,7 +84,7 @@ class Table:
         count = end - begin
         if count <= 0:
             return {"step": [], "ts": [], "columns": {}}
-        edges = begin + np.arange(min(points, count)) * count // min(points, count)
+        edges = begin + even_edges(steps[begin:end, 0], points)
         low, high, total, number = self._merged(edges, end)
         mean = np.divide(total, number, out=np.full_like(total, np.nan), where=number > 0)
         columns: dict[str, Any] = {}
@@ -136,6 +136,14 @@ class Table:
             new = np.empty((room, old.shape[1]))
             new[: len(old)] = old
             setattr(self, name, new)
+
+
+def even_edges(steps: Array, points: int) -> NDArray[np.int64]:
+    """Where to cut rows into at most `points` pieces that span equally many steps."""
+    if len(steps) <= points:
+        return np.arange(len(steps))
+    targets = np.linspace(steps[0], steps[-1], points, endpoint=False)
+    return np.unique(np.searchsorted(steps, targets, side="left"))
 
 
 def _or_nan(value: float | None) -> float:
