@@ -183,7 +183,7 @@ def read_run(
         env=env,
         ranks=_ranks(folder, env, tail_bytes, attempt),
         rows=attempt(table, lambda: last_rows(TrainingRow, table, ROWS)) or [],
-        checkpoints=attempt(folder, lambda: _checkpoints(folder)) or [],
+        checkpoints=attempt(folder, lambda: _checkpoints(folder, only_plain)) or [],
         halt=attempt(folder / HALT, lambda: read_halt(folder)),
         anomaly=attempt(folder / ANOMALY, lambda: read_anomaly(folder)),
         alarms=attempt(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS)) or [],
@@ -264,11 +264,13 @@ def _mixed(path: Path, beats: list[Beat]) -> list[str]:
     return [f"{path}: processes {pids} write it at the same time; end all but one of these runs"]
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
+def _checkpoints(folder: Path, only_plain: bool) -> list[Checkpoint]:
     found = []
     for path in folder.glob("checkpoint_step*.pt"):
         if match := CHECKPOINT.fullmatch(path.name):
-            status = path.stat()
+            status = path.lstat() if only_plain else path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                continue
             found.append(Checkpoint(int(match[1]), status.st_size, status.st_mtime))
     return sorted(found)
 

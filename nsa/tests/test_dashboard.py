@@ -287,7 +287,9 @@ def test_links_are_not_followed_and_pipes_not_waited_for(tmp_path: Path, name: s
             os.mkfifo(folder / name)
         else:
             (folder / name).mkdir()
+        (folder / "checkpoint_step5.pt").symlink_to(tmp_path / "outside")
         sources = settled(folder)
+        assert not sources.runs()["runs"][0]["checkpoints"], "not even its size"
         shown = json.dumps([sources.runs(), sources.settings(), answers(sources)])
         assert SECRET not in shown
         if kind != "folder" or name not in (".HALT", ".anomaly_type"):

@@ -178,6 +178,27 @@ def test_a_folder_that_goes_away_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     assert "is not a folder" in " ".join(sources.runs()["runs"][0]["problems"])
 
 
+def test_what_is_put_right_is_no_longer_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path, monkeypatch, log_every=10)
+    recorder.run(20)
+    path = recorder.beats[0].path
+    good = path.read_text()
+    path.write_text(f"{good}not json\n")
+    history = History(tmp_path)
+    history.read()
+    assert "not json" in "".join(history.problems())
+    path.unlink()
+    path.symlink_to("/dev/null")
+    history.read()
+    assert "links are not followed" in "".join(history.problems())
+    path.unlink()
+    path.write_text(good)
+    history.read()
+    assert history.problems() == [] and history.progress.last_step == 20
+
+
 def test_half_written_and_foreign_files_are_named_and_the_rest_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,8 +118,10 @@ class History:
                     self._problems[name] = f"{follower.path}: {error.strerror or error}"
                     more = False
                     break
+                self._problems.pop(name, None)
                 if anew:
                     table.clear()
+                    self._forget_bad(follower.path)
                 for line in lines:
                     self._add_row(follower.path, kind, table, line)
                 self.version += anew or bool(lines)
@@ -141,6 +143,7 @@ class History:
         except OSError as error:
             self._problems["folder"] = f"{self.folder}: {error.strerror or error}"
             return
+        self._problems.pop("folder", None)
         if len(found) > MOST_RANKS:
             self._notes["ranks"] = f"{self.folder}: {len(found)} ranks; {MOST_RANKS} are followed"
         for rank, path in found[:MOST_RANKS]:
@@ -157,10 +160,12 @@ class History:
             try:
                 lines, anew, more = follower.read(CHUNK_BYTES)
                 if anew:
+                    self._forget_bad(follower.path)
                     self._start_anew(rank, is_first, follower)
             except OSError as error:
                 self._problems[f"rank {rank}"] = f"{follower.path}: {error.strerror or error}"
                 return False
+            self._problems.pop(f"rank {rank}", None)
             for line in lines:
                 self._add_beat(rank, is_first, follower.path, line)
             self.version += anew or bool(lines)
@@ -226,6 +231,10 @@ class History:
             }
         self.progress.add(beat.step, beat.ts, values)
         self.layers.add(beat)
+
+    def _forget_bad(self, path: Path) -> None:
+        self._bad_lines.pop(str(path), None)
+        self._problems.pop(f"line {path.name}", None)
 
     def _note_bad(self, path: Path, error: ValueError) -> None:
         self._bad_lines[str(path)] = self._bad_lines.get(str(path), 0) + 1
