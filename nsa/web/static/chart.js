@@ -19,9 +19,19 @@ export class Chart {
     this.plot = make("div", { className: "plot" }, this.canvas, this.overlay, this.empty);
     this.legend = make("div", { className: "legend" });
     this.hint = make("span", { className: "hint number" });
-    this.node = make("article", { className: "card chart", id: `chart-${definition.id}` },
-      make("header", {}, make("h3", { textContent: definition.title }), make("span", { className: "unit", textContent: definition.unit ?? "" }), this.hint),
-      this.legend, this.plot);
+    this.node = make(
+      "article",
+      { className: "card chart", id: `chart-${definition.id}` },
+      make(
+        "header",
+        {},
+        make("h3", { textContent: definition.title }),
+        make("span", { className: "unit", textContent: definition.unit ?? "" }),
+        this.hint,
+      ),
+      this.legend,
+      this.plot,
+    );
     this.listen();
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
@@ -39,7 +49,10 @@ export class Chart {
     const context = sharpen(this.canvas, width, height);
     this.empty.hidden = this.lines.length > 0;
     this.y = this.lines.length ? range(this.lines, { ...this.definition, log: this.isLog() }) : null;
-    if (!this.y) { this.drawOverlay(); return; }
+    if (!this.y) {
+      this.drawOverlay();
+      return;
+    }
     this.x = this.shared.range ?? this.shared.extent ?? extent(this.lines);
     this.drawAxes(context);
     context.save();
@@ -62,7 +75,8 @@ export class Chart {
 
   py(value) {
     let [low, high] = this.y;
-    if (this.isLog()) [low, high, value] = [Math.log(low), Math.log(high), Math.log(Math.max(value, this.y[0] / 10))];
+    if (this.isLog())
+      [low, high, value] = [Math.log(low), Math.log(high), Math.log(Math.max(value, this.y[0] / 10))];
     const room = this.size.height - EDGE.top - EDGE.bottom;
     return EDGE.top + (1 - (value - low) / (high - low || 1)) * room;
   }
@@ -105,16 +119,25 @@ export class Chart {
     context.beginPath();
     let pen = false;
     for (let i = 0; i < line.x.length; i += 1) {
-      if (line.y[i] === null) { pen = false; continue; }
-      const x = this.px(line.x[i]), y = this.py(line.y[i]);
-      if (pen) context.lineTo(x, y); else context.moveTo(x, y);
+      if (line.y[i] === null) {
+        pen = false;
+        continue;
+      }
+      const x = this.px(line.x[i]),
+        y = this.py(line.y[i]);
+      if (pen) context.lineTo(x, y);
+      else context.moveTo(x, y);
       pen = true;
     }
     context.stroke();
     context.setLineDash([]);
     if (line.points || line.x.length === 1)
       for (let i = 0; i < line.x.length; i += 1)
-        if (line.y[i] !== null) { context.beginPath(); context.arc(this.px(line.x[i]), this.py(line.y[i]), 2.5, 0, 7); context.fill(); }
+        if (line.y[i] !== null) {
+          context.beginPath();
+          context.arc(this.px(line.x[i]), this.py(line.y[i]), 2.5, 0, 7);
+          context.fill();
+        }
     this.drawClipped(context, line);
   }
 
@@ -161,7 +184,8 @@ export class Chart {
     if (this.drag) {
       context.fillStyle = variable("--run-0");
       context.globalAlpha = 0.12;
-      const from = Math.min(...this.drag), to = Math.max(...this.drag);
+      const from = Math.min(...this.drag),
+        to = Math.max(...this.drag);
       context.fillRect(from, EDGE.top, to - from, this.size.height - EDGE.top - EDGE.bottom);
       context.globalAlpha = 1;
     }
@@ -200,7 +224,10 @@ export class Chart {
       words.push(`${line.label} ${text}`);
       const swatch = make("i", { className: `dash-${line.dash ?? 0}` });
       swatch.style.borderTopColor = line.colour;
-      return { row: line.row, span: make("span", {}, swatch, line.name ?? line.label, make("b", { textContent: text })) };
+      return {
+        row: line.row,
+        span: make("span", {}, swatch, line.name ?? line.label, make("b", { textContent: text })),
+      };
     });
     this.legend.replaceChildren(...inRows(parts));
     this.overlay.setAttribute("aria-label", `${this.definition.title}: ${words.join(", ") || "not measured"}`);
@@ -218,7 +245,9 @@ export class Chart {
       if (this.drag) this.drag[1] = offset(event);
       this.shared.onHover(stepAt(event));
     });
-    this.overlay.addEventListener("pointerleave", () => { if (!this.drag) this.shared.onHover(null); });
+    this.overlay.addEventListener("pointerleave", () => {
+      if (!this.drag) this.shared.onHover(null);
+    });
     this.overlay.addEventListener("pointerdown", (event) => {
       if (event.button !== 0 || event.pointerType === "touch" || !this.y) return;
       this.overlay.setPointerCapture(event.pointerId);
@@ -237,7 +266,11 @@ export class Chart {
   }
 
   onKey(event) {
-    if (event.key === "Escape") { this.shared.onHover(null); this.shared.onReset(); return; }
+    if (event.key === "Escape") {
+      this.shared.onHover(null);
+      this.shared.onReset();
+      return;
+    }
     const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!way || !this.y) return;
     event.preventDefault();
@@ -252,22 +285,30 @@ function inRows(parts) {
   const rows = new Map();
   for (const { row, span } of parts) {
     if (row === undefined) rows.set(span, span);
-    else (rows.get(row) ?? rows.set(row, make("span", { className: "row" }, `${row} `)).get(row)).append(span, " ");
+    else
+      (rows.get(row) ?? rows.set(row, make("span", { className: "row" }, `${row} `)).get(row)).append(
+        span,
+        " ",
+      );
   }
   return rows.values();
 }
 
 function extent(lines) {
-  const firsts = lines.map((line) => line.x[0]), lasts = lines.map((line) => line.x.at(-1));
-  const low = Math.min(...firsts), high = Math.max(...lasts);
+  const firsts = lines.map((line) => line.x[0]),
+    lasts = lines.map((line) => line.x.at(-1));
+  const low = Math.min(...firsts),
+    high = Math.max(...lasts);
   return low < high ? [low, high] : [low - 1, high + 1];
 }
 
 export function nearest(sorted, value) {
-  let low = 0, high = sorted.length - 1;
+  let low = 0,
+    high = sorted.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (sorted[middle] < value) low = middle + 1; else high = middle;
+    if (sorted[middle] < value) low = middle + 1;
+    else high = middle;
   }
   return low > 0 && value - sorted[low - 1] < sorted[low] - value ? low - 1 : low;
 }

@@ -15,13 +15,22 @@ function trim(value, digits) {
   const size = Math.abs(value);
   if (size < 1) return String(Number(value.toPrecision(digits)));
   const whole = Math.floor(Math.log10(size)) + 1;
-  return value.toFixed(Math.max(0, digits - whole)).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+  return value
+    .toFixed(Math.max(0, digits - whole))
+    .replace(/(\.\d*?)0+$/, "$1")
+    .replace(/\.$/, "");
 }
 
-export const integer = (value) => (value === null || value === undefined ? DASH : Math.round(value).toLocaleString("en-US"));
+export const integer = (value) =>
+  value === null || value === undefined ? DASH : Math.round(value).toLocaleString("en-US");
 export const loss = (value) => (Number.isFinite(value) ? value.toFixed(4) : DASH);
 export const percent = (value) => (Number.isFinite(value) ? `${(100 * value).toFixed(1)}%` : DASH);
-export const mib = (value) => (Number.isFinite(value) ? (value >= 1024 ? `${(value / 1024).toFixed(1)} GiB` : `${Math.round(value)} MiB`) : DASH);
+export const mib = (value) =>
+  Number.isFinite(value)
+    ? value >= 1024
+      ? `${(value / 1024).toFixed(1)} GiB`
+      : `${Math.round(value)} MiB`
+    : DASH;
 export const bytes = (value) => (Number.isFinite(value) ? mib(value / 1048576) : DASH);
 export const fixed = (digits) => (value) => (Number.isFinite(value) ? value.toFixed(digits) : DASH);
 
@@ -38,11 +47,22 @@ export function duration(seconds) {
 // In one unit, for narrow places: 7 s, 3 min, 5 h, 2 d.
 export function age(seconds) {
   if (!Number.isFinite(seconds)) return DASH;
-  const [unit, size] = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]].find(([, each]) => seconds >= each) ?? ["s", 1];
+  const [unit, size] = [
+    ["d", 86400],
+    ["h", 3600],
+    ["min", 60],
+    ["s", 1],
+  ].find(([, each]) => seconds >= each) ?? ["s", 1];
   return `${Math.floor(seconds / size)} ${unit}`;
 }
 
 export function clock(unix) {
   const at = new Date(1000 * unix);
-  return at.toLocaleString(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false });
+  return at.toLocaleString(undefined, {
+    month: "short",
+    day: "numeric",
+    hour: "2-digit",
+    minute: "2-digit",
+    hour12: false,
+  });
 }
