@@ -28,6 +28,7 @@ from nsa.operate.flags import (
     add_triage_flags,
     add_watch_flags,
 )
+from nsa.web.flags import add_dashboard_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,6 +137,10 @@ def _parser() -> StrictParser:
     report = commands.add_parser("report", help=text, description=text)
     add_report_flags(report)
     report.set_defaults(command=_report)
+    text = "show run folders in a browser, live and side by side; it only reads"
+    dashboard = commands.add_parser("dashboard", help=text, description=text)
+    add_dashboard_flags(dashboard)
+    dashboard.set_defaults(command=_dashboard)
     return parser
 
 
@@ -332,6 +337,12 @@ def _report(args: argparse.Namespace) -> int:
     from nsa.operate.report import report
 
     return report(args.folder, args)
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    from nsa.web.dashboard import dashboard
+
+    return dashboard(args)
 
 
 def _data_prepare(args: argparse.Namespace) -> int:

@@ -104,7 +104,10 @@ class NSAAttention(Rotary):
                 return_selection=True,
             )
         if stats is not None:
-            stats.record(layer or 0, gates, selection)
+            block_tokens = self.spec.l_sel
+            stats.record(
+                layer or 0, gates, selection, block_tokens=block_tokens, cu_seqlens=cu_seqlens
+            )
         return self.out(out.flatten(2))
 
     def new_cache(self, batch: int, max_len: int) -> NSACache:

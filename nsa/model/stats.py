@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa.model.selection_map import LayerMap, SelectionCounts, count_reads
+
 COLLAPSE_ENTROPY = 0.1
 """A gate is collapsed below this entropy, in nats ..."""
 COLLAPSE_MAX = 0.95
@@ -30,7 +32,10 @@ class AttentionStats:
     makes it, overwrites its own row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, maps: bool = False) -> None:
+        """`maps`: also count which blocks are read, for `selection_maps`."""
+        self._with_maps = maps
+        self._counts: dict[int, SelectionCounts] = {}
         self._rows: dict[int, Tensor] = {}
         self._num_gates: dict[int, int] = {}
         self._num_rows: dict[int, int] = {}
@@ -42,8 +47,13 @@ class AttentionStats:
         layer: int,
         gates: Tensor,  # [B, S, Hq, 3]
         selection: Tensor,  # [B, S, Hkv, n_sel] int32
+        *,
+        block_tokens: int,  # l_sel
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32
     ) -> None:
         """Reduce one layer's gates and selection to a row; no host sync."""
+        if self._with_maps:
+            self._counts[layer] = count_reads(selection, block_tokens, cu_seqlens)
         self._layers = None
         self._rows[layer] = torch.cat([_gate_row(gates), _selection_row(selection)])
         self._num_gates[layer] = gates[..., 0].numel()
@@ -58,6 +68,12 @@ class AttentionStats:
             names = GATE_FIELDS + SELECTION_FIELDS
             self._layers = [dict(zip(names, row, strict=True)) for row in table]
         return self._layers
+
+    def selection_maps(self) -> list[LayerMap] | None:
+        """What each layer read, in order; None where it was not asked for (syncs every layer)."""
+        if not self._with_maps:
+            return None
+        return [self._counts[layer].to_host() for layer in sorted(self._counts)]
 
     def summary(self) -> dict[str, float | list[float]]:
         """Over all layers, heads and tokens (one host sync); every layer has equally many."""

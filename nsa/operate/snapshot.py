@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,7 +36,7 @@ from nsa.telemetry.alarms import Alarm, last_alarms
 from nsa.telemetry.env_file import NAME as ENV
 from nsa.telemetry.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP, tail_beats
 from nsa.telemetry.metrics import NAME as METRICS
-from nsa.telemetry.sentinels import ANOMALY, Halt, read_anomaly, read_halt
+from nsa.telemetry.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
 
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 CHECKPOINT = re.compile(r"checkpoint_step(\d+)(\.pt)?")
@@ -47,6 +48,8 @@ RECENT_GAPS = 200
 SHOWN_ALARMS = 20
 START_LINES = 2
 """Lines at the start of a process, while memory and speed settle, that say nothing yet."""
+MOST_BYTES = 16 << 20
+"""Of a file that is read as a whole, where only plain files are."""
 T = TypeVar("T")
 
 
@@ -158,29 +161,36 @@ class Run:
         return max((median(rank.gaps) for rank in self.ranks if rank.gaps), default=0.0)
 
 
-def read_run(folder: Path, *, now: float | None = None, tail_bytes: int = SEARCH_BYTES) -> Run:
-    """Read a run folder; of files that grow, at most `tail_bytes` from their end."""
+def read_run(
+    folder: Path,
+    *,
+    now: float | None = None,
+    tail_bytes: int = SEARCH_BYTES,
+    only_plain: bool = False,
+) -> Run:
+    """Read a run folder; of files that grow, at most `tail_bytes` from their end.
+
+    `only_plain`: nothing is read through a link, or from what is no plain file, and that is said.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
-    problems: list[str] = []
+    attempt = _Attempt([], only_plain)
     now = time.time() if now is None else now
     table = folder / TRAINING
-    env = try_read(folder / ENV, lambda: _typed(read_env(folder), folder / ENV), problems)
+    env = attempt(folder / ENV, lambda: _typed(read_env(folder), folder / ENV))
     return Run(
         folder=folder,
         now=now,
-        metrics=try_read(
-            folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS), problems
-        ),
+        metrics=attempt(folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS)),
         env=env,
-        ranks=_ranks(folder, env, tail_bytes, problems),
-        rows=try_read(table, lambda: last_rows(TrainingRow, table, ROWS), problems) or [],
-        checkpoints=try_read(folder, lambda: _checkpoints(folder), problems) or [],
-        halt=read_halt(folder),
-        anomaly=try_read(folder / ANOMALY, lambda: read_anomaly(folder), problems),
-        alarms=try_read(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS), problems) or [],
-        free_bytes=try_read(folder, lambda: shutil.disk_usage(folder).free, problems),
-        problems=problems,
+        ranks=_ranks(folder, env, tail_bytes, attempt),
+        rows=attempt(table, lambda: last_rows(TrainingRow, table, ROWS)) or [],
+        checkpoints=attempt(folder, lambda: _checkpoints(folder, only_plain)) or [],
+        halt=attempt(folder / HALT, lambda: read_halt(folder)),
+        anomaly=attempt(folder / ANOMALY, lambda: read_anomaly(folder)),
+        alarms=attempt(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS)) or [],
+        free_bytes=attempt(folder, lambda: shutil.disk_usage(folder).free),
+        problems=attempt.problems,
     )
 
 
@@ -209,21 +219,51 @@ def try_read(path: Path, load: Callable[[], T], problems: list[str]) -> T | None
         return None
 
 
+class _Attempt(NamedTuple):
+    """Calls readers, and notes what they could not read."""
+
+    problems: list[str]
+    only_plain: bool
+
+    def __call__(self, path: Path, load: Callable[[], T]) -> T | None:
+        """What `try_read` gives; where only plain files may be read, others are a problem."""
+
+        def checked() -> T:
+            if self.only_plain:
+                _require_plain(path)
+            return load()
+
+        return try_read(path, checked, self.problems)
+
+
+def _require_plain(path: Path) -> None:
+    """Refuse links, pipes and devices, and files that are read as a whole but are too large."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ValueError(f"{path} is a link or no plain file; it is not read")
+    if path.name in (METRICS, ENV, ANOMALY, HALT) and status.st_size > MOST_BYTES:
+        raise ValueError(f"{path} has {status.st_size} bytes; at most {MOST_BYTES} are read")
+
+
 def _ranks(
-    folder: Path, env: RunEnvironment | None, tail_bytes: int, problems: list[str]
+    folder: Path, env: RunEnvironment | None, tail_bytes: int, attempt: _Attempt
 ) -> list[Rank]:
-    found = [(int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name))]
+    found = attempt(folder, lambda: heartbeat_files(folder)) or []
     ranks = []
-    for rank, path in sorted(found):
-        found_lines = try_read(path, partial(tail_beats, path, tail_bytes), problems)
-        beats, bad = found_lines or ([], [])
+    for rank, path in found:
+        beats, bad = attempt(path, partial(tail_beats, path, tail_bytes)) or ([], [])
         if bad:
-            problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
-        problems += mixed_writers(path, beats)
+            attempt.problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
+        attempt.problems.extend(mixed_writers(path, beats))
         pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
         gone = is_gone(pid, env) if pid and env else None
         ranks.append(Rank(rank=rank, path=path, beats=beats, gone=gone))
     return ranks
+
+
+def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
+    """The heartbeats in a folder, by rank."""
+    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name)))
 
 
 def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
@@ -235,14 +275,17 @@ def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
     return [f"{path}: processes {pids} write it at the same time; end all but one of these runs"]
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
+def _checkpoints(folder: Path, only_plain: bool) -> list[Checkpoint]:
     found = []
     for path in folder.glob("checkpoint_step*"):
         if match := CHECKPOINT.fullmatch(path.name):
             with suppress(FileNotFoundError):  # an old one may go while it is looked at
-                files = list(path.iterdir()) if path.is_dir() else [path]
-                size = sum(file.stat().st_size for file in files)
-                found.append(Checkpoint(int(match[1]), size, path.stat().st_mtime))
+                status = path.lstat() if only_plain else path.stat()
+                if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+                    continue
+                files = list(path.iterdir()) if stat.S_ISDIR(status.st_mode) else [path]
+                size = sum(file.lstat().st_size for file in files)
+                found.append(Checkpoint(int(match[1]), size, status.st_mtime))
     return sorted(found)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nsa.ops import fallbacks
-from nsa.ops.fallbacks import Fallback
 from nsa.telemetry.csv_log import CsvLog, read_rows
+
+if TYPE_CHECKING:
+    from nsa.ops.fallbacks import Fallback
 
 K_STATS = "k_stats.csv"
 FALLBACK_COUNTERS = "fallback_counters.csv"
@@ -78,6 +79,8 @@ def k_stats_row(step: int, attention: Mapping[str, Any]) -> KStatsRow:
 
 def fallback_counts(counts: Mapping[Fallback, int] | None = None) -> dict[str, int]:
     """Fallbacks by counter name; of this process, unless others are given."""
+    from nsa.ops import fallbacks  # it loads torch, which readers of run folders do without
+
     totals = dict.fromkeys(FallbackRow._fields[1:], 0)
     for fallback, number in (fallbacks.counts() if counts is None else counts).items():
         totals[COUNTER_OF_BRANCH[fallback.branch]] += number

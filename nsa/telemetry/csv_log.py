@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar, get_type_hints
 
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import LineFile, best_effort
-from nsa.telemetry.tail import lines_from_end, sampled_lines
+from nsa.telemetry.tail import Line, lines_from_end, sampled_lines
 
 
 class TrainingRow(NamedTuple):
@@ -94,7 +95,7 @@ def read_rows(kind: type[Row], path: Path) -> list[Row]:
             f"{path}: the header is {','.join(header)!r}, not {','.join(kind._fields)!r}; "
             "the file is of another version or another program"
         )
-    types = tuple(get_type_hints(kind).values())
+    types = _types(kind)
     return [_row(kind, types, cells, f"{path}, line {n}") for n, cells in enumerate(lines, start=2)]
 
 
@@ -103,7 +104,7 @@ def last_rows(kind: type[Row], path: Path, most: int) -> list[Row]:
 
     The header is not among them; a file that is not there has none.
     """
-    types = tuple(get_type_hints(kind).values())
+    types = _types(kind)
     found: list[Row] = []
     for line in lines_from_end(path, TAIL_BYTES):
         cells = line.text.split(",")
@@ -118,7 +119,6 @@ def sample_rows(kind: type[Row], path: Path, most_bytes: int) -> tuple[list[Row]
 
     For a reader that shows what it can; a file that is not there has no rows.
     """
-    types = tuple(get_type_hints(kind).values())
     found: list[Row] = []
     problems: list[str] = []
     try:
@@ -126,14 +126,27 @@ def sample_rows(kind: type[Row], path: Path, most_bytes: int) -> tuple[list[Row]
     except FileNotFoundError:
         return [], []
     for line in lines:
-        cells = line.text.split(",")
-        if tuple(cells) == kind._fields:
-            continue
         try:
-            found.append(_row(kind, types, cells, f"{path}, {line.where}"))
+            row = parse_row(kind, line, path)
         except ValueError as error:
             problems.append(str(error))
+            continue
+        if row is not None:
+            found.append(row)
     return found, problems
+
+
+def parse_row(kind: type[Row], line: Line, path: Path) -> Row | None:
+    """Read a line of the file `path`; None for its header, ValueError for any other text."""
+    cells = line.text.split(",")
+    if tuple(cells) == kind._fields:
+        return None
+    return _row(kind, _types(kind), cells, f"{path}, {line.where}")
+
+
+@cache
+def _types(kind: type[NamedTuple]) -> tuple[type, ...]:
+    return tuple(get_type_hints(kind).values())
 
 
 def _row(kind: type[Row], types: Sequence[type], cells: Sequence[str], where: str) -> Row:

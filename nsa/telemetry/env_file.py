@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from nsa.config import env
 from nsa.telemetry import nvml
 from nsa.telemetry.atomic import write_text
@@ -86,6 +84,8 @@ def collect(
     argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> RunEnvironment:
     """Look at this process and its machine."""
+    import torch  # readers of run folders start without it
+
     has_cuda = torch.cuda.is_available()
     return RunEnvironment(
         time=iso(time.time()),

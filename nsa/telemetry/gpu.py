@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from nsa.telemetry import nvml
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 1024 * 1024
 
@@ -25,6 +26,8 @@ class GpuReading(NamedTuple):
 
 def read_gpu(device: torch.device | str | None) -> GpuReading:
     """Look at the device: no wait for it, about a millisecond for load and temperature."""
+    import torch  # readers of run folders start without it
+
     device = torch.device(device or "cpu")
     if device.type != "cuda":
         return GpuReading()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,9 +60,19 @@ SEARCH_BYTES = 4 * 1024 * 1024
 class Heartbeat:
     """Writes the lines of one rank; about 20 microseconds each, and never a reason to stop."""
 
-    def __init__(self, out_dir: Path | str, rank: int = 0, *, every: int = 1) -> None:
-        """`every`: only these steps get a `beat` line, the others pass in silence."""
+    def __init__(
+        self,
+        out_dir: Path | str,
+        rank: int = 0,
+        *,
+        every: int = 1,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`every`: only these steps get a `beat` line, the others pass in silence. `clock`: Unix
+        time, for records that are made up.
+        """
         self.rank, self._every = rank, every
+        self._clock = clock or (lambda: time.time())
         self.path = Path(out_dir) / NAME.format(rank=rank)
         self._file = LineFile(self.path)
 
@@ -72,7 +83,7 @@ class Heartbeat:
 
     def write(self, step: int, msg: str, extra: Mapping[str, Any] | None = None) -> None:
         """Append a line; `extra` may hold tensors and NaN, but none of the fields of every line."""
-        now = time.time()
+        now = self._clock()
         line: dict[str, Any] = {
             "schema": SCHEMA,
             "ts": round(now, 6),
@@ -215,7 +226,7 @@ class BrokenHeartbeat(ValueError):
 
 def read_heartbeat(path: Path | str) -> list[Beat]:
     """All lines, without a last one that is cut off."""
-    return [_parse(Path(path), line) for line in complete_lines(Path(path))]
+    return [parse_beat(Path(path), line) for line in complete_lines(Path(path))]
 
 
 def last_beat(path: Path | str, msg: str | None = None) -> Beat | None:
@@ -243,7 +254,7 @@ def _readable(path: Path, lines: Iterable[Line]) -> tuple[list[Beat], list[str]]
     problems: list[str] = []
     for line in lines:
         try:
-            beats.append(_parse(path, line))
+            beats.append(parse_beat(path, line))
         except BrokenHeartbeat as error:
             problems.append(str(error))
     return beats, problems
@@ -258,10 +269,35 @@ def age_seconds(path: Path | str, now: float | None = None) -> float | None:
 
 def _beats_from_end(path: Path) -> Iterator[Beat]:
     for line in lines_from_end(path, SEARCH_BYTES):
-        yield _parse(path, line)
+        yield parse_beat(path, line)
 
 
-def _parse(path: Path, line: Line) -> Beat:
+HEAD = re.compile(
+    rf'{{"schema": {SCHEMA}, "ts": (\d{{1,11}}(?:\.\d+)?), "iso": "([^"\\]*)", '
+    r'"pid": (\d{1,9}), "rank": (\d{1,6}), "step": (\d{1,11}), "msg": "(\w+)"'
+    r'(?:, "phase": "(\w+)"(\})?)?'
+)
+"""How a line of ours begins, and a short one ends: most lines are short, and this is quick."""
+
+
+def parse_head(path: Path, line: Line) -> Beat:
+    """Like parse_beat, for a reader that needs no other field than `phase`: far quicker."""
+    match = HEAD.match(line.text)
+    return parse_beat(path, line) if match is None else _from_head(match)
+
+
+def _from_head(match: re.Match[str]) -> Beat:
+    ts, at, pid, rank, step, msg, phase, _ = match.groups()
+    extra = {} if phase is None else {"phase": phase}
+    numbers = {"ts": float(ts), "pid": int(pid), "rank": int(rank), "step": int(step)}
+    return Beat(**numbers, msg=msg, iso=at, extra=extra)  # type: ignore[arg-type]
+
+
+def parse_beat(path: Path, line: Line) -> Beat:
+    """Read a line of the file `path`; BrokenHeartbeat where it is none, or of a newer version."""
+    match = HEAD.match(line.text)
+    if match is not None and match[8] and match.end() == len(line.text):
+        return _from_head(match)
     try:
         content = json.loads(line.text)
         fields = {name: content.pop(name) for name in BASE_FIELDS if name in content}

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import best_effort
+
+if TYPE_CHECKING:  # readers of run folders start without torch
+    import torch
 
 SCHEMA = 1
 STATUS = Path("/proc/self/status")
@@ -42,7 +43,7 @@ class MemoryDumps:
         self, out_dir: Path | str, device: torch.device | str, *, every: int, rank: int = 0
     ) -> None:
         """`every` is NSA_MEM_DUMP_EVERY; with 0 nothing is ever written."""
-        self._folder, self._device = Path(out_dir), torch.device(device)
+        self._folder, self._device = Path(out_dir), device
         self._every, self._rank = every, rank
 
     def boot(self) -> None:
@@ -68,6 +69,8 @@ class MemoryDumps:
 
 def write_memory(out_dir: Path | str, when: str, device: torch.device | str, rank: int = 0) -> Path:
     """Write both files, and return the JSON; a full disk costs only them."""
+    import torch
+
     device = torch.device(device)
     path = Path(out_dir) / f"mem_{when}{f'_rank{rank}' if rank else ''}.json"
     content: dict[str, Any] = {"schema": SCHEMA, "when": when, "device": str(device)}
@@ -103,6 +106,8 @@ def rss_mib() -> float | None:
 def peak_memory_mib(device: torch.device) -> float | None:
     """The most that tensors took on a GPU so far; on a CPU, the most RAM of this process."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device) / 2**20
     return _status_mib("VmHWM:")
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import best_effort
+
+if TYPE_CHECKING:  # readers of run folders start without torch
+    from torch import Tensor
 
 DTYPES = "dtypes_report.txt"
 OPT_STATE = "opt_state_mb.txt"
@@ -83,6 +84,8 @@ def read_opt_state(folder: Path) -> float:
 
 
 def _num_bytes(value: Any) -> int:
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):

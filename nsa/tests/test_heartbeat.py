@@ -24,8 +24,8 @@ from nsa.telemetry import (
     read_heartbeat,
 )
 from nsa.telemetry.counter_files import fallback_counts
-from nsa.telemetry.heartbeat import BASE_FIELDS, SEARCH_BYTES
-from nsa.telemetry.tail import BLOCK_BYTES
+from nsa.telemetry.heartbeat import BASE_FIELDS, SEARCH_BYTES, parse_beat, parse_head
+from nsa.telemetry.tail import BLOCK_BYTES, Line
 from nsa.tests.gpu import on_gpu
 
 NAN, INF = float("nan"), float("inf")
@@ -42,7 +42,8 @@ def collected(num_layers: int = 1) -> AttentionStats:
     gates = torch.tensor([[[[0.7, 0.2, 0.1]], [[0.2, 0.3, 0.5]]]])  # [B, S, Hq, 3]
     for layer in range(num_layers):
         chosen = gates if layer != 1 else (gates == gates.amax(dim=-1, keepdim=True)).float()
-        stats.record(layer, chosen, torch.tensor([[[[0, -1]], [[0, 1]]]], dtype=torch.int32))
+        selection = torch.tensor([[[[0, -1]], [[0, 1]]]], dtype=torch.int32)
+        stats.record(layer, chosen, selection, block_tokens=1)
     return stats
 
 
@@ -476,3 +477,39 @@ def test_the_reading_of_a_gpu_is_complete() -> None:
     assert reading.gpu_util_pct is not None and 0 <= reading.gpu_util_pct <= 100
     assert reading.gpu_temp_c is not None and 0 < reading.gpu_temp_c < 120
     assert nvml.driver_version()
+
+
+def test_the_quick_way_to_read_a_line_gives_what_json_gives(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path, rank=3)
+    heartbeat.boot(7)
+    heartbeat.beat(8)
+    heartbeat.beat(8, "evaluate")
+    heartbeat.progress(8, loss=NAN, toks_per_s=1.0, lr=0.1)
+    heartbeat.step_end(8)
+    heartbeat.loader_error('a "quoted" \\ error')
+    heartbeat.write(9, "beat", {"phase": "save", "more": 1})
+    beats = read_heartbeat(heartbeat.path)
+    for beat, line in zip(beats, lines(heartbeat.path), strict=True):
+        base = {name: line.pop(name) for name in BASE_FIELDS}
+        assert base == {name: getattr(beat, name) for name in BASE_FIELDS}
+        assert beat.extra == line
+    texts = heartbeat.path.read_text().splitlines()
+    for beat, text in zip(beats, texts, strict=True):
+        head = parse_head(heartbeat.path, Line(text, ""))
+        assert (head.ts, head.step, head.pid) == (beat.ts, beat.step, beat.pid)
+        assert (head.msg, head.is_pause) == (beat.msg, beat.is_pause)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"schema": 1, "ts": 1.0, "iso": "", "pid": 1, "rank": 0, "step": 1, "msg": "beat", ',
+        '{"schema": 1, "ts": 1.0, "iso": "", "pid": 1, "rank": 0, "step": 1, "msg": "beat"',
+        '{"schema": 2, "ts": 1.0, "iso": "", "pid": 1, "rank": 0, "step": 1, "msg": "beat", '
+        '"phase": "step_start"}',
+    ],
+    ids=["cut", "open", "newer"],
+)
+def test_the_quick_way_takes_nothing_that_json_would_not(tmp_path: Path, text: str) -> None:
+    with pytest.raises(BrokenHeartbeat):
+        parse_beat(tmp_path / "x", Line(text, "line 1"))

@@ -81,8 +81,8 @@ def test_pins_are_the_tested_pair_of_torch_and_triton() -> None:
 def test_every_dependency_and_what_it_needs_is_pinned() -> None:
     """Walks the installed packages, so a missing transitive pin is found.
 
-    The trackers are not part of the development install: what they need is only walked where they
-    are there.
+    The trackers and the browser's driver are not part of the development install: what they need
+    is only walked where they are there.
     """
     lists = [PROJECT["project"]["dependencies"]]
     lists += PROJECT["project"]["optional-dependencies"].values()
@@ -96,7 +96,7 @@ def test_every_dependency_and_what_it_needs_is_pinned() -> None:
         try:
             needs = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
-            assert name in ("wandb", "trackio"), f"{name} is not installed"
+            assert name in ("wandb", "trackio", "playwright"), f"{name} is not installed"
             continue
         for text in needs:
             need = Requirement(text)
@@ -147,7 +147,9 @@ def test_pre_commit_hooks_are_local() -> None:
 def test_ci_stops_at_the_first_failure_and_runs_everything() -> None:
     text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert "set -euo pipefail" in text
-    assert re.findall(r"^make (\w+)$", text, re.MULTILINE) == ["lint", "types", "layers", "test"]
+    assert re.findall(r"^make (\w+)$", text, re.MULTILINE) == [
+        *("lint", "types", "layers", "test", "browser"),
+    ]
     assert "|| true" not in text and (ROOT / ".ci" / "run").stat().st_mode & 0o100
 
 

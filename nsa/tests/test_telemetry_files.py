@@ -66,6 +66,7 @@ from nsa.telemetry.heartbeat import BASE_FIELDS
 from nsa.telemetry.phase_file import PhaseVerdict
 from nsa.telemetry.run_info import RunInfo
 from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
+from nsa.telemetry.selection_file import SelectionRecord
 from nsa.telemetry.tracker import Tracked, write_tracked
 from nsa.tests.gpu import on_gpu
 from nsa.train import checkpoint, sharded
@@ -696,6 +697,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "metrics_json.md": {field.name for field in dataclasses.fields(Metrics)},
         "env_json.md": {field.name for field in dataclasses.fields(RunEnvironment)},
         "k_stats_csv.md": {*KStatsRow._fields},
+        "selection_jsonl.md": {field.name for field in dataclasses.fields(SelectionRecord)},
         "dtypes_report.md": {"version", "compute"},
         "opt_state_mb.md": {"MiB"},
         "checkpoint.md": {

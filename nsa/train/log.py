@@ -33,6 +33,9 @@ from nsa.train.vitals import Vitals
 MAX_OVERFLOWS = 40
 """In a row, with fp16: from a scale of 65536 even 2^-24 would have been tried by then."""
 
+MAPS = 64
+"""Lines of selection.jsonl in a run, about: each takes some ten kilobytes."""
+
 SHOWN_INPUTS = 5
 """Updates at the start of a process whose input shape is said."""
 
@@ -103,6 +106,12 @@ class RunLog:
     def is_logged(self, step: int) -> bool:
         """The first step, every log_every-th and the last get a line."""
         return step == self._first_step or step % self._every == 0 or step == self.metrics.steps
+
+    def is_mapped(self, step: int) -> bool:
+        """Whether a logged step also says which blocks were read: about MAPS of them in a run."""
+        every = max(1, self.metrics.steps // MAPS)
+        is_edge = step in (self._first_step, self.metrics.steps)
+        return is_edge or step // every != self._line_step // every
 
     def is_new(self, step: int) -> bool:
         """Whether the step was done by this process."""
@@ -237,6 +246,7 @@ class RunLog:
             rss_mib=rss_mib() if device.type == "cpu" else None,
             attention=None if stats is None else stats.summary(),
             layers=None if stats is None else stats.per_layer(),
+            maps=None if stats is None else stats.selection_maps(),
         )
 
     def _mfu(self, toks_per_s: float) -> float | None:

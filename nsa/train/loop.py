@@ -78,7 +78,8 @@ class Trainer:
         self.ranks.on_first(write_dtypes, self.folder, self.runtime.precision, parameters)
         for step in range(done + 1, steps + 1):
             self.log.vitals.before_step(step)
-            stats = AttentionStats() if wants_stats and self.log.is_logged(step) else None
+            logs_stats = wants_stats and self.log.is_logged(step)
+            stats = AttentionStats(maps=self.log.is_mapped(step)) if logs_stats else None
             lr = lr_at(step, self.cfg.train)
             with self.obeying(step - 1):
                 updated = self.update(step, lr, stats)

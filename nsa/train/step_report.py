@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from nsa.model.selection_map import LayerMap
 from nsa.telemetry import GpuReading, TrainingRow
 
 MIB_PER_GIB = 1024
@@ -50,6 +51,8 @@ class StepReport:
     """AttentionStats.summary(), if it was collected."""
     layers: Sequence[Mapping[str, float]] | None = None
     """AttentionStats.per_layer(), if it was collected."""
+    maps: Sequence[LayerMap] | None = None
+    """AttentionStats.selection_maps(), on steps that have them."""
 
 
 def step_line(report: StepReport) -> str:

@@ -15,6 +15,7 @@ from nsa.telemetry.counter_files import fallback_counts
 from nsa.telemetry.env_file import write_env
 from nsa.telemetry.heartbeat import BEAT
 from nsa.telemetry.scalars import Scalars, attention_scalars, train_scalars, val_scalars
+from nsa.telemetry.selection_file import SelectionFile
 from nsa.telemetry.stack_dump import install
 from nsa.telemetry.tracker import Tracker
 from nsa.train.evaluate import Evaluation
@@ -47,6 +48,7 @@ class Vitals:
         self._tracker = tracker or Tracker()
         csv = rank == 0 and not read("NSA_DISABLE_CSV_LOGS")
         self._counters = CounterFiles(folder, resumed_at) if csv else None
+        self._selection = SelectionFile(folder) if rank == 0 else None
         every = read("NSA_MEM_DUMP_EVERY")
         self._memory = MemoryDumps(folder, runtime.device, every=every, rank=rank)
         self._fetches: deque[float] = deque(maxlen=FETCHES)
@@ -119,6 +121,8 @@ class Vitals:
         self._curves(row.step, _scalars(report))
         if self._counters is not None:
             self._counters.append(row.step, report.attention)
+        if self._selection is not None and report.maps:
+            self._selection.append(row.step, report.maps)
 
     def evaluated(self, step: int, found: Evaluation) -> None:
         """The held-out loss was measured."""

@@ -1,0 +1,125 @@
+"""The lines of a file as it grows: each is given once, and memory stays bounded.
+
+Files of a run folder may be anything. Only plain files are opened: no link, no pipe, no device. A
+file that was replaced or cut is read anew; a file that is large is read from somewhere near its
+end, and its earlier part can be sampled.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from nsa.telemetry.tail import Line
+
+MOST_LINE = 16 << 20
+"""Bytes of a line that are held while its end is waited for; a longer line is passed over."""
+SAMPLE_BYTES = 1 << 16
+FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Grown(NamedTuple):
+    """What a file had to give."""
+
+    lines: list[Line]
+    anew: bool
+    """Whether everything that was given before is void: this is another file now."""
+    more: bool
+    """Whether there is more to read already."""
+
+
+@contextmanager
+def open_plain(path: Path) -> Iterator[int]:
+    """Open a plain file for reading; OSError for anything else, also for a link to one."""
+    try:
+        descriptor = os.open(path, FLAGS)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link, and links are not followed", str(path)) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a plain file", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_plain(path: Path, most_bytes: int) -> str:
+    """The text of a plain file that is not larger than that."""
+    with open_plain(path) as descriptor:
+        if (size := os.fstat(descriptor).st_size) > most_bytes:
+            raise OSError(errno.EFBIG, f"has {size} bytes; at most {most_bytes} are read")
+        return os.pread(descriptor, most_bytes, 0).decode("utf-8", errors="replace")
+
+
+class Follower:
+    """Reads a file from where it stopped the last time."""
+
+    def __init__(self, path: Path, most_back: int) -> None:
+        """At first, and after a replacement, it begins at most so many bytes before the end."""
+        self.path, self._most_back = path, most_back
+        self.begun_at = 0
+        """The byte that reading began at; 0 unless the file was larger than `most_back`."""
+        self._file: tuple[int, int] | None = None
+        self._offset = 0
+        self._held = b""
+        self._skipping = False  # until the end of a line that is not wanted
+
+    def read(self, budget: int) -> Grown:
+        """The complete lines within the next `budget` bytes. A file that is not there has none."""
+        try:
+            with open_plain(self.path) as descriptor:
+                return self._read(descriptor, budget)
+        except FileNotFoundError:
+            anew, self._file = self._file is not None, None
+            return Grown([], anew, False)
+
+    def _read(self, descriptor: int, budget: int) -> Grown:
+        status = os.fstat(descriptor)
+        file = status.st_dev, status.st_ino
+        anew = file != self._file or status.st_size < self._offset
+        if anew:
+            self._file, self._held = file, b""
+            self.begun_at = self._offset = max(0, status.st_size - self._most_back)
+            self._skipping = self.begun_at > 0
+        data = os.pread(descriptor, min(budget, status.st_size - self._offset), self._offset)
+        start = self._offset - len(self._held)
+        self._offset += len(data)
+        return Grown(self._split(data, start), anew, status.st_size > self._offset)
+
+    def _split(self, data: bytes, start: int) -> list[Line]:
+        """The lines that end in the data; what follows the last end is held."""
+        *whole, self._held = (self._held + data).split(b"\n")
+        lines = []
+        for line in whole:
+            if not self._skipping:
+                text = line.decode("utf-8", errors="replace")
+                lines.append(Line(text, f"the line at byte {start}"))
+            self._skipping = False
+            start += len(line) + 1
+        if len(self._held) > MOST_LINE or self._skipping:
+            self._held, self._skipping = b"", True
+        return lines
+
+
+def sample_lines(path: Path, end: int, places: int) -> Iterator[list[Line]]:
+    """The complete lines in blocks that lie evenly in the first `end` bytes of a file."""
+    with open_plain(path) as descriptor:
+        for place in range(places):
+            start = end * place // places
+            data = os.pread(descriptor, SAMPLE_BYTES, start)
+            if start:
+                cut, _, data = data.partition(b"\n")
+                start += len(cut) + 1
+            *whole, _ = data.split(b"\n")
+            lines = []
+            for line in whole:
+                lines.append(Line(line.decode("utf-8", "replace"), f"the line at byte {start}"))
+                start += len(line) + 1
+            yield lines

@@ -1,0 +1,101 @@
+"""Who may ask: a token, where there is one, and a Host header that no foreign name can bring."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import platform
+import secrets
+from http.cookies import CookieError, SimpleCookie
+from typing import NamedTuple
+
+COOKIE = "nsa_dashboard"
+SHORTEST = 16
+LOCAL_NAMES = ("localhost", "localhost.localdomain")
+
+
+class Access(NamedTuple):
+    """The rules of one server."""
+
+    host: str
+    token: str | None
+    key: bytes
+    """Made anew with every server: the cookie is not the token, and ends with the server."""
+
+    @staticmethod
+    def of(host: str, token: str | None) -> Access:
+        """Refuse an address that others can reach without a token, and a token one can guess."""
+        if token is None and not is_loopback(host):
+            raise ValueError(
+                f"--host {host} can be reached by others; give a --token of at least {SHORTEST} "
+                f"characters, or leave --host at 127.0.0.1 and come through ssh -L"
+            )
+        if token is not None and (len(token) < SHORTEST or not token.isascii()):
+            raise ValueError(
+                f"--token has {len(token)} characters; give at least {SHORTEST} ASCII characters, "
+                f'for example of `python -c "import secrets; print(secrets.token_urlsafe())"`'
+            )
+        return Access(host, token, secrets.token_bytes(32))
+
+    def knows_host(self, header: str | None) -> bool:
+        """Whether a Host header is an address or a name of this machine.
+
+        A page on a foreign name that was pointed at this address (DNS rebinding) is refused; an
+        address cannot be pointed anywhere.
+        """
+        name = _host_name(header or "")
+        if name in (*LOCAL_NAMES, platform.node().lower(), self.host.lower()):
+            return True
+        return _is_address(name)
+
+    def knows_token(self, given: str | None) -> bool:
+        """Whether this is the token; the time it takes says nothing."""
+        if self.token is None:
+            return True
+        return given is not None and hmac.compare_digest(given.encode(), self.token.encode())
+
+    def admits(self, authorization: str | None, cookie: str | None) -> bool:
+        """Whether a request may see the runs, by its headers."""
+        if self.token is None:
+            return True
+        kind, _, given = (authorization or "").partition(" ")
+        if kind.lower() == "bearer" and self.knows_token(given.strip()):
+            return True
+        try:
+            found = SimpleCookie(cookie or "").get(COOKIE)
+        except CookieError:
+            return False
+        return found is not None and hmac.compare_digest(
+            found.value.encode(), self.pass_().encode()
+        )
+
+    def pass_(self) -> str:
+        """What the cookie holds."""
+        return hmac.new(self.key, (self.token or "").encode(), "sha256").hexdigest()
+
+    def cookie(self) -> str:
+        """A Set-Cookie header; scripts and other sites do not get it."""
+        return f"{COOKIE}={self.pass_()}; Path=/; HttpOnly; SameSite=Strict"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    if host.lower() in LOCAL_NAMES:
+        return True
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _host_name(header: str) -> str:
+    """The name or the address in a Host header, without the port."""
+    text = header.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.rpartition(":")[0] if ":" in text else text
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

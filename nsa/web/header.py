@@ -1,0 +1,141 @@
+"""How a run stands, in one object: the verdict, the numbers of the header, ranks, alarms, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from nsa.operate.board import eta
+from nsa.operate.limits import HALTING, Limits, limits_for
+from nsa.operate.rules import judge
+from nsa.operate.snapshot import Rank, Run, number
+from nsa.operate.speed_rules import allowed_silence
+from nsa.operate.text import printable
+from nsa.telemetry.alarms import Alarm
+
+LEVELS = {"finished": "good", "halted": "warn", "interrupted": "warn"}
+"""Of a run that has ended; any other end is bad."""
+HEADER_FIELDS = (
+    *("toks_per_s", "step_time_s", "mfu", "grad_norm", "lr", "dt_fetch_s", "entropy_mean"),
+    *("rss_mib", "gpu_mem_alloc", "gpu_mem_reserved", "gpu_util_pct", "gpu_temp_c"),
+)
+MOST_TEXT = 600
+MOST_PROBLEMS = 30
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """Everything that the page shows of a run but its curves."""
+    limits = limits_for(run.metrics.device if run.metrics else None)
+    alarms = judge(run, limits)
+    level, verdict = _verdict(run, alarms)
+    return {
+        "status": run.status,
+        "ended": run.ended,
+        "level": level,
+        "verdict": verdict,
+        "now": run.now,
+        **_numbers(run),
+        "metrics": None if run.metrics is None else _metrics(run),
+        "ranks": [_rank(run, rank, limits) for rank in run.ranks],
+        "alarms": [_alarm(alarm) for alarm in alarms],
+        "alarm_log": [_alarm(alarm) for alarm in reversed(run.alarms)],
+        "checkpoints": [checkpoint._asdict() for checkpoint in reversed(run.checkpoints)],
+        "halt": None if run.halt is None else _short(run.halt.reason or "touched"),
+        "anomaly": None if run.anomaly is None else _short(run.anomaly),
+        "free_bytes": run.free_bytes,
+        "limits": {
+            name: getattr(limits, name)
+            for name in ("gate_entropy_low", "gate_entropy", "gate_max", "fetch_s")
+        },
+    }
+
+
+def _verdict(run: Run, alarms: list[Alarm]) -> tuple[str, str]:
+    if run.status == "absent":
+        return "idle", "no files of a run in this folder yet"
+    if run.ended:
+        anomaly = f": {_short(run.anomaly)}" if run.anomaly else ""
+        return LEVELS.get(run.status, "bad"), f"{_short(run.status)}{anomaly}"
+    if alarms:
+        worst = next((a for a in alarms if a.type in HALTING), alarms[0])
+        return ("bad" if worst.type in HALTING else "warn"), _short(worst.type).replace("_", " ")
+    if run.halt is not None:
+        return "warn", "asked to stop"
+    if run.metrics is None:
+        return "warn", "metrics.json is missing"
+    return "good", "healthy"
+
+
+def _numbers(run: Run) -> dict[str, Any]:
+    """The numbers of the header; None where nobody measured them."""
+    last = run.progress[-1] if run.progress else None
+    row = run.rows[-1] if run.rows else None
+    step = max(
+        [run.metrics.step if run.metrics else 0, *(beat.step for beat in run.progress[-1:])]
+        + [rank.last.step for rank in run.ranks[:1] if rank.last]
+        + [row.step if row else 0]
+    )
+    losses = [loss for _, loss in run.losses if loss is not None]
+    ages = [age for rank in run.ranks if (age := rank.age_s(run.now)) is not None]
+    found = {name: number(last, name) if last else None for name in HEADER_FIELDS}
+    if row is not None:
+        found["toks_per_s"] = found["toks_per_s"] or row.toks_per_s
+        found["lr"] = found["lr"] or row.lr
+    return {
+        **{name: _finite(value) for name, value in found.items()},
+        "step": step,
+        "steps": run.metrics.steps if run.metrics else None,
+        "loss": losses[-1] if losses else None,
+        "val_loss": _finite(run.metrics.val_loss) if run.metrics else None,
+        "fallbacks": number(last, "fb_total_fallbacks") if last else None,
+        "eta_s": None if run.ended else _finite(eta(run, step)),
+        "beat_age_s": None if not ages else max(ages),
+    }
+
+
+def _metrics(run: Run) -> dict[str, Any]:
+    assert run.metrics is not None
+    content = dataclasses.asdict(run.metrics)
+    content.pop("attention_stats")
+    return {
+        name: _short(value) if isinstance(value, str) else _finite(value)
+        for name, value in content.items()
+    }
+
+
+def _rank(run: Run, rank: Rank, limits: Limits) -> dict[str, Any]:
+    age_s, last = rank.age_s(run.now), rank.last
+    allowed_s, why = allowed_silence(run, rank, limits)
+    is_late = not run.ended and age_s is not None and (age_s > allowed_s or bool(rank.gone))
+    return {
+        "rank": rank.rank,
+        "step": last.step if last else None,
+        "age_s": age_s,
+        "pid": last.pid if last else None,
+        "gone": rank.gone,
+        "late": is_late,
+        "allowed_s": allowed_s,
+        "why": why,
+    }
+
+
+def _alarm(alarm: Alarm) -> dict[str, Any]:
+    return {
+        "type": _short(alarm.type),
+        "action": _short(alarm.action),
+        "ts": alarm.ts,
+        "step": alarm.step if isinstance(alarm.step, int) else None,
+        "rank": alarm.rank if isinstance(alarm.rank, int) else None,
+        "text": _short(alarm.text),
+        "advice": _short(str(alarm.advice)),
+        "halting": alarm.type in HALTING,
+    }
+
+
+def _short(text: str) -> str:
+    return printable(text)[:MOST_TEXT]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

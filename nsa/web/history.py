@@ -1,0 +1,245 @@
+"""The whole past of a run, read once and then only where its files grow.
+
+Heartbeats and CSV files are followed; of a file that is larger than HISTORY_BYTES the end is read
+and the part before it sampled. Everything that is kept has a bound.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from nsa.operate.snapshot import heartbeat_files, number
+from nsa.telemetry import TRAINING, VAL, Beat, FallbackRow, TrainingRow, ValRow
+from nsa.telemetry.csv_log import parse_row
+from nsa.telemetry.follow import Follower, sample_lines
+from nsa.telemetry.heartbeat import BOOT, PROGRESS, BrokenHeartbeat, parse_beat, parse_head
+from nsa.telemetry.tail import Line
+from nsa.web.layers import LayerTable
+from nsa.web.selection import SelectionIndex
+from nsa.web.table import Table
+from nsa.web.timeline import Timeline
+
+HISTORY_BYTES = 64 << 20
+"""Of the first rank's heartbeat, from its end: all of a run of 50,000 steps."""
+RANK_BYTES = 32 << 20
+"""Of another rank's, which has only to say when it beat; less, where there are many ranks."""
+ALL_RANKS_BYTES = 256 << 20
+CHUNK_BYTES = 1 << 20
+PLACES = 512
+"""Where the part before that is sampled."""
+MOST_RANKS = 64
+SHARES = ("share_cmp", "share_sel", "share_win")
+BEAT_COLUMNS = (
+    *("loss", "toks_per_s", "lr", "grad_norm", "step_time_s", "mfu"),
+    *("dt_fetch_s", "fetch_p50_ms", "fetch_p95_ms"),
+    *("gpu_mem_alloc", "gpu_mem_reserved", "rss_mib", "gpu_util_pct", "gpu_temp_c"),
+    *("entropy_mean", "gate_entropy_min", "max_gate_mean", "collapse_fraction"),
+    *("sel_k_mean", "sel_k_max", "sel_pct_at_max"),
+    *SHARES,
+    *(f"fb_{name}" for name in FallbackRow._fields[1:]),
+)
+
+
+class History:
+    """Tables of one run folder; `read` brings them up to date, a bounded piece at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.progress = Table(BEAT_COLUMNS)
+        self.training = Table(TrainingRow._fields[1:])
+        self.val = Table(ValRow._fields[1:])
+        self.layers = LayerTable()
+        self.selection = SelectionIndex(folder)
+        self.timelines: dict[int, Timeline] = {}
+        self.version = 0
+        """Rises with everything that is new."""
+        self._problems: dict[str, str] = {}  # the last of each kind
+        self._bad_lines: dict[str, int] = {}
+        self._notes: dict[str, str] = {}
+        self._pid: int | None = None  # the process whose lines count
+        self._foreign = 0
+        self._beats: dict[int, Follower] = {}
+        self._rows = {
+            VAL: (Follower(folder / VAL, RANK_BYTES), ValRow, self.val),
+            TRAINING: (Follower(folder / TRAINING, HISTORY_BYTES), TrainingRow, self.training),
+        }
+
+    def read(self, patience_s: float = 0.1) -> bool:
+        """Read on for about so long; say whether there is more to read already."""
+        until = time.monotonic() + patience_s
+        more = self._read_selection() | self._read_rows(until)
+        self._find_ranks()
+        for rank in sorted(self._beats):
+            more |= self._read_rank(rank, until)
+        return more
+
+    def problems(self) -> list[str]:
+        """What could not be read, and what was left out, in sentences."""
+        found = [*self._problems.values(), *self._notes.values(), *self.selection.problems]
+        for path, count in self._bad_lines.items():
+            found.append(f"{path}: {count} lines were passed over")
+        if self._foreign:
+            found.append(
+                f"{self.folder}: {self._foreign} lines of another process than the one that "
+                "started last are not in the curves"
+            )
+        return found
+
+    def series(self, first: float, last: float, points: int) -> dict[str, Any]:
+        """All curves between two steps: `progress`, `training` where it reaches further, `val`."""
+        tables = {"progress": self.progress, "val": self.val}
+        if self._reaches_further(self.training, self.progress):
+            tables["training"] = self.training
+        return {name: table.window(first, last, points) for name, table in tables.items()}
+
+    @staticmethod
+    def _reaches_further(one: Table, other: Table) -> bool:
+        if one.first_step is None or one.last_step is None:
+            return False
+        if other.first_step is None or other.last_step is None:
+            return True
+        return one.first_step < other.first_step or one.last_step > other.last_step
+
+    def _read_selection(self) -> bool:
+        grew, more = self.selection.read(CHUNK_BYTES)
+        self.version += grew
+        return more
+
+    def _read_rows(self, until: float) -> bool:
+        waiting = False
+        for name, (follower, kind, table) in self._rows.items():
+            more = True
+            while more and time.monotonic() < until:
+                try:
+                    lines, anew, more = follower.read(CHUNK_BYTES)
+                except OSError as error:
+                    self._problems[name] = f"{follower.path}: {error.strerror or error}"
+                    more = False
+                    break
+                self._problems.pop(name, None)
+                if anew:
+                    table.clear()
+                    self._forget_bad(follower.path)
+                for line in lines:
+                    self._add_row(follower.path, kind, table, line)
+                self.version += anew or bool(lines)
+            waiting |= more
+        return waiting
+
+    def _add_row(self, path: Path, kind: Any, table: Table, line: Line) -> None:
+        try:
+            row = parse_row(kind, line, path)
+        except ValueError as error:
+            self._note_bad(path, error)
+            return
+        if row is not None:
+            table.add(row[0], 0.0, {name: _finite(getattr(row, name)) for name in row._fields[1:]})
+
+    def _find_ranks(self) -> None:
+        try:
+            found = heartbeat_files(self.folder)
+        except OSError as error:
+            self._problems["folder"] = f"{self.folder}: {error.strerror or error}"
+            return
+        self._problems.pop("folder", None)
+        if len(found) > MOST_RANKS:
+            self._notes["ranks"] = f"{self.folder}: {len(found)} ranks; {MOST_RANKS} are followed"
+        for rank, path in found[:MOST_RANKS]:
+            if rank not in self._beats:
+                is_first = rank == found[0][0]
+                most = HISTORY_BYTES if is_first else min(RANK_BYTES, ALL_RANKS_BYTES // len(found))
+                self._beats[rank] = Follower(path, most)
+                self.timelines[rank] = Timeline()
+
+    def _read_rank(self, rank: int, until: float) -> bool:
+        follower, more = self._beats[rank], True
+        is_first = rank == min(self._beats)
+        while more and time.monotonic() < until:
+            try:
+                lines, anew, more = follower.read(CHUNK_BYTES)
+                if anew:
+                    self._forget_bad(follower.path)
+                    self._start_anew(rank, is_first, follower)
+            except OSError as error:
+                self._problems[f"rank {rank}"] = f"{follower.path}: {error.strerror or error}"
+                return False
+            self._problems.pop(f"rank {rank}", None)
+            for line in lines:
+                self._add_beat(rank, is_first, follower.path, line)
+            self.version += anew or bool(lines)
+        return more
+
+    def _start_anew(self, rank: int, is_first: bool, follower: Follower) -> None:
+        self.timelines[rank].clear()
+        if not is_first:
+            return
+        self.progress.clear()
+        self.layers.clear()
+        self._pid, self._foreign = None, 0
+        if follower.begun_at:
+            self._notes["sampled"] = (
+                f"{follower.path}: {(follower.begun_at >> 20) + (HISTORY_BYTES >> 20):,} MiB; the "
+                f"last {HISTORY_BYTES >> 20} MiB are read, and the part before them is sampled at "
+                f"{PLACES} places"
+            )
+            for lines in sample_lines(follower.path, follower.begun_at, PLACES):
+                self._add_sample(follower.path, lines)
+
+    def _add_sample(self, path: Path, lines: list[Line]) -> None:
+        """Take the first progress line of a block."""
+        for line in lines:
+            if '"progress"' in line.text:
+                try:
+                    beat = parse_beat(path, line)
+                except BrokenHeartbeat:
+                    continue  # if there are many, the end of the file has some, too
+                if beat.msg == PROGRESS:
+                    self._add_progress(beat)
+                    return
+
+    def _add_beat(self, rank: int, is_first: bool, path: Path, line: Line) -> None:
+        try:
+            beat = parse_beat(path, line) if is_first else parse_head(path, line)
+        except BrokenHeartbeat as error:
+            self._note_bad(path, error)
+            return
+        self.timelines[rank].add(beat)
+        if not is_first:
+            return
+        if beat.msg == BOOT:
+            self._pid = beat.pid
+            self.progress.cut(beat.step)
+            self.layers.cut(beat.step)
+        elif self._pid is None:
+            self._pid = beat.pid
+        elif beat.pid is not None and beat.pid != self._pid:
+            self._foreign += 1
+            return
+        if beat.msg == PROGRESS:
+            self._add_progress(beat)
+
+    def _add_progress(self, beat: Beat) -> None:
+        values = {name: number(beat, name) for name in BEAT_COLUMNS if name not in SHARES}
+        shares = beat.extra.get("gate_branch_shares")
+        if isinstance(shares, list) and len(shares) == len(SHARES):
+            values |= {
+                name: float(share)
+                for name, share in zip(SHARES, shares, strict=True)
+                if type(share) in (int, float)
+            }
+        self.progress.add(beat.step, beat.ts, values)
+        self.layers.add(beat)
+
+    def _forget_bad(self, path: Path) -> None:
+        self._bad_lines.pop(str(path), None)
+        self._problems.pop(f"line {path.name}", None)
+
+    def _note_bad(self, path: Path, error: ValueError) -> None:
+        self._bad_lines[str(path)] = self._bad_lines.get(str(path), 0) + 1
+        self._problems[f"line {path.name}"] = str(error)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if abs(value) < float("inf") else None

@@ -1,0 +1,188 @@
+"""The HTTP server of the dashboard: GET only, its own files and the answers of api.py.
+
+No path of a request is ever opened: files of the page are chosen from a table by their name, and
+runs by their number. Requests, connections and answers have bounds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from nsa.web.access import Access
+from nsa.web.api import PATHS, Runs, answer
+
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+PAGE, LOGIN = "index.html", "login.html"
+MOST_CONNECTIONS = 64
+WRONG_TOKEN_S = 0.5
+"""A wrong token is answered so late."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def page_files() -> dict[str, bytes]:
+    """The files of the page, by name."""
+    folder = resources.files("nsa.web") / "static"
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+class Server(ThreadingHTTPServer):
+    """Listens when it is made."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, access: Access, runs: Runs) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.access, self.runs, self.files = access, runs, page_files()
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__((host, port), Handler)
+
+    @property
+    def url(self) -> str:
+        """Where a browser on this machine finds it."""
+        host, port = self.server_address[:2]
+        name = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"http://{name}:{port}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve the connection in a thread, if there is room for one."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """In that thread: give the room back in the end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away is no news; anything else is."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "nsa", ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        """Answer, if the request may ask."""
+        if not self.server.access.knows_host(self.headers.get("Host")):
+            self._error(HTTPStatus.MISDIRECTED_REQUEST, "this Host is not a name of this machine")
+            return
+        parts = urlsplit(self.path)
+        query = dict(parse_qsl(parts.query, max_num_fields=20))
+        if parts.path.startswith("/static/"):
+            self._file(parts.path.removeprefix("/static/"))
+        elif parts.path == "/" and "token" in query:
+            self._enter(query["token"])
+        elif not self._is_admitted():
+            self._refuse(parts.path)
+        elif parts.path == "/":
+            self._file(PAGE)
+        elif parts.path in PATHS:
+            self._api(parts.path, query)
+        else:
+            self._error(HTTPStatus.NOT_FOUND, "there is nothing here")
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: a request may hold the token."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses by itself, say another method, in the same form."""
+        self.close_connection = True
+        self._error(HTTPStatus(code), message or HTTPStatus(code).phrase)
+
+    def _is_admitted(self) -> bool:
+        authorization, cookie = self.headers.get("Authorization"), self.headers.get("Cookie")
+        return self.server.access.admits(authorization, cookie)
+
+    def _enter(self, token: str) -> None:
+        """Take the token out of the address, into a cookie."""
+        if not self.server.access.knows_token(token):
+            time.sleep(WRONG_TOKEN_S)
+            self._file(LOGIN, HTTPStatus.UNAUTHORIZED)
+            return
+        headers = {"Location": "/", "Set-Cookie": self.server.access.cookie()}
+        self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", headers)
+
+    def _refuse(self, path: str) -> None:
+        if path == "/":
+            self._file(LOGIN, HTTPStatus.UNAUTHORIZED)
+        else:
+            self._error(HTTPStatus.UNAUTHORIZED, "this dashboard wants its token")
+
+    def _api(self, path: str, query: dict[str, str]) -> None:
+        try:
+            self._json(answer(self.server.runs, path, query))
+        except LookupError as error:
+            self._error(HTTPStatus.NOT_FOUND, str(error))
+        except ValueError as error:
+            self._error(HTTPStatus.BAD_REQUEST, str(error))
+
+    def _file(self, name: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        content = self.server.files.get(name)
+        kind = TYPES.get(name[name.rfind(".") :])
+        if content is None or kind is None:
+            self._error(HTTPStatus.NOT_FOUND, "there is no such file")
+            return
+        self._send(status, content, kind)
+
+    def _error(self, status: HTTPStatus, text: str) -> None:
+        self._json({"error": text}, status)
+
+    def _json(self, content: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
+        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+        self._send(status, text.encode(), "application/json")
+
+    def _send(
+        self, status: HTTPStatus, body: bytes, kind: str, headers: dict[str, str] | None = None
+    ) -> None:
+        accepted = getattr(self, "headers", None)
+        is_zipped = len(body) > 1000 and "gzip" in (accepted or {}).get("Accept-Encoding", "")
+        body = gzip.compress(body, 1) if is_zipped else body
+        self.send_response(status)
+        for name, value in (HEADERS | (headers or {})).items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        if is_zipped:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)

@@ -1,0 +1,215 @@
+"""Runs as the page asks for them: a thread reads their folders, requests get what was read."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa.operate.snapshot import Run, read_run
+from nsa.operate.text import printable
+from nsa.web import timeline
+from nsa.web.header import MOST_PROBLEMS, MOST_TEXT, describe
+from nsa.web.history import History
+from nsa.web.settings import Settings, side_by_side
+
+INTERVAL_S = 1.0
+"""Between two looks at files that did not grow."""
+TAIL_BYTES = 1 << 20
+"""Of each heartbeat, for the verdict: as much as `nsa monitor` reads."""
+SHARE = 10.0
+"""A verdict is renewed after so many times what it took: it costs a tenth of a core at most."""
+MOST_POINTS = 2000
+FOREVER = float("inf")
+
+
+class Source:
+    """One run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._history, self._settings = History(folder), Settings(folder)
+        self._lock = threading.RLock()
+        self._run: Run | None = None
+        self._trouble = ""
+        self._due, self._judged = 0.0, -1
+        self._more = True
+
+    def refresh(self) -> bool:
+        """Read on for a moment; say whether there is more to read already."""
+        with self._lock:
+            self._more = self._history.read()
+        if time.monotonic() >= self._due:
+            self._judge()
+        return self._more
+
+    def header(self) -> dict[str, Any]:
+        """How the run stands now."""
+        with self._lock:
+            run, problems = self._run, self._history.problems()
+            version, more = self._history.version, self._more
+            maps = self._history.selection.steps
+        found: dict[str, Any] = {"status": "absent", "level": "idle", "verdict": "not read yet"}
+        if run is not None:
+            found = describe(dataclasses.replace(run, now=time.time()))
+            found |= self._newest_beats(found)
+            problems = [*run.problems, *problems]
+        if self._trouble:
+            problems.append(self._trouble)
+            found |= {"level": "bad", "verdict": "cannot be read"} if run is None else {}
+        problems += self._settings.problems.values()
+        shown = list(dict.fromkeys(printable(text)[:MOST_TEXT] for text in problems))
+        return found | {
+            "version": version,
+            "reading": more,
+            "maps": maps[-1] if maps else None,
+            "problems": shown[:MOST_PROBLEMS],
+        }
+
+    def _newest_beats(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The ages of the ranks by what was followed since the verdict was made."""
+        now, ranks = time.time(), []
+        for rank in found["ranks"]:
+            line = self._history.timelines.get(rank["rank"])
+            age_s = rank["age_s"]
+            if line is not None and line.span is not None and age_s is not None:
+                age_s = min(age_s, max(0.0, now - line.span[1]))
+            ranks.append(rank | {"age_s": age_s})
+        ages = [rank["age_s"] for rank in ranks if rank["age_s"] is not None]
+        return {"ranks": ranks, "beat_age_s": max(ages, default=None)}
+
+    def series(self, first: float, last: float, points: int) -> dict[str, Any]:
+        """The curves between two steps."""
+        with self._lock:
+            return self._history.series(first, last, points)
+
+    def layers(self, first: float, last: float, points: int) -> dict[str, Any]:
+        """Gates and selection by layer between two steps."""
+        with self._lock:
+            return self._history.layers.window(first, last, points)
+
+    def selection(self, step: int) -> dict[str, Any]:
+        """The map of a step, or of the last one before it."""
+        with self._lock:
+            try:
+                return self._history.selection.load(step) or {"steps": []}
+            except (OSError, ValueError) as error:
+                return {"steps": self._history.selection.steps, "problem": str(error)[:MOST_TEXT]}
+
+    def timeline(self, last_s: float, cells: int) -> dict[str, Any]:
+        """What every rank did in the last so many seconds of the run."""
+        now, run = time.time(), self._run
+        with self._lock:
+            spans = [line.span for line in self._history.timelines.values()]
+            known = [span for span in spans if span is not None]
+            if not known:
+                return {"ranks": []}
+            ended = run is None or run.ended
+            end = max(span[1] for span in known)
+            end = end if ended else max(end, now)
+            begin = max(min(span[0] for span in known), end - last_s)
+            allowed = {
+                rank["rank"]: 0.0 if rank["late"] else rank["allowed_s"]
+                for rank in self.header().get("ranks", [])
+            }
+            strips = [
+                line.strip(
+                    begin,
+                    end,
+                    cells,
+                    now=None if ended else now,
+                    allowed_s=allowed.get(rank, FOREVER),
+                )
+                for rank, line in self._history.timelines.items()
+            ]
+            ranks = list(self._history.timelines)
+        return {
+            "states": timeline.STATES,
+            "begin": begin,
+            "end": end,
+            "ranks": [
+                {"rank": rank, "segments": timeline.as_json(strip)}
+                for rank, strip in zip(ranks, strips, strict=True)
+            ],
+        }
+
+    def settings(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The config and the environment, flat."""
+        with self._lock:
+            return self._settings.config(), self._settings.env()
+
+    def _judge(self) -> None:
+        """Read the ends of the files again; the lock is not held, because that may take long."""
+        start = time.monotonic()
+        try:
+            run, self._trouble = read_run(self.folder, tail_bytes=TAIL_BYTES, only_plain=True), ""
+        except (OSError, ValueError) as error:
+            run, self._trouble = None, str(error)
+        took = time.monotonic() - start
+        with self._lock:
+            self._run = run or self._run
+            self._settings.config(), self._settings.env()  # what is wrong with them is noted
+        self._due = time.monotonic() + max(2 * INTERVAL_S, SHARE * took)
+
+
+class Sources:
+    """All runs of a page, and the thread that reads them."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.names = names(folders)
+        self._sources = [Source(folder) for folder in folders]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="nsa-dashboard", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join(10.0)
+
+    def runs(self) -> dict[str, Any]:
+        """Every run as it stands."""
+        return {
+            "now": time.time(),
+            "runs": [
+                {"id": index, "name": name, "folder": printable(str(source.folder))}
+                | source.header()
+                for index, (name, source) in enumerate(zip(self.names, self._sources, strict=True))
+            ],
+        }
+
+    def get(self, index: int) -> Source:
+        """A run by its number; LookupError without it."""
+        if not 0 <= index < len(self._sources):
+            raise LookupError(f"run {index} of {len(self._sources)}")
+        return self._sources[index]
+
+    def settings(self) -> dict[str, Any]:
+        """Config and environment of all runs, side by side."""
+        configs, envs = zip(*(source.settings() for source in self._sources), strict=True)
+        return {
+            "names": self.names,
+            "config": side_by_side(configs),
+            "env": side_by_side(envs),
+        }
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            more = [source.refresh() for source in self._sources]
+            self._stop.wait(0.01 if any(more) else INTERVAL_S)
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell the runs apart."""
+    parts = [folder.parts for folder in folders]
+    for count in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-count:]) for part in parts]
+        if len(set(found)) == len(found):
+            break
+    return [printable(name) for name in found]

@@ -1,0 +1,160 @@
+"""Columns of numbers over the steps of a run, in bounded memory, thinned without losing extremes.
+
+A row holds the least, the largest, the sum and the count of every column over the lines that fell
+into it. At first that is one line; when the table is full, neighbours are merged, two and two. What
+is asked for is merged in the same way, so a spike of one step in 50,000 is in every answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+DIGITS = 6
+"""Significant digits of what is given out."""
+
+
+class Table:
+    """Rows by rising step; the columns share them, and may have gaps."""
+
+    def __init__(self, columns: Sequence[str], most_rows: int = 1 << 14) -> None:
+        """`most_rows`: an even number; memory is 32 bytes for each row and column."""
+        self.columns = tuple(columns)
+        self._most = most_rows
+        self._rows = 0
+        self._each = 1  # lines that a row holds, when it is full
+        self._last_lines = 0  # lines in the last row
+        self._step, self._ts = np.empty((2, 64, 2))  # [rows, first and last]
+        self._low, self._high, self._sum, self._count = np.empty((4, 64, len(self.columns)))
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def first_step(self) -> float | None:
+        """The step of the first line."""
+        return float(self._step[0, 0]) if self._rows else None
+
+    @property
+    def last_step(self) -> float | None:
+        """The step of the last line."""
+        return float(self._step[self._rows - 1, 1]) if self._rows else None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._rows, self._each, self._last_lines = 0, 1, 0
+
+    def add(self, step: int, ts: float, values: Mapping[str, float | None]) -> None:
+        """Add a line; lines of this step and later ones, which it replaces, go."""
+        self.cut(step - 1)
+        line = np.array([_or_nan(values.get(name)) for name in self.columns])
+        if self._rows and self._last_lines < self._each:
+            self._join(step, ts, line)
+            return
+        if self._rows == self._most:
+            self._halve()
+        if self._rows == len(self._step):
+            self._grow()
+        row, known = self._rows, ~np.isnan(line)
+        self._step[row], self._ts[row] = step, ts
+        self._low[row] = self._high[row] = line
+        self._sum[row], self._count[row] = np.where(known, line, 0.0), known
+        self._rows, self._last_lines = row + 1, 1
+
+    def cut(self, step: int) -> None:
+        """Drop the rows that end after this step."""
+        if not self._rows or self._step[self._rows - 1, 1] <= step:
+            return
+        self._rows = int(np.searchsorted(self._step[: self._rows, 1], step, side="right"))
+        self._last_lines = self._each
+
+    def window(self, first: float, last: float, points: int) -> dict[str, Any]:
+        """What lies between two steps, in at most `points` points: ready for JSON.
+
+        `step` and `ts` are those that a point begins with; every column has `mean`, and `low` and
+        `high` where they differ from it; a column without any number is left out.
+        """
+        steps = self._step[: self._rows]
+        begin = int(np.searchsorted(steps[:, 1], first, side="left"))
+        end = int(np.searchsorted(steps[:, 0], last, side="right"))
+        count = end - begin
+        if count <= 0:
+            return {"step": [], "ts": [], "columns": {}}
+        edges = begin + even_edges(steps[begin:end, 0], points)
+        low, high, total, number = self._merged(edges, end)
+        mean = np.divide(total, number, out=np.full_like(total, np.nan), where=number > 0)
+        columns: dict[str, Any] = {}
+        for index, name in enumerate(self.columns):
+            if number[:, index].any():
+                columns[name] = {"mean": _plain(mean[:, index])}
+                if (low[:, index] < high[:, index]).any():
+                    columns[name] |= {"low": _plain(low[:, index]), "high": _plain(high[:, index])}
+        return {
+            "step": steps[edges, 0].astype(int).tolist(),
+            "ts": np.round(self._ts[edges, 0], 1).tolist(),
+            "columns": columns,
+        }
+
+    def _join(self, step: int, ts: float, line: Array) -> None:
+        row, known = self._rows - 1, ~np.isnan(line)
+        self._step[row, 1], self._ts[row, 1] = step, ts
+        self._low[row] = np.fmin(self._low[row], line)
+        self._high[row] = np.fmax(self._high[row], line)
+        self._sum[row] += np.where(known, line, 0.0)
+        self._count[row] += known
+        self._last_lines += 1
+
+    def _merged(self, edges: NDArray[np.int64], end: int) -> tuple[Array, Array, Array, Array]:
+        """Rows from each edge to the next, the last one to `end`, as one."""
+        return (
+            np.fmin.reduceat(self._low[:end], edges, axis=0),
+            np.fmax.reduceat(self._high[:end], edges, axis=0),
+            np.add.reduceat(self._sum[:end], edges, axis=0),
+            np.add.reduceat(self._count[:end], edges, axis=0),
+        )
+
+    def _halve(self) -> None:
+        rows = self._rows
+        edges = np.arange(0, rows, 2)
+        merged = self._merged(edges, rows)
+        for array in (self._step, self._ts):
+            array[: len(edges), 0] = array[edges, 0]
+            array[: len(edges), 1] = array[np.minimum(edges + 1, rows - 1), 1]
+        for array, new in zip((self._low, self._high, self._sum, self._count), merged, strict=True):
+            array[: len(edges)] = new
+        self._rows, self._each = len(edges), 2 * self._each
+        self._last_lines = self._each
+
+    def _grow(self) -> None:
+        room = min(2 * len(self._step), self._most)
+        for name in ("_step", "_ts", "_low", "_high", "_sum", "_count"):
+            old = getattr(self, name)
+            new = np.empty((room, old.shape[1]))
+            new[: len(old)] = old
+            setattr(self, name, new)
+
+
+def even_edges(steps: Array, points: int) -> NDArray[np.int64]:
+    """Where to cut rows into at most `points` pieces that span equally many steps."""
+    if len(steps) <= points:
+        return np.arange(len(steps))
+    targets = np.linspace(steps[0], steps[-1], points, endpoint=False)
+    return np.unique(np.searchsorted(steps, targets, side="left"))
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _plain(values: Array) -> list[float | None]:
+    """Numbers to a few digits, and None for what is not one."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        size = np.floor(np.log10(np.abs(values)))
+        scale = 10.0 ** (DIGITS - 1 - np.where(np.isfinite(size), size, 0.0))
+        rounded = np.round(values * scale) / scale
+    rounded = np.where(np.isfinite(rounded), rounded, values)
+    return [x if np.isfinite(x) else None for x in rounded.tolist()]
