@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,10 +51,10 @@ def launch(*arguments: object, **options: Any) -> tuple[int, str]:
     return finish(start(*arguments, **options))
 
 
-def _main(trouble: str, arguments: list[str]) -> int:
-    """Train, with `trouble` on rank 1, mostly in its third update."""
+def train(trouble: str, arguments: list[str]) -> int:
+    """Train, with `trouble` on rank 1, mostly in its third update; empty is none."""
     sys.path.insert(0, str(REPOSITORY))
-    if os.environ["RANK"] == "1":
+    if trouble and os.environ["RANK"] == "1":
         _TROUBLES[trouble]()
     from scripts.train_showcase import main
 
@@ -78,38 +82,84 @@ def _spike() -> None:
     _multiply_loss(9, 100.0)
 
 
-def _before_third(what: Any) -> None:
+def _before(step: int, what: Callable[[], object]) -> None:
+    """Do something when the data of an update is asked for."""
     from nsa.train.loop import Trainer
 
     real = Trainer.fetch
 
     def fetch(self: Trainer, position: int) -> Any:
-        if self.log.vitals.heartbeat.rank == 1 and position >= self.position(3):
+        if position >= self.position(step):
             what()
         return real(self, position)
 
     Trainer.fetch = fetch  # type: ignore[method-assign]
 
 
-def _term() -> None:
-    _before_third(lambda: os.kill(os.getpid(), signal.SIGTERM))
+def _in_source(step: int, what: Callable[[], object]) -> None:
+    """Do something in the thread that reads ahead, where it reads the batch of an update."""
+    from nsa.train.feed import read_ahead
+
+    def troubled(rows: Any, cfg: Any, *rest: Any) -> Any:
+        first = (step - 1) * 2 * cfg.train.batch_size
+        real = rows.batch
+
+        def batch(position: int, size: int) -> Any:
+            if position >= first:
+                what()
+            return real(position, size)
+
+        rows.batch = batch
+        return read_ahead(rows, cfg, *rest)
+
+    # By its full name: nsa.train.run is also the function in it.
+    mock.patch.object(import_module("nsa.train.run"), "read_ahead", troubled).start()
 
 
-def _lost() -> None:
+def _lose() -> None:
     from nsa.data import SourceLost
 
-    def lose() -> None:
-        raise SourceLost("the cable was pulled")
+    raise SourceLost("the cable was pulled")
 
-    _before_third(lose)
+
+def _spoil() -> None:
+    from nsa.data import DataError
+
+    raise DataError("a row is not text")
+
+
+def _hold_lock() -> None:
+    """Keep the interpreter lock in C, so that no Python runs in this process any more."""
+    ctypes.PyDLL(None).usleep(30_000_000)
+
+
+def _clock() -> None:
+    """The clock of this rank is an hour slow."""
+    real = time.time
+    mock.patch("time.time", lambda: real() - 3600).start()
+
+
+def _code() -> None:
+    mock.patch("nsa.train.fingerprint.source_hash", lambda: "0123456789abcdef").start()
 
 
 def _other_config() -> None:
     os.environ["NSA_LR"] = "0.5"
 
 
-_TROUBLES = {"nan": _nan, "spike": _spike, "term": _term, "lost": _lost, "config": _other_config}
+_TROUBLES: dict[str, Callable[[], object]] = {
+    "nan": _nan,
+    "spike": _spike,
+    "term": lambda: _before(3, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    "lost": lambda: _in_source(3, _lose),
+    "spoilt": lambda: _in_source(3, _spoil),
+    "stall": lambda: _in_source(6, lambda: time.sleep(600)),
+    "locked": lambda: _before(6, _hold_lock),
+    "config": _other_config,
+    "code": _code,
+    "clock": _clock,
+}
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1], sys.argv[2:]))
+    sys.exit(train(sys.argv[1], sys.argv[2:]))

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import BAD_INPUT, Config, RuntimeConfig
 from nsa.data import DataError, SourceLost, WaitEnded
+from nsa.telemetry.spans import span
 from nsa.train.compress import compress_gradients
 from nsa.train.ddp_settings import OFF, adapt_config, read_settings
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed
@@ -53,7 +54,7 @@ class Ddp(Alone):
         say: Callable[[str], None],
     ) -> None:
         """`control` is the group for tensors on the host; None is the default group."""
-        self._timeout_s = timeout_s
+        self.timeout_s = self._timeout_s = timeout_s
         self.rank, self.world_size = rank, world_size
         self._store, self._control, self._gpu, self._say = store, control, gpu, say
         self._settings = read_settings()
@@ -143,7 +144,8 @@ class Ddp(Alone):
     def share(self, loss: Tensor) -> Tensor:
         losses = torch.zeros(self.world_size, device=loss.device)
         losses[self.rank] = loss
-        dist.all_reduce(losses)
+        with span("all-reduce of the loss", waits=True):
+            dist.all_reduce(losses)
         self._losses.append(losses)
         return losses.mean()
 
@@ -155,7 +157,8 @@ class Ddp(Alone):
     def total(self, *values: Tensor | int) -> list[float]:
         device = self._gpu or "cpu"
         sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
-        dist.all_reduce(sums)
+        with span("all-reduce of sums", waits=True):
+            dist.all_reduce(sums)
         return cast("list[float]", sums.tolist())
 
     @contextmanager
@@ -202,7 +205,8 @@ class Ddp(Alone):
                 raise
             self._store.set(key, json.dumps({"made": made}))
             return made
-        told = json.loads(self._store.get(key))
+        with span("the word of rank 0", waits=True):
+            told = json.loads(self._store.get(key))
         if "failed" in told:
             raise RankFailed(f"rank 0: {told['failed']}", exit_code=told["exit_code"])
         return str(told["made"])
@@ -210,7 +214,8 @@ class Ddp(Alone):
     def _highest(self, *numbers: int) -> list[int]:
         """The maxima over the ranks, exchanged on the host: the device is not waited for."""
         values = torch.tensor(numbers)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
+        with span("agreement", waits=True):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return cast("list[int]", values.tolist())
 
 

@@ -59,6 +59,8 @@ class LossSpike(TrainError):
 
 BAD_DATA, NO_DATA = 2, 11
 """Exit codes: what came cannot be used; nothing came."""
+STALLED = 11
+"""Exit code of a rank that was ended because it, or one that it waits for, stood still."""
 
 
 class LoaderFailed(TrainError):

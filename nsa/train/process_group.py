@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nsa.config import Config
@@ -52,7 +52,7 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Ddp]:
     )
     backend = _backend(cuda)
     timeout = timedelta(minutes=minutes)
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store = _meet(timeout)
     # torchrun keeps one store over its restarts; without a prefix, new ranks would meet dead ones.
     store = PrefixStore(f"attempt{read('TORCHELASTIC_RESTART_COUNT')}", store)
     store.set_timeout(timeout)
@@ -70,6 +70,20 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Ddp]:
             yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _meet(timeout: timedelta) -> Store:
+    """The store that all ranks can reach; the first rank has it, or the launcher."""
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        where, reason = f"{raw('MASTER_ADDR')}:{raw('MASTER_PORT')}", str(error).splitlines()[0]
+        raise RunRefused(
+            f"rank {read('RANK')} of {read('WORLD_SIZE')} did not meet the others at {where}: "
+            f"{reason}; if that port is in use, choose another (torchrun --master_port, or "
+            "--standalone for a free one); if ranks are missing, look why they did not start"
+        ) from None
+    return store
 
 
 def translate_old_names() -> None:

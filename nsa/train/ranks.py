@@ -34,6 +34,8 @@ class Alone:
 
     rank = 0
     world_size = 1
+    timeout_s: float | None = None
+    """After this, waiting for another rank is an error; None where nobody is waited for."""
 
     @property
     def is_first(self) -> bool:
