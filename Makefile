@@ -10,7 +10,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format types layers mutants clean
+.PHONY: help train test chaos lint format types layers mutants clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -19,7 +19,10 @@ train: $(VENV)/.installed-plot  ## train configs/quickstart.yaml (or CONFIG=...)
 	$(VENV)/bin/nsa train --config $(CONFIG)
 
 test: $(VENV)/.installed-dev  ## run the CPU test suite
-	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu"
+	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not chaos"
+
+chaos: $(VENV)/.installed-dev  ## break two real ranks in many ways and see that the promises hold
+	$(PY) -m pytest --timeout 300 -m chaos nsa/tests/test_chaos.py
 
 lint: $(VENV)/.installed-dev  ## check style and formatting
 	$(VENV)/bin/ruff check .

@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa.telemetry import proc
 from nsa.telemetry.env_file import HIDDEN, RunEnvironment
-from nsa.telemetry.proc import PROC, START_TICKS, stat_fields
+from nsa.telemetry.proc import START_TICKS, stat_fields
 
 CLOCK_SLACK_S = 2.0
 """Between the clock of the heartbeat and the one that start times are counted with."""
@@ -23,7 +24,7 @@ CLOCK_SLACK_S = 2.0
 
 def is_gone(pid: int, env: RunEnvironment) -> bool | None:
     """Whether no process has this number any more; None on another machine than the run's."""
-    if env.hostname != platform.node() or not (PROC / "self").exists():
+    if env.hostname != platform.node() or not (proc.PROC / "self").exists():
         return None
     fields = stat_fields(pid)
     return fields is None or fields[0] in ("Z", "X")
@@ -110,7 +111,7 @@ def _started(fields: Sequence[str]) -> float:
 
 def _command(pid: int) -> list[str]:
     try:
-        text = (PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
+        text = (proc.PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return []
     return text.removesuffix("\0").split("\0")
@@ -118,7 +119,7 @@ def _command(pid: int) -> list[str]:
 
 def _handles(pid: int, number: signal.Signals) -> bool:
     try:
-        text = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+        text = (proc.PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     caught = next((line for line in text.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")

@@ -74,6 +74,8 @@ class Spans:
 
     def _reset(self, least_s: float) -> None:
         self.least_s = least_s
+        self.broken = ""
+        """The span that waits for other ranks and was left by an error; empty if none was."""
         self._open = [(START, False)]
         self._step = self._count = 0
         self._times = deque[float](maxlen=KEPT)
@@ -171,6 +173,8 @@ class span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if kind is not None and self._waits and not here.broken:
+            here.broken = self._name
         here.leave()
 
 

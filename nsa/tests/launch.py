@@ -20,11 +20,12 @@ TIMEOUT_S = 120
 
 
 def start(
-    *arguments: object, script: Path = SCRIPT, ranks: int = 2, **environ: str
+    *arguments: object, script: Path = SCRIPT, ranks: int = 2, restarts: int = 0, **environ: str
 ) -> subprocess.Popen[str]:
     """Start ranks of the trainer over gloo; --standalone meets on a free port of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", str(script), *map(str, arguments)]
+    command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+    command += [str(script), *map(str, arguments)]
     usual = {"OMP_NUM_THREADS": "1", "NSA_PG_TIMEOUT_MIN": "1", "NSA_TB_DISABLE": "1"}
     return subprocess.Popen(
         command,
@@ -52,13 +53,15 @@ def launch(*arguments: object, **options: Any) -> tuple[int, str]:
 
 
 def train(trouble: str, arguments: list[str]) -> int:
-    """Train, with `trouble` on rank 1, mostly in its third update; empty is none."""
+    """Train, with `trouble` on rank 1 or on all, mostly in the third update; empty is none."""
     sys.path.insert(0, str(REPOSITORY))
-    if trouble and os.environ["RANK"] == "1":
+    if trouble == "slow" or (trouble and os.environ["RANK"] == "1"):
         _TROUBLES[trouble]()
-    from scripts.train_showcase import main
+    from scripts import train_showcase
 
-    return main(arguments)
+    # A sample takes longer than all updates of such a run.
+    with mock.patch.object(train_showcase, "sample_text", None):
+        return train_showcase.main(arguments)
 
 
 def _multiply_loss(call: int, factor: float) -> None:
@@ -133,6 +136,24 @@ def _hold_lock() -> None:
     ctypes.PyDLL(None).usleep(30_000_000)
 
 
+def _slow() -> None:
+    """Evaluations, checkpoints and the first update take two seconds more."""
+    from nsa.train.evaluate import evaluate
+    from nsa.train.state import capture
+    from nsa.train.step import EagerStep
+
+    def delayed(real: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            time.sleep(2.0)
+            return real(*given, **options)
+
+        return call
+
+    mock.patch("nsa.train.loop.evaluate", delayed(evaluate)).start()
+    mock.patch("nsa.train.loop.capture", delayed(capture)).start()
+    mock.patch.object(EagerStep, "_backward", delayed(EagerStep._backward)).start()
+
+
 def _clock() -> None:
     """The clock of this rank is an hour slow."""
     real = time.time
@@ -154,6 +175,8 @@ _TROUBLES: dict[str, Callable[[], object]] = {
     "lost": lambda: _in_source(3, _lose),
     "spoilt": lambda: _in_source(3, _spoil),
     "stall": lambda: _in_source(6, lambda: time.sleep(600)),
+    "slow": _slow,
+    "steady": lambda: _before(1, lambda: time.sleep(0.3)),
     "locked": lambda: _before(6, _hold_lock),
     "config": _other_config,
     "code": _code,

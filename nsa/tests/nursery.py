@@ -60,7 +60,17 @@ class Ranks:
 
     def printed(self) -> str:
         """What they have printed so far, together."""
+        if not self._log.exists():
+            return ""
         return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, text: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Until they have printed something."""
+        end = time.monotonic() + timeout_s
+        while text not in self.printed():
+            if time.monotonic() > end or len(self.codes()) == len(self.pids):
+                raise AssertionError(f"never printed {text!r}: {self.printed()}")
+            time.sleep(0.02)
 
 
 class Nursery:

@@ -245,7 +245,7 @@ def test_a_process_that_died_rings_soon_and_nothing_is_written_for_it(
 def test_proc_that_cannot_be_read_is_nobody_to_signal(
     env: RunEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "PROC", tmp_path)
+    monkeypatch.setattr(process.proc, "PROC", tmp_path)
     assert is_gone(os.getpid(), env) is None
     assert "is gone" in why_not_ours(os.getppid(), time.time(), env)
 

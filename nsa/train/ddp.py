@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import BAD_INPUT, Config, RuntimeConfig
 from nsa.data import DataError, SourceLost, WaitEnded
-from nsa.telemetry.spans import span
+from nsa.telemetry.spans import here, span
 from nsa.train.compress import compress_gradients
 from nsa.train.ddp_settings import OFF, adapt_config, read_settings
-from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed
+from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed, RankLost, TrainError
 from nsa.train.fingerprint import refuse_difference
 from nsa.train.ranks import Alone, Fingerprint, mark_shared
 from nsa.train.stop import REASONS, Stop
@@ -79,6 +79,12 @@ class Ddp(Alone):
         The launcher ends the other ranks as soon as one has failed; their own exit codes say more.
         """
         if error is not None and not getattr(error, "shared", False):
+            if _is_loss_of_rank(error):
+                raise RankLost(
+                    f"{self.name} lost another rank, in {here.broken}: {str(error).splitlines()[0]}"
+                    "; look at the messages of that rank; a launcher that restarts goes on from "
+                    "the last checkpoint, and so does the same command"
+                ) from error
             return
         try:
             dist.barrier(group=self._control)
@@ -217,6 +223,13 @@ class Ddp(Alone):
         with span("agreement", waits=True):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return cast("list[int]", values.tolist())
+
+
+def _is_loss_of_rank(error: BaseException) -> bool:
+    """Whether an exchange failed; a backward pass, which holds one, can fail by itself, too."""
+    if isinstance(error, TrainError) or not isinstance(error, RuntimeError) or not here.broken:
+        return False
+    return "backward" not in here.broken or any(word in str(error) for word in ("gloo", "NCCL"))
 
 
 def _exit_code(problem: Exception | None) -> int:

@@ -49,6 +49,10 @@ class RankFailed(TrainError):
         self.exit_code = exit_code
 
 
+class RankLost(TrainError):
+    """An exchange failed: another rank is gone, or does not come."""
+
+
 class LossSpike(TrainError):
     """The loss rose far above its recent values, and the run goes back to a checkpoint."""
 

@@ -13,6 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from nsa.config import Config
 from nsa.config.env import raw, read, set_default
+from nsa.data import SourceLost, within
 from nsa.train.ddp import Ddp
 from nsa.train.errors import RunRefused
 from nsa.train.ranks import AUTO, OFF, Alone
@@ -73,17 +74,23 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Ddp]:
 
 
 def _meet(timeout: timedelta) -> Store:
-    """The store that all ranks can reach; the first rank has it, or the launcher."""
+    """The store that all ranks can reach; the first rank has it, or the launcher.
+
+    torch waits without end for an answer from a stranger who listens there.
+    """
+    where, patience_s = f"{raw('MASTER_ADDR')}:{raw('MASTER_PORT')}", timeout.total_seconds() + 5.0
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        where, reason = f"{raw('MASTER_ADDR')}:{raw('MASTER_PORT')}", str(error).splitlines()[0]
+        return within(
+            patience_s, lambda: next(rendezvous("env://", timeout=timeout))[0], "the meeting"
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, SourceLost) as error:
+        late = f"no rank answered within {patience_s:.0f} s"
+        reason = late if isinstance(error, SourceLost) else str(error).splitlines()[0]
         raise RunRefused(
             f"rank {read('RANK')} of {read('WORLD_SIZE')} did not meet the others at {where}: "
             f"{reason}; if that port is in use, choose another (torchrun --master_port, or "
             "--standalone for a free one); if ranks are missing, look why they did not start"
         ) from None
-    return store
 
 
 def translate_old_names() -> None:
