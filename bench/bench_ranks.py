@@ -15,6 +15,7 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,9 +43,9 @@ from nsa.train.step import MicroBatch
 GOAL = 0.03
 WARM_UP = 5
 SETTINGS = (
-    *("model.dim=128", "model.n_layers=4", "model.n_heads=8", "model.n_kv_groups=2"),
-    *("model.d_k=16", "model.d_v=16", "nsa.l=16", "nsa.d=8", "nsa.l_sel=32", "nsa.n_sel=8"),
-    *("nsa.w=64", "train.seq_len=256", "train.batch_size=4", "train.accumulate_grad_batches=1"),
+    *("model.dim=96", "model.n_layers=3", "model.n_heads=4", "model.n_kv_groups=2"),
+    *("model.d_k=24", "model.d_v=24", "nsa.l=16", "nsa.d=8", "nsa.l_sel=16", "nsa.n_sel=8"),
+    *("nsa.w=32", "train.seq_len=128", "train.batch_size=8", "train.accumulate_grad_batches=1"),
     *("runtime.device=cpu", "runtime.precision=fp32", "runtime.gradient_checkpointing=false"),
 )
 VOCAB = 256
@@ -61,8 +62,13 @@ def main(argv: list[str] | None = None) -> int:
     set_default("NSA_DDP_COMPRESS", "off")
     base = REPOSITORY / "configs" / "base.yaml"
     config = load_config(base, [*SETTINGS, *args.overrides])
-    with open_ranks(ON, config, lambda text: None) as ranks:
+    with (
+        open_ranks(ON, config, lambda text: None) as ranks,
+        tempfile.TemporaryDirectory(prefix="bench_ranks") as folder,
+    ):
+        here.open(Path(folder), ranks.rank)  # as in a run, every change of place is written
         result = measure(ranks.adapt(config), ranks, args)
+        here.close()
     if ranks.is_first:
         print(describe(result))
         print(json.dumps(result))
