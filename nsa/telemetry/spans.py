@@ -11,7 +11,6 @@ thread that trains.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -150,8 +149,10 @@ class Spans:
     def _changed(self) -> None:
         self._count += 1
         if self._descriptor >= 0:
-            with contextlib.suppress(OSError):  # a disk that is full: the old place stays
-                os.pwrite(self._descriptor, self.text().ljust(SIZE - 1).encode() + b"\n", 0)
+            try:
+                os.pwrite(self._descriptor, self.text().ljust(SIZE).encode(), 0)
+            except OSError:  # a disk that fails: the old place stays
+                return
 
 
 here = Spans()

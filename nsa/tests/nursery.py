@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 
 class Ranks:

@@ -154,12 +154,19 @@ class HangWatch:
             return  # the next look answers whoever has called
         try:
             self._answer(call, still[self._ranks.rank])
-            ranks = gather(self._folder, call, still, GATHER_S)
+            ranks = gather(self._folder, call, still, self._patience_s(still[self._ranks.rank]))
             path = write_report(self._folder, ranks, by=self._ranks.rank, why=why)
             self._say(f"{sentence(ranks)} ({path})")
             self._unheard = {state.rank for state in ranks if state.state != RUNS}
         finally:
             end_calls(self._folder)
+
+    def _patience_s(self, still_s: float) -> float:
+        """For answers: some seconds, and little enough to end what is stuck in time."""
+        if self._timeout_s is None:
+            return GATHER_S
+        left_s = END_AT * self._timeout_s - still_s
+        return min(GATHER_S, max(left_s - 2 * GRACE * self._timeout_s, 1.0))
 
     def _answer(self, call: Call, still_s: float) -> None:
         self._answered, self._explained = call.id, self._spans.count
