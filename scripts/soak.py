@@ -29,8 +29,8 @@ from nsa.config import load_config
 from nsa.config.env import changed
 from nsa.config.load import REPOSITORY
 from nsa.telemetry import write_config
+from nsa.telemetry.hang_call import kill
 from nsa.telemetry.spans import Place, read_span
-from nsa.train.hang_watch import kill
 
 SAVE_EVERY = 2
 STEPS_A_CYCLE = 6

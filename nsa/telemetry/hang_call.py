@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,17 @@ def process_state(place: Place) -> str:
     if fields is None or start_ticks(place.pid) != place.started or fields[STATE] in "ZX":
         return GONE
     return STOPPED if fields[STATE] in "Tt" else SILENT
+
+
+def kill(place: Place) -> None:
+    """SIGKILL to the process of a rank on this machine, and to no other that has its pid now."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(place.pid)
+        try:
+            if place.started and start_ticks(place.pid) == place.started:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
 
 
 def _unheard(folder: Path, rank: int, still_s: float) -> RankState:

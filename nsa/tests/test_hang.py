@@ -18,7 +18,15 @@ import pytest
 from nsa.config import Config
 from nsa.telemetry import read_heartbeat
 from nsa.telemetry.flight_recorder import read_recorder
-from nsa.telemetry.hang_call import answer, end_calls, gather, make_call, process_state, read_call
+from nsa.telemetry.hang_call import (
+    answer,
+    end_calls,
+    gather,
+    kill,
+    make_call,
+    process_state,
+    read_call,
+)
 from nsa.telemetry.hang_report import (
     GONE,
     PATTERN,
@@ -34,7 +42,6 @@ from nsa.telemetry.hang_report import (
 from nsa.telemetry.proc import start_ticks
 from nsa.telemetry.spans import PAUSE_S, SIZE, Place, Spans, read_span, span
 from nsa.train import run
-from nsa.train.hang_watch import kill
 from nsa.train.loop import Trainer
 
 

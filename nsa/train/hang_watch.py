@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import os
 import platform
-import signal
 import sys
 import threading
 import time
@@ -31,12 +30,12 @@ from nsa.telemetry.hang_call import (
     answer,
     end_calls,
     gather,
+    kill,
     make_call,
     process_state,
     read_call,
 )
 from nsa.telemetry.hang_report import RUNS, SILENT, STOPPED, RankState, sentence, write_report
-from nsa.telemetry.proc import start_ticks
 from nsa.telemetry.spans import Place, Spans, here, read_span
 from nsa.telemetry.stack_dump import OWN, WATCHDOG_PREFIX, write_dump
 from nsa.train.errors import STALLED
@@ -129,7 +128,9 @@ class HangWatch:
         return self._awake_s - self._seen[rank][1]
 
     def _places(self) -> dict[int, Place | None]:
-        return {rank: read_span(self._folder, rank) for rank in range(self._ranks.world_size)}
+        ranks = range(self._ranks.world_size)
+        read = {rank: read_span(self._folder, rank) for rank in ranks if rank != self._ranks.rank}
+        return read | {self._ranks.rank: self._spans.place()}
 
     def _stall(self, places: Mapping[int, Place | None], still: Mapping[int, float]) -> str:
         """What has taken too long; empty while nothing has."""
@@ -170,9 +171,7 @@ class HangWatch:
 
     def _answer(self, call: Call, still_s: float) -> None:
         self._answered, self._explained = call.id, self._spans.count
-        place = read_span(self._folder, self._ranks.rank)
-        if place is None:
-            return
+        place = self._spans.place()
         cause = f"No progress for {still_s:.0f} s in {place.span}"
         dump = write_dump(self._folder, cause, self._ranks.rank, prefix=WATCHDOG_PREFIX)
         if dump is not None:
@@ -230,14 +229,3 @@ class HangWatch:
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(f"[hang] {text}", file=sys.stderr, flush=True)
-
-
-def kill(place: Place) -> None:
-    """SIGKILL to the process of a rank on this machine, and to no other that has its pid now."""
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(place.pid)
-        try:
-            if place.started and start_ticks(place.pid) == place.started:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        finally:
-            os.close(descriptor)

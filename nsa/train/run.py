@@ -20,6 +20,7 @@ from nsa.telemetry import MODEL, Metrics, open_folder, write_config
 from nsa.telemetry.hang_call import end_calls
 from nsa.telemetry.run_files import Folder
 from nsa.telemetry.sentinels import obeyed, write_anomaly
+from nsa.telemetry.spans import forget
 from nsa.telemetry.tracker import Tracker, open_tracker, require_tracker
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
@@ -260,6 +261,7 @@ def _open_folder(ranks: Alone, path: Path, goes_on: bool) -> Folder:
     def make() -> str:
         moved = open_folder(path, resumed=goes_on).previous
         end_calls(path)
+        forget(path)
         return str(moved or "")
 
     moved = ranks.from_first(make)
