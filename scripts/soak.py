@@ -125,13 +125,20 @@ class Job:
         first = self._wait(rank, lambda place: place.pid != self._pids.get(rank) and place.step > 0)
         other = self._wait(1 - rank, lambda place: place.pid != self._pids.get(1 - rank))
         self._pids = {rank: first.pid, 1 - rank: other.pid}
-        self._wait(rank, lambda place: place.step >= first.step + wanted_steps)
+        self._wait(
+            rank,
+            # A rank that dies before any checkpoint starts anew, which would prove nothing.
+            lambda place: place.step >= first.step + wanted_steps and self._has_checkpoint(),
+        )
         time.sleep(lot.random() * 0.1)  # anywhere in an update
         place = self._wait(rank, lambda place: True)
         kill(place)
         text = f"cycle {number}: rank {rank} killed in {place.span} of update {place.step}"
         print(text, flush=True)
         return place.step
+
+    def _has_checkpoint(self) -> bool:
+        return any(self.folder.glob("checkpoint_step*.json"))  # the manifest comes last
 
     def finish(self) -> None:
         """Wait for the end."""
