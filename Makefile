@@ -10,7 +10,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test browser lint format types layers mutants rehearse clean
+.PHONY: help train test chaos browser lint format types layers mutants rehearse clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -19,12 +19,15 @@ train: $(VENV)/.installed-plot  ## train configs/quickstart.yaml (or CONFIG=...)
 	$(VENV)/bin/nsa train --config $(CONFIG)
 
 test: $(VENV)/.installed-dev  ## run the CPU test suite
-	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser"
+	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos"
 
 browser: $(VENV)/.installed-browser  ## test the dashboard in Chromium, which is installed by apt where that can be
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends chromium fonts-dejavu-core; } \
 	  || { echo "make browser: no Chromium here, and apt cannot install it; install chromium and repeat" >&2; exit 2; }
 	$(PY) -m pytest --timeout 300 -m browser nsa/tests/test_dashboard_browser.py
+
+chaos: $(VENV)/.installed-dev  ## break two real ranks in many ways and see that the promises hold
+	$(PY) -m pytest --timeout 300 -m chaos nsa/tests/test_chaos.py
 
 lint: $(VENV)/.installed-dev  ## check style and formatting
 	$(VENV)/bin/ruff check .

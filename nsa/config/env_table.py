@@ -144,6 +144,13 @@ _DISTRIBUTED = (
         "2 MB buckets, no bucket views, no compression, no static graph, no flash kernels",
     ),
     Variable("NSA_PG_TIMEOUT_MIN", float, 15.0, "code", "process group timeout in minutes"),
+    Variable(
+        "NSA_HANG_LEAST_S",
+        float,
+        180.0,
+        "code",
+        "seconds in one span that are never called a hang; 0: no watch for hangs",
+    ),
     Variable("NSA_SCALER_INIT_SCALE", float, 65536.0, "code", "fp16 loss scale at the start"),
     Variable("NSA_SCALER_GROWTH_INTERVAL", int, 2000, "code", "good steps before it grows"),
     Variable("NSA_SCALER_GROWTH_FACTOR", float, 2.0, "code", "factor when it grows"),
@@ -152,6 +159,7 @@ _DISTRIBUTED = (
     Variable("RANK", int, 0, "code", "number of this rank, set by torchrun"),
     Variable("LOCAL_RANK", int, 0, "code", "number on this machine, set by torchrun: its GPU"),
     Variable("MASTER_ADDR", str, None, "code", "where ranks meet, set by torchrun"),
+    Variable("MASTER_PORT", int, None, "code", "the port there, set by torchrun"),
     Variable("TORCHELASTIC_RESTART_COUNT", int, 0, "code", "set by torchrun, apart from the last"),
     Variable(
         "TORCH_BACKEND",

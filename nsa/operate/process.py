@@ -14,18 +14,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa.telemetry import proc
 from nsa.telemetry.env_file import HIDDEN, RunEnvironment
+from nsa.telemetry.proc import START_TICKS, stat_fields
 
-PROC = Path("/proc")
 CLOCK_SLACK_S = 2.0
 """Between the clock of the heartbeat and the one that start times are counted with."""
 
 
 def is_gone(pid: int, env: RunEnvironment) -> bool | None:
     """Whether no process has this number any more; None on another machine than the run's."""
-    if env.hostname != platform.node() or not (PROC / "self").exists():
+    if env.hostname != platform.node() or not (proc.PROC / "self").exists():
         return None
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields is None or fields[0] in ("Z", "X")
 
 
@@ -42,7 +43,7 @@ def why_not_ours(pid: int | None, last_beat: float, env: RunEnvironment | None) 
         return "env.json, which has the machine and the command of the run, cannot be read"
     if env.hostname != platform.node():
         return f"the run is on {env.hostname}, and this is {platform.node()}"
-    fields, command = _stat(pid), _command(pid)
+    fields, command = stat_fields(pid), _command(pid)
     if fields is None or fields[0] in ("Z", "X"):
         return f"pid {pid} is gone"
     if _started(fields) > last_beat + CLOCK_SLACK_S:
@@ -102,24 +103,15 @@ def _same_word(word: str, recorded: str) -> bool:
     return word == recorded
 
 
-def _stat(pid: int) -> list[str] | None:
-    """The fields after the name of the program, which may hold anything; the state is the first."""
-    try:
-        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()
-
-
 def _started(fields: Sequence[str]) -> float:
     """When it started, in Unix time; the system counts ticks since it was booted."""
-    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    since_boot = int(fields[START_TICKS]) / os.sysconf("SC_CLK_TCK")
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 def _command(pid: int) -> list[str]:
     try:
-        text = (PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
+        text = (proc.PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return []
     return text.removesuffix("\0").split("\0")
@@ -127,7 +119,7 @@ def _command(pid: int) -> list[str]:
 
 def _handles(pid: int, number: signal.Signals) -> bool:
     try:
-        text = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+        text = (proc.PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     caught = next((line for line in text.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")

@@ -30,7 +30,9 @@ from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.heartbeat import iso
 
 SIGNAL = signal.SIGUSR1
-THREAD = "nsa-stack-dump"
+OWN = "nsa-"
+"""Threads with names that begin so only watch the others, and are left out."""
+THREAD = f"{OWN}stack-dump"
 PREFIX = "stackdump"
 WATCHDOG_PREFIX = "watchdog_stackdump"
 """For dumps that nobody asked for: a watchdog saw no step for too long."""
@@ -144,7 +146,9 @@ def _create(folder: Path, stem: str) -> tuple[int, Path]:
 def _stacks(rank: int) -> Iterator[str]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {
-        ident: frame for ident, frame in sys._current_frames().items() if names.get(ident) != THREAD
+        ident: frame
+        for ident, frame in sys._current_frames().items()
+        if not names.get(ident, "").startswith(OWN)
     }
     yield f"pid {os.getpid()} rank {rank} threads {len(frames)}"
     for ident, frame in frames.items():

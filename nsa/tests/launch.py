@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +20,12 @@ TIMEOUT_S = 120
 
 
 def start(
-    *arguments: object, script: Path = SCRIPT, ranks: int = 2, **environ: str
+    *arguments: object, script: Path = SCRIPT, ranks: int = 2, restarts: int = 0, **environ: str
 ) -> subprocess.Popen[str]:
     """Start ranks of the trainer over gloo; --standalone meets on a free port of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", str(script), *map(str, arguments)]
+    command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+    command += [str(script), *map(str, arguments)]
     usual = {"OMP_NUM_THREADS": "1", "NSA_PG_TIMEOUT_MIN": "1", "NSA_TB_DISABLE": "1"}
     return subprocess.Popen(
         command,
@@ -47,14 +52,16 @@ def launch(*arguments: object, **options: Any) -> tuple[int, str]:
     return finish(start(*arguments, **options))
 
 
-def _main(trouble: str, arguments: list[str]) -> int:
-    """Train, with `trouble` on rank 1, mostly in its third update."""
+def train(trouble: str, arguments: list[str]) -> int:
+    """Train, with `trouble` on rank 1 or on all, mostly in the third update; empty is none."""
     sys.path.insert(0, str(REPOSITORY))
-    if os.environ["RANK"] == "1":
+    if trouble == "slow" or (trouble and os.environ["RANK"] == "1"):
         _TROUBLES[trouble]()
-    from scripts.train_showcase import main
+    from scripts import train_showcase
 
-    return main(arguments)
+    # A sample takes longer than all updates of such a run.
+    with mock.patch.object(train_showcase, "sample_text", None):
+        return train_showcase.main(arguments)
 
 
 def _multiply_loss(call: int, factor: float) -> None:
@@ -78,30 +85,83 @@ def _spike() -> None:
     _multiply_loss(9, 100.0)
 
 
-def _before_third(what: Any) -> None:
+def _before(step: int, what: Callable[[], object]) -> None:
+    """Do something when the data of an update is asked for."""
     from nsa.train.loop import Trainer
 
     real = Trainer.fetch
 
     def fetch(self: Trainer, position: int) -> Any:
-        if self.log.vitals.heartbeat.rank == 1 and position >= self.position(3):
+        if position >= self.position(step):
             what()
         return real(self, position)
 
     Trainer.fetch = fetch  # type: ignore[method-assign]
 
 
-def _term() -> None:
-    _before_third(lambda: os.kill(os.getpid(), signal.SIGTERM))
+def _in_source(step: int, what: Callable[[], object]) -> None:
+    """Do something in the thread that reads ahead, where it reads the batch of an update."""
+    from nsa.train.feed import read_ahead
+
+    def troubled(rows: Any, cfg: Any, *rest: Any) -> Any:
+        first = (step - 1) * 2 * cfg.train.batch_size
+        real = rows.batch
+
+        def batch(position: int, size: int) -> Any:
+            if position >= first:
+                what()
+            return real(position, size)
+
+        rows.batch = batch
+        return read_ahead(rows, cfg, *rest)
+
+    # By its full name: nsa.train.run is also the function in it.
+    mock.patch.object(import_module("nsa.train.run"), "read_ahead", troubled).start()
 
 
-def _lost() -> None:
+def _lose() -> None:
     from nsa.data import SourceLost
 
-    def lose() -> None:
-        raise SourceLost("the cable was pulled")
+    raise SourceLost("the cable was pulled")
 
-    _before_third(lose)
+
+def _spoil() -> None:
+    from nsa.data import DataError
+
+    raise DataError("a row is not text")
+
+
+def _hold_lock() -> None:
+    """Keep the interpreter lock in C, so that no Python runs in this process any more."""
+    ctypes.PyDLL(None).usleep(30_000_000)
+
+
+def _slow() -> None:
+    """Evaluations, checkpoints and the first update take two seconds more."""
+    from nsa.train.evaluate import evaluate
+    from nsa.train.state import capture
+    from nsa.train.step import EagerStep
+
+    def delayed(real: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            time.sleep(2.0)
+            return real(*given, **options)
+
+        return call
+
+    mock.patch("nsa.train.loop.evaluate", delayed(evaluate)).start()
+    mock.patch("nsa.train.loop.capture", delayed(capture)).start()
+    mock.patch.object(EagerStep, "_backward", delayed(EagerStep._backward)).start()
+
+
+def _clock() -> None:
+    """The clock of this rank is an hour slow."""
+    real = time.time
+    mock.patch("time.time", lambda: real() - 3600).start()
+
+
+def _code() -> None:
+    mock.patch("nsa.train.fingerprint.source_hash", lambda: "0123456789abcdef").start()
 
 
 def _other_config() -> None:
@@ -113,18 +173,25 @@ def _full() -> None:
     import resource
 
     limits = (100, resource.RLIM_INFINITY)
-    _before_third(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    _before(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
 
 
-_TROUBLES = {
+_TROUBLES: dict[str, Callable[[], object]] = {
     "nan": _nan,
     "spike": _spike,
-    "term": _term,
-    "lost": _lost,
+    "term": lambda: _before(3, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    "lost": lambda: _in_source(3, _lose),
+    "spoilt": lambda: _in_source(3, _spoil),
+    "stall": lambda: _in_source(6, lambda: time.sleep(600)),
+    "slow": _slow,
+    "steady": lambda: _before(1, lambda: time.sleep(0.3)),
+    "locked": lambda: _before(6, _hold_lock),
     "config": _other_config,
     "full": _full,
+    "code": _code,
+    "clock": _clock,
 }
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1], sys.argv[2:]))
+    sys.exit(train(sys.argv[1], sys.argv[2:]))

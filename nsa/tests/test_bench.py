@@ -563,3 +563,21 @@ def test_overhead_refuses_too_few_steps(capsys):
     with pytest.raises(SystemExit, match="2"):
         bench_overhead.main(["--steps", "3"])
     assert "give at least 4 and 1" in capsys.readouterr().err
+
+
+@pytest.mark.dist
+def test_bench_ranks_measures_ours_and_plain_ddp_in_turns() -> None:
+    small = ["model.dim=16", "model.n_layers=1", "model.n_heads=2", "model.d_k=8", "model.d_v=8"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, "bench/bench_ranks.py", "--pairs", "2", "train.seq_len=32", *small],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    result = json.loads(line)
+    assert (result["ranks"], result["pairs"]) == (2, 2)
+    assert result["ours_ms"] > 0 and result["plain_ms"] > 0
+    assert done.returncode == (0 if result["cost"] <= 0.03 else 1), done.stderr

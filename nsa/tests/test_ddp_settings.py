@@ -29,7 +29,14 @@ BuildConfig = Callable[..., Config]
 TESTED = {
     *("NSA_DDP_BUCKET_MB", "NSA_DDP_COMPRESS", "NSA_DDP_DISABLE_GC", "NSA_DDP_FIND_UNUSED"),
     *("NSA_DDP_SAFE_GC_LAYERS", "NSA_DDP_SAFE_MODE", "NSA_DDP_STATIC_GRAPH", "NSA_PG_TIMEOUT_MIN"),
-    *("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT"),
+    *(
+        "WORLD_SIZE",
+        "RANK",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RESTART_COUNT",
+    ),
     *("TORCH_BACKEND", "IB_DISABLE", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"),
 }
 """Variables whose effect is shown here."""

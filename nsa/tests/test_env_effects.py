@@ -73,6 +73,7 @@ ELSEWHERE = (
         "NSA_WATCH_HEARTBEAT_STALL_S",
         "NSA_WATCH_FLATLINE_N",
         "NSA_WATCH_GATE_COLLAPSE_N",
+        "NSA_HANG_LEAST_S",  # test_hang.py
         "NSA_PRICE_PER_H",
         "OUT_DIR",
     }

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import signal
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +21,6 @@ from nsa.telemetry import (
     read_rows,
     write_config,
 )
-from nsa.telemetry.sentinels import read_anomaly, read_halt
 from nsa.tests import launch
 from nsa.tests.conftest import REPOSITORY, TINY
 from nsa.train import run
@@ -197,30 +192,6 @@ def trouble(kind: str, folder: Path, *overrides: str) -> tuple[int, str]:
     return launch.launch(kind, "--config", write(folder, *overrides), script=script)
 
 
-def test_nan_on_one_rank_ends_all_at_the_same_step(tmp_path: Path) -> None:
-    code, printed = trouble("nan", tmp_path / "e")
-    folder = tmp_path / "e" / "run"
-    assert code == 1 and exit_codes(printed) == [10, 10], printed
-    assert printed.count("[FATAL] non-finite loss") == 1
-    assert "Step 3: loss nan, gradient norm nan (the loss of rank 1); its update was" in printed
-    assert read_metrics(folder).status == "non_finite"
-    assert last_steps(folder)[0] == last_steps(folder)[1]
-    assert read_anomaly(folder) == "nan_loss" and read_halt(folder) is not None
-    rows = [torch.load(folder / f"anomaly_step3{r}.pt", weights_only=True) for r in ("", "_rank1")]
-    assert [len(content["batch"]) for content in rows] == [2, 2]
-    assert not torch.equal(rows[0]["batch"], rows[1]["batch"])
-
-
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    code, printed = trouble("term", tmp_path / "f")
-    folder = tmp_path / "f" / "run"
-    assert code == 0, printed
-    assert printed.count("stopped by SIGTERM after step 3") == 1
-    assert last_steps(folder) == [3, 3]
-    assert read_metrics(folder).status == "halted"
-    assert (folder / "checkpoint_step3.pt").exists()
-
-
 def test_a_spike_on_one_rank_takes_all_back_to_the_same_checkpoint(tmp_path: Path) -> None:
     overrides = ("train.steps=10", "train.save_every=4", "train.eval_every=0")
     spikes = ("train.spike_rule=rollback", "train.spike_window=8")
@@ -234,64 +205,3 @@ def test_a_spike_on_one_rank_takes_all_back_to_the_same_checkpoint(tmp_path: Pat
         beats = read_heartbeat(folder / f"heartbeat_rank{rank}.jsonl")
         steps = begun(beats)
         assert steps[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 9] and steps[-2:] == [9, 10]
-
-
-def test_data_that_ends_on_one_rank_ends_all(tmp_path: Path) -> None:
-    code, printed = trouble("lost", tmp_path / "g", "train.save_every=0")
-    folder = tmp_path / "g" / "run"
-    assert code == 1 and exit_codes(printed) == [11, 11], printed
-    assert "rank 1 got no data" in printed
-    assert read_metrics(folder).status == "no_data"
-    assert last_steps(folder) == [3, 3]
-    assert (folder / "checkpoint_step2.pt").exists()
-
-
-def test_ranks_with_different_configs_are_refused(tmp_path: Path) -> None:
-    code, printed = trouble("config", tmp_path / "h")
-    assert code == 1 and exit_codes(printed) == [3, 3], printed
-    assert printed.count("rank 1 has NSA_LR=0.5, and rank 0 has nothing") == 1
-    assert not (tmp_path / "h" / "run" / TRAINING).exists()
-
-
-def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:
-    """Until a few updates are logged."""
-    end = time.monotonic() + launch.TIMEOUT_S
-    while process.poll() is None and time.monotonic() < end:
-        path = folder / TRAINING
-        if path.exists() and len(path.read_text(encoding="utf-8").splitlines()) > 3:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"no steps: {launch.finish(process)[1]}")
-
-
-def halt(folder: Path, process: subprocess.Popen[str]) -> None:
-    (folder / ".HALT").touch()
-
-
-def terminate(folder: Path, process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize(
-    ("stop", "reason"), [(halt, ".HALT"), (terminate, "SIGTERM")], ids=["halt", "sigterm"]
-)
-def test_a_run_that_is_asked_to_stop_does_so_together(
-    stop: Callable[[Path, subprocess.Popen[str]], None], reason: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "i" / "run"
-    path = write(tmp_path / "i", "train.steps=4000", "train.save_every=0", "train.eval_every=0")
-    process = launch.start("--config", path)
-    wait_for_steps(folder, process)
-    stop(folder, process)
-    code, printed = launch.finish(process)
-
-    found = re.findall(rf"stopped by {re.escape(reason)} after step (\d+)", printed)
-    assert len(found) == 1, printed
-    step = int(found[0])
-    assert last_steps(folder) == [step, step]
-    assert (folder / f"checkpoint_step{step}.pt").exists()
-    assert read_metrics(folder).status == "halted"
-    assert not (folder / ".HALT").exists()
-    if reason == ".HALT":  # torchrun that gets a signal reports a failure of its own
-        assert code == 0, printed
-        assert printed.count("[train] HALT file detected") == 1

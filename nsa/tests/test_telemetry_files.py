@@ -45,6 +45,7 @@ from nsa.telemetry import (
     env_file,
     fallback_counts,
     gate_details,
+    hang_report,
     last_beat,
     memory_dump,
     open_folder,
@@ -57,6 +58,7 @@ from nsa.telemetry import (
     scalars,
     sentinels,
     size_files,
+    spans,
     stack_dump,
     tensorboard,
     write_env,
@@ -708,6 +710,12 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "fallback_counters_csv.md": {*FallbackRow._fields},
         "sentinels.md": {*sentinels.ANOMALIES, sentinels.HALT, sentinels.DONE, sentinels.ANOMALY},
         "stackdump.md": {"pid", "rank", "threads"},
+        "span_rank.md": {field.name for field in dataclasses.fields(spans.Place)},
+        "hang_report.md": {
+            *(field.name for field in dataclasses.fields(hang_report.RankState)),
+            *(field.name for field in dataclasses.fields(hang_report.HangReport)),
+            *("begun", "ended", "recent"),
+        },
         "mem_dumps.md": {*read_memory(memory)},
         "alarms.md": {*as_line(Alarm(type="x")), *alarms.TYPES, *alarms.ACTIONS},
         "gate_collapse_details.md": {

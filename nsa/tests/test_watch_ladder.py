@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from nsa.operate import process
 from nsa.operate.ladder import Ladder
 from nsa.operate.limits import GPU, Limits
 from nsa.operate.process import is_gone, same_command, send, why_not_ours
@@ -25,7 +24,7 @@ from nsa.operate.rules import judge
 from nsa.operate.snapshot import read_run
 from nsa.operate.watch import Watch
 from nsa.operate.webhook import Webhook
-from nsa.telemetry import RunEnvironment, read_env, sentinels
+from nsa.telemetry import RunEnvironment, proc, read_env, sentinels
 from nsa.telemetry.alarms import Alarm, last_alarms
 from nsa.telemetry.stack_dump import PREFIX
 from nsa.tests.conftest import REPOSITORY
@@ -245,7 +244,7 @@ def test_a_process_that_died_rings_soon_and_nothing_is_written_for_it(
 def test_proc_that_cannot_be_read_is_nobody_to_signal(
     env: RunEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "PROC", tmp_path)
+    monkeypatch.setattr(proc, "PROC", tmp_path)
     assert is_gone(os.getpid(), env) is None
     assert "is gone" in why_not_ours(os.getppid(), time.time(), env)
 

@@ -29,9 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import BAD_INPUT, Config, RuntimeConfig
 from nsa.data import DataError, SourceLost, WaitEnded
+from nsa.telemetry.spans import here, span
 from nsa.train.compress import compress_gradients
 from nsa.train.ddp_settings import OFF, adapt_config, read_settings
-from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed
+from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed, RankLost, TrainError
 from nsa.train.fingerprint import refuse_difference
 from nsa.train.ranks import Alone, Fingerprint, mark_shared
 from nsa.train.stop import REASONS, Stop
@@ -56,7 +57,7 @@ class Group(Alone):
         say: Callable[[str], None],
     ) -> None:
         """`control` is the group for tensors on the host; None is the default group."""
-        self._timeout_s = timeout_s
+        self.timeout_s = self._timeout_s = timeout_s
         self.rank, self.world_size = rank, world_size
         self._store, self._control, self._gpu, self._say = store, control, gpu, say
         self._losses = deque[Tensor](maxlen=KEPT_LOSSES)  # [world_size] fp32 each
@@ -78,6 +79,12 @@ class Group(Alone):
         The launcher ends the other ranks as soon as one has failed; their own exit codes say more.
         """
         if error is not None and not getattr(error, "shared", False):
+            if _is_loss_of_rank(error):
+                raise RankLost(
+                    f"{self.name} lost another rank, in {here.broken}: {str(error).splitlines()[0]}"
+                    "; look at the messages of that rank; a launcher that restarts goes on from "
+                    "the last checkpoint, and so does the same command"
+                ) from error
             return
         try:
             dist.barrier(group=self._control)
@@ -105,7 +112,8 @@ class Group(Alone):
     def share(self, loss: Tensor) -> Tensor:
         losses = torch.zeros(self.world_size, device=loss.device)
         losses[self.rank] = loss
-        dist.all_reduce(losses)
+        with span("all-reduce of the loss", waits=True):
+            dist.all_reduce(losses)
         self._losses.append(losses)
         return losses.mean()
 
@@ -117,7 +125,8 @@ class Group(Alone):
     def total(self, *values: Tensor | int) -> list[float]:
         device = self._gpu or "cpu"
         sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
-        dist.all_reduce(sums)
+        with span("all-reduce of sums", waits=True):
+            dist.all_reduce(sums)
         return cast("list[float]", sums.tolist())
 
     @contextmanager
@@ -164,7 +173,8 @@ class Group(Alone):
                 raise
             self._store.set(key, json.dumps({"made": made}))
             return made
-        told = json.loads(self._store.get(key))
+        with span("the word of rank 0", waits=True):
+            told = json.loads(self._store.get(key))
         if "failed" in told:
             raise RankFailed(f"rank 0: {told['failed']}", exit_code=told["exit_code"])
         return str(told["made"])
@@ -172,7 +182,8 @@ class Group(Alone):
     def _highest(self, *numbers: int) -> list[int]:
         """The maxima over the ranks, exchanged on the host: the device is not waited for."""
         values = torch.tensor(numbers)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
+        with span("agreement", waits=True):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return cast("list[int]", values.tolist())
 
 
@@ -219,6 +230,14 @@ class Ddp(Group):
         return cast(
             "AbstractContextManager[None]", nullcontext() if last else self._wrapped.no_sync()
         )
+
+
+def _is_loss_of_rank(error: BaseException) -> bool:
+    """Whether an exchange failed; a pass of the model, which holds one, can fail by itself, too."""
+    if isinstance(error, TrainError) or not isinstance(error, RuntimeError) or not here.broken:
+        return False
+    in_a_pass = any(word in here.broken for word in ("forward", "backward"))
+    return not in_a_pass or any(word in str(error) for word in ("gloo", "NCCL"))
 
 
 def _exit_code(problem: Exception | None) -> int:

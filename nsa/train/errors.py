@@ -49,6 +49,10 @@ class RankFailed(TrainError):
         self.exit_code = exit_code
 
 
+class RankLost(TrainError):
+    """An exchange failed: another rank is gone, or does not come."""
+
+
 class LossSpike(TrainError):
     """The loss rose far above its recent values, and the run goes back to a checkpoint."""
 
@@ -59,6 +63,8 @@ class LossSpike(TrainError):
 
 BAD_DATA, NO_DATA = 2, 11
 """Exit codes: what came cannot be used; nothing came."""
+STALLED = 11
+"""Exit code of a rank that was ended because it, or one that it waits for, stood still."""
 
 
 class LoaderFailed(TrainError):

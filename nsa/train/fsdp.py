@@ -44,6 +44,7 @@ class Fsdp(Group):
     """One of several ranks that hold a part of the model each."""
 
     checkpoint_name = sharded.NAME
+    gathers = True
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -22,6 +22,7 @@ from nsa.telemetry.best_effort import complain
 from nsa.telemetry.gpu import read_gpu
 from nsa.telemetry.memory_dump import peak_memory_mib, rss_mib
 from nsa.telemetry.metrics import NAME as METRICS
+from nsa.telemetry.spans import span
 from nsa.train.errors import NonFiniteLoss
 from nsa.train.evaluate import Evaluation
 from nsa.train.progress import Progress
@@ -60,7 +61,8 @@ class Pending(NamedTuple):
     def look(self) -> tuple[float, float, float]:
         """Wait for the numbers."""
         if self.arrival is not None:
-            self.arrival.synchronize()
+            with span("the device", waits=True):
+                self.arrival.synchronize()
         loss, norm, limit = self.values.tolist()
         return loss, norm, limit
 

@@ -16,6 +16,7 @@ from nsa.data import Data, WaitEnded
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
 from nsa.telemetry.size_files import write_dtypes, write_opt_state
+from nsa.telemetry.spans import EVALUATE, SAVE, span
 from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
 from nsa.train.log import RunLog
@@ -117,7 +118,7 @@ class Trainer:
 
     def fetch(self, position: int) -> MicroBatch:
         """Read a micro-batch; on its way to a GPU nobody waits for it."""
-        with self.log.vitals.fetching():
+        with self.log.vitals.fetching(), span("fetch"):
             rows = self.data.train.batch(position, self.cfg.train.batch_size)
         return MicroBatch(rows, self.data.bounds(rows))
 
@@ -143,15 +144,15 @@ class Trainer:
 
     def evaluate(self, step: int) -> None:
         """Measure the loss on held-out rows."""
-        with self.log.paused():
-            self.log.vitals.entering(step, "evaluate")
+        with span(EVALUATE), self.log.paused():
+            self.log.vitals.entering(step, EVALUATE)
             found = evaluate(self.model, self.data, self.cfg.train, self.runtime, self.ranks)
             self.log.add_evaluation(step, found)
 
     def save(self, step: int) -> None:
         """Start to write a checkpoint; pausing has made sure that all steps so far were finite."""
-        with self.log.paused():
-            self.log.vitals.entering(step, "save")
+        with span(SAVE), self.log.paused():
+            self.log.vitals.entering(step, SAVE)
             if self.ranks.saves:
                 self.saver.save(capture(self, step))
 

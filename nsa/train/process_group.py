@@ -9,11 +9,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nsa.config import Config, ConfigError
 from nsa.config.env import raw, read, set_default
+from nsa.data import SourceLost, within
 from nsa.train.ddp import Ddp, Group
 from nsa.train.errors import RunRefused
 from nsa.train.fsdp import Fsdp
@@ -62,7 +63,7 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
     )
     backend = _backend(cuda)
     timeout = timedelta(minutes=minutes)
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store = _meet(timeout)
     # torchrun keeps one store over its restarts; without a prefix, new ranks would meet dead ones.
     store = PrefixStore(f"attempt{read('TORCHELASTIC_RESTART_COUNT')}", store)
     store.set_timeout(timeout)
@@ -82,6 +83,26 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
             yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _meet(timeout: timedelta) -> Store:
+    """The store that all ranks can reach; the first rank has it, or the launcher.
+
+    torch waits without end for an answer from a stranger who listens there.
+    """
+    where, patience_s = f"{raw('MASTER_ADDR')}:{raw('MASTER_PORT')}", timeout.total_seconds() + 5.0
+    try:
+        return within(
+            patience_s, lambda: next(rendezvous("env://", timeout=timeout))[0], "the meeting"
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, SourceLost) as error:
+        late = f"no rank answered within {patience_s:.0f} s"
+        reason = late if isinstance(error, SourceLost) else str(error).splitlines()[0]
+        raise RunRefused(
+            f"rank {read('RANK')} of {read('WORLD_SIZE')} did not meet the others at {where}: "
+            f"{reason}; if that port is in use, choose another (torchrun --master_port, or "
+            "--standalone for a free one); if ranks are missing, look why they did not start"
+        ) from None
 
 
 def translate_old_names() -> None:

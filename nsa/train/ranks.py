@@ -40,6 +40,10 @@ class Alone:
     rank = 0
     world_size = 1
     checkpoint_name = checkpoint.NAME
+    gathers = False
+    """Whether a forward pass waits for other ranks, whose parts of the weights it needs."""
+    timeout_s: float | None = None
+    """After this, waiting for another rank is an error; None where nobody is waited for."""
 
     @property
     def is_first(self) -> bool:

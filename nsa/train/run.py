@@ -17,8 +17,10 @@ from nsa.config import Config
 from nsa.model import TinyLM
 from nsa.model.flops import peak_flops, training_flops_per_token
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
+from nsa.telemetry.hang_call import end_calls
 from nsa.telemetry.run_files import Folder
 from nsa.telemetry.sentinels import obeyed, write_anomaly
+from nsa.telemetry.spans import forget
 from nsa.telemetry.tracker import Tracker, open_tracker, require_tracker
 from nsa.train.announce import announce
 from nsa.train.anomaly import record_anomaly
@@ -35,6 +37,7 @@ from nsa.train.feed import (
 from nsa.train.fingerprint import fingerprint_of_rank
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
+from nsa.train.hang_watch import HangWatch
 from nsa.train.log import RunLog
 from nsa.train.loop import Trainer
 from nsa.train.memory_advice import explain_memory
@@ -168,6 +171,7 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
             Stop(folder.path) as stop,
             tracking or Tracker() as tracker,
             Vitals(path, runtime, beats_from, progress.say, tracker, rank=ranks.rank) as vitals,
+            HangWatch(path, ranks, vitals.heartbeat),
         ):
             log = RunLog(
                 *(folder.path, metrics, cfg.train, progress, vitals),
@@ -255,7 +259,14 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
 
 def _open_folder(ranks: Alone, path: Path, goes_on: bool) -> Folder:
     """The first rank moves an earlier run aside before any other writes a line."""
-    moved = ranks.from_first(lambda: str(open_folder(path, resumed=goes_on).previous or ""))
+
+    def make() -> str:
+        moved = open_folder(path, resumed=goes_on).previous
+        end_calls(path)
+        forget(path)
+        return str(moved or "")
+
+    moved = ranks.from_first(make)
     return Folder(path, Path(moved) if moved else None)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nsa.config import TrainConfig
 from nsa.telemetry.atomic import replacing
+from nsa.telemetry.spans import SAVE, span
 from nsa.train import checkpoint, sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint, Content
 from nsa.train.ranks import Alone
@@ -49,7 +50,8 @@ class Saver:
         What went wrong is said here, not in the thread.
         """
         if self._thread is not None:
-            self._thread.join()
+            with span(SAVE):
+                self._thread.join()
             self._thread = None
         problems, self._problems = self._problems, []
         for problem in problems:

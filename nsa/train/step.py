@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
+from nsa.telemetry.spans import span
 from nsa.train.loss import next_token_loss
 from nsa.train.optimizer import TrainOptimizer, clip_gradients, not_finite, set_lr
 from nsa.train.ranks import Alone
@@ -84,21 +85,32 @@ class EagerStep:
         for micro, (rows, bounds) in enumerate(batches):
             rows = rows.to(self.runtime.device, non_blocking=True)
             kept = None if micro else stats
-            with self.ranks.micro_batch(last=micro == len(batches) - 1):
-                loss = self._loss(rows, kept, bounds)
-                self.scaler.scale(loss / len(batches)).backward()
+            last = micro == len(batches) - 1
+            with self.ranks.micro_batch(last=last):
+                with span("forward", waits=self.ranks.gathers):
+                    loss = self._loss(rows, kept, bounds)
+                with self._backward_span(last):
+                    self.scaler.scale(loss / len(batches)).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.model, self.grad_clip)
         loss = self.ranks.share(sum(losses[1:], losses[0]) / len(losses))
         self.optimizer.skip = self._skip(loss, norm, limit)
-        self.scaler.step(self.optimizer)
+        with span("optimizer"):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss, norm
 
     def _backward(self, batch: MicroBatch) -> None:
         rows = batch.rows.to(self.runtime.device, non_blocking=True)
-        self._loss(rows, None, batch.bounds).backward()
+        with self._backward_span(last=True):
+            self._loss(rows, None, batch.bounds).backward()
+
+    def _backward_span(self, last: bool) -> span:
+        """The gradients of the last micro-batch are exchanged while they are made; weights that are
+        shared out are gathered in every pass."""
+        exchanges = (last and self.ranks.world_size > 1) or self.ranks.gathers
+        return span("backward and all-reduce" if exchanges else "backward", waits=exchanges)
 
     def _skip(self, loss: Tensor, norm: Tensor, limit: Tensor) -> Tensor:  # [] fp32, 0 or 1
         """Whether to leave the update out; loss scaling looks for infinite gradients by itself."""

@@ -16,6 +16,7 @@ from nsa.telemetry.env_file import write_env
 from nsa.telemetry.heartbeat import BEAT
 from nsa.telemetry.scalars import Scalars, attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.selection_file import SelectionFile
+from nsa.telemetry.spans import here
 from nsa.telemetry.stack_dump import install
 from nsa.telemetry.tracker import Tracker
 from nsa.train.evaluate import Evaluation
@@ -58,6 +59,7 @@ class Vitals:
         if self._rank == 0:
             write_env(self._folder)
         self._uninstall = install(self._folder, self._rank)
+        here.open(self._folder, self._rank, read("NSA_HANG_LEAST_S"))
         self.heartbeat.boot(self._resumed_at)
         self._memory.boot()
         return self
@@ -70,11 +72,13 @@ class Vitals:
     ) -> None:
         if self._uninstall is not None:
             self._uninstall()
+        here.close()
         self._board.close()
         self.heartbeat.close()
 
     def before_step(self, step: int) -> None:
         """An update begins."""
+        here.begin_update(step)
         self.heartbeat.beat(step)
         self._memory.before_step(step)
 
