@@ -34,7 +34,6 @@ from scripts.surface import (
 
 SURFACE = load()
 COMMANDS = commands()
-PENDING = set(SURFACE["pending"])
 RUNBOOKS = sorted((REPOSITORY / "docs" / "runbooks").glob("*.md"))
 OTHERS = {
     *(
@@ -110,15 +109,9 @@ def test_a_size_that_is_not_in_the_command_is_an_error() -> None:
         _ = Command(id="C0", run="x --steps 3", sizes={"--steps 4": "--steps 1"}).rehearsed
 
 
-def test_what_is_pending_does_not_exist() -> None:
-    """Whoever adds one of these takes it from the list, and its commands are rehearsed."""
-    known = {f"nsa {name}" for name in subcommands()}
-    assert {part for part in PENDING if part in known or (REPOSITORY / part).exists()} == set()
-
-
 @pytest.mark.parametrize("place", TEXTS)
 def test_parts_of_a_command_exist(place: str) -> None:
-    known = {f"nsa {name}" for name in subcommands()} | PENDING
+    known = {f"nsa {name}" for name in subcommands()}
     missing = [
         p for p in parts_of(TEXTS[place]) if p not in known and not (REPOSITORY / p).is_file()
     ]
@@ -139,13 +132,13 @@ def test_programs_of_a_command_are_known_ones(place: str) -> None:
 @pytest.mark.parametrize("place", TEXTS)
 def test_arguments_of_a_command_parse(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in simple_commands(TEXTS[place]):
-        if words[0] == "nsa" and f"nsa {words[1]}" not in PENDING:
+        if words[0] == "nsa":
             cli_parser().parse_args(words[1:])
         elif words[0] == "pytest" or words[:3] == ["python", "-m", "pytest"]:
             assert selects_tests(words)
         elif script := next((word for word in words if SCRIPT.fullmatch(word)), None):
             arguments = words[words.index(script) + 1 :]
-            if script.endswith(".py") and script not in PENDING:
+            if script.endswith(".py"):
                 assert understands(script, arguments, monkeypatch), words
     for path in re.findall(r"\bconfigs/[\w.]+\.yaml", TEXTS[place]):
         load_config(REPOSITORY / path, environ={})
@@ -192,10 +185,10 @@ def test_a_wrong_flag_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scripts_exist_and_begin_as_they_should() -> None:
-    for script in {*SURFACE["scripts"]["bash"]} - PENDING:
+    for script in {*SURFACE["scripts"]["bash"]}:
         text = (REPOSITORY / script).read_text()
         assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text, script
-    for script in {*SURFACE["scripts"]["python"]} - PENDING:
+    for script in {*SURFACE["scripts"]["python"]}:
         importlib.import_module(script.removesuffix(".py").replace("/", "."))
 
 
@@ -286,7 +279,7 @@ def test_what_runbooks_name_exists(path: Path) -> None:
     dotted = {*re.findall(r"`((?:model|nsa|train|data|runtime)\.[a-z_]+)(?:[ =][^`]*)?`", text)}
     assert dotted - {"model.pt", "train.log"} <= {*known_keys()}
     for name in re.findall(r"\b(?:configs|scripts|bench)/[\w/.-]+\.\w+", text):
-        assert name in PENDING or (REPOSITORY / name).is_file(), name
+        assert (REPOSITORY / name).is_file(), name
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link
 
