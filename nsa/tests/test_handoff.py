@@ -335,7 +335,11 @@ def test_an_archive_of_something_else_is_named(
     assert message in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", gzip.compress(b"no tar")[:-4]])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no archive", gzip.compress(b"no tar")[:-4]],
+    ids=["empty", "text", "cut short"],
+)
 def test_a_file_that_is_no_archive_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
