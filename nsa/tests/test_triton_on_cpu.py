@@ -1,18 +1,12 @@
 """The Triton kernels without a GPU: run by Triton's interpreter, compiled for sm_80 and sm_90."""
 
-import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
-
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.triton.kernels import (
     band,
@@ -38,20 +32,11 @@ from nsa.ops.triton.tiles import (
     query_tiles,
     score_tiles,
 )
+from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
 from nsa.tests.conftest import REPOSITORY
 
-MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
 """Registers that do not fit and live in slow memory, per thread: measured limits, not wishes."""
-POINTERS = {
-    "*bf16": ("p_part", "p_q", "p_k", "p_v", "p_o", "p_out", "p_dout", "p_x", "p_dx", "p_dq")
-    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits"),
-    "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
-    + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum", "p_losses"),
-    "*i16": ("p_places", "p_before"),
-    "*i64": ("p_targets",),
-}
-"""Types of the pointers; the others are indices."""
 
 
 @pytest.mark.slow
@@ -66,46 +51,6 @@ def test_kernels_equal_the_oracle_in_the_interpreter(file):
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
-
-
-def compile_kernel(
-    kernel, capability: int, constants: dict[str, object], dtype: str = "bf16", **options: int
-):
-    """Compile for a GPU that is not here; every argument gets the type that the launcher gives."""
-    types = {name: kind for kind, names in POINTERS.items() for name in names}
-    types = {name: kind.replace("bf16", dtype) for name, kind in types.items()}
-    types |= {name: "*i32" for name in kernel.arg_names if name.startswith("p_")} | types
-    types |= {"scale": "fp32", "scale_log2": "fp32"}
-    if kernel is by_query.query_dq:
-        types["p_dq"] = "*fp32"
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in kernel.arg_names
-    }
-    constants = dict(constants)
-    for name in kernel.arg_names:
-        if name.startswith("t_"):
-            signature[name] = descriptor(name, constants, dtype)
-        if signature[name] == "constexpr" and name.startswith("t_"):
-            constants[name] = None
-    aligned = [["tt.divisibility", 16]]
-    attributes = {
-        (i,): aligned
-        for i, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.startswith("s_")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def descriptor(name: str, constants: dict[str, object], dtype: str) -> str:
-    """Type of a tensor descriptor by its name: t_k2_win reads the second part of the keys."""
-    what = name.split("_")[1]
-    rows = constants["BM"] if what in ("q", "q2", "dout") else constants["BN"]
-    width = {"2": "DK2", "v": "DV_PAD", "t": "DV_PAD"}.get(what[-1], "DK1")
-    if not constants[width]:
-        return "constexpr"
-    return f"tensordesc<{dtype}[1, {rows}, 1, {constants[width]}]>"
 
 
 def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)):
@@ -190,18 +135,6 @@ def test_the_widest_heads_and_blocks_fit_shared_memory(dtype, name):
 
 ROWS_FIRST = (by_query.query_forward, by_query.query_dq)
 """Kernels whose products have the rows first: fewer than 64 take the older instruction."""
-
-
-def stack_bytes(compiled) -> int:
-    """Stack of a thread, as the tool that comes with Triton reads it from the binary."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (stack,) = re.findall(r"STACK:(\d+)", output)
-    return int(stack)
 
 
 SMALL_KERNELS = [

@@ -1,0 +1,87 @@
+"""Compiling kernels for GPUs that are not here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nsa.ops.triton.kernels import by_query
+
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+POINTERS = {
+    "*bf16": ("p_part", "p_q", "p_k", "p_v", "p_o", "p_out", "p_dout", "p_x", "p_dx", "p_dq")
+    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits"),
+    "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
+    + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum", "p_losses"),
+    "*i16": ("p_places", "p_before"),
+    "*i64": ("p_targets",),
+}
+"""Types of the pointers; the others are indices."""
+
+
+def compile_kernel(
+    kernel: Any,
+    capability: int,
+    constants: dict[str, object],
+    dtype: str = "bf16",
+    pointers: dict[str, str] | None = None,
+    **options: int,
+) -> Any:
+    """Compile for a GPU that is not here; every argument gets the type that the launcher gives.
+
+    `pointers` are the types of those that differ from the table.
+    """
+    types = {name: kind for kind, names in POINTERS.items() for name in names}
+    types = {name: kind.replace("bf16", dtype) for name, kind in types.items()}
+    types |= {name: "*i32" for name in kernel.arg_names if name.startswith("p_")} | types
+    types |= {"scale": "fp32", "scale_log2": "fp32"}
+    if kernel is by_query.query_dq:
+        types["p_dq"] = "*fp32"
+    types |= pointers or {}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    constants = dict(constants)
+    for name in kernel.arg_names:
+        if name.startswith("t_"):
+            signature[name] = descriptor(name, constants, dtype)
+        if signature[name] == "constexpr" and name.startswith("t_"):
+            constants[name] = None
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (i,): aligned
+        for i, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name.startswith("s_")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def descriptor(name: str, constants: dict[str, object], dtype: str) -> str:
+    """Type of a tensor descriptor by its name: t_k2_win reads the second part of the keys."""
+    what = name.split("_")[1]
+    rows = constants["BM"] if what in ("q", "q2", "dout") else constants["BN"]
+    width = {"2": "DK2", "v": "DV_PAD", "t": "DV_PAD"}.get(what[-1], "DK1")
+    if not constants[width]:
+        return "constexpr"
+    return f"tensordesc<{dtype}[1, {rows}, 1, {constants[width]}]>"
+
+
+def stack_bytes(compiled: Any) -> int:
+    """Stack of a thread, as the tool that comes with Triton reads it from the binary."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", output)
+    return int(stack)
