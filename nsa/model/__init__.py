@@ -4,6 +4,7 @@ from nsa.model.attention import NSAAttention
 from nsa.model.cache import NSACache
 from nsa.model.dense import DenseAttention, DenseCache
 from nsa.model.lm import ModelCache, TinyLM
+from nsa.model.paged import PagedModelCache
 from nsa.model.stats import AttentionStats
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "ModelCache",
     "NSAAttention",
     "NSACache",
+    "PagedModelCache",
     "TinyLM",
 ]

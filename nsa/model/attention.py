@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nsa.config.env import read
-from nsa.model.cache import NSACache, check_one_token
+from nsa.model.cache import DecodedCache, NSACache, check_one_token
 from nsa.model.compression import PHIS, BlockMLP
+from nsa.model.paged import PagedCache, Pages
 from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec, compress, nsa_attention
@@ -124,6 +125,19 @@ class NSAAttention(Rotary):
             device=weight.device,
         )
 
+    def new_paged_cache(self, pages: Pages) -> PagedCache:
+        """An empty cache in pages, for the decode kernels alone."""
+        weight = self.qkv.weight
+        return PagedCache(
+            self.spec,
+            pages,
+            num_groups=self.num_groups,
+            d_k=self.d_k,
+            d_v=self.d_v,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
     @torch.no_grad()
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
         """Append T tokens; on a filled cache this is chunked prefill."""
@@ -135,7 +149,7 @@ class NSAAttention(Rotary):
 
     @torch.no_grad()
     def step(
-        self, x: Tensor, cache: NSACache, rope: Rope | None = None
+        self, x: Tensor, cache: NSACache | PagedCache, rope: Rope | None = None
     ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
         """Append one token per sequence; reads only what NSA promises, and counts it.
 
@@ -148,6 +162,12 @@ class NSAAttention(Rotary):
             with nvtx("projections+rope"):
                 token = self._project_token(x, rope)
             out = self._decode(*token, cache)
+        elif isinstance(cache, PagedCache):
+            raise ValueError(
+                f"a cache in pages on {x.device} with backend={self.backend!r}: only the decode "
+                f"kernels read pages; use a CUDA device and backend 'auto' or 'triton', or a cache "
+                f"of new_cache()"
+            )
         else:
             with nvtx("projections+rope"):
                 q, k, v, gates = self._project(x, rope)
@@ -161,7 +181,7 @@ class NSAAttention(Rotary):
             cache.reads += reads
         return self.out(out.flatten(2))
 
-    def decodes_by_kernels(self, like: Tensor, cache: NSACache) -> bool:
+    def decodes_by_kernels(self, like: Tensor, cache: DecodedCache) -> bool:
         """Whether the decode kernels run a step on tensors like this one: where Triton runs
         attention."""
         plan = self._plan_of(like)
@@ -180,7 +200,7 @@ class NSAAttention(Rotary):
         k: tuple[Tensor, ...],
         v: tuple[Tensor, ...],
         gates: Tensor,
-        cache: NSACache,
+        cache: DecodedCache,
     ) -> Tensor:  # [B, 1, Hq, Dv]
         """A step by the decode kernels: no word of it depends on the host's knowledge of lengths,
         so that it can be captured in a CUDA graph."""

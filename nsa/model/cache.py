@@ -72,6 +72,16 @@ class Cache:
             raise ValueError(f"tokens on {x.device}, cache on {self.device}; use one device")
 
 
+def new_buffer(
+    size: tuple[int, int, int], d_k: int, d_v: int, dtype: torch.dtype, device: torch.device
+) -> KeyValues:
+    """Memory for keys and values [*size, D]."""
+    return KeyValues(
+        torch.empty(*size, d_k, dtype=dtype, device=device),
+        torch.empty(*size, d_v, dtype=dtype, device=device),
+    )
+
+
 def check_one_token(x: Tensor) -> None:
     """Refuse more than one new token per sequence: a step takes one."""
     if x.shape[1] != 1:
@@ -80,7 +90,62 @@ def check_one_token(x: Tensor) -> None:
         )
 
 
-class NSACache(Cache):
+class DecodedCache(Cache):
+    """The buffers of one layer that the decode kernels read and write."""
+
+    spec: BlockSpec
+    cmp: KeyValues
+    sel: KeyValues
+    win: KeyValues  # [B, Hkv, w, D], a ring: token t at t % its size
+    raw: KeyValues  # [B, Hkv, l, D], a ring: token t at t % l
+    table: Tensor | None = None
+    """[B, blocks] int32: the page of each block, where `sel` and `cmp` are in pages."""
+    _decoder: Decoder | None = None
+
+    def _count_reads(self, num_groups: int) -> None:
+        size = (self.batch, num_groups, 3)
+        self.reads = torch.zeros(size, dtype=torch.int64, device=self.device)
+        """Tokens each KV head has read in decode steps: compressed, selected, window."""
+        self.last_reads = torch.zeros_like(self.reads)
+        """The same for the latest decode step alone."""
+
+    def nbytes(self) -> int:
+        """Memory of all buffers."""
+        buffers = (self.sel, self.cmp, self.win, self.raw)
+        return sum(x.nbytes for kv in buffers for x in (kv.k, kv.v))
+
+    def decoder(self, num_heads: int) -> Decoder:
+        """What runs decode steps over these buffers with Triton; made by the first call."""
+        if self._decoder is None:
+            from nsa.ops.triton.decode import Caches, Decoder  # Triton exists for Linux only
+
+            counters = (self.reads, self.last_reads)
+            rings = (self.win, self.raw)
+            buffers = Caches(self.cmp, self.sel, *rings, self.lengths, self.table, *counters)
+            scale = 1 / math.sqrt(self.sel.k.shape[3])
+            self._decoder = Decoder(
+                buffers, self.spec, self.max_len, num_heads, scale, self.workspace
+            )
+        return self._decoder
+
+    def block_ending_here(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The latest l raw tokens of every sequence with a new one [B, 1, Hkv, D], in order.
+
+        Of sequences shorter than l, the first of them are anything. Nothing is read by the host.
+        """
+        size = self.spec.l
+        order = torch.arange(1, size + 1, device=self.device)
+        slots = (self.lengths[:, None] + order) % size  # [B, l]; the last is the new one's
+
+        def ordered(ring: Tensor, new: Tensor) -> Tensor:  # [B, l, Hkv, D]
+            index = slots[:, None, :, None].expand(ring.shape)
+            old = ring.gather(2, index).transpose(1, 2)
+            return torch.cat([old[:, :-1], new], dim=1)
+
+        return ordered(self.raw.k, k), ordered(self.raw.v, v)
+
+
+class NSACache(DecodedCache):
     """Keys and values of one layer for `batch` sequences of equal length, at most `max_len`."""
 
     def __init__(
@@ -99,31 +164,18 @@ class NSACache(Cache):
         self.spec = spec
 
         def buffer(length: int) -> KeyValues:
-            size = (batch, num_groups, length)
-            return KeyValues(
-                torch.empty(*size, d_k, dtype=dtype, device=device),
-                torch.empty(*size, d_v, dtype=dtype, device=device),
-            )
+            return new_buffer((batch, num_groups, length), d_k, d_v, dtype, device)
 
         self.sel = buffer(max_len)  # token t at t
         self.cmp = buffer(spec.num_cmp(max_len))  # block i at i
         self.win = buffer(min(spec.w, max_len))  # token t at t % its size
         self.raw = buffer(spec.l)  # token t at t % l
-        self._decoder: Decoder | None = None
-        self.reads = torch.zeros(batch, num_groups, 3, dtype=torch.int64, device=device)
-        """Tokens each KV head has read in decode steps: compressed, selected, window."""
-        self.last_reads = torch.zeros_like(self.reads)
-        """The same for the latest decode step alone."""
+        self._count_reads(num_groups)
 
     @property
     def num_cmp(self) -> int:
         """Compressed tokens in the cache."""
         return self.spec.num_cmp(self.length)
-
-    def nbytes(self) -> int:
-        """Memory of all buffers."""
-        buffers = (self.sel, self.cmp, self.win, self.raw)
-        return sum(x.nbytes for kv in buffers for x in (kv.k, kv.v))
 
     def store_selected(self, k: Tensor, v: Tensor) -> None:
         """Append T new tokens [B, T, Hkv, D] of the selected branch."""
@@ -138,7 +190,7 @@ class NSACache(Cache):
         """Add T new raw tokens [B, T, Hkv, D]; compress the blocks that they complete."""
         start, end = self.num_cmp, self.spec.num_cmp(self.length + k.shape[1])
         if end > start:  # the first incomplete block begins less than l tokens ago
-            old = _ring_slots(self.raw, start * self.spec.d, self.length)
+            old = ring_slots(self.raw, start * self.spec.d, self.length)
             k_whole, v_whole = (
                 torch.cat([ring[:, :, old].transpose(1, 2), new], dim=1)
                 for ring, new in ((self.raw.k, k), (self.raw.v, v))
@@ -148,41 +200,12 @@ class NSACache(Cache):
             self.cmp.v[:, :, start:end] = v_cmp.transpose(1, 2)
         self._store_ring(self.raw, k, v)
 
-    def block_ending_here(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The latest l raw tokens of every sequence with a new one [B, 1, Hkv, D], in order.
-
-        Of sequences shorter than l, the first of them are anything. Nothing is read by the host.
-        """
-        size = self.spec.l
-        order = torch.arange(1, size + 1, device=self.device)
-        slots = (self.lengths[:, None] + order) % size  # [B, l]; the last is the new one's
-
-        def ordered(ring: Tensor, new: Tensor) -> Tensor:  # [B, l, Hkv, D]
-            index = slots[:, None, :, None].expand(ring.shape)
-            old = ring.gather(2, index).transpose(1, 2)
-            return torch.cat([old[:, :-1], new], dim=1)
-
-        return ordered(self.raw.k, k), ordered(self.raw.v, v)
-
     def _store_ring(self, ring: KeyValues, k: Tensor, v: Tensor) -> None:
         """Keep the latest of T new tokens [B, T, Hkv, D], as many as fit."""
         num_new, end = min(k.shape[1], ring.k.shape[2]), self.length + k.shape[1]
-        slots = _ring_slots(ring, end - num_new, end)
+        slots = ring_slots(ring, end - num_new, end)
         ring.k[:, :, slots] = k[:, -num_new:].transpose(1, 2)
         ring.v[:, :, slots] = v[:, -num_new:].transpose(1, 2)
-
-    def decoder(self, num_heads: int) -> Decoder:
-        """What runs decode steps over these buffers with Triton; made by the first call."""
-        if self._decoder is None:
-            from nsa.ops.triton.decode import Caches, Decoder  # Triton exists for Linux only
-
-            counters = (self.reads, self.last_reads)
-            buffers = Caches(self.cmp, self.sel, self.win, self.raw, self.lengths, None, *counters)
-            scale = 1 / math.sqrt(self.sel.k.shape[3])
-            self._decoder = Decoder(
-                buffers, self.spec, self.max_len, num_heads, scale, self.workspace
-            )
-        return self._decoder
 
     def branches(self) -> Branches:
         """What a decode step reads, its token stored: one query sees every key it is given, so the
@@ -207,13 +230,13 @@ class NSACache(Cache):
         """Keys and values [B, ., Hkv, D] that windows of T new tokens reach, these included, in
         order, and the position of the first."""
         kept = min(self.length, self.spec.w - 1)
-        old = _ring_slots(self.win, self.length - kept, self.length)
+        old = ring_slots(self.win, self.length - kept, self.length)
         k = torch.cat([self.win.k[:, :, old].transpose(1, 2), k_win], dim=1)
         v = torch.cat([self.win.v[:, :, old].transpose(1, 2), v_win], dim=1)
         return k, v, self.length - kept
 
 
-def _ring_slots(ring: KeyValues, start: int, stop: int) -> Tensor:
+def ring_slots(ring: KeyValues, start: int, stop: int) -> Tensor:
     """Places in a ring of the tokens start .. stop - 1."""
     return torch.arange(start, stop, device=ring.k.device) % ring.k.shape[2]
 

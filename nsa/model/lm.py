@@ -17,6 +17,7 @@ from nsa.model.attention import NSAAttention
 from nsa.model.block import Attention, Block
 from nsa.model.dense import DenseAttention
 from nsa.model.norm import RMSNorm
+from nsa.model.paged import PagedModelCache, Pages
 from nsa.model.rope import document_positions
 from nsa.model.stats import AttentionStats
 
@@ -199,6 +200,16 @@ class TinyLM(nn.Module):
         """An empty cache for `batch` sequences of at most `max_len` tokens."""
         return ModelCache([block.attn.new_cache(batch, max_len) for block in self.layers])
 
+    def new_paged_cache(self, num_places: int, max_len: int, num_pages: int) -> PagedModelCache:
+        """A cache in pages for sequences of different lengths: at most `num_places` at a time, of
+        at most `max_len` tokens, in `num_pages` pages of one selection block."""
+        first = self.layers[0].attn
+        if not isinstance(first, NSAAttention):
+            raise ValueError("a dense model has no cache in pages; use new_cache()")
+        device = self.embed.weight.device
+        pages = Pages(num_pages, num_places, max_len, first.spec.l_sel, device)
+        return PagedModelCache(pages, [block.attn.new_paged_cache(pages) for block in self.layers])
+
     @torch.no_grad()
     def prefill(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, T, V]
         """Append T tokens to the cache; on a filled one this is chunked prefill."""
@@ -227,7 +238,9 @@ class TinyLM(nn.Module):
         return self.head(self.norm(x[:, -1]))
 
     @torch.no_grad()
-    def step(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B] or [B, 1] -> [B, V]
+    def step(
+        self, ids: Tensor, cache: ModelCache | PagedModelCache
+    ) -> Tensor:  # [B] or [B, 1] -> [B, V]
         """Append one token per sequence; logits of the next one."""
         x = self._embed(ids[:, None] if ids.dim() == 1 else ids)
         rope = self.layers[0].attn.rope_of_each(cache.layers[0].lengths, x.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa import NSAAttention, NSACache
+from nsa.model.paged import PagedCache
 from nsa.model.rope import Rope
 from nsa.tests.helpers import make_module
 from scripts.gpu_causality_test import (
@@ -44,7 +45,7 @@ class LeaksInChunks(NSAAttention):
 class ReadsAheadInDecode(NSAAttention):
     """In chunks of one token, too."""
 
-    def step(self, x: Tensor, cache: NSACache, rope: Rope | None = None) -> Tensor:
+    def step(self, x: Tensor, cache: NSACache | PagedCache, rope: Rope | None = None) -> Tensor:
         ahead = cache.sel.k[:, :, -1].flatten(1)[:, None, : x.shape[-1]]
         return super().step(x, cache, rope) + ahead
 

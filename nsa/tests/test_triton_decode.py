@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa import BlockSpec, NSAAttention, TinyLM, compress
 from nsa.generate.graph import GraphedStep, can_capture
 from nsa.model import NSACache
+from nsa.model.paged import OutOfPages
 from nsa.ops.eager.cached import attend_cached
 from nsa.ops.eager.launch import split_heads
 from nsa.ops.eager.rows import forward_rows
@@ -298,3 +299,65 @@ def test_a_graph_decodes_what_eager_steps_do_and_leaves_nothing_behind():
         assert mine.lengths.tolist() == [300] * 3
     with pytest.raises(ValueError, match="do not fit"):
         step(ids[:, 0])
+
+
+MODEL = dict(vocab=50, dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
+BLOCKS = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
+
+
+@pytest.mark.parametrize("phi", ["avg", pytest.param("mlp", marks=on_gpu)])
+def test_sequences_in_pages_decode_as_each_would_alone(phi):
+    """Two sequences of different lengths; one is closed, and a third takes its pages."""
+    torch.manual_seed(0)
+    model = TinyLM(**MODEL, **BLOCKS, phi=phi, backend="triton").to(DEVICE).eval()
+    paged = model.new_paged_cache(num_places=3, max_len=64, num_pages=9)
+    ids = torch.randint(0, 50, (3, 40), device=DEVICE)
+    prompts = {0: 21, 2: 6}
+
+    def fresh(row: int, length: int):
+        cache = model.new_cache(1, 64)
+        model.prefill(ids[row : row + 1, :length], cache)
+        return cache
+
+    alone = {place: fresh(place, length) for place, length in prompts.items()}
+    for place, length in prompts.items():
+        paged.open(place, fresh(place, length).layers)
+    assert paged.pages.num_free == 9 - 3 - 1
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            token = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+            for place, cache in alone.items():
+                token[place] = ids[place, cache.length]
+            logits = model.step(token, paged)
+            for place, cache in alone.items():
+                expected = model.step(token[place : place + 1], cache)[0]
+                assert_near(logits[place], expected, 1e-5)
+
+    steps(3)
+    assert paged.layers[1].open_lengths == {0: 24, 2: 9}
+    assert paged.layers[0].lengths.tolist() == [24, 64, 9]
+    paged.close(0)
+    del alone[0]
+    alone[1] = fresh(1, 33)
+    paged.open(1, fresh(1, 33).layers)
+    steps(2)
+    assert sorted(paged.pages.held(1) + paged.pages.held(2)) == sorted(
+        set(paged.pages.held(1)) | set(paged.pages.held(2))
+    )
+    with pytest.raises(OutOfPages, match="close a sequence"):
+        paged.open(0, fresh(0, 40).layers)
+
+
+def test_a_paged_cache_says_what_it_cannot_do():
+    model = TinyLM(**MODEL, **BLOCKS, backend="torch").to(DEVICE).eval()
+    paged = model.new_paged_cache(num_places=1, max_len=16, num_pages=2)
+    with pytest.raises(ValueError, match="only the decode kernels read pages"):
+        model.step(torch.zeros(1, dtype=torch.int64, device=DEVICE), paged)
+    with pytest.raises(ValueError, match="give one for each place"):
+        model.step(torch.zeros(2, dtype=torch.int64, device=DEVICE), paged)
+    with pytest.raises(ValueError, match="at least one of each"):
+        model.new_paged_cache(num_places=0, max_len=16, num_pages=2)
+    dense = TinyLM(**MODEL, attention="dense")
+    with pytest.raises(ValueError, match="dense model has no cache in pages"):
+        dense.new_paged_cache(num_places=1, max_len=16, num_pages=2)
