@@ -147,8 +147,8 @@ DECODE = (
         CACHE,
         (
             (
-                "old = _ring_slots(self.raw, start * self.spec.d, ",
-                "old = _ring_slots(self.raw, start, ",
+                "old = ring_slots(self.raw, start * self.spec.d, ",
+                "old = ring_slots(self.raw, start, ",
             ),
         ),
     ),
