@@ -113,6 +113,7 @@ def read_evidence(folder: Path, *, now: float | None = None) -> Evidence:
     """Read a run folder for a verdict."""
     try:
         run = read_run(folder, now=now)
+        next(folder.iterdir(), None)  # one that is there, and may not be listed, has no evidence
     except OSError as error:
         raise ValueError(
             f"{folder} cannot be read ({error.strerror}); read it as its owner, or copy it"

@@ -24,11 +24,16 @@ def read_in_time(patience_s: float = 1.0) -> dict[str, Any] | None:
 
 
 def read_recorder() -> dict[str, Any] | None:
-    """`begun` and `ended` exchanges over all groups, and the `recent` ones; None without any."""
-    try:
-        from torch._C import _distributed_c10d as c10d
-    except ImportError:  # torch was built without ranks
+    """`begun` and `ended` exchanges over all groups, and the `recent` ones; None without any.
+
+    What an earlier group of this process has left is not told.
+    """
+    import torch.distributed as dist  # a reader of a run folder needs no torch
+
+    if not dist.is_available() or not dist.is_initialized():
         return None
+    from torch._C import _distributed_c10d as c10d
+
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
         c10d, "_dump_nccl_trace_json", None
     )

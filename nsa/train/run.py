@@ -16,6 +16,7 @@ import torch
 from nsa.config import Config
 from nsa.model import TinyLM
 from nsa.model.flops import peak_flops, training_flops_per_token
+from nsa.ops import fallbacks
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
 from nsa.telemetry.hang_call import end_calls
 from nsa.telemetry.run_files import Folder
@@ -92,6 +93,7 @@ def run(
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
     require_tracker(cfg.train.tracker)
     say = partial(print, file=out or sys.stdout, flush=True)
+    fallbacks.reset()  # what a run counts is its own
     with open_ranks(ddp, cfg, say) as ranks:
         job = _Job(
             ranks=ranks,
