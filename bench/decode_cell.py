@@ -106,7 +106,7 @@ def _kernel_step(cell: Cell, cache: NSACache, token: Token) -> Callable[[], Tens
     return lambda: cache.decoder(cell.shape.Hq).step(new, advance=False)
 
 
-def _kernel_times(step: Callable[[], Tensor]) -> dict[str, float]:
+def _kernel_times(step: Callable[[], Tensor]) -> dict[str, float | None]:
     """Device time of the kernels; the first takes the compressed branch and the window together."""
     times = kernel_ms(step)
 
@@ -116,7 +116,7 @@ def _kernel_times(step: Callable[[], Tensor]) -> dict[str, float]:
     return {
         "cmp_ms": of("attend_streams", "score_blocks"),
         "sel_ms": of("attend_selected"),
-        "win_ms": 0.0,
+        "win_ms": None,  # in cmp_ms
         "append_ms": of("append_token"),
         "merge_ms": of("merge_parts"),
     }

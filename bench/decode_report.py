@@ -14,7 +14,8 @@ from nsa.telemetry.atomic import write_text
 VERSION = 1
 """Of the JSON: environment, `attention` (rows of ours and of dense attention at a cell: eager_ms,
 graph_ms on a GPU, reads, cache_bytes; ours also reads_expected and the branches' cmp_ms, sel_ms,
-win_ms; or a reason), and `model` (tokens_per_s of whole models)."""
+win_ms, null where one kernel takes it with cmp_ms; or a reason), and `model` (tokens_per_s of whole
+models)."""
 CSV_HEADER = (
     *("S", "ms_total", "ms_cmp", "ms_sel", "ms_win", "reads_actual", "reads_expected"),
     *("B", "ms_dense", "ratio"),
@@ -56,7 +57,8 @@ def csv_text(result: dict[str, Any]) -> str:
         rivals = [x for x in dense if x is not None]
         total = best_ms(row)
         assert total is not None
-        branches = [f"{row[name]:.4f}" for name in ("cmp_ms", "sel_ms", "win_ms")]
+        times = [row[name] for name in ("cmp_ms", "sel_ms", "win_ms")]
+        branches = ["" if ms is None else f"{ms:.4f}" for ms in times]
         beside = [f"{min(rivals):.4f}", f"{total / min(rivals):.3f}"] if rivals else ["", ""]
         reads = [row["reads"], row["reads_expected"]]
         writer.writerow([row["S"], f"{total:.4f}", *branches, *reads, row["B"], *beside])

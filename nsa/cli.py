@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import nsa
 from nsa.config import BAD_INPUT, Config, DataConfig, StrictParser, load_config
@@ -108,40 +108,38 @@ def _parser() -> StrictParser:
     prove.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
     prove.add_argument("overrides", nargs="*", metavar="group.key=value")
     prove.set_defaults(command=_prove_resume)
-    text = "launch a run by a profile: phase by phase, each judged before the next"
-    launch = commands.add_parser("launch", help=text, description=text)
-    add_launch_flags(launch)
-    launch.set_defaults(command=_launch)
-    text = "judge a run folder from outside, again and again, and stop a run that must be stopped"
-    watch = commands.add_parser("watch", help=text, description=text)
-    watch.add_argument("folder", type=Path, metavar="RUN_FOLDER")
-    add_watch_flags(watch)
-    watch.set_defaults(command=_watch)
-    text = "show a run folder: live in a terminal, as lines in a pipe; it only reads"
-    monitor = commands.add_parser("monitor", help=text, description=text)
-    add_monitor_flags(monitor)
-    monitor.set_defaults(command=_monitor)
-    text = "switch one thing at a time, in short real runs, until a fault is gone"
-    triage = commands.add_parser("triage", help=text, description=text)
-    add_triage_flags(triage)
-    triage.set_defaults(command=_triage)
-    text = "pack what whoever takes over a run needs into one archive, without secrets"
-    handoff = commands.add_parser("handoff", help=text, description=text)
-    add_handoff_flags(handoff)
-    handoff.set_defaults(command=_handoff)
-    text = "check a run before it starts: config, machine, kernels, data, checkpoint, time, cost"
-    preflight = commands.add_parser("preflight", help=text, description=text)
-    add_preflight_flags(preflight)
-    preflight.set_defaults(command=_preflight)
-    text = "judge a run from its files: each criterion, its evidence; exit code 0 is GO"
-    report = commands.add_parser("report", help=text, description=text)
-    add_report_flags(report)
-    report.set_defaults(command=_report)
-    text = "show run folders in a browser, live and side by side; it only reads"
-    dashboard = commands.add_parser("dashboard", help=text, description=text)
-    add_dashboard_flags(dashboard)
-    dashboard.set_defaults(command=_dashboard)
+    _add_operate_commands(commands)
     return parser
+
+
+def _add_operate_commands(commands: Any) -> None:
+    """What plans, starts, watches, shows, judges and hands over runs."""
+    for name, add_flags, command, text in (
+        ("launch", add_launch_flags, _launch,
+         "launch a run by a profile: phase by phase, each judged before the next"),
+        ("watch", _add_watch, _watch,
+         "judge a run folder from outside, again and again, and stop a run that must be stopped"),
+        ("monitor", add_monitor_flags, _monitor,
+         "show a run folder: live in a terminal, as lines in a pipe; it only reads"),
+        ("triage", add_triage_flags, _triage,
+         "switch one thing at a time, in short real runs, until a fault is gone"),
+        ("handoff", add_handoff_flags, _handoff,
+         "pack what whoever takes over a run needs into one archive, without secrets"),
+        ("preflight", add_preflight_flags, _preflight,
+         "check a run before it starts: config, machine, kernels, data, checkpoint, time, cost"),
+        ("report", add_report_flags, _report,
+         "judge a run from its files: each criterion, its evidence; exit code 0 is GO"),
+        ("dashboard", add_dashboard_flags, _dashboard,
+         "show run folders in a browser, live and side by side; it only reads"),
+    ):  # fmt: skip
+        parsed = commands.add_parser(name, help=text, description=text)
+        add_flags(parsed)
+        parsed.set_defaults(command=command)
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    add_watch_flags(parser)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -37,10 +37,10 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code of torchrun, and all that it and its ranks printed."""
+def finish(process: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
+    """The exit code of a process, and all that it and its ranks printed."""
     try:
-        printed, _ = process.communicate(timeout=TIMEOUT_S)
+        printed, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         raise

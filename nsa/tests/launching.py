@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nsa.config import load_config
 from nsa.telemetry import write_config
+from nsa.tests import launch
 from nsa.tests.conftest import REPOSITORY, TINY
 
 TIMEOUT_S = 500
@@ -66,13 +67,8 @@ def _start(
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code, and all that was printed."""
-    try:
-        printed, _ = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, printed
+    """The exit code of a launcher, and all that was printed."""
+    return launch.finish(process, TIMEOUT_S)
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str] | None, what: str) -> None:
