@@ -5,7 +5,7 @@
 Three ways to run the same steps: bare (nothing is logged between the first and the last step),
 with all telemetry, and with all telemetry and one checkpoint in the middle. A checkpoint costs the
 difference of the last two, whatever it delays; at one every SAVE_EVERY steps that is a share of
-the step. The last line is JSON.
+the step. Give enough steps for it to be written within half of them. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ways = {
         "bare": (QUIET, (f"train.log_every={NEVER}", "train.save_every=0")),
         "telemetry": (LOUD, ("train.log_every=20", "train.save_every=0")),
-        # The checkpoint lies well before the end, so that the run does not wait for it there.
-        "checkpoint": (LOUD, ("train.log_every=20", f"train.save_every={args.steps * 2 // 5}")),
+        # One, so that it waits for none before it; in the middle, so that no end waits for it.
+        "checkpoint": (LOUD, ("train.log_every=20", f"train.save_every={args.steps // 2 + 1}")),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(args.rounds):
@@ -103,8 +103,7 @@ def summarize(seconds: dict[str, list[float]], steps: int) -> dict[str, Any]:
     """Shares of a bare step; a difference below the noise may be negative, and stays so."""
     median = {name: statistics.median(times) for name, times in seconds.items()}
     bare, telemetry, checkpoint = (median[x] for x in ("bare", "telemetry", "checkpoint"))
-    num_saves = (steps - 1) // (steps * 2 // 5)
-    save_s = (checkpoint - telemetry) * (steps - 1) / num_saves
+    save_s = (checkpoint - telemetry) * (steps - 1)
     shares = {"telemetry": telemetry / bare - 1, "checkpoint": save_s / (SAVE_EVERY * bare)}
     return {
         "step_ms": {name: 1e3 * value for name, value in median.items()},

@@ -28,19 +28,22 @@ class SelectionCounts:
     reads: Tensor  # [Hkv, bins of queries, bins of blocks] int64
     distances: Tensor  # [Hkv, len(distance_edges) + 1] int64; the last: the first block, from afar
 
-    def to_host(self) -> LayerMap:
-        """Counts as shares; this waits for the device."""
-        queries, reads, distances = (
-            x.double().cpu() for x in (self.queries, self.reads, self.distances)
-        )
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What has to come to the host, for `map_of`."""
+        return self.queries, self.reads, self.distances
+
+    def map_of(self, queries: Tensor, reads: Tensor, distances: Tensor) -> LayerMap:
+        """Counts as shares, from copies of `tensors` on the host."""
         blocks = torch.bincount(_bins(torch.arange(self.num_blocks), self.num_blocks))
         places = queries[:, None] * blocks  # (query, block) pairs in each cell
+        totals = distances.sum(dim=-1, keepdim=True)
         return LayerMap(
             block_tokens=self.block_tokens,
             num_blocks=self.num_blocks,
             edges=distance_edges(self.num_blocks),
-            reads=(reads / places.clamp(min=1)).tolist(),
-            distances=(distances / distances.sum(dim=-1, keepdim=True).clamp(min=1)).tolist(),
+            reads=(reads.double() / places.clamp(min=1)).tolist(),
+            distances=(distances.double() / totals.clamp(min=1)).tolist(),
         )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain, islice
+
 import torch
 from torch import Tensor
 
+from nsa.model.host_copy import HostCopy
 from nsa.model.selection_map import LayerMap, SelectionCounts, count_reads
 
 COLLAPSE_ENTROPY = 0.1
@@ -39,6 +42,7 @@ class AttentionStats:
         self._rows: dict[int, Tensor] = {}
         self._num_gates: dict[int, int] = {}
         self._num_rows: dict[int, int] = {}
+        self._copy: HostCopy | None = None
         self._layers: list[dict[str, float]] | None = None  # on the host, once asked for
 
     @torch.no_grad()
@@ -54,26 +58,38 @@ class AttentionStats:
         """Reduce one layer's gates and selection to a row; no host sync."""
         if self._with_maps:
             self._counts[layer] = count_reads(selection, block_tokens, cu_seqlens)
-        self._layers = None
+        self._layers = self._copy = None
         self._rows[layer] = torch.cat([_gate_row(gates), _selection_row(selection)])
         self._num_gates[layer] = gates[..., 0].numel()
         self._num_rows[layer] = selection[..., 0].numel()
 
+    def send(self) -> None:
+        """Start to copy what was recorded, so that who asks later waits for no step after it."""
+        self._sent()
+
     def per_layer(self) -> list[dict[str, float]]:
         """One dictionary per layer, in order (one host sync, shared with `summary`)."""
-        if not self._rows:
-            raise ValueError("no layer was recorded; run model(ids, stats=stats) first")
         if self._layers is None:
-            table = torch.stack([self._rows[layer] for layer in sorted(self._rows)]).tolist()
             names = GATE_FIELDS + SELECTION_FIELDS
+            table = self._sent().wait()[0].tolist()
             self._layers = [dict(zip(names, row, strict=True)) for row in table]
         return self._layers
 
     def selection_maps(self) -> list[LayerMap] | None:
-        """What each layer read, in order; None where it was not asked for (syncs every layer)."""
+        """What each layer read, in order; None where it was not asked for."""
         if not self._with_maps:
             return None
-        return [self._counts[layer].to_host() for layer in sorted(self._counts)]
+        counts = iter(self._sent().wait()[1:])
+        return [self._counts[layer].map_of(*islice(counts, 3)) for layer in sorted(self._counts)]
+
+    def _sent(self) -> HostCopy:
+        if not self._rows:
+            raise ValueError("no layer was recorded; run model(ids, stats=stats) first")
+        if self._copy is None:
+            rows = torch.stack([self._rows[layer] for layer in sorted(self._rows)])
+            counts = [self._counts[layer].tensors for layer in sorted(self._counts)]
+            self._copy = HostCopy([rows, *chain.from_iterable(counts)])
+        return self._copy
 
     def summary(self) -> dict[str, float | list[float]]:
         """Over all layers, heads and tokens (one host sync); every layer has equally many."""

@@ -533,10 +533,10 @@ def test_train_bench_needs_no_optional_package():
 def test_overhead_is_telemetry_and_the_share_of_a_checkpoint():
     seconds = {"bare": [0.100, 0.102, 0.098], "telemetry": [0.101] * 3, "checkpoint": [0.106] * 3}
     found = bench_overhead.summarize(seconds, steps=101)
-    assert found["save_s"] == pytest.approx(0.005 * 100 / 2)  # saves at steps 40 and 80
+    assert found["save_s"] == pytest.approx(0.005 * 100)
     assert found["shares"]["telemetry"] == pytest.approx(0.01)
-    assert found["shares"]["checkpoint"] == pytest.approx(0.25 / (500 * 0.1))
-    assert found["share"] == pytest.approx(0.015)
+    assert found["shares"]["checkpoint"] == pytest.approx(0.5 / (500 * 0.1))
+    assert found["share"] == pytest.approx(0.02)
     assert "ok" in bench_overhead.describe(found | dict.fromkeys(OVERHEAD_FACTS, 1))
     assert "miss" in bench_overhead.describe(found | dict.fromkeys(OVERHEAD_FACTS, 1) | {"goal": 0})
 

@@ -200,7 +200,7 @@ def second_run(recorder: Recorder) -> None:
     recorder.run(400)
 
 
-GATES_DOWN = GATES | {"entropy_mean": 0.4, "max_gate_mean": 0.95, "collapse_fraction": 0.2}
+GATES_DOWN = GATES | {"entropy_mean": 0.4, "max_gate_mean": 0.95, "collapse_fraction": 0.3}
 NO = [
     ("phase2", "steps", status("halted")),
     ("final", "finished", status("halted")),

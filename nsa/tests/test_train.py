@@ -37,6 +37,7 @@ from nsa.train import (
     RunRefused,
     TrainResult,
     load_model,
+    log,
     run,
 )
 
@@ -148,6 +149,38 @@ def test_every_layer_has_its_statistics_on_logged_steps(tiny_config: BuildConfig
         steps, values = zip(*curves[f"layer_entropy_mean/{layer:02d}"], strict=True)
         assert steps == (1, 2, 4)
         assert values == pytest.approx([value for _, value in points], abs=1e-6)
+
+
+def logged_layers(folder: Path) -> list[tuple[int, object]]:
+    lines = read_heartbeat(folder / "heartbeat_rank0.jsonl")
+    return [(beat.step, beat.layers()) for beat in lines if beat.msg == "progress"]
+
+
+def test_a_device_that_goes_on_meanwhile_has_its_lines_one_step_late(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same lines; an evaluation, a checkpoint and the end find them written."""
+    settings = ("train.steps=7", "train.log_every=2", "train.eval_every=4", "train.save_every=6")
+    train(tiny_config(*settings))
+    folder = Path(tiny_config().train.out_dir)
+    expected = [(row.step, row.loss, row.lr) for row in read_rows(TrainingRow, folder / TRAINING)]
+    layers = logged_layers(folder)
+    seen: list[tuple[int, int]] = []
+    write_line = log.RunLog._write_line
+
+    def write(self: log.RunLog, line: log.Line) -> None:
+        seen.append((line.step, line.step + len(self._waiting)))
+        write_line(self, line)
+
+    monkeypatch.setattr(log, "LATE", ("cpu",))
+    monkeypatch.setattr(log.RunLog, "_write_line", write)
+    again = tiny_config(*settings, f"train.out_dir={folder.parent / 'late'}")
+    train(again)
+    late = Path(again.train.out_dir)
+    rows = read_rows(TrainingRow, late / TRAINING)
+    assert [(row.step, row.loss, row.lr) for row in rows] == expected
+    assert seen == [(1, 1), (2, 3), (4, 4), (6, 6), (7, 7)]  # step, the last one handed over
+    assert logged_layers(late) == layers
 
 
 def test_training_learns_the_text(tiny_config: BuildConfig) -> None:

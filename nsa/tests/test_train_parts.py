@@ -18,8 +18,10 @@ from nsa.config import Config, ConfigError, RuntimeConfig, TrainConfig
 from nsa.data import ByteTokenizer, Data, open_data
 from nsa.data.rows import AnyOrder
 from nsa.model import TinyLM
+from nsa.model.stats import AttentionStats
 from nsa.telemetry import GpuReading, TrainingRow
 from nsa.train import RunRefused
+from nsa.train import loss as loss_module
 from nsa.train.evaluate import Evaluation, evaluate
 from nsa.train.guard import LONG_STEPS, refuse_waste
 from nsa.train.loss import next_token_loss
@@ -131,6 +133,28 @@ def test_loss_is_the_mean_over_all_targets_of_a_row(tiny_config: Callable[..., C
     log_p = model(batch[:, :32]).detach().double().log_softmax(-1)  # [3, 32, 256]
     expected = -sum(log_p[b, t, batch[b, t + 1]] for b in range(3) for t in range(32)) / 96
     assert next_token_loss(model, batch, runtime).item() == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_statistics_in_their_own_pass_are_of_the_first_rows(
+    packed: bool, tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "SAMPLE", 2 * 64)
+    cfg = tiny_config()
+    model, runtime = tiny_model(cfg), resolve_runtime(cfg.runtime)
+    batch = torch.randint(256, (3, 65), generator=torch.Generator().manual_seed(3))
+    bounds = torch.tensor([0, 50, 100, 150, 192], dtype=torch.int32) if packed else None
+    found, expected = AttentionStats(maps=True), AttentionStats(maps=True)
+    loss_module.collect_stats(model, batch, runtime, found, bounds)
+
+    rows = batch[:2, :-1]
+    cut = None
+    if packed:
+        rows, cut = rows.reshape(1, -1), torch.tensor([0, 50, 100, 128], dtype=torch.int32)
+    model.hidden(rows, cu_seqlens=cut, stats=expected)
+    assert found.per_layer() == expected.per_layer()
+    assert found.selection_maps() == expected.selection_maps()
+    assert found.summary()["total_gates"] == cfg.model.n_layers * cfg.model.n_heads * 128
 
 
 def test_evaluation_is_the_mean_over_different_rows(tiny_config: Callable[..., Config]) -> None:

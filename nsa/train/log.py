@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from nsa.config import TrainConfig
 from nsa.config.env import read
 from nsa.model.flops import utilization
+from nsa.model.host_copy import HostCopy
 from nsa.model.stats import AttentionStats
 from nsa.telemetry import TRAINING, VAL, CsvLog, Metrics, TrainingRow, ValRow, write_metrics
 from nsa.telemetry.best_effort import complain
@@ -37,34 +37,21 @@ MAX_OVERFLOWS = 40
 MAPS = 64
 """Lines of selection.jsonl in a run, about: each takes some ten kilobytes."""
 
+LATE = ("cuda",)
+"""Devices that go on while a line is written; the same for all ranks, who must look together."""
+
 SHOWN_INPUTS = 5
 """Updates at the start of a process whose input shape is said."""
 
 
-class Pending(NamedTuple):
-    """A step whose numbers are on their way from the device."""
+class Line(NamedTuple):
+    """What a line of the log needs that is not on its way from the device."""
 
-    values: Tensor  # [3] loss, gradient norm, limit of the loss; on the CPU
-    arrival: torch.cuda.Event | None
-
-    @staticmethod
-    def of(loss: Tensor, norm: Tensor, limit: Tensor) -> Pending:
-        values = torch.stack([loss.detach(), norm.detach(), limit])
-        if values.device.type != "cuda":
-            return Pending(values, None)
-        copy = torch.empty(3, dtype=values.dtype, pin_memory=True)
-        copy.copy_(values, non_blocking=True)
-        arrival = torch.cuda.Event()
-        arrival.record()
-        return Pending(copy, arrival)
-
-    def look(self) -> tuple[float, float, float]:
-        """Wait for the numbers."""
-        if self.arrival is not None:
-            with span("the device", waits=True):
-                self.arrival.synchronize()
-        loss, norm, limit = self.values.tolist()
-        return loss, norm, limit
+    step: int
+    num_steps: int
+    """Since the line before."""
+    lr: float
+    stats: AttentionStats | None
 
 
 class RunLog:
@@ -90,7 +77,7 @@ class RunLog:
         csv = self._ranks.is_first and not read("NSA_DISABLE_CSV_LOGS")
         self.training = CsvLog(TrainingRow, folder / TRAINING if csv else None, resumed_at)
         self.val = CsvLog(ValRow, folder / VAL if csv else None, resumed_at)
-        self._line_step = resumed_at  # the step of the last line
+        self._line_step = resumed_at  # the step of the last line, written or not
         self._first_step = resumed_at + 1
         self.metrics, self.progress, self.vitals = metrics, progress, vitals
         self._norm = math.nan  # of the last step looked at
@@ -100,7 +87,9 @@ class RunLog:
         self._spike_rule = train.spike_rule
         self.roll_back: Callable[[int, str], None] | None = None
         """Called with a step whose loss was a spike, where the rule is to go back; it may raise."""
-        self._waiting: deque[Pending] = deque()
+        self._waiting: deque[HostCopy] = deque()  # loss, norm, limit of each step, stacked
+        self._line: Line | None = None  # to be written when its step has been looked at
+        self._writes_late = vitals.device.type in LATE
         self._stale = False  # metrics.json could not be replaced last time
         self._since = time.perf_counter()
         self._first_s = 0.0
@@ -130,16 +119,21 @@ class RunLog:
             self.progress.say_from_each(f"[debug] step {step}: input shape {shape}{rank}")
 
     def add(self, step: int, done: Updated, lr: float, stats: AttentionStats | None) -> None:
-        """Take the result of an update, and write a line where one is due."""
-        self._waiting.append(Pending.of(*done))
+        """Take the result of an update. A line that is due is written one step later on a GPU: it
+        has the next step to do then, and does not wait for the pen."""
+        self._waiting.append(HostCopy([torch.stack([x.detach() for x in done])]))
         self.progress.advance()
+        if stats is not None:
+            stats.send()
         self._look(at_most=len(self._waiting) - 1)
         if self.is_logged(step):
-            self.settle()
-            self._write_line(step, lr, stats)
+            self._line = Line(step, step - self._line_step, lr, stats)
+            self._line_step = step
+            if not self._writes_late or step == self._first_step:  # which warms up, alone
+                self.settle()
 
     def settle(self) -> None:
-        """Wait for the device, and raise NonFiniteLoss if a step went wrong.
+        """Wait for the device and write what is due; raise NonFiniteLoss if a step went wrong.
 
         It is called before anything is saved, so a broken model never replaces a good one.
         """
@@ -147,7 +141,8 @@ class RunLog:
 
     def _look(self, at_most: int) -> None:
         for _ in range(at_most):
-            loss, norm, limit = self._waiting.popleft().look()
+            with span("the device", waits=True):
+                loss, norm, limit = self._waiting.popleft().wait()[0].tolist()
             self.metrics.step += 1
             self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
             if not math.isfinite(loss) or self._overflows > self._tolerated:
@@ -161,6 +156,10 @@ class RunLog:
             self.metrics.loss_last, self._norm = loss, norm
             if self.metrics.loss_first is None:
                 self.metrics.loss_first = loss
+            line = self._line
+            if line is not None and line.step == self.metrics.step:
+                self._line = None
+                self._write_line(line)
             if loss > limit:
                 self._report_spike(loss, limit)
 
@@ -213,22 +212,22 @@ class RunLog:
             self._stale = False
         return self.folder / METRICS
 
-    def _write_line(self, step: int, lr: float, stats: AttentionStats | None) -> None:
-        now, metrics = time.perf_counter(), self.metrics
+    def _write_line(self, line: Line) -> None:
+        now, metrics, stats = time.perf_counter(), self.metrics, line.stats
         seconds, self._since = now - self._since, now
-        num_steps, self._line_step = step - self._line_step, step
         metrics.train_s += seconds
-        metrics.toks_per_s = metrics.tokens_per_step * step / metrics.train_s
+        metrics.toks_per_s = metrics.tokens_per_step * line.step / metrics.train_s
         metrics.mfu = self._mfu(metrics.toks_per_s)
         metrics.peak_mem_mib = peak_memory_mib(self.vitals.device)
         if stats is not None:
             metrics.attention_stats = stats.summary()
-        assert metrics.loss_last is not None, "settle() has seen this step"
-        speed = metrics.tokens_per_step * num_steps / seconds
-        row = TrainingRow(step, metrics.loss_last, lr, speed)
+        assert metrics.loss_last is not None, "the line is written when its step was looked at"
+        speed = metrics.tokens_per_step * line.num_steps / seconds
+        row = TrainingRow(line.step, metrics.loss_last, line.lr, speed)
         self.training.append(row)
         self.write()
-        report = self._report(row, seconds / num_steps, self._step_s(step, seconds), stats)
+        step_s = self._step_s(line.step, seconds)
+        report = self._report(row, seconds / line.num_steps, step_s, stats)
         self.vitals.logged(report)
         self.progress.show(report)
 
