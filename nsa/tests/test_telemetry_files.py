@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.compare_report import Comparison, NotRun, Result
+from bench.compare_report import Comparison, Result
 from nsa.config.load import REPOSITORY
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
 from nsa.operate import handoff_manifest, triage_report
@@ -726,7 +726,6 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
         "profiler_comparison.md": {
             *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),
-            *NotRun._fields,
         },
         "handoff.md": {
             *(f.name for kind in (Manifest, Entry, Missing) for f in dataclasses.fields(kind)),
