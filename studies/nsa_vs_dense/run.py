@@ -61,7 +61,6 @@ class Study:
             arm.resolve(self.where)
         self.keep_weights, self.commit = args.keep_weights, args.commit
         self.deadline = time.monotonic() + (args.budget_seconds or math.inf)
-        self.failed: list[dict[str, str]] = []
         self.start = time.monotonic()
         price = args.price if args.price is not None else read("NSA_PRICE_PER_H")
         self.call: dict[str, Any] = {
@@ -72,8 +71,12 @@ class Study:
             "cost": None,
         }
         self.table = table.name
-        earlier = self.out / NAME
-        self.calls = read_results(earlier)["calls"] if earlier.is_file() else []
+        self.calls: list[dict[str, Any]] = []
+        self.failed: dict[str, str] = {}
+        if (self.out / NAME).is_file():
+            earlier = read_results(self.out / NAME)
+            self.calls = earlier["calls"]
+            self.failed = {entry["name"]: entry["reason"] for entry in earlier["failed"]}
 
     def run(self) -> int:
         """Train the arms in turn; results.json is complete after each."""
@@ -92,12 +95,13 @@ class Study:
             _say(f"{arm.name} ({place}): {arm.steps} steps, about {arm.expected_s:.0f} s")
             self.train(arm)
             self.write()
-        self.write()
-        return int(bool(self.failed))
+        return int(any(arm.name in self.failed for arm in self.arms))
 
     def train(self, arm: Arm) -> None:
         """One process; what it prints is in <work>/<arm>.log."""
         start = time.monotonic()
+        self.result_of(arm).unlink(missing_ok=True)  # that of other steps, settings or data
+        self.failed.pop(arm.name, None)
         task = Task(
             arm=arm,
             where=[*self.where, f"train.out_dir={self.work / arm.name}"],
@@ -126,7 +130,7 @@ class Study:
             return
         last = "\n".join(log.read_text("utf-8", "replace").strip().splitlines()[-12:])
         reason = f"exit code {code} after {seconds:.0f} s: {last}"
-        self.failed.append({"name": arm.name, "reason": reason})
+        self.failed[arm.name] = reason
         _say(f"{arm.name} did not finish; {reason}\n(see {log})")
 
     def wait(self, child: subprocess.Popen[bytes]) -> int:
@@ -166,13 +170,10 @@ class Study:
         price = self.call["price_per_hour"]
         cost = None if price is None else round(price * seconds / 3600, 3)
         self.call |= {"seconds": round(seconds, 1), "cost": cost}
-        done = [read_arm(self.result_of(arm)) for arm in self.all_arms if self.finished(arm)]
-        content = {
-            "table": self.table,
-            "calls": [*self.calls, self.call],
-            "arms": done,
-            "failed": self.failed,
-        }
+        done = [read_arm(self.result_of(a)) for a in self.all_arms if self.result_of(a).is_file()]
+        failed = [{"name": name, "reason": reason} for name, reason in self.failed.items()]
+        calls = [*self.calls, self.call]
+        content = {"table": self.table, "calls": calls, "arms": done, "failed": failed}
         write_results(self.out / NAME, content)
 
 
