@@ -43,6 +43,7 @@ schema = 1
 [variants]
 dense = { "model.attention" = "dense" }
 nsa = { "model.attention" = "nsa" }
+nsa-only-win = { "model.attention" = "nsa", NSA_FORCE_BRANCH = "win" }
 [comparisons.tiny]
 config = "configs/base.yaml"
 steps = 16
@@ -51,7 +52,7 @@ start_s = 0
 held_out_tokens = 512
 eval_tokens = 128
 arms = { dense = [1], nsa = [1] }
-diagnosis = { nsa = [2] }
+diagnosis = { nsa = [2], nsa-only-win = [1] }
 [comparisons.tiny.settings]
 "train.seq_len" = 64
 [comparisons.broken]
@@ -219,6 +220,14 @@ def test_an_arm_that_was_cut_short_goes_on(place, results):
     (result,) = read_results(made.out / "results.json")["arms"]
     assert 1 < result["resumed_at"] < 60
     assert result["training"]["step"] == list(range(1, 61))
+
+
+def test_a_branch_alone_is_trained_alone(place, tmp_path):
+    where = ["--data", str(place / "shards"), "--out", str(tmp_path)]
+    table = ["--table", str(place / "arms.toml"), "--arms", "tiny-nsa-only-win-s1"]
+    assert study.main([*where, *table, "--steps", "3"]) == 0
+    (arm,) = read_results(tmp_path / "results.json")["arms"]
+    assert all(layer == [0, 0, 1] for step in arm["gates"]["shares"] for layer in step)
 
 
 @pytest.mark.parametrize("name", ["arms.toml", "arms_cpu.toml"])

@@ -31,6 +31,8 @@ class Arm:
     config: str
     """The file that the settings are added to, from the root of the repository."""
     settings: dict[str, Any]
+    environ: dict[str, str]
+    """Variables that its process gets: one branch alone is asked for by NSA_FORCE_BRANCH."""
     held_out_tokens: int
     """Tokens of the evaluation at the end."""
     step_ms: float
@@ -52,6 +54,7 @@ class Arm:
             "steps": self.steps,
             "config": self.config,
             "settings": self.settings,
+            "environ": self.environ,
             "held_out_tokens": self.held_out_tokens,
         }
 
@@ -116,9 +119,9 @@ def _comparison(
     arms = []
     for key in ("arms", "diagnosis"):
         for variant, seeds in content.get(key, {}).items():
-            own = shared | table["variants"][variant]
+            own, environ = _variant(table["variants"][variant])
             for seed in seeds:
-                settings = own | {"train.seed": seed, "train.steps": count}
+                settings = shared | own | {"train.seed": seed, "train.steps": count}
                 settings |= _rhythm(count, settings, content["eval_tokens"]) | extra
                 arms.append(
                     Arm(
@@ -129,6 +132,7 @@ def _comparison(
                         steps=count,
                         config=content["config"],
                         settings=settings,
+                        environ=environ,
                         held_out_tokens=content["held_out_tokens"],
                         step_ms=content["step_ms"],
                         start_s=content["start_s"],
@@ -136,6 +140,12 @@ def _comparison(
                     )
                 )
     return arms
+
+
+def _variant(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Its settings, and its variables, which are written in capitals."""
+    settings = {key: value for key, value in content.items() if not key.isupper()}
+    return settings, {key: str(value) for key, value in content.items() if key.isupper()}
 
 
 def _rhythm(steps: int, settings: dict[str, Any], eval_tokens: int) -> dict[str, Any]:

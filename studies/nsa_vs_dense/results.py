@@ -20,12 +20,21 @@ from nsa.telemetry.strict_json import strict
 
 SCHEMA = 1
 NAME = "results.json"
+FIELDS = ("schema", "table", "calls", "arms", "failed")
 ARM_FIELDS = (
-    *("name", "comparison", "variant", "seed", "steps", "config", "settings", "held_out_tokens"),
-    *("data", "params", "machine", "tokens_per_step", "tokens_per_s", "peak_mem_mib"),
+    *("name", "comparison", "variant", "seed", "steps", "config", "settings", "environ"),
+    *(
+        "held_out_tokens",
+        "data",
+        "params",
+        "machine",
+        "tokens_per_step",
+        "tokens_per_s",
+        "peak_mem_mib",
+    ),
     *("resumed_at", "seconds", "training", "val", "gates", "held_out", "selection"),
 )
-IDENTITY = ARM_FIELDS[:9]
+IDENTITY = ARM_FIELDS[:10]
 """What decides the numbers of an arm."""
 
 
@@ -45,7 +54,9 @@ def read_arm(path: Path) -> dict[str, Any]:
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
     """Replace results.json."""
-    write_text(path, json.dumps(strict({"schema": SCHEMA, **results}), allow_nan=False) + "\n")
+    content = {"schema": SCHEMA, **results}
+    assert tuple(content) == FIELDS, "results have all fields, in their order"
+    write_text(path, json.dumps(strict(content), allow_nan=False) + "\n")
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
 
 from nsa.config import StrictParser
-from nsa.config.env import read
+from nsa.config.env import changed, read
 from nsa.data.local import TRAIN, VAL
 from nsa.data.manifest import read_manifest
 from nsa.telemetry.atomic import write_text
@@ -56,7 +56,7 @@ class Study:
         self.all_arms = read_table(table, **steps, changes=args.set)
         self.arms = choose(self.all_arms, args.arms)
         self.out, self.work = Path(args.out), Path(args.work or Path(args.out) / "runs")
-        self.where, self.data = describe_data(Path(args.data))
+        self.where, self.data = describe_data(Path(args.data), args.tokenizer_path)
         for arm in self.arms:
             arm.resolve(self.where)
         self.keep_weights, self.commit = args.keep_weights, args.commit
@@ -115,7 +115,10 @@ class Study:
         write_text(file, task.to_json())
         with log.open("ab") as output:
             child = subprocess.Popen(
-                [sys.executable, str(CHILD), str(file)], stdout=output, stderr=output
+                [sys.executable, str(CHILD), str(file)],
+                env=changed(arm.environ),
+                stdout=output,
+                stderr=output,
             )
             code = self.wait(child)
         seconds = time.monotonic() - start
@@ -177,13 +180,16 @@ class Study:
         write_results(self.out / NAME, content)
 
 
-def describe_data(folder: Path) -> tuple[list[str], dict[str, Any]]:
+def describe_data(
+    folder: Path, tokenizer_path: str | None = None
+) -> tuple[list[str], dict[str, Any]]:
     """The settings that read a folder of shards, and what it is."""
     manifest, sha256 = read_manifest(folder)
     tokens = {side: sum(shard.tokens for shard in manifest.of(side)) for side in (TRAIN, VAL)}
     where = ["data.dataset=shards", f"data.local_path={folder}"]
-    if manifest.tokenizer in ("byte", "gpt2"):
-        where.append(f"data.tokenizer={manifest.tokenizer}")
+    where.append(f"data.tokenizer={manifest.tokenizer}")
+    if tokenizer_path:
+        where.append(f"data.tokenizer_path={tokenizer_path}")
     data = {
         "sha256": sha256,
         "tokenizer": manifest.tokenizer,
@@ -197,6 +203,7 @@ def describe_data(folder: Path) -> tuple[list[str], dict[str, Any]]:
 def _parser() -> argparse.ArgumentParser:
     parser = StrictParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", required=True, metavar="DIR", help="of `nsa data prepare`")
+    parser.add_argument("--tokenizer-path", metavar="PATH", help="as data.tokenizer_path")
     parser.add_argument("--out", required=True, metavar="DIR", help="of results.json, selections")
     parser.add_argument("--work", metavar="DIR", help="of run folders and logs (<out>/runs)")
     parser.add_argument("--table", default=HERE / "arms.toml", metavar="FILE", help="of the arms")
