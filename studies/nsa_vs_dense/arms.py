@@ -154,9 +154,9 @@ def _rhythm(steps: int, settings: dict[str, Any], eval_tokens: int) -> dict[str,
     return {
         "train.warmup_steps": max(1, round(WARMUP_SHARE * steps)),
         "train.log_every": max(1, steps // LOG_LINES),
-        "train.eval_every": max(1, steps // EVALUATIONS),
+        "train.eval_every": math.ceil(steps / EVALUATIONS),
         "train.eval_batches": math.ceil(eval_tokens / rows),
-        "train.save_every": max(1, math.ceil(steps / CHECKPOINTS)),
+        "train.save_every": math.ceil(steps / CHECKPOINTS),
     }
 
 

@@ -55,7 +55,7 @@ def _where(results: dict[str, Any]) -> str:
         "schedule. Losses are nats per token on held-out documents, ± standard error over rows; "
         "the difference is taken row by row against the dense arm of the same seed. Tokens/s is "
         "of the median update.",
-        "\n".join(f"    {call['command']}" for call in calls),
+        "\n".join(dict.fromkeys(f"    {call['command']}" for call in calls)),
         f"{seconds:,.0f} s in all{_cost(calls)}.",
     ]
     return "\n\n".join(lines)
@@ -105,16 +105,15 @@ def _verdict(arms: Sequence[dict[str, Any]]) -> str:
             word = "within" if mean <= GOAL else "**beyond**"
             count = f"{len(gaps)} seed{'s' if len(gaps) > 1 else ''}"
             sentences.append(f"{variant}: {mean:+.4f} nats against dense ({count}), {word} {GOAL}.")
-    seeds = _seed_spread(arms)
-    return " ".join([*sentences, seeds] if sentences else [])
+    return " ".join([*sentences, *_seed_spread(arms)])
 
 
-def _seed_spread(arms: Sequence[dict[str, Any]]) -> str:
+def _seed_spread(arms: Sequence[dict[str, Any]]) -> list[str]:
     """How far two seeds of dense attention are apart: the noise that a gap must be held against."""
     losses = [arm["held_out"]["loss"] for arm in arms if arm["variant"] == "dense"]
     if len(losses) < 2:
-        return ""
-    return f"Seeds of dense attention are {max(losses) - min(losses):.4f} nats apart."
+        return []
+    return [f"Seeds of dense attention are {max(losses) - min(losses):.4f} nats apart."]
 
 
 def _looked_into(arm: dict[str, Any], pictures: dict[str, str]) -> list[str]:

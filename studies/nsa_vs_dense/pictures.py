@@ -119,7 +119,9 @@ def draw_distances(arm: dict[str, Any], path: Path) -> None:
     axes.set_xticks(list(places), names, fontsize=8)
     axes.set_xlabel(f"distance of the block, tokens (blocks of {found['block_tokens']})")
     axes.set_ylabel("share of reads, %")
-    axes.set_title(f"{arm['name']}: how far back queries read", **LEFT)
+    axes.set_title(
+        f"{arm['name']}: how far back queries read (own, previous, first: always)", **LEFT
+    )
     axes.legend(frameon=False, fontsize=9)
     _layer_bar(figure, [axes], num_layers)
     _finish(figure, path)

@@ -11,12 +11,13 @@ import argparse
 import json
 import math
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
 
@@ -137,22 +138,16 @@ class Study:
         _say(f"{arm.name} did not finish; {reason}\n(see {log})")
 
     def wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Until it ends; at the end of the budget it is asked to save and leave."""
+        """Until it ends; at the end of the budget, or of this process, it is asked to leave."""
         left = self.deadline - time.monotonic()
         try:
             return child.wait(None if math.isinf(left) else max(0.0, left))
         except subprocess.TimeoutExpired:
             _say("the budget is spent; the arm saves a checkpoint and stops")
-            child.terminate()
-        except BaseException:
-            child.terminate()
-            child.wait(STOP_S)
-            raise
-        try:
-            return child.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            return child.wait()
+        finally:
+            if child.poll() is None:
+                _stop(child)
+        return child.returncode
 
     def result_of(self, arm: Arm) -> Path:
         """Where the result of an arm is; it outlives the run folder."""
@@ -178,6 +173,15 @@ class Study:
         calls = [*self.calls, self.call]
         content = {"table": self.table, "calls": calls, "arms": done, "failed": failed}
         write_results(self.out / NAME, content)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def describe_data(
@@ -245,5 +249,11 @@ def _say(text: str) -> None:
     print(f"[study] {text}", flush=True)
 
 
+def _leave(number: int, frame: object) -> NoReturn:
+    """End as an exception would, so that no arm is left behind."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main())
