@@ -121,7 +121,9 @@ def test_results_hold_curves_losses_speed_and_parameters(results):
         assert arm["tokens_per_s"] > 0 and arm["seconds"]["process"] > 0
         assert arm["params"]["total"] == arm["params"]["embedding"] + arm["params"]["non_embedding"]
     assert ours["params"]["total"] > dense["params"]["total"]
-    assert dense["gates"] is None and dense["selection"] is None
+    assert dense["gates"] is None and dense["selection"] is None and dense["reads"] is None
+    assert ours["reads"]["step"][-1] == 16 and ours["reads"]["edges"] == ours["selection"]["edges"]
+    assert all(sum(x) == pytest.approx(1, abs=2e-3) for x in ours["reads"]["distances"][-1])
     assert len(ours["gates"]["shares"][0]) == 2
     assert all(sum(s) == pytest.approx(1, abs=2e-4) for s in ours["gates"]["shares"][-1])
     (call_,) = results["calls"]
@@ -136,7 +138,7 @@ def test_weights_are_gone_and_the_run_folder_tells_of_the_run(place, results):
 
 
 def test_finished_arms_are_not_trained_again(place, results, capsys):
-    assert call(place, "--arms", "tiny-*-s1") == 0
+    assert call(place, "--arms", "tiny-dense-s1,tiny-nsa-s1") == 0
     assert capsys.readouterr().out.count("finished before") == 2
     again = read_results(place / "out" / "results.json")
     assert again == results

@@ -32,7 +32,7 @@ ARM_FIELDS = (
         "tokens_per_s",
         "peak_mem_mib",
     ),
-    *("resumed_at", "seconds", "training", "val", "gates", "held_out", "selection"),
+    *("resumed_at", "seconds", "training", "val", "gates", "reads", "held_out", "selection"),
 )
 IDENTITY = ARM_FIELDS[:10]
 """What decides the numbers of an arm."""
