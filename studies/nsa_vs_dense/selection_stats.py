@@ -34,7 +34,9 @@ def describe_selection(
     first = first_choosing(spec)
     chooses = seq_len > first and spec.n_sel > NUM_FORCED
     lags = [lag for lag in LAGS if chooses and first + lag < seq_len]
-    tiles = [tile for tile in TILES if chooses and _tiles(first, seq_len, tile)]
+    tiles = [tile for tile in TILES if chooses and _tile_range(first, seq_len, tile)[1] > 0]
+    members = [membership(ids, spec) for ids in layers]
+    by_chance = chance(seq_len, spec)
     return {
         "block_tokens": spec.l_sel,
         "n_sel": spec.n_sel,
@@ -42,13 +44,13 @@ def describe_selection(
         "rows": layers[0].shape[0],
         "edges": distance_edges(spec.num_blocks(seq_len)),
         "distances": [_distances(ids, spec) for ids in layers],
-        "random_distances": random_distances(seq_len, spec),
+        "random_distances": random_distances(by_chance, spec),
         "lags": lags,
-        "overlap": [[overlap(ids, spec, lag) for lag in lags] for ids in layers],
-        "random_overlap": [random_overlap(seq_len, spec, lag) for lag in lags],
+        "overlap": [[overlap(member, spec, lag) for lag in lags] for member in members],
+        "random_overlap": [overlap(by_chance[None, :, None], spec, lag) for lag in lags],
         "tiles": tiles,
-        "union": [[union(ids, spec, tile) for tile in tiles] for ids in layers],
-        "random_union": [random_union(seq_len, spec, tile) for tile in tiles],
+        "union": [[union(member, spec, tile) for tile in tiles] for member in members],
+        "random_union": [union(by_chance[None, :, None], spec, tile) for tile in tiles],
     }
 
 
@@ -57,20 +59,29 @@ def first_choosing(spec: BlockSpec) -> int:
     return spec.n_sel * spec.l_sel
 
 
-def overlap(ids: Tensor, spec: BlockSpec, lag: int) -> float:  # [B, S, Hkv, n_sel] int32
+def overlap(
+    member: Tensor,  # [B, S, Hkv, blocks] bool, or how likely a block is read
+    spec: BlockSpec,
+    lag: int,
+) -> float:
     """Mean share of a query's scored blocks that the query `lag` tokens later has scored, too."""
     first = first_choosing(spec)
-    scored = membership(ids, spec) & ~forced(ids.shape[1], spec).to(ids.device)[:, None]
-    both = scored[:, first:-lag] & scored[:, first + lag :]
+    by_score = ~forced(member.shape[1], spec).to(member.device)[:, None]
+    scored = (member * by_score)[:, first:]
+    both = scored[:, :-lag] * scored[:, lag:]
     return both.sum(-1).double().mean().item() / (spec.n_sel - NUM_FORCED)
 
 
-def union(ids: Tensor, spec: BlockSpec, tile: int) -> float:  # [B, S, Hkv, n_sel] int32
+def union(
+    member: Tensor,  # [B, S, Hkv, blocks] bool, or how likely a block is read
+    spec: BlockSpec,
+    tile: int,
+) -> float:
     """Mean number of blocks that a tile of neighbours reads, over n_sel."""
-    member = membership(ids, spec)
-    start, count = _tile_range(first_choosing(spec), ids.shape[1], tile)
-    tiles = member[:, start : start + count * tile].unflatten(1, (count, tile)).any(2)
-    return tiles.sum(-1).double().mean().item() / spec.n_sel
+    start, count = _tile_range(first_choosing(spec), member.shape[1], tile)
+    tiles = member[:, start : start + count * tile].unflatten(1, (count, tile))
+    read = tiles.any(2) if member.dtype == torch.bool else 1 - (1 - tiles).prod(2)
+    return read.sum(-1).double().mean().item() / spec.n_sel
 
 
 def membership(
@@ -100,24 +111,12 @@ def chance(seq_len: int, spec: BlockSpec) -> Tensor:  # [S, blocks] fp64
     return torch.where(forced(seq_len, spec), 1.0, drawn * reachable)
 
 
-def random_overlap(seq_len: int, spec: BlockSpec, lag: int) -> float:
-    """What `overlap` would find of blocks that are drawn at random."""
-    first = first_choosing(spec)
-    scored = chance(seq_len, spec) * ~forced(seq_len, spec)
-    both = scored[first:-lag] * scored[first + lag :]
-    return both.sum(-1).mean().item() / (spec.n_sel - NUM_FORCED)
-
-
-def random_union(seq_len: int, spec: BlockSpec, tile: int) -> float:
-    """What `union` would find of blocks that are drawn at random."""
-    start, count = _tile_range(first_choosing(spec), seq_len, tile)
-    left_out = 1 - chance(seq_len, spec)[start : start + count * tile]
-    read_by_any = 1 - left_out.unflatten(0, (count, tile)).prod(1)
-    return read_by_any.sum(-1).mean().item() / spec.n_sel
-
-
-def random_distances(seq_len: int, spec: BlockSpec) -> list[float]:
+def random_distances(
+    by_chance: Tensor,  # [S, blocks] fp64
+    spec: BlockSpec,
+) -> list[float]:
     """What `distances` would be of blocks that are drawn at random."""
+    seq_len = by_chance.shape[0]
     edges = distance_edges(spec.num_blocks(seq_len))
     own = torch.arange(seq_len)[:, None] // spec.l_sel
     block = torch.arange(spec.num_blocks(seq_len))
@@ -125,7 +124,7 @@ def random_distances(seq_len: int, spec: BlockSpec) -> list[float]:
     place = torch.bucketize(away, torch.tensor(edges))
     place = torch.where((block == 0) & (away > 1), len(edges), place)
     counts = torch.zeros(len(edges) + 1, dtype=torch.float64)
-    counts.scatter_add_(0, place.flatten(), chance(seq_len, spec).flatten())
+    counts.scatter_add_(0, place.flatten(), by_chance.flatten())
     return [round(share, 5) for share in (counts / counts.sum()).tolist()]
 
 
@@ -139,7 +138,3 @@ def _tile_range(first: int, seq_len: int, tile: int) -> tuple[int, int]:
     """Where the first whole tile of choosing queries starts, and how many follow."""
     start = -(-first // tile) * tile
     return start, (seq_len - start) // tile
-
-
-def _tiles(first: int, seq_len: int, tile: int) -> int:
-    return max(0, _tile_range(first, seq_len, tile)[1])
