@@ -102,7 +102,8 @@ def _verdict(arms: Sequence[dict[str, Any]]) -> str:
         gaps = [gap(arm, twin)[0] for arm, twin in pairs if twin is not None]
         if gaps:
             mean = fmean(gaps)
-            word = "within" if mean <= GOAL else "**beyond**"
+            word = "**beyond**" if mean > GOAL else "better by more than"
+            word = "within" if abs(mean) <= GOAL else word
             count = f"{len(gaps)} seed{'s' if len(gaps) > 1 else ''}"
             sentences.append(f"{variant}: {mean:+.4f} nats against dense ({count}), {word} {GOAL}.")
     return " ".join([*sentences, *_seed_spread(arms)])
