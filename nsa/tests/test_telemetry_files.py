@@ -74,6 +74,7 @@ from nsa.tests.gpu import on_gpu
 from nsa.train import checkpoint, sharded
 from scripts.rehearsal_report import Rehearsal
 from scripts.rehearsal_report import Row as RehearsedRow
+from studies.nsa_vs_dense import results as study_results
 
 PAGES = REPOSITORY / "docs" / "schemas"
 SUMMARY: dict[str, Any] = {
@@ -743,6 +744,8 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
             *(field.name for field in dataclasses.fields(Row)),
             *(PASS, FAIL, NOT_MEASURED, GO, NO_GO, UNKNOWN),
         },
+        "recorded_selection.md": {"version", "spec", "selection"},
+        "study_results.md": {*study_results.FIELDS, *study_results.ARM_FIELDS},
         "tensorboard.md": {
             *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
             *(f"{tag}/{{layer}}" for tag in scalars.LAYER_TAGS),
