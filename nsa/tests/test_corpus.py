@@ -167,6 +167,18 @@ def test_build_that_fails_leaves_no_half_file(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"prose.jsonl"}
 
 
+def test_record_goes_before_the_files_that_it_speaks_of_change(
+    corpus: Path, tmp_path: Path
+) -> None:
+    path = tiny_list(tmp_path)
+    path.write_text(path.read_text().replace('"code/*.[ch]"', '"nowhere/*"'))
+
+    with pytest.raises(CorpusError, match="no member"):
+        build(read_sources(path), corpus, tmp_path / "cache")
+    with pytest.raises(CorpusError, match="the folder holds no complete corpus"):
+        read_record(corpus)
+
+
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "a\\..\\evil"])
 @pytest.mark.parametrize("make", [tar, wheel], ids=["tar", "wheel"])
 def test_member_that_leads_out_is_refused(tmp_path: Path, make: Any, name: str) -> None:
@@ -224,7 +236,7 @@ def test_archive_inside_that_is_missing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_missing_client_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     for client, program in (("apt", "apt-get"), ("npm", "npm")):
         package = Package(client=client, name="x", version="1", sha256="0" * 64)
         with pytest.raises(CorpusError, match=f"{program} is not on this machine"):

