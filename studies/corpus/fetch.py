@@ -92,7 +92,7 @@ def _command(package: Package, folder: Path) -> list[str]:
 ADVICE = {
     "apt": "run `apt-get update`; `apt-cache policy {name}` says which version the archive has "
     "now: a newer one goes into sources.toml with its sha256",
-    "pip": "look at the network, and whether this Python has pip; if it has found another hash, judge "
+    "pip": "look at the network, and whether this Python has pip; if it found another hash, judge "
     "the package before sources.toml is corrected",
     "npm": "look at the network, and whether that version exists",
 }
