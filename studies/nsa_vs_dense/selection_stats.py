@@ -130,7 +130,8 @@ def random_distances(
 
 def _distances(ids: Tensor, spec: BlockSpec) -> list[float]:
     """The share of reads in each bin of distance, over the KV heads; the first block last."""
-    by_head = torch.tensor(count_reads(ids, spec.l_sel).to_host().distances, dtype=torch.float64)
+    counts = count_reads(ids.cpu(), spec.l_sel)
+    by_head = torch.tensor(counts.map_of(*counts.tensors).distances, dtype=torch.float64)
     return [round(share, 5) for share in by_head.mean(0).tolist()]
 
 
