@@ -45,11 +45,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the study, or go on with it; 3 where the budget ended first."""
     parser = _parser()
     args = parser.parse_args(argv)
-    preset = _preset(args.tiny, args.steps)
+    if unknown := set(args.models.split(",")) - set(MODELS):
+        parser.error(f"--models {args.models}: no {min(unknown)}; use {' and '.join(MODELS)}")
+    try:
+        preset = _preset(args.tiny, args.steps, args.set)
+    except ValueError as error:
+        parser.error(str(error))
     given = sys.argv[1:] if argv is None else argv
-    results = _open(args.out, preset, given, args.commit)
     until = time.monotonic() + args.budget_seconds
     try:
+        results = _open(args.out, preset, given, args.commit)
         with _timed(results, "data", args.out):
             text, shards = _make_data(args.data, args.out, preset)
         for attention in args.models.split(","):
@@ -95,15 +100,23 @@ def _parser() -> StrictParser:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of all files")
     parser.add_argument("--budget-seconds", type=float, default=540.0, metavar="N", help="(540)")
     parser.add_argument("--steps", type=int, metavar="N", help="updates, instead of the preset's")
+    more = "a setting of the trainer, of both models; may come again"
+    parser.add_argument("--set", action="append", default=[], metavar="group.key=value", help=more)
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...", help="(all)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to rehearse")
     parser.add_argument("--commit", metavar="NAME", help="what to record where git is not there")
     return parser
 
 
-def _preset(tiny: bool, steps: int | None) -> Preset:
+def _preset(tiny: bool, steps: int | None, more: list[str]) -> Preset:
     preset = PRESETS["tiny" if tiny else "full"]
-    return preset if steps is None else dataclasses.replace(preset, steps=steps)
+    if steps is not None and steps < 1:
+        raise ValueError(f"--steps {steps} is below 1; give 1 or more")
+    pairs = [setting.partition("=") for setting in more]
+    if wrong := [setting for setting, (_, sign, _) in zip(more, pairs, strict=True) if not sign]:
+        raise ValueError(f"--set {wrong[0]} has no value; write group.key=value")
+    settings = preset.settings | {key: value for key, _, value in pairs}
+    return dataclasses.replace(preset, steps=steps or preset.steps, settings=settings)
 
 
 def _open(out: Path, preset: Preset, given: list[str], commit: str | None) -> Results:

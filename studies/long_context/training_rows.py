@@ -1,8 +1,8 @@
 """Training rows: documents with questions, packed to exactly the length of a row.
 
-Half of the rows are one document as long as the row, the others hold documents of many lengths:
-short distances are learned first, and long ones follow from them. No key comes twice in a row, so
-that every question has one answer, wherever attention may look.
+Some rows are one document as long as the row, the others hold documents of many lengths: short
+distances are learned first, and long ones follow from them. No key comes twice in a row, so that
+every question has one answer, wherever attention may look.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Mixture:
     seq_len: int
     shortest: int = 256
     """Tokens of the shortest document."""
-    whole: float = 0.5
+    whole: float = 0.4
     """Share of rows that are a single document."""
-    single: float = 0.2
+    single: float = 0.1
     """Share of documents with one needle, and again of those with a pass key; the rest has many."""
-    spacing: int = 64
+    spacing: int = 32
     """Tokens of a document for each of its needles."""
 
 
