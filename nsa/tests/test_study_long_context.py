@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def quiet(line: str) -> None:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tokenizer and of text, from the package's corpus."""
     folder = tmp_path_factory.mktemp("study") / "text"
-    sizes = dict(vocab=TINY.vocab, digits=TINY.digits, chars=TINY.text_chars)
+    sizes: dict[str, Any] = dict(vocab=TINY.vocab, digits=TINY.digits, chars=TINY.text_chars)
     prepare_text(None, folder, **sizes, say=quiet)
     return folder
 
@@ -180,7 +181,7 @@ def test_grid_is_empty_where_the_model_does_not_retrieve() -> None:
 def test_decoded_answers_are_those_of_the_forward_pass(attention: str) -> None:
     """An untrained model is asked for its own answers: both ways must find them right."""
     torch.manual_seed(0)
-    blocks = dict(l=8, d=4, l_sel=8, n_sel=4, w=16)
+    blocks: dict[str, Any] = dict(l=8, d=4, l_sel=8, n_sel=4, w=16)
     model = TinyLM(VOCAB, 32, 2, 2, 1, 16, 16, **blocks, attention=attention).eval()
     documents = list(TRIAL.documents("needle", 64))
     ids = torch.from_numpy(np.stack([document.ids for document in documents]))
@@ -210,8 +211,8 @@ def test_scaled_positions_turn_the_slowest_pair_alike() -> None:
     assert not torch.equal(tables["linear"].cos[0, 0], tables["none"].cos[0, 0])
 
 
-def grid_of(**changes: object) -> Grid:
-    usual = dict(model="nsa", task="needle", rope="none", way="forward", length=64)
+def grid_of(**changes: Any) -> Grid:
+    usual: dict[str, Any] = dict(model="nsa", task="needle", rope="none", way="forward", length=64)
     usual |= dict(depths=[0.0, 1.0], right=[1, 2], asked=[2, 2], seconds=0.5)
     return Grid(**(usual | changes))
 

@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     given = sys.argv[1:] if argv is None else argv
+    args.out = args.out.resolve()  # the trainer runs in another folder
     until = time.monotonic() + args.budget_seconds
     try:
         results = _open(args.out, preset, given, args.commit)

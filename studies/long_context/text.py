@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nsa.data.corpus import read_works
 from nsa.data.documents import read_documents
@@ -17,7 +18,7 @@ from nsa.data.errors import DataError
 from nsa.data.hf_tokenizer import HFTokenizer
 from nsa.data.local import TRAIN, VAL
 from nsa.data.split import is_held_out, split_works
-from studies.long_context.task import Ids
+from nsa.data.tokenizer import Ids
 from studies.long_context.vocabulary import train_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -59,7 +60,7 @@ def hay_path(folder: Path, side: str) -> Path:
     return folder / f"hay-{side}.npy"
 
 
-def read_hay(folder: Path, side: str) -> Ids:
+def read_hay(folder: Path, side: str) -> NDArray[np.int64]:
     """The text of a side."""
     return np.load(hay_path(folder, side), allow_pickle=False).astype(np.int64)
 
