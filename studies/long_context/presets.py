@@ -46,7 +46,7 @@ FULL = Preset(
     spacing=32,
     seq_len=8192,
     batch_size=4,
-    steps=3000,
+    steps=4000,
     settings={
         "model.dim": 384,
         "model.n_layers": 6,

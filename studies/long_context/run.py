@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
                 folder = args.out / attention
                 measured = train_model(attention, preset, text, shards, folder, left_s)
                 results.models[attention] = measured
-        for attention in args.models.split(","):
             with _timed(results, f"ask {attention}", args.out):
                 _ask_all(attention, preset, args.out, text, results, until)
     except OutOfTime:

@@ -23,7 +23,7 @@ from nsa.telemetry.atomic import replacing
 EOS = "<|endoftext|>"
 WORD = re.compile(r" [a-z]{4,}")
 LEAST_KEYS = 16
-NUMBER_WEIGHT = 4000
+NUMBER_WEIGHT = 1500
 """How often every number stands in what the BPE is trained on: each must become a token."""
 PATTERN = r" ?\p{L}+| ?\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
