@@ -30,12 +30,13 @@ from studies.long_context.vocabulary import Words, find_words
 EOS = 0
 WORDS = Words(
     keys=np.arange(100, 140),
-    heads=np.arange(200, 210),
-    tails=np.arange(210, 220),
-    fact=np.array([1, 2]),
-    pass_key=np.array([3, 4]),
-    end=np.array([5]),
-    line=np.array([6]),
+    values=np.arange(200, 220),
+    opening=np.array([1, 2]),
+    owner=np.array([3]),
+    pass_key=np.array([4, 5]),
+    ask=np.array([6, 7]),
+    ask_pass=np.array([6, 8]),
+    end=np.array([9]),
 )
 HAY = np.arange(20, 90)
 VOCAB = 220
@@ -55,37 +56,41 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def places_of(part: Any, ids: list[int]) -> list[int]:
+    """Where these ids stand."""
+    wanted = list(part)
+    return [i for i in range(len(ids)) if ids[i : i + len(wanted)] == wanted]
+
+
 @pytest.mark.parametrize("task", ["needle", "passkey", "multi"])
-def test_answers_stand_in_the_text_behind_what_the_question_repeats(task: str) -> None:
+def test_every_secret_is_hidden_once_and_asked_for_once(task: str) -> None:
     depths = [0.0, 0.3, 1.0] if task == "multi" else [0.3]
     draw = generator_of("test", task)
     secrets = draw_secrets(task, depths, WORDS, draw.permutation(WORDS.keys), draw)
     document = build(120, secrets, HAY, WORDS, draw)
     assert len(document.ids) == 120 and sorted(document.depths) == depths
-    found = [document.ids[at : at + 2].tolist() for at in document.answers]
-    assert sorted(found) == sorted(secret.value.tolist() for secret in secrets)
     ids = document.ids.tolist()
+    assert sorted(ids[at] for at in document.answers) == sorted(s.value for s in secrets)
     for secret in secrets:
-        whole = [*secret.prefix, *secret.value]
-        places = [i for i in range(len(ids)) if ids[i : i + len(whole)] == whole]
-        assert len(places) == 2, "once as a needle, once as a question"
-        assert places[1] + len(secret.prefix) in document.answers
-    assert ids[-1] == WORDS.end[0] and document.answers[-1] == 120 - 3
+        (hidden,) = places_of(secret.needle, ids)
+        (asked,) = places_of([*secret.question, secret.value], ids)
+        assert hidden < asked and asked + len(secret.question) in document.answers
+    assert ids[-1] == WORDS.end[0] and document.answers[-1] == 120 - 2
 
 
 def test_depth_is_the_place_of_the_needle_in_the_text() -> None:
     for depth in (0.0, 0.25, 1.0):
         draw = generator_of("depth", depth)
         (secret,) = secrets = draw_secrets("passkey", [depth], WORDS, WORDS.keys, draw)
-        ids = build(220, secrets, HAY, WORDS, draw).ids
-        text_len = 220 - 5 - 6
-        assert int(np.argmax(ids == secret.prefix[0])) == round(depth * text_len)
+        ids = build(220, secrets, HAY, WORDS, draw).ids.tolist()
+        text_len = 220 - len(secret.needle) - len(secret.question) - 2
+        assert places_of(secret.needle, ids) == [round(depth * text_len)]
 
 
 def test_document_without_room_for_its_needles_is_refused() -> None:
     draw = generator_of("room")
     secrets = draw_secrets("needle", [0.5], WORDS, WORDS.keys, draw)
-    with pytest.raises(ValueError, match="10 tokens have no room for 1 needles.*give 14 tokens"):
+    with pytest.raises(ValueError, match="10 tokens have no room for 1 needles.*give 12 tokens"):
         build(10, secrets, HAY, WORDS, draw)
 
 
@@ -100,9 +105,11 @@ def test_rows_have_their_length_and_no_key_has_two_values() -> None:
         row = make_row(index, TRAIN, mixture, HAY, WORDS, EOS, seed=3)
         assert len(row) == 512 and row[-1] == EOS
         lengths.add(int((row == EOS).sum()))
-        values: dict[int, set[tuple[int, ...]]] = {}
+        values: dict[int, set[int]] = {}
         for place in np.flatnonzero(np.isin(row, WORDS.keys)):
-            values.setdefault(int(row[place]), set()).add(tuple(row[place + 1 : place + 3]))
+            hidden = row[place - 1] == WORDS.owner[0]
+            value = row[place - 2] if hidden else row[place + 1]
+            values.setdefault(int(row[place]), set()).add(int(value))
         assert all(len(found) == 1 for found in values.values())
     assert len(lengths) > 2, "rows of one document, and of several"
     again, other = (
@@ -116,9 +123,9 @@ def test_tokenizer_has_every_number_and_text_comes_back(text: Path) -> None:
     tokenizer = HFTokenizer(text / TOKENIZER)
     words = find_words(tokenizer, TINY.digits, TINY.num_keys)
     assert tokenizer.vocab == TINY.vocab and len(words.keys) == TINY.num_keys
-    needle = [*words.fact, words.keys[0], words.heads[4], words.tails[2], *words.end]
-    written = tokenizer.decode(needle)
-    assert written.startswith(" The secret number of ") and written.endswith(" 42.")
+    needle = [*words.opening, words.values[42], *words.owner, words.keys[0], *words.end]
+    written = tokenizer.decode(int(i) for i in needle)
+    assert written.startswith(" The number 42 for ")
     assert tokenizer.encode(written).tolist() == [int(i) for i in needle]
     assert min(len(read_hay(text, side)) for side in (TRAIN, VAL)) > 1000
 
@@ -132,7 +139,7 @@ def test_shards_are_those_of_the_trainer_and_start_with_documents(
     text: Path, tmp_path: Path
 ) -> None:
     mixture = Mixture(seq_len=96, shortest=48, spacing=32)
-    maker = RowMaker(text=text, mixture=mixture, digits=1, num_keys=64, seed=5)
+    maker = RowMaker(text=text, mixture=mixture, digits=TINY.digits, num_keys=64, seed=5)
     write_shards(tmp_path / "shards", maker, {TRAIN: 7, VAL: 3}, quiet)
     assert verify_shards(tmp_path / "shards") == []
     tokenizer = HFTokenizer(text / TOKENIZER)
@@ -144,7 +151,7 @@ def test_shards_are_those_of_the_trainer_and_start_with_documents(
 
 
 class Oracle(TinyLM):
-    """Knows the answers: it has every token follow the one that followed it first."""
+    """Knows the answers: behind a word that was there before comes the number before it."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB, 16, 1, 2, 1, 8, 8, attention="dense")
@@ -154,8 +161,8 @@ class Oracle(TinyLM):
         for row, line in enumerate(ids.tolist()):
             for place, token in enumerate(line):
                 first = line.index(token)
-                if first < place:
-                    guess[row, place, line[first + 1]] = 1.0
+                if 2 <= first < place:
+                    guess[row, place, line[first - 2]] = 1.0
         return guess
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -187,11 +194,10 @@ def test_decoded_answers_are_those_of_the_forward_pass(attention: str) -> None:
     ids = torch.from_numpy(np.stack([document.ids for document in documents]))
     place = documents[0].answers[0]
     with torch.no_grad():
-        for i in (place, place + 1):
-            ids[:, i] = model(ids[:, :i])[:, -1].argmax(-1)
+        ids[:, place] = model(ids[:, :place])[:, -1].argmax(-1)
         for answer in ANSWERERS.values():
             assert answer(model, ids, documents).all()
-        ids[:, place + 1] = (ids[:, place + 1] + 1) % VOCAB
+        ids[:, place] = (ids[:, place] + 1) % VOCAB
         for answer in ANSWERERS.values():
             assert not answer(model, ids, documents).any()
 

@@ -1,8 +1,8 @@
 """The needle grid: whether a model answers, by length of the context and depth of the needle.
 
-By `forward`, an answer is right where the largest logit is right at both of its tokens, with all
-tokens before them given: one pass over the whole context. By `decode`, the model writes the answer
-itself, through prefill in tiles and decode steps.
+By `forward`, an answer is right where it has the largest logit, with all tokens before it given:
+one pass over the whole context. By `decode`, the question goes through prefill in tiles and its
+last token through a decode step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from nsa.config import ModelConfig
 from nsa.model import TinyLM
 from studies.long_context.results import Grid
 from studies.long_context.task import (
-    ANSWER_TOKENS,
     Document,
     Ids,
     build,
@@ -107,22 +106,16 @@ def ask(model: TinyLM, exam: Exam, name: str, task: str, rope: str, way: str, le
 def _by_forward(model: TinyLM, ids: Tensor, documents: list[Document]) -> Tensor:  # [B, questions]
     hidden = model.hidden(ids[:, :-1])
     places = torch.tensor([document.answers for document in documents], device=ids.device)
-    places = places[..., None] + torch.arange(ANSWER_TOKENS, device=ids.device)  # [B, Q, 2]
-    row = torch.arange(len(documents), device=ids.device)[:, None, None]
-    guessed = model.head(hidden[row, places - 1]).argmax(-1)
-    return (guessed == ids[row, places]).all(-1)
+    row = torch.arange(len(documents), device=ids.device)[:, None]
+    return model.head(hidden[row, places - 1]).argmax(-1) == ids[row, places]
 
 
 def _by_decode(model: TinyLM, ids: Tensor, documents: list[Document]) -> Tensor:  # [B, 1]
-    """The first question alone: the answer to it decides what the next ones follow."""
+    """The first question alone."""
     (place,) = {document.answers[0] for document in documents}
-    cache = model.new_cache(batch=len(documents), max_len=place + ANSWER_TOKENS)
-    token = model.prefill_last(ids[:, :place], cache).argmax(-1)
-    right = token == ids[:, place]
-    for i in range(1, ANSWER_TOKENS):
-        token = model.step(token, cache).argmax(-1)
-        right &= token == ids[:, place + i]
-    return right[:, None]
+    cache = model.new_cache(batch=len(documents), max_len=place)
+    model.prefill_last(ids[:, : place - 1], cache)
+    return (model.step(ids[:, place - 1], cache).argmax(-1) == ids[:, place])[:, None]
 
 
 ANSWERERS = dict(zip(WAYS, (_by_forward, _by_decode), strict=True))

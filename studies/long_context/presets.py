@@ -13,7 +13,7 @@ class Preset:
 
     vocab: int
     digits: int
-    """Digits of each half of a value; all such numbers are tokens."""
+    """Digits of a value; all such numbers are tokens."""
     num_keys: int
     text_chars: int
     """Characters of text to hide needles in."""
@@ -75,7 +75,7 @@ FULL = Preset(
 
 TINY = Preset(
     vocab=1024,
-    digits=1,
+    digits=2,
     num_keys=64,
     text_chars=400_000,
     shortest=48,

@@ -8,9 +8,8 @@ Schema, version 1, one JSON object:
                tokens_per_s, loss, val_loss)
   grids        [{model, task, rope, way, length, depths, right, asked, seconds}, ...]: `right` and
                `asked` have a count for each of `depths` (0 is the start of the text, 1 its end);
-               `rope` is one of none, linear, base; `way` is forward (the largest logit at both
-               tokens of the answer, all tokens before them given) or decode (greedy, through
-               prefill and decode steps)
+               `rope` is one of none, linear, base; `way` is forward (one pass over the context)
+               or decode (prefill in tiles, then a decode step)
   seconds      wall time by part of the study
 """
 

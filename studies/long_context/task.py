@@ -1,8 +1,10 @@
 """Retrieval in a long text: documents with hidden values, and the questions at their ends.
 
-A needle is " The secret number of KEY VALUE." between two tokens of real text; the question repeats
-it up to the key, and the value is the answer. `needle` hides one, `multi` many, asked in another
-order, `passkey` one without a key. Everything is drawn from a seed; every document has exactly the
+A needle is " The number VALUE for KEY." between two tokens of real text; the question, " The number
+for KEY", is a line at the end, and the value is the answer. `needle` hides one, `multi` many, asked
+in another order, `passkey` one without a key. The value stands before its key, so that the key can
+carry it when the question comes to look for the same word: small models learn that much sooner than
+to look for what follows the word. Everything is drawn from a seed; every document has exactly the
 length that it is asked for.
 """
 
@@ -19,7 +21,6 @@ from numpy.typing import NDArray
 from studies.long_context.vocabulary import Words
 
 TASKS = ("needle", "passkey", "multi")
-ANSWER_TOKENS = 2
 Ids = NDArray[np.int64]
 
 
@@ -28,17 +29,18 @@ class Document(NamedTuple):
 
     ids: Ids
     answers: list[int]
-    """Place of the first of the two tokens of each answer."""
+    """Place of each answer, which is one token."""
     depths: list[float]
     """Where the needle of each answer stands: 0 at the start of the text, 1 at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Secret:
-    """What is hidden: a value behind a prefix, which the question repeats."""
+    """What is hidden, and how it is asked for."""
 
-    prefix: Ids
-    value: Ids
+    needle: Ids
+    question: Ids
+    value: int
     depth: float
 
 
@@ -52,25 +54,26 @@ def draw_secrets(
     task: str, depths: Sequence[float], words: Words, keys: Ids, draw: np.random.Generator
 ) -> list[Secret]:
     """One secret for each depth; `keys` are as many ids of keys."""
-    prefixes = [
-        words.pass_key if task == "passkey" else np.append(words.fact, key)
-        for key in keys[: len(depths)]
-    ]
-    heads = draw.choice(words.heads, len(depths), replace=len(depths) > len(words.heads))
-    tails = draw.choice(words.tails, len(depths))
-    values = np.stack([heads, tails], axis=1)
-    return [
-        Secret(prefix=prefix, value=value, depth=depth)
-        for prefix, value, depth in zip(prefixes, values, depths, strict=True)
-    ]
+    num = len(depths)
+    values = draw.choice(words.values, num, replace=num > len(words.values))
+    secrets = []
+    for depth, value, key in zip(depths, values, keys[:num], strict=True):
+        if task == "passkey":
+            owner, question = words.pass_key, words.ask_pass
+        else:
+            owner, question = np.append(words.owner, key), np.append(words.ask, key)
+        needle = np.concatenate([words.opening, [value], owner, words.end])
+        secret = Secret(needle=needle, question=question, value=int(value), depth=depth)
+        secrets.append(secret)
+    return secrets
 
 
 def build(
     length: int, secrets: Sequence[Secret], hay: Ids, words: Words, draw: np.random.Generator
 ) -> Document:
     """Hide the secrets in text from a random place of `hay`, then ask for each in random order."""
-    needles = [np.concatenate([s.prefix, s.value, words.end]) for s in secrets]
-    questions = [np.concatenate([words.line, needle]) for needle in needles]
+    needles = [s.needle for s in secrets]
+    questions = [np.concatenate([s.question, [s.value], words.end]) for s in secrets]
     num_hay = length - sum(map(len, needles)) - sum(map(len, questions))
     if num_hay < len(secrets):
         raise ValueError(
@@ -90,7 +93,7 @@ def build(
     for i in draw.permutation(len(secrets)):
         parts.append(questions[i])
         place += len(questions[i])
-        answers.append(place - len(words.end) - ANSWER_TOKENS)
+        answers.append(place - len(words.end) - 1)
         depths.append(secrets[i].depth)
     return Document(np.concatenate(parts), answers, depths)
 

@@ -1,8 +1,8 @@
 """The tokenizer of the study, and the ids that needles are made of.
 
-A byte-level BPE is trained on the study's own text, with whole numbers of a few digits as single
-tokens: a value is two of them, so that each half of an answer is one decision of the model. Keys
-are the rarest whole words of the vocabulary.
+A byte-level BPE is trained on the study's own text, with all numbers of a few digits as single
+tokens: a value is one of them, so that an answer is one decision of the model. Keys are the rarest
+whole words of the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,20 +25,29 @@ WORD = re.compile(r" [a-z]{4,}")
 LEAST_KEYS = 16
 NUMBER_WEIGHT = 1500
 """How often every number stands in what the BPE is trained on: each must become a token."""
+PHRASES = {
+    "opening": " The number",
+    "owner": " for",
+    "pass_key": " is the pass key",
+    "ask": "\n The number for",
+    "ask_pass": "\n The pass key",
+    "end": ".",
+}
 PATTERN = r" ?\p{L}+| ?\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """Ids by their part in a needle: `fact` or `pass_key`, a key, a value of two halves, `end`."""
+    """Ids by their part in a needle or in a question."""
 
     keys: NDArray[np.int64]  # rarest words first
-    heads: NDArray[np.int64]  # " 000", " 001", ...: first halves of values
-    tails: NDArray[np.int64]  # "000", "001", ...: second halves
-    fact: NDArray[np.int64]  # what comes before a key
-    pass_key: NDArray[np.int64]  # the same, where nothing but one value is hidden
+    values: NDArray[np.int64]  # " 000", " 001", ...
+    opening: NDArray[np.int64]  # of a needle: before its value
+    owner: NDArray[np.int64]  # between value and key
+    pass_key: NDArray[np.int64]  # behind a value that has no key
+    ask: NDArray[np.int64]  # of a question: before its key
+    ask_pass: NDArray[np.int64]  # the same for a value that has no key
     end: NDArray[np.int64]
-    line: NDArray[np.int64]  # a new line, before every question
 
 
 def train_tokenizer(texts: Iterable[str], path: Path, vocab: int, digits: int) -> None:
@@ -69,7 +78,7 @@ def find_words(tokenizer: HFTokenizer, digits: int, num_keys: int) -> Words:
     texts = {id_: tokenizer.decode([id_]) for id_ in range(tokenizer.vocab)}
     ids = {text: id_ for id_, text in reversed(texts.items())}
     numbers = [f"{n:0{digits}d}" for n in range(10**digits)]
-    missing = [n for n in numbers if n not in ids or f" {n}" not in ids]
+    missing = [n for n in numbers if f" {n}" not in ids]
     keys = [id_ for id_ in reversed(texts) if WORD.fullmatch(texts[id_])][:num_keys]
     if missing or len(keys) < LEAST_KEYS:
         raise DataError(
@@ -77,20 +86,17 @@ def find_words(tokenizer: HFTokenizer, digits: int, num_keys: int) -> Words:
             f"and has {len(keys)} words, {LEAST_KEYS} are needed; use a larger vocabulary or more "
             "text"
         )
+    phrases = {name: tokenizer.encode(text).astype(np.int64) for name, text in PHRASES.items()}
     return Words(
         keys=np.array(keys, dtype=np.int64),
-        heads=np.array([ids[f" {n}"] for n in numbers], dtype=np.int64),
-        tails=np.array([ids[n] for n in numbers], dtype=np.int64),
-        fact=tokenizer.encode(" The secret number of").astype(np.int64),
-        pass_key=tokenizer.encode(" The pass key").astype(np.int64),
-        end=tokenizer.encode(".").astype(np.int64),
-        line=tokenizer.encode("\n").astype(np.int64),
+        values=np.array([ids[f" {n}"] for n in numbers], dtype=np.int64),
+        **phrases,
     )
 
 
 def _with_numbers(texts: Iterable[str], digits: int) -> Iterator[str]:
-    """Once with a space and once behind other digits, as in a value."""
+    """A number has a space before it, as in a needle."""
     yield from texts
     for n in range(10**digits):
-        yield f" {n:0{digits}d}{n:0{digits}d}" * NUMBER_WEIGHT
-    yield " The secret number of. The pass key." * NUMBER_WEIGHT
+        yield f" {n:0{digits}d}" * NUMBER_WEIGHT
+    yield "".join(PHRASES.values()) * NUMBER_WEIGHT
