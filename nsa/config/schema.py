@@ -68,7 +68,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     """One matrix for the input embedding and the output head; saves vocab * dim parameters."""
     embed_std: float = 0.02
-    """Initial spread of the embedding; 0.1 to 0.2 lets a small tied model learn to copy sooner."""
+    """Initial spread of the embedding; a tied model of dim 64 learns to copy sooner with 0.2."""
     rope_base: float = 10000.0
     """Base of the RoPE frequencies; larger turns slower, for longer contexts."""
     rope_scale: float = 1.0

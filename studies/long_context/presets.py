@@ -55,7 +55,7 @@ FULL = Preset(
         "model.d_k": 64,
         "model.d_v": 64,
         "model.tie_embeddings": True,
-        "model.embed_std": 0.1,
+        "model.embed_std": 0.04,
         "model.rope_base": 1.0e6,
         "train.lr": 2.0e-3,
         "train.warmup_steps": 200,
