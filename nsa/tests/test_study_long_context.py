@@ -99,7 +99,7 @@ def test_short_text_comes_again() -> None:
 
 
 def test_rows_have_their_length_and_no_key_has_two_values() -> None:
-    mixture = Mixture(seq_len=512, shortest=64, spacing=32)
+    mixture = Mixture(seq_len=512, shortest=64, spacing=16)
     lengths = set()
     for index in range(30):
         row = make_row(index, TRAIN, mixture, HAY, WORDS, EOS, seed=3)

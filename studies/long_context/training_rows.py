@@ -26,8 +26,9 @@ class Mixture:
     """Share of rows that are a single document."""
     single: float = 0.1
     """Share of documents with one needle, and again of those with a pass key; the rest has many."""
-    spacing: int = 32
-    """Tokens of a document for each of its needles."""
+    spacing: int = 16
+    """Tokens of a document for each of its needles; of others it is twice or four times that. Where
+    needles are dense, retrieval is most of what there is to learn, and it forms early."""
 
 
 def make_row(
@@ -45,7 +46,7 @@ def make_row(
             task = "needle"
         elif kind < 2 * mixture.single and not passed:
             task, passed = "passkey", True
-        num = 1 if task != "multi" else min(max(1, length // mixture.spacing), len(keys))
+        num = _draw_num(length, mixture, words, len(keys), draw) if task == "multi" else 1
         depths = draw.random(num).tolist()
         secrets = draw_secrets(task, depths, words, keys, draw) if len(keys) else []
         keys = keys[num:] if task != "passkey" else keys
@@ -56,6 +57,16 @@ def make_row(
         parts.append(np.array([eos]))
         left -= length
     return np.concatenate(parts)
+
+
+def _draw_num(
+    length: int, mixture: Mixture, words: Words, num_keys: int, draw: np.random.Generator
+) -> int:
+    """Needles of a document, at most as many as there are keys and room for."""
+    wanted = length // (mixture.spacing * int(draw.choice([1, 2, 4])))
+    phrases = (words.opening, words.owner, words.end, words.ask, words.end)
+    room = (length - 1) // (sum(map(len, phrases)) + 5)  # twice key and value, and a token of text
+    return max(1, min(wanted, room, num_keys))
 
 
 def _draw_length(left: int, mixture: Mixture, draw: np.random.Generator) -> int:
