@@ -4,8 +4,8 @@ A needle is " The number VALUE for KEY." between two tokens of real text; the qu
 for KEY", is a line at the end, and the value is the answer. `needle` hides one, `multi` many, asked
 in another order, `passkey` one without a key. The value stands before its key, so that the key can
 carry it when the question comes to look for the same word: two layers on random tokens learned that
-much sooner than to look for what follows the word. Everything is drawn from a seed; every document has exactly the
-length that it is asked for.
+much sooner than to look for what follows the word. Everything is drawn from a seed; every document
+has exactly the length that it is asked for.
 """
 
 from __future__ import annotations
