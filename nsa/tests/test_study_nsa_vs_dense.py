@@ -164,6 +164,17 @@ def test_no_arm_is_started_that_does_not_fit_the_budget(place, results, capsys):
     assert read_results(place / "out" / "results.json") == results
 
 
+def test_arms_can_share_a_device_and_have_no_speed_then(place, tmp_path, capsys):
+    arms = ["--arms", "tiny-nsa-s1,tiny-dense-s1", "--steps", "6", "--jobs", "2"]
+    where = ["--data", str(place / "shards"), "--out", str(tmp_path)]
+    assert study.main([*where, "--table", str(place / "arms.toml"), *arms]) == 0
+    said = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(said[:2]) == ["tiny-dense-s1", "tiny-nsa-s1"], "both begin"
+    assert sorted(said[2:]) == ["tiny-dense-s1:", "tiny-nsa-s1:"], "before one ends"
+    for arm in read_results(tmp_path / "results.json")["arms"]:
+        assert arm["tokens_per_s"] is None and arm["steps"] == 6
+
+
 def test_recorded_selection_can_be_benchmarked(place, results):
     ours = results["arms"][1]
     ids, spec = read_selection(place / "out" / ours["selection"]["file"])
@@ -207,7 +218,8 @@ def test_an_arm_that_was_cut_short_goes_on(place, results):
     (arm,) = made.arms
     folder = made.work / arm.name
     where = [*made.where, f"train.out_dir={folder}"]
-    task = Task(arm=arm, where=where, data=made.data, result="x", selection="x", keep_weights=False)
+    files = {"result": "x", "selection": "x"}
+    task = Task(arm=arm, where=where, data=made.data, **files, keep_weights=False, is_alone=True)
     made.work.mkdir(parents=True)
     (made.work / "task.json").write_text(task.to_json())
     child = subprocess.Popen(

@@ -17,7 +17,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
 
@@ -34,6 +34,8 @@ HERE = Path(__file__).resolve().parent
 CHILD = HERE / "train_arm.py"
 STOP_S = 60.0
 """For a process that was asked to stop: it saves a checkpoint first."""
+LOOK_S = 0.2
+"""Between two looks at who has ended."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +47,15 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     return study.run()
+
+
+class Job(NamedTuple):
+    """An arm that is being trained."""
+
+    arm: Arm
+    child: subprocess.Popen[bytes]
+    log: Path
+    start: float
 
 
 class Study:
@@ -60,7 +71,7 @@ class Study:
         self.where, self.data = describe_data(Path(args.data), args.tokenizer_path)
         for arm in self.arms:
             arm.resolve(self.where)
-        self.keep_weights, self.commit = args.keep_weights, args.commit
+        self.keep_weights, self.commit, self.jobs = args.keep_weights, args.commit, args.jobs
         self.deadline = time.monotonic() + (args.budget_seconds or math.inf)
         self.start = time.monotonic()
         price = args.price if args.price is not None else read("NSA_PRICE_PER_H")
@@ -80,27 +91,42 @@ class Study:
             self.failed = {entry["name"]: entry["reason"] for entry in earlier["failed"]}
 
     def run(self) -> int:
-        """Train the arms in turn; results.json is complete after each."""
+        """Train the arms, `jobs` at a time; results.json is complete after each."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for number, arm in enumerate(self.arms, start=1):
-            if self.finished(arm):
+        waiting = [arm for arm in self.arms if not self.finished(arm)]
+        for arm in self.arms:
+            if arm not in waiting:
                 _say(f"{arm.name}: finished before")
-                continue
-            left = self.deadline - time.monotonic()
-            if arm.expected_s > left:
-                rest = ", ".join(a.name for a in self.arms[number - 1 :] if not self.finished(a))
-                _say(f"{left:.0f} s are left, {arm.name} takes about {arm.expected_s:.0f}")
-                _say(f"not started: {rest}; the same command goes on with them")
-                break
-            place = f"{number} of {len(self.arms)}"
-            _say(f"{arm.name} ({place}): {arm.steps} steps, about {arm.expected_s:.0f} s")
-            self.train(arm)
-            self.write()
+        running: list[Job] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.jobs and self.fits(waiting):
+                    running.append(self.begin(waiting.pop(0)))
+                for job in self.wait(running):
+                    running.remove(job)
+                    self.end(job)
+                    self.write()
+        finally:
+            _stop(running)
         return int(any(arm.name in self.failed for arm in self.arms))
 
-    def train(self, arm: Arm) -> None:
-        """One process; what it prints is in <work>/<arm>.log."""
-        start = time.monotonic()
+    def fits(self, waiting: list[Arm]) -> bool:
+        """Whether the next arm can be done within the budget; if not, none is waited for."""
+        left = self.deadline - time.monotonic()
+        takes = waiting[0].expected_s * self.jobs  # who shares a device gets a part of it
+        if takes <= left:
+            return True
+        names = ", ".join(arm.name for arm in waiting)
+        _say(f"{left:.0f} s are left, {waiting[0].name} takes about {takes:.0f}")
+        _say(f"not started: {names}; the same command goes on with them")
+        waiting.clear()
+        return False
+
+    def begin(self, arm: Arm) -> Job:
+        """Start a process; what it prints is in <work>/<arm>.log."""
+        number = self.arms.index(arm) + 1
+        place = f"{number} of {len(self.arms)}"
+        _say(f"{arm.name} ({place}): {arm.steps} steps, about {arm.expected_s:.0f} s")
         self.result_of(arm).unlink(missing_ok=True)  # that of other steps, settings or data
         self.failed.pop(arm.name, None)
         task = Task(
@@ -110,6 +136,7 @@ class Study:
             result=str(self.result_of(arm)),
             selection=str(self.out / f"selection-{arm.name}.npz"),
             keep_weights=self.keep_weights,
+            is_alone=self.jobs == 1,
             commit=self.commit,
         )
         file, log = self.work / f"{arm.name}.task.json", self.work / f"{arm.name}.log"
@@ -121,33 +148,37 @@ class Study:
                 stdout=output,
                 stderr=output,
             )
-            code = self.wait(child)
-        seconds = time.monotonic() - start
+        return Job(arm, child, log, time.monotonic())
+
+    def wait(self, running: list[Job]) -> list[Job]:
+        """Until some have ended, and which; at the end of the budget all are asked to leave."""
+        while running:
+            if ended := [job for job in running if job.child.poll() is not None]:
+                return ended
+            if time.monotonic() > self.deadline:
+                _say("the budget is spent; arms that are running save a checkpoint and stop")
+                _stop(running)
+                return list(running)
+            time.sleep(LOOK_S)
+        return []
+
+    def end(self, job: Job) -> None:
+        """Say what came of a process."""
+        arm, seconds = job.arm, time.monotonic() - job.start
         if self.finished(arm):
             result = read_arm(self.result_of(arm))
-            speed = result["tokens_per_s"] or math.nan
+            speed = result["tokens_per_s"]
             _say(
                 f"{arm.name}: held-out {result['held_out']['loss']:.4f} nats, "
-                f"{speed:,.0f} tokens/s, {result['params']['non_embedding']:,} parameters and "
+                f"{f'{speed:,.0f} tokens/s, ' if speed else ''}"
+                f"{result['params']['non_embedding']:,} parameters and "
                 f"{result['params']['embedding']:,} of the embedding, {seconds:.0f} s"
             )
             return
-        last = "\n".join(log.read_text("utf-8", "replace").strip().splitlines()[-12:])
-        reason = f"exit code {code} after {seconds:.0f} s: {last}"
+        last = "\n".join(job.log.read_text("utf-8", "replace").strip().splitlines()[-12:])
+        reason = f"exit code {job.child.returncode} after {seconds:.0f} s: {last}"
         self.failed[arm.name] = reason
-        _say(f"{arm.name} did not finish; {reason}\n(see {log})")
-
-    def wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Until it ends; at the end of the budget, or of this process, it is asked to leave."""
-        left = self.deadline - time.monotonic()
-        try:
-            return child.wait(None if math.isinf(left) else max(0.0, left))
-        except subprocess.TimeoutExpired:
-            _say("the budget is spent; the arm saves a checkpoint and stops")
-        finally:
-            if child.poll() is None:
-                _stop(child)
-        return child.returncode
+        _say(f"{arm.name} did not finish; {reason}\n(see {job.log})")
 
     def result_of(self, arm: Arm) -> Path:
         """Where the result of an arm is; it outlives the run folder."""
@@ -175,13 +206,18 @@ class Study:
         write_results(self.out / NAME, content)
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()
-    try:
-        child.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+def _stop(jobs: list[Job]) -> None:
+    """Ask all that are running to leave, and make sure that they do."""
+    for job in jobs:
+        if job.child.poll() is None:
+            job.child.terminate()
+    deadline = time.monotonic() + STOP_S
+    for job in jobs:
+        try:
+            job.child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            job.child.kill()
+            job.child.wait()
 
 
 def describe_data(
@@ -219,6 +255,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--budget-seconds", type=_seconds, metavar="N", help="start no arm that would take longer"
+    )
+    parser.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="arms at a time (1); no speed then"
     )
     parser.add_argument("--keep-weights", action="store_true", help="also keep model.pt")
     parser.add_argument("--price", type=float, metavar="P", help="of an hour (NSA_PRICE_PER_H)")

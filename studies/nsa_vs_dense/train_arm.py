@@ -46,6 +46,8 @@ class Task:
     selection: str
     """Files to write."""
     keep_weights: bool
+    is_alone: bool
+    """Whether no other arm shares the device: its speed says something only then."""
     commit: str | None = None
     """What to record where git is not there."""
 
@@ -111,7 +113,7 @@ def _result(task: Task, cfg: Config, model: TinyLM, start: float) -> dict[str, A
         selection, recorded, spec = record_selection(model, data, cfg, runtime)
         write_selection(task.selection, recorded, spec)
         selection["file"] = Path(task.selection).name
-    rate = steps_per_s(folder)
+    rate = steps_per_s(folder) if task.is_alone else None
     return {
         **task.arm.identity(),
         "data": task.data,
