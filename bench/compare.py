@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +18,10 @@ import torch
 from bench.compare_report import Comparison, Result
 from nsa.config import Config
 from nsa.config.env import changed
+from nsa.operate.trainer_command import Nodes, trainer_command
 from nsa.telemetry import read_env, read_heartbeat, read_metrics, write_config
 from nsa.telemetry.heartbeat import BEAT, PROGRESS
 
-TRAINER = Path(__file__).resolve().parents[1] / "scripts" / "train_showcase.py"
 HEARTBEAT = "heartbeat_rank0.jsonl"
 
 
@@ -104,14 +103,11 @@ def compare(cfg: Config, config_path: str, folder: Path, steps: int, warmup: int
 def run_variant(variant: Variant, config_file: Path, folder: Path, steps: int) -> None:
     """Run the trainer's script; what it prints is in <folder>/<name>.log."""
     environ = {"NSA_HEARTBEAT_EVERY": "1", **variant.environ}
-    command = [sys.executable, str(TRAINER)]
-    if variant.ranks > 1:
-        launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={variant.ranks}")
-        command = [sys.executable, "-m", *launcher, str(TRAINER), "--ddp", "1"]
-        if torch.cuda.device_count() < variant.ranks:
-            environ["TORCH_BACKEND"] = "gloo"  # ranks may share a device then
-    command += ["--config", str(config_file), "--steps", str(steps)]
-    command += ["--out-dir", str(folder / variant.name), "--resume", "none", "--allow-long-run"]
+    if variant.ranks > max(1, torch.cuda.device_count()):
+        environ["TORCH_BACKEND"] = "gloo"  # ranks may share a device then
+    arguments = ["--config", str(config_file), "--steps", str(steps)]
+    arguments += ["--out-dir", str(folder / variant.name), "--resume", "none", "--allow-long-run"]
+    command = trainer_command(arguments, ranks=variant.ranks, nodes=Nodes())
     log = folder / f"{variant.name}.log"
     with log.open("wb") as output:
         code = subprocess.run(

@@ -88,8 +88,9 @@ def note_watch(folder: Path | str) -> None:
 
     A folder that takes no file is watched all the same; a line that is lost there says so.
     """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW
     with suppress(OSError):
-        os.close(os.open(Path(folder) / NAME, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
+        os.close(os.open(Path(folder) / NAME, flags, 0o644))
 
 
 def as_line(alarm: Alarm) -> dict[str, Any]:

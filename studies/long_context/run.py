@@ -25,13 +25,14 @@ from bench.train_report import describe_machine, new_result
 from nsa.config import BAD_INPUT, StrictParser
 from nsa.data.hf_tokenizer import HFTokenizer
 from nsa.data.local import TRAIN, VAL
+from nsa.telemetry import MODEL
 from nsa.train.model_file import load_model
 from studies.long_context.evaluate import ROPES, Exam, ask, scale_rope
 from studies.long_context.presets import MODELS, PRESETS, Preset
 from studies.long_context.results import NAME, Results, read_results, write_results
 from studies.long_context.shards import RowMaker, write_shards
 from studies.long_context.text import TOKENIZER, prepare_text, read_hay
-from studies.long_context.train import OutOfTime, train_model
+from studies.long_context.train import OutOfTime, TrainingFailed, train_model
 from studies.long_context.training_rows import Mixture
 from studies.long_context.vocabulary import find_words
 
@@ -72,6 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:  # bad input, by the convention of this package
         print(f"long_context: error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except TrainingFailed as error:
+        print(f"long_context: {error}", file=sys.stderr)
+        return 1
     print(f"finished: {args.out / NAME}", flush=True)
     return 0
 
@@ -155,7 +159,7 @@ def _ask_all(
     attention: str, preset: Preset, out: Path, text: Path, results: Results, until: float
 ) -> None:
     """Every grid of a model that is not there yet."""
-    model, cfg = load_model(out / attention / "model.pt")
+    model, cfg = load_model(out / attention / MODEL)
     on_gpu = torch.cuda.is_available()
     model = model.to("cuda", torch.bfloat16) if on_gpu else model
     tokenizer = HFTokenizer(text / TOKENIZER)

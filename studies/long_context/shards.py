@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nsa.data.durable import DurableFile
 from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.local import TRAIN, VAL, Counts
+from nsa.data.local import VAL, Counts
 from nsa.data.manifest import FILE_NAME, Manifest, Shard, write_manifest
 from nsa.data.tokenizer import id_type
 from studies.long_context.task import Ids
@@ -125,6 +125,3 @@ def _open(maker: RowMaker, side: str) -> None:
 
 def _make_chunk(indices: range) -> Ids:
     return _maker[0].rows(indices)
-
-
-__all__ = ["TRAIN", "VAL", "RowMaker", "write_shards"]

@@ -11,18 +11,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nsa.telemetry.metrics import read_metrics
+from nsa.config.load import REPOSITORY
+from nsa.telemetry import MODEL, read_metrics
+from nsa.telemetry.metrics import NAME as METRICS
 from studies.long_context.presets import Preset
 from studies.long_context.text import TOKENIZER
 
-ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "configs" / "base.yaml"
+BASE = REPOSITORY / "configs" / "base.yaml"
 STOP_S = 60.0
 """Seconds that a trainer has to write its checkpoint."""
 
 
 class OutOfTime(Exception):
     """The budget ended; what was done stays, and the same command goes on from there."""
+
+
+class TrainingFailed(Exception):
+    """The trainer ended with an error, which its own lines tell."""
 
 
 def train_model(
@@ -47,7 +52,7 @@ def train_model(
 
 def is_trained(folder: Path) -> bool:
     """Whether the run of the folder came to its end."""
-    if not (folder / "metrics.json").is_file() or not (folder / "model.pt").is_file():
+    if not (folder / METRICS).is_file() or not (folder / MODEL).is_file():
         return False
     return read_metrics(folder).status == "finished"
 
@@ -72,7 +77,7 @@ def overrides(attention: str, preset: Preset, text: Path, shards: Path, folder: 
 def _run(command: list[str], folder: Path, left_s: float) -> None:
     if left_s <= 0:
         raise OutOfTime
-    process = subprocess.Popen(command, cwd=ROOT)
+    process = subprocess.Popen(command, cwd=REPOSITORY)
     try:
         code = process.wait(timeout=left_s)
     except subprocess.TimeoutExpired:
@@ -90,4 +95,4 @@ def _run(command: list[str], folder: Path, left_s: float) -> None:
         process.wait()
         raise
     if code:
-        raise RuntimeError(f"the trainer ended with code {code}; its lines above say why")
+        raise TrainingFailed(f"the trainer ended with code {code}; its lines above say why")
