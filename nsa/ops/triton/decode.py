@@ -107,6 +107,7 @@ class Decoder:
         self.logits = wide("logits", self.segments + 1, self.per_group, row)
         self.scores = wide("scores", self.segments, self.levels, self.num_blocks)
         self.current = whole("current", self.batch)
+        self.tickets = whole("tickets", self.segments).zero_()
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
         """Blocks that the latest step has read, ascending, then -1."""
 
@@ -118,7 +119,8 @@ class Decoder:
         )  # fmt: skip
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
         self._attend_streams(token, key)
-        self._score(key)
+        if not self.tiles.BY_LAST:
+            self._score(key)
         self._attend_selected(token.q, key)
         if read("NSA_STRICT_ASSERTS") and not torch.cuda.is_current_stream_capturing():
             for i, length in enumerate(self.caches.lengths):
@@ -135,13 +137,13 @@ class Decoder:
             self.memo, ("streams", key), decode.attend_streams,
             (
                 token.q, *news, *made, *buffers, self.logits, self.part, self.part_lse,
-                caches.lengths, self.current, self._table,
+                self.scores, self.tickets, caches.lengths, self.current, self._table,
             ),
             lambda: Launch(
                 (self.first_sel, self.segments),
                 (
-                    self.segments, self.num_groups, self.per_group, self.num_cmp, self.num_parts,
-                    self.cmp_parts, self.max_len, self.window, self.scale * LOG2_E,
+                    self.segments, self.num_blocks, self.num_groups, self.per_group, self.num_cmp,
+                    self.num_parts, self.cmp_parts, self.max_len, self.window, self.scale * LOG2_E,
                     self._table_width, self.logits.stride(1),
                     *(x.stride(i) for x in (token.q, token.k[0], token.v[0]) for i in (0, 2)),
                     *(x.stride(0) for kv in (caches.cmp, caches.sel) for x in kv[:2]),
@@ -151,6 +153,8 @@ class Decoder:
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
                 | {"MADE": token.made is not None}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
+                | {"PARTS": padded(self.cmp_parts), "STRIDES_PAD": self._strides_pad}
+                | {"LEVELS": self.levels, "NB": tiles.BLOCKS, "BY_LAST": tiles.BY_LAST}
                 | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM, "BN": tiles.BN},
                 self._options(tiles.num_warps, tiles.num_stages),
             ),

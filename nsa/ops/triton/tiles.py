@@ -156,7 +156,9 @@ class DecodeTiles(NamedTuple):
     PER_PART: int
     """Selected blocks of a part."""
     BLOCKS: int
-    """Blocks that a program scores."""
+    """Blocks that are scored at a time."""
+    BY_LAST: bool
+    """Who scores: the last part of a segment to end, or a kernel of many programs."""
     num_warps: int
     num_stages: int
     sel_stages: int
@@ -200,6 +202,7 @@ def decode_tiles(
         WIN_PART=max(keys, 64 if few else 128),
         PER_PART=max(1, spec.n_sel // many),
         BLOCKS=32 if few else 64,
+        BY_LAST=not few,
         num_warps=4,
         num_stages=3,
         sel_stages=2,

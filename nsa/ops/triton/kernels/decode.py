@@ -141,17 +141,60 @@ def _store_part(
 
 
 @triton.jit
+def _lse_of_parts(
+    p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Log-sum-exp of each head over the parts of a branch; 0 where nothing was seen."""
+    o_h, o_p = tl.arange(0, BM), tl.arange(0, PARTS)
+    mask = (o_h < G)[:, None] & (o_p < num_parts)[None, :]
+    b_lse = tl.load(p_lse + o_p[None, :] * G + o_h[:, None], mask=mask, other=float("-inf"))
+    top = tl.max(b_lse, axis=1)
+    safe_top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.math.exp2(b_lse - safe_top[:, None]), axis=1)
+    return safe_top + tl.math.log2(tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def _score_tile(
+    p_logits, p_scores, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks from `first` on; pointers are at the segment's rows."""
+    STRIDES: tl.constexpr = L_SEL // STEP
+    OVERLAP: tl.constexpr = L // STEP
+    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
+    o_j = first + tl.arange(0, NB)
+    o_i = o_j[:, None] * STRIDES + o_s[None, :]
+    p = p_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
+    # Rows are long enough for whole tiles: without a mask by token, loads are wide.
+    b_s = tl.load(p, mask=((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :], other=0.0)
+    seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
+    b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
+    b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
+    for level in tl.static_range(LEVELS):
+        # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
+        stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
+        weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
+        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
+        p_row = p_scores + level * NUM_BLOCKS
+        tl.store(p_row + o_j, b_part, mask=o_j < NUM_BLOCKS)
+
+
+@triton.jit
 def attend_streams(
     p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
-    p_logits, p_part, p_part_lse, p_lengths, p_current, p_table,
-    NUM_SEGMENTS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
+    p_logits, p_part, p_part_lse, p_scores, p_tickets, p_lengths, p_current, p_table,
+    NUM_SEGMENTS, NUM_BLOCKS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
     s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
     s_cmp_k, s_cmp_v, s_sel_k, s_sel_v, s_head_cmp, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
-    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
+    BY_LAST: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """A part of the compressed branch, whose logits [segments, G, tokens] are kept, or the window.
 
@@ -159,6 +202,9 @@ def attend_streams(
     key of each is not in the cache yet: whoever needs it takes it from the new token, or makes it
     and stores it; the first part of the window stores the new token. s_cmp_k ... are the strides of
     a page, or of a sequence, and s_head_* its tokens.
+
+    BY_LAST: whichever part of a segment ends last scores its blocks, while the logits are still in
+    the L2 cache. A ticket decides; the scores are the same whoever makes them.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -263,20 +309,19 @@ def attend_streams(
     _put(p_v_win, (i_seg * WIN + t % WIN) * DV, b_v_win, stores, DV, DV_PAD)
     _put(p_k_raw, (i_seg * L + t % L) * DK, b_k_raw, stores, DK, DK_PAD)
     _put(p_v_raw, (i_seg * L + t % L) * DV, b_v_raw, stores, DV, DV_PAD)
-
-
-@triton.jit
-def _lse_of_parts(
-    p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Log-sum-exp of each head over the parts of a branch; 0 where nothing was seen."""
-    o_h, o_p = tl.arange(0, BM), tl.arange(0, PARTS)
-    mask = (o_h < G)[:, None] & (o_p < num_parts)[None, :]
-    b_lse = tl.load(p_lse + o_p[None, :] * G + o_h[:, None], mask=mask, other=float("-inf"))
-    top = tl.max(b_lse, axis=1)
-    safe_top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.math.exp2(b_lse - safe_top[:, None]), axis=1)
-    return safe_top + tl.math.log2(tl.where(total == 0.0, 1.0, total))
+    if BY_LAST:
+        tl.debug_barrier()  # all threads have stored what others may read after the ticket
+        num_parts = tl.cdiv(num_cmp, CMP_PART)
+        num_active = num_parts + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART)
+        if tl.atomic_add(p_tickets + i_seg, 1, sem="acq_rel", scope="gpu") == num_active - 1:
+            tl.store(p_tickets + i_seg, 0)
+            lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
+            for block in range(0, t // L_SEL + 1, NB):
+                _score_tile(
+                    p_logits + i_seg * G * s_logits, p_scores + i_seg * LEVELS * NUM_BLOCKS, lse,
+                    block, num_cmp, G, NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS,
+                    BM, NB,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -299,25 +344,11 @@ def score_blocks(
         return
     num_cmp = tl.minimum(tl.maximum((length - L + STEP) // STEP, 0), NUM_CMP)
     num_parts = tl.cdiv(num_cmp, CMP_PART)
-    STRIDES: tl.constexpr = L_SEL // STEP
-    OVERLAP: tl.constexpr = L // STEP
-    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
-    o_j = first + tl.arange(0, NB)
-    o_i = o_j[:, None] * STRIDES + o_s[None, :]
-    p = p_logits + i_seg * G * s_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
-    # Rows are long enough for whole tiles: without a mask by token, loads are wide.
-    b_s = tl.load(p, mask=((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :], other=0.0)
     lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
-    seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
-    b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
-    b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
-    for level in tl.static_range(LEVELS):
-        # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
-        stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
-        weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
-        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
-        p_row = p_scores + (i_seg * LEVELS + level) * NUM_BLOCKS
-        tl.store(p_row + o_j, b_part, mask=o_j < NUM_BLOCKS)
+    _score_tile(
+        p_logits + i_seg * G * s_logits, p_scores + i_seg * LEVELS * NUM_BLOCKS, lse, first,
+        num_cmp, G, NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
+    )  # fmt: skip
 
 
 @triton.jit
