@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.kernels import decode, token
-from nsa.ops.triton.tiles import decode_tiles, padded, parts_of
+from nsa.ops.triton.kernels import decode, decode_score, token
+from nsa.ops.triton.tiles import Tiles, decode_tiles, padded, parts_of
 from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
 
 SPEC = BlockSpec()
@@ -45,22 +45,24 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     parts = dict(CMP_PART=tiles.CMP_PART, WIN_PART=tiles.WIN_PART)
     num_parts = -(-num_cmp // tiles.CMP_PART)
     last = dict(EARLY=early, UPCAST=False, BM=tiles.BM, BN=tiles.BN)
-    stages = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    stages = Tiles(0, 0, tiles.num_warps, tiles.num_stages, tiles.max_registers).options
+    scores = dict(PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2, NB=tiles.BLOCKS)
+    choice = dict(N_SEL=16, N_SEL_PAD=16)
+    once = dict(BY_LAST=tiles.BY_LAST, CHOOSE_ONCE=tiles.CHOOSE_ONCE, NB_ALL=padded(num_blocks))
     yield (
         decode.attend_streams,
-        dims | blocks | dict(PAGED=paged, MADE=False) | parts | last,
+        dims | blocks | dict(PAGED=paged, MADE=False) | parts | scores | choice | once | last,
         stages,
     )
-    scores = dict(CMP_PART=tiles.CMP_PART, PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2)
     yield (
-        decode.score_blocks,
-        blocks | scores | dict(EARLY=early, BM=tiles.BM, NB=tiles.BLOCKS),
+        decode_score.score_blocks,
+        blocks | scores | dict(CMP_PART=tiles.CMP_PART, EARLY=early, BM=tiles.BM),
         dict(num_warps=4),
     )
-    chosen = dict(N_SEL=16, N_SEL_PAD=16, PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2)
+    each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2, CHOSEN=tiles.CHOOSE_ONCE)
     yield (
         decode.attend_selected,
-        dims | blocks | chosen | dict(NB=padded(num_blocks)) | last,
+        dims | blocks | choice | each | dict(NB=padded(num_blocks)) | last,
         dict(num_warps=tiles.num_warps, num_stages=tiles.sel_stages),
     )
     counts = dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + 24))

@@ -1,4 +1,4 @@
-"""Launching a decode step: one new token per sequence, in four launches.
+"""Launching a decode step: one new token per sequence, in three or four launches.
 
 Nothing is read back to the host and no size depends on data, so that a step can be captured in a
 CUDA graph and replayed while the sequences grow up to the length that their caches were made for.
@@ -17,10 +17,10 @@ from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.attend import KeyValues
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.kernels import decode
+from nsa.ops.triton.kernels import decode, decode_score
 from nsa.ops.triton.problem import LOG2_E
 from nsa.ops.triton.start import INTERPRETED, Launch, Memo, ceil_div, form, start
-from nsa.ops.triton.tiles import DecodeTiles, decode_tiles, padded, parts_of
+from nsa.ops.triton.tiles import DecodeTiles, Tiles, decode_tiles, padded, parts_of
 from nsa.ops.workspace import Workspace
 
 MAX_BLOCKS = 16384
@@ -137,7 +137,8 @@ class Decoder:
             self.memo, ("streams", key), decode.attend_streams,
             (
                 token.q, *news, *made, *buffers, self.logits, self.part, self.part_lse,
-                self.scores, self.tickets, caches.lengths, self.current, self._table,
+                self.scores, self.selection, self.tickets, caches.lengths, self.current,
+                self._table,
             ),
             lambda: Launch(
                 (self.first_sel, self.segments),
@@ -154,16 +155,19 @@ class Decoder:
                 | {"MADE": token.made is not None}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
                 | {"PARTS": padded(self.cmp_parts), "STRIDES_PAD": self._strides_pad}
-                | {"LEVELS": self.levels, "NB": tiles.BLOCKS, "BY_LAST": tiles.BY_LAST}
+                | {"LEVELS": self.levels, "NB": tiles.BLOCKS}
+                | {"N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
+                | {"NB_ALL": padded(self.num_blocks), "BY_LAST": tiles.BY_LAST}
+                | {"CHOOSE_ONCE": self._chooses_once}
                 | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM, "BN": tiles.BN},
-                self._options(tiles.num_warps, tiles.num_stages),
+                self._options(tiles.num_warps, tiles.num_stages, tiles.max_registers),
             ),
         )  # fmt: skip
 
     def _score(self, key: Any) -> None:
         tiles = self.tiles
         start(
-            self.memo, ("score", key), decode.score_blocks,
+            self.memo, ("score", key), decode_score.score_blocks,
             (self.logits, self.part_lse, self.scores, self.caches.lengths),
             lambda: Launch(
                 (ceil_div(self.num_blocks, tiles.BLOCKS), self.segments),
@@ -199,7 +203,8 @@ class Decoder:
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "N_SEL": spec.n_sel}
                 | {"N_SEL_PAD": padded(spec.n_sel)}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
-                | {"LEVELS": self.levels, "NB": padded(self.num_blocks), "EARLY": self.early}
+                | {"LEVELS": self.levels, "NB": padded(self.num_blocks)}
+                | {"CHOSEN": self._chooses_once, "EARLY": self.early}
                 | {"UPCAST": INTERPRETED, "BM": tiles.BM, "BN": min(tiles.BN, padded(spec.l_sel))},
                 self._options(tiles.num_warps, tiles.sel_stages),
             ),
@@ -230,9 +235,17 @@ class Decoder:
         """Whether a kernel can start before the one before it has ended."""
         return not INTERPRETED and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
-    def _options(self, num_warps: int, num_stages: int = 1) -> dict[str, int]:
+    def _options(
+        self, num_warps: int, num_stages: int = 1, max_registers: int = 0
+    ) -> dict[str, int]:
         """As Triton calls them."""
-        return {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": self.early}
+        options = Tiles(0, 0, num_warps, num_stages, max_registers).options
+        return options | {"launch_pdl": self.early}
+
+    @property
+    def _chooses_once(self) -> bool:
+        """Whether the blocks are chosen where they are scored, by the last part of a segment."""
+        return self.tiles.BY_LAST and self.tiles.CHOOSE_ONCE
 
     @property
     def _strides_pad(self) -> int:

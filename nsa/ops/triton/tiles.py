@@ -159,9 +159,13 @@ class DecodeTiles(NamedTuple):
     """Blocks that are scored at a time."""
     BY_LAST: bool
     """Who scores: the last part of a segment to end, or a kernel of many programs."""
+    CHOOSE_ONCE: bool
+    """Who chooses, with BY_LAST: the one who has scored, or every part of the selected branch."""
     num_warps: int
     num_stages: int
     sel_stages: int
+    max_registers: int = 0
+    """Of a thread that attends to a stream; 0: no limit."""
 
 
 DECODE_PROGRAMS = 512
@@ -203,7 +207,9 @@ def decode_tiles(
         PER_PART=max(1, spec.n_sel // many),
         BLOCKS=32 if few else 64,
         BY_LAST=not few,
+        CHOOSE_ONCE=not few,
         num_warps=4,
         num_stages=3,
         sel_stages=2,
+        max_registers=168 if narrow and _wide(d_k, d_v) > 64 and not few else 0,
     )

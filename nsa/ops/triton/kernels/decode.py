@@ -1,4 +1,4 @@
-"""One new token per sequence: append it, attend in all branches, merge; in four launches.
+"""One new token per sequence: append it, attend in all branches, merge; in three or four launches.
 
 Names as in tile.py; a segment is a sequence and a KV head. Where a sequence ends is read on the
 device, so that a captured CUDA graph can be replayed as it grows. Work is split over the keys into
@@ -18,21 +18,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.ops.triton.kernels.score import _chosen
-from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load
+from nsa.ops.triton.kernels.decode_score import _choose, _lse_of_parts, _score_tile
+from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load, _wait
 
 AVERAGED = tl.constexpr(32)
 """Raw tokens that are averaged at a time."""
-
-
-@triton.jit
-def _wait(EARLY: tl.constexpr):
-    """Wait for what earlier kernels wrote; let the next one come and wait in turn."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -141,51 +132,10 @@ def _store_part(
 
 
 @triton.jit
-def _lse_of_parts(
-    p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Log-sum-exp of each head over the parts of a branch; 0 where nothing was seen."""
-    o_h, o_p = tl.arange(0, BM), tl.arange(0, PARTS)
-    mask = (o_h < G)[:, None] & (o_p < num_parts)[None, :]
-    b_lse = tl.load(p_lse + o_p[None, :] * G + o_h[:, None], mask=mask, other=float("-inf"))
-    top = tl.max(b_lse, axis=1)
-    safe_top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.math.exp2(b_lse - safe_top[:, None]), axis=1)
-    return safe_top + tl.math.log2(tl.where(total == 0.0, 1.0, total))
-
-
-@triton.jit
-def _score_tile(
-    p_logits, p_scores, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
-    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
-    LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
-):  # fmt: skip
-    """Parts of the scores of NB blocks from `first` on; pointers are at the segment's rows."""
-    STRIDES: tl.constexpr = L_SEL // STEP
-    OVERLAP: tl.constexpr = L // STEP
-    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
-    o_j = first + tl.arange(0, NB)
-    o_i = o_j[:, None] * STRIDES + o_s[None, :]
-    p = p_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
-    # Rows are long enough for whole tiles: without a mask by token, loads are wide.
-    b_s = tl.load(p, mask=((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :], other=0.0)
-    seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
-    b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
-    b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
-    for level in tl.static_range(LEVELS):
-        # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
-        stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
-        weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
-        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
-        p_row = p_scores + level * NUM_BLOCKS
-        tl.store(p_row + o_j, b_part, mask=o_j < NUM_BLOCKS)
-
-
-@triton.jit
 def attend_streams(
     p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
-    p_logits, p_part, p_part_lse, p_scores, p_tickets, p_lengths, p_current, p_table,
+    p_logits, p_part, p_part_lse, p_scores, p_selection, p_tickets, p_lengths, p_current, p_table,
     NUM_SEGMENTS, NUM_BLOCKS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
     s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
     s_cmp_k, s_cmp_v, s_sel_k, s_sel_v, s_head_cmp, s_head_sel,
@@ -193,8 +143,9 @@ def attend_streams(
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
     PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
-    BY_LAST: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NB_ALL: tl.constexpr,
+    BY_LAST: tl.constexpr, CHOOSE_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A part of the compressed branch, whose logits [segments, G, tokens] are kept, or the window.
 
@@ -204,7 +155,9 @@ def attend_streams(
     a page, or of a sequence, and s_head_* its tokens.
 
     BY_LAST: whichever part of a segment ends last scores its blocks, while the logits are still in
-    the L2 cache. A ticket decides; the scores are the same whoever makes them.
+    the L2 cache, NB at a time. A ticket decides; the scores are the same whoever makes them.
+    CHOOSE_ONCE: it then chooses among them (NB_ALL is a power of two that holds all blocks), so
+    that attend_selected need not.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -316,39 +269,16 @@ def attend_streams(
         if tl.atomic_add(p_tickets + i_seg, 1, sem="acq_rel", scope="gpu") == num_active - 1:
             tl.store(p_tickets + i_seg, 0)
             lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
+            p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
             for block in range(0, t // L_SEL + 1, NB):
                 _score_tile(
-                    p_logits + i_seg * G * s_logits, p_scores + i_seg * LEVELS * NUM_BLOCKS, lse,
-                    block, num_cmp, G, NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS,
-                    BM, NB,
+                    p_logits + i_seg * G * s_logits, p_own, lse, block, num_cmp, G, NUM_BLOCKS,
+                    s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
                 )  # fmt: skip
-
-
-@triton.jit
-def score_blocks(
-    p_logits, p_part_lse, p_scores, p_lengths,
-    Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
-    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
-    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
-    BM: tl.constexpr, NB: tl.constexpr,
-):  # fmt: skip
-    """Parts of the scores of NB blocks: fp32 [segments, LEVELS, NUM_BLOCKS], up to the end alone.
-
-    Level k of block j is what the tokens that start in block j give to block j + k.
-    """
-    i_seg = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * NB
-    _wait(EARLY)
-    length = tl.load(p_lengths + i_seg // Hkv) + 1
-    if first * L_SEL >= length:
-        return
-    num_cmp = tl.minimum(tl.maximum((length - L + STEP) // STEP, 0), NUM_CMP)
-    num_parts = tl.cdiv(num_cmp, CMP_PART)
-    lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
-    _score_tile(
-        p_logits + i_seg * G * s_logits, p_scores + i_seg * LEVELS * NUM_BLOCKS, lse, first,
-        num_cmp, G, NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
-    )  # fmt: skip
+            if CHOOSE_ONCE:
+                tl.debug_barrier()  # the scores are read by other threads than wrote them
+                p_ids = p_selection + i_seg * N_SEL
+                _choose(p_own, p_ids, t // L_SEL, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB_ALL)
 
 
 @triton.jit
@@ -360,11 +290,12 @@ def attend_selected(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    LEVELS: tl.constexpr, NB: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    LEVELS: tl.constexpr, NB: tl.constexpr, CHOSEN: tl.constexpr, EARLY: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """PER_PART of the chosen blocks of a segment. Every part makes the same choice by itself.
+    """PER_PART of the chosen blocks of a segment: CHOSEN by an earlier kernel, or by every part.
 
+    Where every part chooses, each makes the same choice among the NB blocks.
     What was read is counted here, and nowhere else: tokens of the compressed, selected and window
     branch.
     """
@@ -377,31 +308,16 @@ def attend_selected(
         return
     num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
     current = (length - 1) // L_SEL
-    o_j = tl.arange(0, NB)
-    b_scores = tl.zeros([NB], tl.float32)
-    for level in tl.static_range(LEVELS):
-        p_row = p_scores + (i_seg * LEVELS + level) * NUM_BLOCKS - level
-        b_scores += tl.load(p_row + o_j, mask=(o_j >= level) & (o_j <= current), other=0.0)
-    chosen = _chosen(b_scores, o_j, current, N_SEL)
-    num_chosen = tl.sum(chosen, axis=0)
+    num_chosen = tl.minimum(current + 1, N_SEL)
     p_ids = p_selection + i_seg * N_SEL
-    tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
-    if part == 0:
-        o_s = tl.arange(0, N_SEL_PAD)
-        unused = (o_s >= num_chosen) & (o_s < N_SEL)
-        tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
-        num_sel = tl.sum(tl.where(chosen != 0, tl.minimum(length - o_j * L_SEL, L_SEL), 0), axis=0)
-        for branch in tl.static_range(3):
-            if branch == 0:
-                num = num_cmp
-            elif branch == 1:
-                num = num_sel
-            else:
-                num = tl.minimum(length, WIN)
-            at = i_seg * 3 + branch
-            tl.store(p_last_reads + at, num.to(tl.int64))
-            tl.store(p_reads + at, tl.load(p_reads + at) + num)
-    tl.debug_barrier()  # the ids are read by other threads than wrote them
+    if not CHOSEN:
+        p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+        _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
+        tl.debug_barrier()  # the ids are read by other threads than wrote them
+    counts, o_s, o_c = part == 0, tl.arange(0, N_SEL_PAD), tl.arange(0, 4)
+    p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
+    ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
+    b_sums = tl.load(p_sums, mask=m_c, other=0)
     o_n = tl.arange(0, BN)
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -427,6 +343,10 @@ def attend_selected(
         )  # fmt: skip
     part_at = i_seg * NUM_PARTS + FIRST_PART + part
     _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
+    num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
+    num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, tl.minimum(length, WIN)))
+    tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
+    tl.store(p_sums, b_sums + num, mask=m_c)
 
 
 @triton.jit

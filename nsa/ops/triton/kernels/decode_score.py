@@ -1,0 +1,99 @@
+"""Scores of the blocks of a segment from the logits of its compressed branch, and the choice.
+
+Names as in decode.py. Whoever scores may run in the kernel that wrote what it reads, after a
+ticket: such loads pass the L1 cache by, which may hold what lay there before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.kernels.score import _chosen
+from nsa.ops.triton.kernels.tile import _wait
+
+
+@triton.jit
+def _lse_of_parts(p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr):
+    """Log-sum-exp of each head over the parts of a branch; 0 where nothing was seen."""
+    o_h, o_p = tl.arange(0, BM), tl.arange(0, PARTS)
+    mask = (o_h < G)[:, None] & (o_p < num_parts)[None, :]
+    p = p_lse + o_p[None, :] * G + o_h[:, None]
+    b_lse = tl.load(p, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(b_lse, axis=1)
+    safe_top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.math.exp2(b_lse - safe_top[:, None]), axis=1)
+    return safe_top + tl.math.log2(tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def _score_tile(
+    p_logits, p_scores, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks from `first` on; pointers are at the segment's rows."""
+    STRIDES: tl.constexpr = L_SEL // STEP
+    OVERLAP: tl.constexpr = L // STEP
+    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
+    o_j = first + tl.arange(0, NB)
+    o_i = o_j[:, None] * STRIDES + o_s[None, :]
+    p = p_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
+    # Rows are long enough for whole tiles: without a mask by token, loads are wide.
+    mask = ((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :]
+    b_s = tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
+    seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
+    b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
+    b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
+    for level in tl.static_range(LEVELS):
+        # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
+        stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
+        weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
+        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
+        p_row = p_scores + level * NUM_BLOCKS
+        tl.store(p_row + o_j, b_part, mask=o_j < NUM_BLOCKS)
+
+
+@triton.jit
+def _choose(
+    p_scores, p_ids, current, NUM_BLOCKS,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Ids of the blocks that a query in block `current` reads: ascending, then -1."""
+    o_j, o_s = tl.arange(0, NB), tl.arange(0, N_SEL_PAD)
+    b_scores = tl.zeros([NB], tl.float32)
+    for level in tl.static_range(LEVELS):
+        p_row = p_scores + level * NUM_BLOCKS - level
+        mask = (o_j >= level) & (o_j <= current)
+        b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
+    chosen = _chosen(b_scores, o_j, current, N_SEL)
+    tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
+    unused = (o_s > current) & (o_s < N_SEL)
+    tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+
+
+@triton.jit
+def score_blocks(
+    p_logits, p_part_lse, p_scores, p_lengths,
+    Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
+    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks: fp32 [segments, LEVELS, NUM_BLOCKS], up to the end alone.
+
+    Level k of block j is what the tokens that start in block j give to block j + k.
+    """
+    i_seg = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * NB
+    _wait(EARLY)
+    length = tl.load(p_lengths + i_seg // Hkv) + 1
+    if first * L_SEL >= length:
+        return
+    num_cmp = tl.minimum(tl.maximum((length - L + STEP) // STEP, 0), NUM_CMP)
+    num_parts = tl.cdiv(num_cmp, CMP_PART)
+    lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
+    _score_tile(
+        p_logits + i_seg * G * s_logits, p_scores + i_seg * LEVELS * NUM_BLOCKS, lse, first,
+        num_cmp, G, NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
+    )  # fmt: skip
