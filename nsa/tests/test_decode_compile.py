@@ -23,7 +23,7 @@ POINTERS = {
         for new in ("", "_new")
     },
     **dict.fromkeys(("p_k_made", "p_v_made", "p_heads", "p_rotated"), "*bf16"),
-    **dict.fromkeys(("p_logits", "p_part", "p_part_lse", "p_cos", "p_sin"), "*fp32"),
+    **dict.fromkeys(("p_logits", "p_tops", "p_part", "p_part_lse", "p_cos", "p_sin"), "*fp32"),
     **dict.fromkeys(("p_reads", "p_last_reads"), "*i64"),
 }
 """Those whose types are not those of the other kernels."""
@@ -46,7 +46,10 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     num_parts = -(-num_cmp // tiles.CMP_PART)
     last = dict(EARLY=early, UPCAST=False, BM=tiles.BM, BN=tiles.BN)
     stages = Tiles(0, 0, tiles.num_warps, tiles.num_stages, tiles.max_registers).options
-    scores = dict(PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2, NB=tiles.BLOCKS)
+    scores = dict(
+        PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2, NB=tiles.BLOCKS, SUMS=tiles.SUMS
+    )
+    scores |= dict(NB=tiles.BLOCKS)
     choice = dict(N_SEL=16, N_SEL_PAD=16)
     once = dict(BY_LAST=tiles.BY_LAST, CHOOSE_ONCE=tiles.CHOOSE_ONCE, NB_ALL=padded(num_blocks))
     yield (
@@ -56,7 +59,7 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     )
     yield (
         decode_score.score_blocks,
-        blocks | scores | dict(CMP_PART=tiles.CMP_PART, EARLY=early, BM=tiles.BM),
+        blocks | scores | dict(CMP_PART=tiles.CMP_PART, EARLY=early, BM=tiles.BM, BN=tiles.BN),
         dict(num_warps=4),
     )
     each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2, CHOSEN=tiles.CHOOSE_ONCE)

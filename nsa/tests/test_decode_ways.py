@@ -29,12 +29,14 @@ SPECS = {
 }
 LENGTHS = (6, 93, 128, 61)
 """Of four sequences; the third is full."""
-MAX_LEN, HKV, G, D, STEPS = 128, 1, 3, 16, 3
-APART: dict[str, Any] = dict(BY_LAST=False, CHOOSE_ONCE=False)
+MAX_LEN, HKV, G, D, TILE, STEPS = 128, 1, 3, 16, 16, 3
+APART: dict[str, Any] = dict(BY_LAST=False, CHOOSE_ONCE=False, SUMS=False)
 """A kernel scores, every part of the selected branch chooses."""
 WAYS: dict[str, dict[str, Any]] = {
     "last scores": dict(BY_LAST=True),
     "last chooses": dict(BY_LAST=True, CHOOSE_ONCE=True),
+    "sums": dict(SUMS=True),
+    "last chooses by sums": dict(BY_LAST=True, CHOOSE_ONCE=True, SUMS=True),
 }
 
 
@@ -76,13 +78,13 @@ def steps(spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch) -> 
     tiles_of = decode.decode_tiles
 
     def cut(*given: Any, **named: Any):
-        small = dict(BN=16, CMP_PART=16, WIN_PART=16, PER_PART=2, BLOCKS=8)
+        small = dict(BN=TILE, CMP_PART=TILE, WIN_PART=TILE, PER_PART=2, BLOCKS=8)
         return tiles_of(*given, **named)._replace(**(small | APART | way))
 
     with monkeypatch.context() as patch:
         patch.setattr(decode, "decode_tiles", cut)
         decoder = Decoder(caches, spec, MAX_LEN, HKV * G, D**-0.5, Workspace())
-    for x in (decoder.part, decoder.part_lse, decoder.logits, decoder.scores):
+    for x in (decoder.part, decoder.part_lse, decoder.logits, decoder.tops, decoder.scores):
         x.fill_(torch.nan)  # nothing is read that a step has not written
     found = []
     for step in range(STEPS):
@@ -103,6 +105,8 @@ def test_a_step_is_the_same_whoever_scores_and_chooses(name, monkeypatch):
     expected = steps(spec, new_caches(spec), APART, monkeypatch)
     assert expected[-1].tolist() == [min(n + STEPS, MAX_LEN) for n in LENGTHS]
     for way, fields in WAYS.items():
+        if "SUMS" in fields and TILE % (spec.l_sel // spec.d):
+            continue  # tiles do not hold whole blocks
         for paged in (False, True):
             caches = in_pages(new_caches(spec), spec) if paged else new_caches(spec)
             found = steps(spec, caches, fields, monkeypatch)

@@ -6,7 +6,7 @@ CUDA graph and replayed while the sequences grow up to the length that their cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -99,17 +99,27 @@ class Decoder:
 
         rows = (self.segments, self.num_parts, self.per_group)
         self.part, self.part_lse = wide("part", *rows, self.d_v), wide("part_lse", *rows)
-        # Rows hold whole tiles of all who write or read them; one more is written, and never read.
-        tiles, strides = self.tiles, self.spec.l_sel // self.spec.d
-        scored = ceil_div(self.num_blocks, tiles.BLOCKS) * tiles.BLOCKS * strides
-        parts = self.cmp_parts * tiles.CMP_PART, (self.first_sel - self.cmp_parts) * tiles.WIN_PART
-        row = ceil_div(max(scored, *parts), LOGITS_STEP) * LOGITS_STEP
-        self.logits = wide("logits", self.segments + 1, self.per_group, row)
+        self.logits, self.tops = self._score_buffers(wide)
         self.scores = wide("scores", self.segments, self.levels, self.num_blocks)
         self.current = whole("current", self.batch)
         self.tickets = whole("tickets", self.segments).zero_()
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
         """Blocks that the latest step has read, ascending, then -1."""
+
+    def _score_buffers(self, wide: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits, or sums by block and the tops of their tiles; kernels/decode_score.py."""
+        tiles, strides = self.tiles, self.spec.l_sel // self.spec.d
+        if tiles.SUMS:
+            assert tiles.BN % strides == 0 and tiles.BLOCKS * strides % tiles.BN == 0, tiles
+            size = self.segments, ceil_div(self.num_cmp, tiles.BN), self.levels, self.per_group
+            tops = wide("tops", *size[:2], self.per_group)
+            return wide("sums", *size, tiles.BN // strides), tops
+        # Rows hold whole tiles of all who write or read them; one more is written, and never read.
+        scored = ceil_div(self.num_blocks, tiles.BLOCKS) * tiles.BLOCKS * strides
+        parts = self.cmp_parts * tiles.CMP_PART, (self.first_sel - self.cmp_parts) * tiles.WIN_PART
+        row = ceil_div(max(scored, *parts), LOGITS_STEP) * LOGITS_STEP
+        logits = wide("logits", self.segments + 1, self.per_group, row)
+        return logits, logits  # nobody reads tops
 
     def step(self, token: Token, *, advance: bool = True) -> Tensor:  # [B, 1, Hq, Dv]
         """Append the token of every sequence and attend; `advance`: it then counts as theirs."""
@@ -136,9 +146,9 @@ class Decoder:
         start(
             self.memo, ("streams", key), decode.attend_streams,
             (
-                token.q, *news, *made, *buffers, self.logits, self.part, self.part_lse,
-                self.scores, self.selection, self.tickets, caches.lengths, self.current,
-                self._table,
+                token.q, *news, *made, *buffers, self.logits, self.tops, self.part,
+                self.part_lse, self.scores, self.selection, self.tickets, caches.lengths,
+                self.current, self._table,
             ),
             lambda: Launch(
                 (self.first_sel, self.segments),
@@ -158,7 +168,7 @@ class Decoder:
                 | {"LEVELS": self.levels, "NB": tiles.BLOCKS}
                 | {"N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
                 | {"NB_ALL": padded(self.num_blocks), "BY_LAST": tiles.BY_LAST}
-                | {"CHOOSE_ONCE": self._chooses_once}
+                | {"SUMS": tiles.SUMS, "CHOOSE_ONCE": self._chooses_once}
                 | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM, "BN": tiles.BN},
                 self._options(tiles.num_warps, tiles.num_stages, tiles.max_registers),
             ),
@@ -168,7 +178,7 @@ class Decoder:
         tiles = self.tiles
         start(
             self.memo, ("score", key), decode_score.score_blocks,
-            (self.logits, self.part_lse, self.scores, self.caches.lengths),
+            (self.logits, self.tops, self.part_lse, self.scores, self.caches.lengths),
             lambda: Launch(
                 (ceil_div(self.num_blocks, tiles.BLOCKS), self.segments),
                 (
@@ -177,8 +187,8 @@ class Decoder:
                 ),
                 {"L": self.spec.l, "STEP": self.spec.d, "L_SEL": self.spec.l_sel}
                 | {"CMP_PART": tiles.CMP_PART, "PARTS": padded(self.cmp_parts)}
-                | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "EARLY": self.early}
-                | {"BM": tiles.BM, "NB": tiles.BLOCKS},
+                | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "SUMS": tiles.SUMS}
+                | {"EARLY": self.early, "BM": tiles.BM, "BN": tiles.BN, "NB": tiles.BLOCKS},
                 self._options(4),
             ),
         )  # fmt: skip

@@ -161,6 +161,8 @@ class DecodeTiles(NamedTuple):
     """Who scores: the last part of a segment to end, or a kernel of many programs."""
     CHOOSE_ONCE: bool
     """Who chooses, with BY_LAST: the one who has scored, or every part of the selected branch."""
+    SUMS: bool
+    """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
     num_warps: int
     num_stages: int
     sel_stages: int
@@ -170,6 +172,10 @@ class DecodeTiles(NamedTuple):
 
 DECODE_PROGRAMS = 512
 """Programs that fill a GPU: splits over the keys stop there."""
+SUMS_AT_A_TIME = 4096
+"""Heads times blocks whose sums a program loads at a time: as many as cost it no registers."""
+MAX_CHOSEN_FROM = 4096
+"""Blocks among which a program can choose that attends to a stream: more spill its registers."""
 MAX_CMP_PARTS = 128
 """Parts whose log-sum-exp a program can hold at a time."""
 
@@ -199,17 +205,22 @@ def decode_tiles(
     least = 1 << (max(num_cmp - 1, 1) // MAX_CMP_PARTS).bit_length()
     many = max(DECODE_PROGRAMS // segments, 1)
     few = segments < 64
+    rows = padded(per_group)
+    strides = spec.l_sel // spec.d
+    sums = not few and keys % strides == 0
+    limit = 128 if _wide(d_k, d_v) <= 64 else 168
     return DecodeTiles(
-        BM=padded(per_group),
+        BM=rows,
         BN=keys,
         CMP_PART=max(part(num_cmp, 512), 128 if num_cmp > 1024 else keys, least),
         WIN_PART=max(keys, 64 if few else 128),
         PER_PART=max(1, spec.n_sel // many),
-        BLOCKS=32 if few else 64,
+        BLOCKS=32 if few else max(SUMS_AT_A_TIME // rows, 64) if sums else 64,
         BY_LAST=not few,
-        CHOOSE_ONCE=not few,
+        CHOOSE_ONCE=not few and num_cmp // strides <= MAX_CHOSEN_FROM,
+        SUMS=sums,
         num_warps=4,
         num_stages=3,
         sel_stages=2,
-        max_registers=168 if narrow and _wide(d_k, d_v) > 64 and not few else 0,
+        max_registers=limit if narrow and rows == 16 and not few else 0,
     )

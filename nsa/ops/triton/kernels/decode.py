@@ -19,7 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.kernels.decode_score import _choose, _lse_of_parts, _score_tile
+from nsa.ops.triton.kernels.decode_score import (
+    _choose,
+    _lse_of_parts,
+    _score_tile,
+    _store_sums,
+)
 from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load, _wait
 
 AVERAGED = tl.constexpr(32)
@@ -96,7 +101,10 @@ def _tile(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys in the running softmax; also its scaled logits [BM, BN]."""
+    """One tile of keys in the running softmax; also its scaled logits [BM, BN], and exp2 of them.
+
+    The latter over the running maximum, which is returned.
+    """
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
     b_k = _stream(p_k + base_k[:, None] + o_dk[None, :], m_k, o_dk, DK, DK1)
     b_s = _dot(b_q, tl.trans(b_k), UPCAST)
@@ -112,7 +120,7 @@ def _tile(
     shrink = tl.math.exp2(top - safe_top)
     total = total * shrink + tl.sum(b_p, axis=1)
     b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
-    return b_out, new_top, total, b_s
+    return b_out, new_top, total, b_s, b_p
 
 
 @triton.jit
@@ -135,7 +143,8 @@ def _store_part(
 def attend_streams(
     p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
-    p_logits, p_part, p_part_lse, p_scores, p_selection, p_tickets, p_lengths, p_current, p_table,
+    p_logits, p_tops, p_part, p_part_lse, p_scores, p_selection, p_tickets, p_lengths, p_current,
+    p_table,
     NUM_SEGMENTS, NUM_BLOCKS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
     s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
     s_cmp_k, s_cmp_v, s_sel_k, s_sel_v, s_head_cmp, s_head_sel,
@@ -144,10 +153,12 @@ def attend_streams(
     PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
     PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NB_ALL: tl.constexpr,
-    BY_LAST: tl.constexpr, CHOOSE_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    SUMS: tl.constexpr, BY_LAST: tl.constexpr, CHOOSE_ONCE: tl.constexpr, EARLY: tl.constexpr,
     UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A part of the compressed branch, whose logits [segments, G, tokens] are kept, or the window.
+
+    SUMS: instead of the logits their sums by block are kept (_store_sums).
 
     One query sees every key of both: neither needs an order or a mask, only its count. The newest
     key of each is not in the cache yet: whoever needs it takes it from the new token, or makes it
@@ -246,13 +257,20 @@ def attend_streams(
             base_k, base_v = page * s_cmp_k + row * DK, page * s_cmp_v + row * DV
         else:
             base_k, base_v = o_k * DK, o_k * DV
-        b_out, top, total, b_s = _tile(
+        b_out, top, total, b_s, b_p = _tile(
             b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip
-        b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s)
-        p_rows = p_logits + i_row[:, None] * s_logits + o_k[None, :]
-        tl.store(p_rows, b_s, mask=m_h[:, None])
+        if SUMS:
+            b_p = tl.where((o_k == newest)[None, :], tl.math.exp2(logit - top)[:, None], b_p)
+            tile = i_seg * tl.cdiv(NUM_CMP, BN) + k0 // BN
+            _store_sums(
+                p_logits, p_tops, b_p, top, tile, m_h & is_cmp, G, L, STEP, L_SEL, LEVELS, BM, BN
+            )
+        else:
+            b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s)
+            p_rows = p_logits + i_row[:, None] * s_logits + o_k[None, :]
+            tl.store(p_rows, b_s, mask=m_h[:, None])
     _store_part(p_part, p_part_lse, b_out, top, total, i_seg * NUM_PARTS + part, G, DV, DV_PAD, BM)
     at = _base(p_table, i_b, t, s_sel_k, s_table, DK, L_SEL if PAGED else 0)
     _put(p_k_sel, at + i_g * s_head_sel * DK, b_k_sel, stores, DK, DK_PAD)
@@ -269,15 +287,15 @@ def attend_streams(
         if tl.atomic_add(p_tickets + i_seg, 1, sem="acq_rel", scope="gpu") == num_active - 1:
             tl.store(p_tickets + i_seg, 0)
             lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
-            p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
             for block in range(0, t // L_SEL + 1, NB):
                 _score_tile(
-                    p_logits + i_seg * G * s_logits, p_own, lse, block, num_cmp, G, NUM_BLOCKS,
-                    s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
+                    p_logits, p_tops, p_scores, lse, i_seg, block, num_cmp,
+                    G, NUM_CMP, NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS,
+                    BM, BN, NB,
                 )  # fmt: skip
             if CHOOSE_ONCE:
                 tl.debug_barrier()  # the scores are read by other threads than wrote them
-                p_ids = p_selection + i_seg * N_SEL
+                p_own, p_ids = p_scores + i_seg * LEVELS * NUM_BLOCKS, p_selection + i_seg * N_SEL
                 _choose(p_own, p_ids, t // L_SEL, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB_ALL)
 
 
@@ -337,7 +355,7 @@ def attend_selected(
         o_safe = tl.minimum(o_k, length - 1)
         base_k = _base(p_table, i_b, o_safe, s_sel_k, s_table, DK, PER_PAGE)
         base_v = _base(p_table, i_b, o_safe, s_sel_v, s_table, DV, PER_PAGE)
-        b_out, top, total, _ = _tile(
+        b_out, top, total, _, _ = _tile(
             b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip

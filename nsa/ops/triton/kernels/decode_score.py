@@ -1,4 +1,9 @@
-"""Scores of the blocks of a segment from the logits of its compressed branch, and the choice.
+"""Scores of the blocks of a segment from its compressed branch, and the choice.
+
+They are made from logits [segments, G, tokens] or, where tiles of BN tokens hold whole blocks, from
+sums: of exp2(logit - top) over the tokens of a block by level, fp32 [segments, tiles, LEVELS, G,
+blocks of a tile], with the top of each tile, [segments, tiles, G]. Level k of block j is what the
+tokens that start in block j give to block j + k.
 
 Names as in decode.py. Whoever scores may run in the kernel that wrote what it reads, after a
 ticket: such loads pass the L1 cache by, which may hold what lay there before.
@@ -27,14 +32,67 @@ def _lse_of_parts(p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _score_tile(
+def _weights_of(o_s, level, STRIDES: tl.constexpr, OVERLAP: tl.constexpr):
+    """How often token s of a block counts at a level.
+
+    It lies in the strides s .. s + OVERLAP - 1 after the block's start.
+    """
+    stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
+    return tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
+
+
+@triton.jit
+def _store_sums(
+    p_sums, p_tops, b_p, top, tile, m_h, G,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, LEVELS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Sums of one tile of exp2(logit - top) [BM, BN], where m_h; 0 stands for what is not seen."""
+    STRIDES: tl.constexpr = L_SEL // STEP
+    BLOCKS: tl.constexpr = BN // STRIDES
+    o_h, o_c, o_s = tl.arange(0, BM), tl.arange(0, BLOCKS), tl.arange(0, STRIDES)
+    b_tokens = tl.reshape(b_p, [BM, BLOCKS, STRIDES])
+    for level in tl.static_range(LEVELS):
+        weight = _weights_of(o_s, level, STRIDES, L // STEP)
+        b_sum = tl.sum(b_tokens * weight[None, None, :], axis=2)
+        rows = (tile * LEVELS + level) * G + o_h
+        tl.store(p_sums + rows[:, None] * BLOCKS + o_c[None, :], b_sum, mask=m_h[:, None])
+    tl.store(p_tops + tile * G + o_h, top, mask=m_h)
+
+
+@triton.jit
+def _score_sums(
+    p_sums, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS,
+    L_SEL: tl.constexpr, STEP: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks from `first` on, from the sums of whole tiles."""
+    BLOCKS: tl.constexpr = BN // (L_SEL // STEP)
+    TILES: tl.constexpr = NB // BLOCKS
+    o_h, o_c = tl.arange(0, BM), tl.arange(0, BLOCKS)
+    o_tile = first // BLOCKS + tl.arange(0, TILES)
+    tile = i_seg * tl.cdiv(NUM_CMP, BN) + o_tile
+    mask = (o_tile * BN < num_cmp)[:, None] & (o_h < G)[None, :]
+    p = p_tops + tile[:, None] * G + o_h[None, :]
+    b_top = tl.load(p, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    factor = tl.math.exp2(b_top - lse[None, :])  # [TILES, BM]
+    o_j = o_tile[:, None] * BLOCKS + o_c[None, :]
+    for level in tl.static_range(LEVELS):
+        rows = ((tile * LEVELS + level) * G)[:, None] + o_h[None, :]
+        p = p_sums + rows[:, :, None] * BLOCKS + o_c[None, None, :]
+        b_sum = tl.load(p, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
+        b_part = tl.sum(b_sum * factor[:, :, None], axis=1)
+        tl.store(p_scores + level * NUM_BLOCKS + o_j, b_part, mask=o_j < NUM_BLOCKS)
+
+
+@triton.jit
+def _score_logits(
     p_logits, p_scores, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
     LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Parts of the scores of NB blocks from `first` on; pointers are at the segment's rows."""
     STRIDES: tl.constexpr = L_SEL // STEP
-    OVERLAP: tl.constexpr = L // STEP
     o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
     o_j = first + tl.arange(0, NB)
     o_i = o_j[:, None] * STRIDES + o_s[None, :]
@@ -46,12 +104,30 @@ def _score_tile(
     b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
     b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
     for level in tl.static_range(LEVELS):
-        # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
-        stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
-        weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
+        weight = _weights_of(o_s, level, STRIDES, L // STEP)
         b_part = tl.sum(b_tokens * weight[None, :], axis=1)
-        p_row = p_scores + level * NUM_BLOCKS
-        tl.store(p_row + o_j, b_part, mask=o_j < NUM_BLOCKS)
+        tl.store(p_scores + level * NUM_BLOCKS + o_j, b_part, mask=o_j < NUM_BLOCKS)
+
+
+@triton.jit
+def _score_tile(
+    p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks of a segment; SUMS: p_logits are sums."""
+    p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+    if SUMS:
+        _score_sums(
+            p_logits, p_tops, p_own, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS,
+            L_SEL, STEP, LEVELS, BM, BN, NB,
+        )  # fmt: skip
+    else:
+        _score_logits(
+            p_logits + i_seg * G * s_logits, p_own, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
+            L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -74,16 +150,13 @@ def _choose(
 
 @triton.jit
 def score_blocks(
-    p_logits, p_part_lse, p_scores, p_lengths,
+    p_logits, p_tops, p_part_lse, p_scores, p_lengths,
     Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
-    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
-    BM: tl.constexpr, NB: tl.constexpr,
+    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, SUMS: tl.constexpr,
+    EARLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the scores of NB blocks: fp32 [segments, LEVELS, NUM_BLOCKS], up to the end alone.
-
-    Level k of block j is what the tokens that start in block j give to block j + k.
-    """
+    """Parts of the scores of NB blocks up to the end: fp32 [segments, LEVELS, NUM_BLOCKS]."""
     i_seg = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * NB
     _wait(EARLY)
@@ -94,6 +167,6 @@ def score_blocks(
     num_parts = tl.cdiv(num_cmp, CMP_PART)
     lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
     _score_tile(
-        p_logits + i_seg * G * s_logits, p_scores + i_seg * LEVELS * NUM_BLOCKS, lse, first,
-        num_cmp, G, NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
+        p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS, s_logits,
+        L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS, BM, BN, NB,
     )  # fmt: skip
