@@ -46,10 +46,8 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     num_parts = -(-num_cmp // tiles.CMP_PART)
     last = dict(EARLY=early, UPCAST=False, BM=tiles.BM, BN=tiles.BN)
     stages = Tiles(0, 0, tiles.num_warps, tiles.num_stages, tiles.max_registers).options
-    scores = dict(
-        PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2, NB=tiles.BLOCKS, SUMS=tiles.SUMS
-    )
-    scores |= dict(NB=tiles.BLOCKS)
+    scores = dict(PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2)
+    scores |= dict(NB=tiles.BLOCKS, SUMS=tiles.SUMS)
     choice = dict(N_SEL=16, N_SEL_PAD=16)
     once = dict(BY_LAST=tiles.BY_LAST, CHOOSE_ONCE=tiles.CHOOSE_ONCE, NB_ALL=padded(num_blocks))
     yield (
@@ -62,7 +60,8 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         blocks | scores | dict(CMP_PART=tiles.CMP_PART, EARLY=early, BM=tiles.BM, BN=tiles.BN),
         dict(num_warps=4),
     )
-    each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2, CHOSEN=tiles.CHOOSE_ONCE)
+    each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2)
+    each |= dict(CHOSEN=tiles.CHOOSE_ONCE, AHEAD=tiles.AHEAD)
     yield (
         decode.attend_selected,
         dims | blocks | choice | each | dict(NB=padded(num_blocks)) | last,
@@ -75,7 +74,7 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         | blocks
         | counts
         | parts
-        | dict(EARLY=early, ADVANCE=True),
+        | dict(HEADS=tiles.MERGED, AHEAD=tiles.AHEAD, EARLY=early, ADVANCE=True),
         dict(num_warps=8),
     )
 

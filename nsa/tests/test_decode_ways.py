@@ -30,13 +30,15 @@ SPECS = {
 LENGTHS = (6, 93, 128, 61)
 """Of four sequences; the third is full."""
 MAX_LEN, HKV, G, D, TILE, STEPS = 128, 1, 3, 16, 16, 3
-APART: dict[str, Any] = dict(BY_LAST=False, CHOOSE_ONCE=False, SUMS=False)
+MERGED = 2
+"""Heads of a program, the same for all: another number may add the parts in another order."""
+APART: dict[str, Any] = dict(BY_LAST=False, CHOOSE_ONCE=False, SUMS=False, AHEAD=False)
 """A kernel scores, every part of the selected branch chooses."""
 WAYS: dict[str, dict[str, Any]] = {
     "last scores": dict(BY_LAST=True),
     "last chooses": dict(BY_LAST=True, CHOOSE_ONCE=True),
     "sums": dict(SUMS=True),
-    "last chooses by sums": dict(BY_LAST=True, CHOOSE_ONCE=True, SUMS=True),
+    "all": dict(BY_LAST=True, CHOOSE_ONCE=True, SUMS=True, AHEAD=True),
 }
 
 
@@ -78,7 +80,7 @@ def steps(spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch) -> 
     tiles_of = decode.decode_tiles
 
     def cut(*given: Any, **named: Any):
-        small = dict(BN=TILE, CMP_PART=TILE, WIN_PART=TILE, PER_PART=2, BLOCKS=8)
+        small = dict(BN=TILE, CMP_PART=TILE, WIN_PART=TILE, PER_PART=2, BLOCKS=8, MERGED=MERGED)
         return tiles_of(*given, **named)._replace(**(small | APART | way))
 
     with monkeypatch.context() as patch:

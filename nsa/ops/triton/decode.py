@@ -214,7 +214,7 @@ class Decoder:
                 | {"N_SEL_PAD": padded(spec.n_sel)}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"LEVELS": self.levels, "NB": padded(self.num_blocks)}
-                | {"CHOSEN": self._chooses_once, "EARLY": self.early}
+                | {"CHOSEN": self._chooses_once, "AHEAD": tiles.AHEAD, "EARLY": self.early}
                 | {"UPCAST": INTERPRETED, "BM": tiles.BM, "BN": min(tiles.BN, padded(spec.l_sel))},
                 self._options(tiles.num_warps, tiles.sel_stages),
             ),
@@ -222,11 +222,12 @@ class Decoder:
 
     def _merge(self, gates: Tensor, out: Tensor, key: Any, advance: bool) -> None:
         tiles, spec = self.tiles, self.spec
+        size = padded(self.num_parts) * padded(self.d_v) * tiles.MERGED
         start(
             self.memo, ("merge", key, advance), decode.merge_parts,
             (self.part, self.part_lse, gates, out, self.caches.lengths, self.current),
             lambda: Launch(
-                (self.per_group, self.segments),
+                (ceil_div(self.per_group, tiles.MERGED), self.segments),
                 (
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
                     self.first_sel, self.num_cmp, self.max_len, self.window,
@@ -235,8 +236,9 @@ class Decoder:
                 {"DV": self.d_v, "DV_PAD": padded(self.d_v), "L": spec.l, "STEP": spec.d}
                 | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "PER_PART": tiles.PER_PART}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
-                | {"PARTS": padded(self.num_parts), "EARLY": self.early, "ADVANCE": advance},
-                self._options(min(8, max(1, padded(self.num_parts) * padded(self.d_v) // 512))),
+                | {"PARTS": padded(self.num_parts), "HEADS": tiles.MERGED, "AHEAD": tiles.AHEAD}
+                | {"EARLY": self.early, "ADVANCE": advance},
+                self._options(min(8, max(1, size // 512))),
             ),
         )  # fmt: skip
 

@@ -163,6 +163,10 @@ class DecodeTiles(NamedTuple):
     """Who chooses, with BY_LAST: the one who has scored, or every part of the selected branch."""
     SUMS: bool
     """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
+    AHEAD: bool
+    """Whether kernels take what is there already before they wait for the kernel before them."""
+    MERGED: int
+    """Heads whose parts a program merges, a power of two."""
     num_warps: int
     num_stages: int
     sel_stages: int
@@ -219,6 +223,8 @@ def decode_tiles(
         BY_LAST=not few,
         CHOOSE_ONCE=not few and num_cmp // strides <= MAX_CHOSEN_FROM,
         SUMS=sums,
+        AHEAD=not few,
+        MERGED=1 if few else 4,
         num_warps=4,
         num_stages=3,
         sel_stages=2,

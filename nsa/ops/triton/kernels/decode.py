@@ -11,7 +11,9 @@ compressed cache are [pages, Hkv, tokens of a page, D], and the table [B, pages 
 which page holds each block.
 
 EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
-where it begins to read them.
+where it begins to read them. By then that one has itself waited, in all of its programs: what lies
+further back is there already, and AHEAD takes it before the wait. Every program waits, also one
+that has nothing to do.
 """
 
 from __future__ import annotations
@@ -308,8 +310,8 @@ def attend_selected(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    LEVELS: tl.constexpr, NB: tl.constexpr, CHOSEN: tl.constexpr, EARLY: tl.constexpr,
-    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LEVELS: tl.constexpr, NB: tl.constexpr, CHOSEN: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """PER_PART of the chosen blocks of a segment: CHOSEN by an earlier kernel, or by every part.
 
@@ -320,8 +322,15 @@ def attend_selected(
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     part = tl.program_id(0)
-    _wait(EARLY)
+    if not AHEAD:
+        _wait(EARLY)
     length = tl.load(p_lengths + i_b) + 1
+    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
+    b_q2 = b_q
+    if DK2 > 0:
+        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    if AHEAD:
+        _wait(EARLY)
     if length > MAX_LEN:
         return
     num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
@@ -340,10 +349,6 @@ def attend_selected(
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     b_out = tl.zeros([BM, DV_PAD], tl.float32)
-    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
-    b_q2 = b_q
-    if DK2 > 0:
-        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
     p_k += i_g * s_head_sel * DK
     p_v += i_g * s_head_sel * DV
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
@@ -368,13 +373,26 @@ def attend_selected(
 
 
 @triton.jit
-def _weights(lse, gate, mine):
-    """Of the parts of one branch in the gated sum; all 0 where it saw nothing."""
-    lse = tl.where(mine, lse, float("-inf"))
+def _parts(p_part, p_part_lse, rows, m_rows, DV: tl.constexpr, DV_PAD: tl.constexpr):
+    """Outputs [PARTS, HEADS, DV_PAD] and log-sum-exps of some parts; 0 and -inf for others."""
+    o_dv = tl.arange(0, DV_PAD)
+    p, mask = p_part + rows[:, :, None] * DV + o_dv[None, None, :], m_rows[:, :, None]
+    if DV < DV_PAD:
+        mask = mask & (o_dv < DV)[None, None, :]
+    b_parts = tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
+    lse = tl.load(p_part_lse + rows, mask=m_rows, other=float("-inf"), cache_modifier=".cg")
+    return b_parts, lse
+
+
+@triton.jit
+def _weights(lse, p_gate, m_h, mine):
+    """Of the parts of one branch in the gated sum [PARTS, HEADS]; all 0 where it saw nothing."""
+    gate = tl.load(p_gate, mask=m_h, other=0.0).to(tl.float32)
+    lse = tl.where(mine[:, None], lse, float("-inf"))
     top = tl.max(lse, axis=0)
-    weight = tl.math.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    weight = tl.math.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[None, :])
     total = tl.sum(weight, axis=0)
-    return weight * (gate / tl.where(total == 0.0, 1.0, total))
+    return weight * (gate / tl.where(total == 0.0, 1.0, total))[None, :]
 
 
 @triton.jit
@@ -383,34 +401,45 @@ def merge_parts(
     Hkv, G, NUM_PARTS, CMP_PARTS, FIRST_SEL, NUM_CMP, MAX_LEN, WIN, s_gb, s_gh, s_ob, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
-    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    ADVANCE: tl.constexpr,
+    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, ADVANCE: tl.constexpr,
 ):  # fmt: skip
-    """The gated sum of one head's branches. ADVANCE: the sequence is then a token longer."""
+    """The gated sum of HEADS heads over the branches. ADVANCE: the sequence is a token longer."""
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    i_h = tl.program_id(0)
-    _wait(EARLY)
+    if not AHEAD:
+        _wait(EARLY)
     t = tl.load(p_current + i_b)
-    if t >= MAX_LEN:
-        return
+    is_open = t < MAX_LEN
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
     num_chosen = tl.minimum(t // L_SEL + 1, N_SEL)
     o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
+    o_h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    m_h = o_h < G
     in_cmp = o_p < tl.cdiv(num_cmp, CMP_PART)
     in_win = (o_p >= CMP_PARTS) & (o_p < CMP_PARTS + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART))
     in_sel = (o_p >= FIRST_SEL) & (o_p < FIRST_SEL + tl.cdiv(num_chosen, PER_PART))
-    written = in_cmp | in_win | in_sel
-    rows = (i_seg * NUM_PARTS + o_p) * G + i_h
-    mask = written[:, None] & (o_dv < DV)[None, :]
-    b_parts = tl.load(p_part + rows[:, None] * DV + o_dv[None, :], mask=mask, other=0.0)
-    lse = tl.load(p_part_lse + rows, mask=written, other=float("-inf"))
-    p_gate = p_gates + i_b * s_gb + (i_g * G + i_h) * s_gh
-    weight = _weights(lse, tl.load(p_gate).to(tl.float32), in_cmp)
-    weight += _weights(lse, tl.load(p_gate + 1).to(tl.float32), in_sel)
-    weight += _weights(lse, tl.load(p_gate + 2).to(tl.float32), in_win)
-    b_sum = tl.sum(b_parts * weight[:, None], axis=0)
-    p_row = p_out + i_b * s_ob + (i_g * G + i_h) * s_oh + o_dv
-    tl.store(p_row, b_sum.to(p_out.dtype.element_ty), mask=o_dv < DV)
+    rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
+    if AHEAD:
+        m_rows = (in_cmp | in_win)[:, None] & m_h[None, :] & is_open
+        b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+        _wait(EARLY)
+    if t >= MAX_LEN:
+        return
+    if AHEAD:
+        m_rows = in_sel[:, None] & m_h[None, :]
+        b_more, more_lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+        b_parts, lse = b_parts + b_more, tl.maximum(lse, more_lse)
+    else:
+        m_rows = (in_cmp | in_win | in_sel)[:, None] & m_h[None, :]
+        b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+    p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
+    weight = _weights(lse, p_gate, m_h, in_cmp)
+    weight += _weights(lse, p_gate + 1, m_h, in_sel)
+    weight += _weights(lse, p_gate + 2, m_h, in_win)
+    b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)
+    p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
+    mask = m_h[:, None] & (o_dv < DV)[None, :]
+    tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=mask)
     if ADVANCE:
-        tl.store(p_lengths + i_b, t + 1, mask=(i_h == 0) & (i_g == 0))
+        tl.store(p_lengths + i_b, t + 1, mask=(tl.program_id(0) == 0) & (i_g == 0))
