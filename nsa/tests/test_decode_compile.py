@@ -74,7 +74,12 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         | blocks
         | counts
         | parts
-        | dict(HEADS=tiles.MERGED, AHEAD=tiles.AHEAD, EARLY=early, ADVANCE=True),
+        | dict(
+            HEADS=tiles.heads_merged(num_parts + 24, d_v),
+            AHEAD=tiles.AHEAD,
+            EARLY=early,
+            ADVANCE=True,
+        ),
         dict(num_warps=8),
     )
 

@@ -166,18 +166,25 @@ class DecodeTiles(NamedTuple):
     AHEAD: bool
     """Whether kernels take what is there already before they wait for the kernel before them."""
     MERGED: int
-    """Heads whose parts a program merges, a power of two."""
+    """Heads whose parts a program merges, a power of two; fewer where the parts are many."""
     num_warps: int
     num_stages: int
     sel_stages: int
     max_registers: int = 0
     """Of a thread that attends to a stream; 0: no limit."""
 
+    def heads_merged(self, num_parts: int, d_v: int) -> int:
+        """Of a program: as many as MERGED says and registers hold."""
+        size = padded(num_parts) * padded(d_v)
+        return max(1, min(self.MERGED, MAX_MERGED // size))
+
 
 DECODE_PROGRAMS = 512
 """Programs that fill a GPU: splits over the keys stop there."""
 SUMS_AT_A_TIME = 4096
 """Heads times blocks whose sums a program loads at a time: as many as cost it no registers."""
+MAX_MERGED = 8192
+"""Numbers that a program merges at a time."""
 MAX_CHOSEN_FROM = 4096
 """Blocks among which a program can choose that attends to a stream: more spill its registers."""
 MAX_CMP_PARTS = 128
@@ -212,7 +219,7 @@ def decode_tiles(
     rows = padded(per_group)
     strides = spec.l_sel // spec.d
     sums = not few and keys % strides == 0
-    limit = 128 if _wide(d_k, d_v) <= 64 else 168
+    limit = 128 if _wide(d_k, d_v) <= 64 else 168  # four programs fit a multiprocessor, or three
     return DecodeTiles(
         BM=rows,
         BN=keys,

@@ -12,8 +12,8 @@ which page holds each block.
 
 EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
 where it begins to read them. By then that one has itself waited, in all of its programs: what lies
-further back is there already, and AHEAD takes it before the wait. Every program waits, also one
-that has nothing to do.
+further back is there already, and AHEAD takes it before the wait, from the L2 cache: the wait is
+what makes the L1 cache forget. Every program waits, also one that has nothing to do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nsa.ops.triton.kernels.decode_score import (
     _score_tile,
     _store_sums,
 )
-from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load, _wait
+from nsa.ops.triton.kernels.tile import _dot, _dot_add, _wait
 
 AVERAGED = tl.constexpr(32)
 """Raw tokens that are averaged at a time."""
@@ -85,7 +85,10 @@ def _query(p_q, i_b, i_g, G, s_qb, s_qh, DK: tl.constexpr, D1: tl.constexpr, D0:
     """Columns D0 .. D0 + D1 - 1 of the query heads of a group: [BM, D1]."""
     o_h, o_d = tl.arange(0, BM), D0 + tl.arange(0, D1)
     p_rows = p_q + i_b * s_qb + (i_g * G + o_h)[:, None] * s_qh + o_d[None, :]
-    return _load(p_rows, o_h < G, o_d, DK, D0 + D1, True)
+    mask = (o_h < G)[:, None]
+    if DK < D0 + D1:
+        mask = mask & (o_d < DK)[None, :]
+    return tl.load(p_rows, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -324,7 +327,7 @@ def attend_selected(
     part = tl.program_id(0)
     if not AHEAD:
         _wait(EARLY)
-    length = tl.load(p_lengths + i_b) + 1
+    length = tl.load(p_lengths + i_b, cache_modifier=".cg") + 1
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
@@ -409,7 +412,7 @@ def merge_parts(
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     if not AHEAD:
         _wait(EARLY)
-    t = tl.load(p_current + i_b)
+    t = tl.load(p_current + i_b, cache_modifier=".cg")
     is_open = t < MAX_LEN
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
     num_chosen = tl.minimum(t // L_SEL + 1, N_SEL)
