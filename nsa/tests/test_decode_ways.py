@@ -17,6 +17,7 @@ from nsa import BlockSpec
 from nsa.ops.eager.attend import KeyValues
 from nsa.ops.triton import decode
 from nsa.ops.triton.decode import Caches, Decoder, Token
+from nsa.ops.triton.tiles import DecodeTiles, decode_tiles
 from nsa.ops.workspace import Workspace
 from nsa.tests.gpu import DEVICE
 
@@ -77,11 +78,10 @@ def in_pages(caches: Caches, spec: BlockSpec) -> Caches:
 
 def steps(spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch) -> list[Tensor]:
     """Outputs and choices of the first steps, what was read, and the lengths after them."""
-    tiles_of = decode.decode_tiles
 
-    def cut(*given: Any, **named: Any):
+    def cut(*given: Any, **named: Any) -> DecodeTiles:
         small = dict(BN=TILE, CMP_PART=TILE, WIN_PART=TILE, PER_PART=2, BLOCKS=8, MERGED=MERGED)
-        return tiles_of(*given, **named)._replace(**(small | APART | way))
+        return decode_tiles(*given, **named)._replace(**(small | APART | way))
 
     with monkeypatch.context() as patch:
         patch.setattr(decode, "decode_tiles", cut)
