@@ -102,7 +102,10 @@ def steps(spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch) -> 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_step_is_the_same_whoever_scores_and_chooses(name, monkeypatch):
-    """Bit for bit: sequences of different lengths, one of them full, several steps in a row."""
+    """Choices, counts and lengths are equal, outputs up to the rounding of another compilation.
+
+    Sequences have different lengths, one of them is full; several steps in a row.
+    """
     spec = SPECS[name]
     expected = steps(spec, new_caches(spec), APART, monkeypatch)
     assert expected[-1].tolist() == [min(n + STEPS, MAX_LEN) for n in LENGTHS]
@@ -112,5 +115,9 @@ def test_a_step_is_the_same_whoever_scores_and_chooses(name, monkeypatch):
         for paged in (False, True):
             caches = in_pages(new_caches(spec), spec) if paged else new_caches(spec)
             found = steps(spec, caches, fields, monkeypatch)
-            same = [torch.equal(x, y) for x, y in zip(found, expected, strict=True)]
-            assert all(same), f"{way}, {'paged' if paged else 'in order'}: {same}"
+            for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+                what = f"{way}, {'paged' if paged else 'in order'}, result {i}"
+                if mine.is_floating_point():
+                    assert (mine - theirs).abs().max() <= 1e-6, what
+                else:
+                    assert torch.equal(mine, theirs), what
