@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.kernels import decode, decode_score, token
+from nsa.ops.triton.kernels import decode, decode_merge, decode_score, token
 from nsa.ops.triton.tiles import Tiles, decode_tiles, padded, parts_of
 from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
 
@@ -61,7 +61,7 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         dict(num_warps=4),
     )
     each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2)
-    each |= dict(CHOSEN=tiles.CHOOSE_ONCE, AHEAD=tiles.AHEAD)
+    each |= dict(CHOSEN=tiles.BY_LAST and tiles.CHOOSE_ONCE, AHEAD=tiles.AHEAD)
     yield (
         decode.attend_selected,
         dims | blocks | choice | each | dict(NB=padded(num_blocks)) | last,
@@ -69,13 +69,12 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     )
     counts = dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + 24))
     yield (
-        decode.merge_parts,
+        decode_merge.merge_parts,
         dict(DV=d_v, DV_PAD=padded(d_v))
         | blocks
         | counts
         | parts
         | dict(
-            HEADS=tiles.heads_merged(num_parts + 24, d_v),
             AHEAD=tiles.AHEAD,
             EARLY=early,
             ADVANCE=True,

@@ -31,8 +31,6 @@ SPECS = {
 LENGTHS = (6, 93, 128, 61)
 """Of four sequences; the third is full."""
 MAX_LEN, HKV, G, D, TILE, STEPS = 128, 1, 3, 16, 16, 3
-MERGED = 2
-"""Heads of a program, the same for all: another number may add the parts in another order."""
 APART: dict[str, Any] = dict(BY_LAST=False, CHOOSE_ONCE=False, SUMS=False, AHEAD=False)
 """A kernel scores, every part of the selected branch chooses."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -80,7 +78,7 @@ def steps(spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch) -> 
     """Outputs and choices of the first steps, what was read, and the lengths after them."""
 
     def cut(*given: Any, **named: Any) -> DecodeTiles:
-        small = dict(BN=TILE, CMP_PART=TILE, WIN_PART=TILE, PER_PART=2, BLOCKS=8, MERGED=MERGED)
+        small = dict(BN=TILE, CMP_PART=TILE, WIN_PART=TILE, PER_PART=2, BLOCKS=8)
         return decode_tiles(*given, **named)._replace(**(small | APART | way))
 
     with monkeypatch.context() as patch:

@@ -17,7 +17,7 @@ from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.attend import KeyValues
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.kernels import decode, decode_score
+from nsa.ops.triton.kernels import decode, decode_merge, decode_score
 from nsa.ops.triton.problem import LOG2_E
 from nsa.ops.triton.start import INTERPRETED, Launch, Memo, ceil_div, form, start
 from nsa.ops.triton.tiles import DecodeTiles, Tiles, decode_tiles, padded, parts_of
@@ -222,13 +222,12 @@ class Decoder:
 
     def _merge(self, gates: Tensor, out: Tensor, key: Any, advance: bool) -> None:
         tiles, spec = self.tiles, self.spec
-        heads = tiles.heads_merged(self.num_parts, self.d_v)
-        size = padded(self.num_parts) * padded(self.d_v) * heads
+        size = padded(self.num_parts) * padded(self.d_v)
         start(
-            self.memo, ("merge", key, advance), decode.merge_parts,
+            self.memo, ("merge", key, advance), decode_merge.merge_parts,
             (self.part, self.part_lse, gates, out, self.caches.lengths, self.current),
             lambda: Launch(
-                (ceil_div(self.per_group, heads), self.segments),
+                (self.per_group, self.segments),
                 (
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
                     self.first_sel, self.num_cmp, self.max_len, self.window,
@@ -237,7 +236,7 @@ class Decoder:
                 {"DV": self.d_v, "DV_PAD": padded(self.d_v), "L": spec.l, "STEP": spec.d}
                 | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "PER_PART": tiles.PER_PART}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
-                | {"PARTS": padded(self.num_parts), "HEADS": heads, "AHEAD": tiles.AHEAD}
+                | {"PARTS": padded(self.num_parts), "AHEAD": tiles.AHEAD}
                 | {"EARLY": self.early, "ADVANCE": advance},
                 self._options(min(8, max(1, size // 512))),
             ),

@@ -165,26 +165,17 @@ class DecodeTiles(NamedTuple):
     """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
     AHEAD: bool
     """Whether kernels take what is there already before they wait for the kernel before them."""
-    MERGED: int
-    """Heads whose parts a program merges, a power of two; fewer where the parts are many."""
     num_warps: int
     num_stages: int
     sel_stages: int
     max_registers: int = 0
     """Of a thread that attends to a stream; 0: no limit."""
 
-    def heads_merged(self, num_parts: int, d_v: int) -> int:
-        """Of a program: as many as MERGED says and registers hold."""
-        size = padded(num_parts) * padded(d_v)
-        return max(1, min(self.MERGED, MAX_MERGED // size))
-
 
 DECODE_PROGRAMS = 512
 """Programs that fill a GPU: splits over the keys stop there."""
 SUMS_AT_A_TIME = 4096
 """Heads times blocks whose sums a program loads at a time: as many as cost it no registers."""
-MAX_MERGED = 8192
-"""Numbers that a program merges at a time."""
 MAX_CHOSEN_FROM = 4096
 """Blocks among which a program can choose that attends to a stream: more spill its registers."""
 MAX_CMP_PARTS = 128
@@ -227,11 +218,10 @@ def decode_tiles(
         WIN_PART=max(keys, 64 if few else 128),
         PER_PART=max(1, spec.n_sel // many),
         BLOCKS=32 if few else max(SUMS_AT_A_TIME // rows, 64) if sums else 64,
-        BY_LAST=not few,
-        CHOOSE_ONCE=not few and num_cmp // strides <= MAX_CHOSEN_FROM,
+        BY_LAST=False,
+        CHOOSE_ONCE=num_cmp // strides <= MAX_CHOSEN_FROM,
         SUMS=sums,
         AHEAD=not few,
-        MERGED=1 if few else 4,
         num_warps=4,
         num_stages=3,
         sel_stages=2,
