@@ -57,11 +57,14 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     )
     yield (
         decode_score.score_blocks,
-        blocks | scores | dict(CMP_PART=tiles.CMP_PART, EARLY=early, BM=tiles.BM, BN=tiles.BN),
+        blocks
+        | (scores | choice)
+        | dict(CMP_PART=tiles.CMP_PART, NB_ALL=padded(num_blocks), CHOOSE=tiles.CHOOSE_ONCE)
+        | dict(AHEAD=tiles.AHEAD, EARLY=early, BM=tiles.BM, BN=tiles.BN),
         dict(num_warps=4),
     )
     each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2)
-    each |= dict(CHOSEN=tiles.BY_LAST and tiles.CHOOSE_ONCE, AHEAD=tiles.AHEAD)
+    each |= dict(CHOSEN=tiles.CHOOSE_ONCE, AHEAD=tiles.AHEAD)
     yield (
         decode.attend_selected,
         dims | blocks | choice | each | dict(NB=padded(num_blocks)) | last,

@@ -35,9 +35,12 @@ APART: dict[str, Any] = dict(BY_LAST=False, CHOOSE_ONCE=False, SUMS=False, AHEAD
 """A kernel scores, every part of the selected branch chooses."""
 WAYS: dict[str, dict[str, Any]] = {
     "last scores": dict(BY_LAST=True),
-    "last chooses": dict(BY_LAST=True, CHOOSE_ONCE=True),
+    "last scores and chooses": dict(BY_LAST=True, CHOOSE_ONCE=True),
     "sums": dict(SUMS=True),
-    "all": dict(BY_LAST=True, CHOOSE_ONCE=True, SUMS=True, AHEAD=True),
+    "last who has scored chooses": dict(CHOOSE_ONCE=True),
+    "one scores and chooses": dict(CHOOSE_ONCE=True, BLOCKS=16, AHEAD=True),
+    "all": dict(CHOOSE_ONCE=True, SUMS=True, AHEAD=True),
+    "all by last": dict(BY_LAST=True, CHOOSE_ONCE=True, SUMS=True, AHEAD=True),
 }
 
 

@@ -168,7 +168,7 @@ class Decoder:
                 | {"LEVELS": self.levels, "NB": tiles.BLOCKS}
                 | {"N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
                 | {"NB_ALL": padded(self.num_blocks), "BY_LAST": tiles.BY_LAST}
-                | {"SUMS": tiles.SUMS, "CHOOSE_ONCE": self._chooses_once}
+                | {"SUMS": tiles.SUMS, "CHOOSE_ONCE": tiles.CHOOSE_ONCE}
                 | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM, "BN": tiles.BN},
                 self._options(tiles.num_warps, tiles.num_stages, tiles.max_registers),
             ),
@@ -178,17 +178,23 @@ class Decoder:
         tiles = self.tiles
         start(
             self.memo, ("score", key), decode_score.score_blocks,
-            (self.logits, self.tops, self.part_lse, self.scores, self.caches.lengths),
+            (
+                self.logits, self.tops, self.part_lse, self.scores, self.selection, self.tickets,
+                self.caches.lengths,
+            ),
             lambda: Launch(
                 (ceil_div(self.num_blocks, tiles.BLOCKS), self.segments),
                 (
                     self.num_groups, self.per_group, self.num_cmp, self.num_parts,
-                    self.num_blocks, self.logits.stride(1),
+                    self.num_blocks, self.max_len, self.logits.stride(1),
                 ),
                 {"L": self.spec.l, "STEP": self.spec.d, "L_SEL": self.spec.l_sel}
                 | {"CMP_PART": tiles.CMP_PART, "PARTS": padded(self.cmp_parts)}
                 | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "SUMS": tiles.SUMS}
-                | {"EARLY": self.early, "BM": tiles.BM, "BN": tiles.BN, "NB": tiles.BLOCKS},
+                | {"N_SEL": self.spec.n_sel, "N_SEL_PAD": padded(self.spec.n_sel)}
+                | {"NB_ALL": padded(self.num_blocks), "CHOOSE": tiles.CHOOSE_ONCE}
+                | {"AHEAD": tiles.AHEAD, "EARLY": self.early}
+                | {"BM": tiles.BM, "BN": tiles.BN, "NB": tiles.BLOCKS},
                 self._options(4),
             ),
         )  # fmt: skip
@@ -214,7 +220,7 @@ class Decoder:
                 | {"N_SEL_PAD": padded(spec.n_sel)}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"LEVELS": self.levels, "NB": padded(self.num_blocks)}
-                | {"CHOSEN": self._chooses_once, "AHEAD": tiles.AHEAD, "EARLY": self.early}
+                | {"CHOSEN": tiles.CHOOSE_ONCE, "AHEAD": tiles.AHEAD, "EARLY": self.early}
                 | {"UPCAST": INTERPRETED, "BM": tiles.BM, "BN": min(tiles.BN, padded(spec.l_sel))},
                 self._options(tiles.num_warps, tiles.sel_stages),
             ),
@@ -253,11 +259,6 @@ class Decoder:
         """As Triton calls them."""
         options = Tiles(0, 0, num_warps, num_stages, max_registers).options
         return options | {"launch_pdl": self.early}
-
-    @property
-    def _chooses_once(self) -> bool:
-        """Whether the blocks are chosen where they are scored, by the last part of a segment."""
-        return self.tiles.BY_LAST and self.tiles.CHOOSE_ONCE
 
     @property
     def _strides_pad(self) -> int:

@@ -160,7 +160,7 @@ class DecodeTiles(NamedTuple):
     BY_LAST: bool
     """Who scores: the last part of a segment to end, or a kernel of many programs."""
     CHOOSE_ONCE: bool
-    """Who chooses, with BY_LAST: the one who has scored, or every part of the selected branch."""
+    """Who chooses: the last of a segment who has scored, or every part of the selected branch."""
     SUMS: bool
     """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
     AHEAD: bool
@@ -176,8 +176,6 @@ DECODE_PROGRAMS = 512
 """Programs that fill a GPU: splits over the keys stop there."""
 SUMS_AT_A_TIME = 4096
 """Heads times blocks whose sums a program loads at a time: as many as cost it no registers."""
-MAX_CHOSEN_FROM = 4096
-"""Blocks among which a program can choose that attends to a stream: more spill its registers."""
 MAX_CMP_PARTS = 128
 """Parts whose log-sum-exp a program can hold at a time."""
 
@@ -210,6 +208,7 @@ def decode_tiles(
     rows = padded(per_group)
     strides = spec.l_sel // spec.d
     sums = not few and keys % strides == 0
+    scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), keys))
     limit = 128 if _wide(d_k, d_v) <= 64 else 168  # four programs fit a multiprocessor, or three
     return DecodeTiles(
         BM=rows,
@@ -217,9 +216,9 @@ def decode_tiles(
         CMP_PART=max(part(num_cmp, 512), 128 if num_cmp > 1024 else keys, least),
         WIN_PART=max(keys, 64 if few else 128),
         PER_PART=max(1, spec.n_sel // many),
-        BLOCKS=32 if few else max(SUMS_AT_A_TIME // rows, 64) if sums else 64,
+        BLOCKS=32 if few else scored if sums else 64,
         BY_LAST=False,
-        CHOOSE_ONCE=num_cmp // strides <= MAX_CHOSEN_FROM,
+        CHOOSE_ONCE=not few,
         SUMS=sums,
         AHEAD=not few,
         num_warps=4,

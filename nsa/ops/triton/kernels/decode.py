@@ -23,6 +23,7 @@ import triton.language as tl
 
 from nsa.ops.triton.kernels.decode_score import (
     _choose,
+    _is_last,
     _lse_of_parts,
     _score_tile,
     _store_sums,
@@ -286,11 +287,9 @@ def attend_streams(
     _put(p_k_raw, (i_seg * L + t % L) * DK, b_k_raw, stores, DK, DK_PAD)
     _put(p_v_raw, (i_seg * L + t % L) * DV, b_v_raw, stores, DV, DV_PAD)
     if BY_LAST:
-        tl.debug_barrier()  # all threads have stored what others may read after the ticket
         num_parts = tl.cdiv(num_cmp, CMP_PART)
         num_active = num_parts + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART)
-        if tl.atomic_add(p_tickets + i_seg, 1, sem="acq_rel", scope="gpu") == num_active - 1:
-            tl.store(p_tickets + i_seg, 0)
+        if _is_last(p_tickets + i_seg, num_active):
             lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
             for block in range(0, t // L_SEL + 1, NB):
                 _score_tile(
