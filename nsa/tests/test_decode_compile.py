@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score, token
-from nsa.ops.triton.tiles import Tiles, decode_tiles, padded, parts_of
+from nsa.ops.triton.tiles import Tiles, decode_tiles, heads_merged, padded, parts_of
 from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
 
 SPEC = BlockSpec()
@@ -64,10 +64,11 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         dict(num_warps=4),
     )
     each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2)
-    each |= dict(CHOSEN=tiles.CHOOSE_ONCE, AHEAD=tiles.AHEAD)
+    each |= dict(CHOSEN=tiles.CHOOSE_ONCE, MERGE_LAST=tiles.MERGE_LAST, AHEAD=tiles.AHEAD)
+    each |= dict(HEADS=heads_merged(num_parts + 24, d_v, per_group), PARTS=padded(num_parts + 24))
     yield (
         decode.attend_selected,
-        dims | blocks | choice | each | dict(NB=padded(num_blocks)) | last,
+        dims | blocks | choice | parts | each | dict(NB=padded(num_blocks), ADVANCE=True) | last,
         dict(num_warps=tiles.num_warps, num_stages=tiles.sel_stages),
     )
     counts = dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + 24))
@@ -77,11 +78,7 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         | blocks
         | counts
         | parts
-        | dict(
-            AHEAD=tiles.AHEAD,
-            EARLY=early,
-            ADVANCE=True,
-        ),
+        | dict(AHEAD=tiles.AHEAD, EARLY=early, ADVANCE=True),
         dict(num_warps=8),
     )
 

@@ -20,7 +20,7 @@ from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score
 from nsa.ops.triton.problem import LOG2_E
 from nsa.ops.triton.start import INTERPRETED, Launch, Memo, ceil_div, form, start
-from nsa.ops.triton.tiles import DecodeTiles, Tiles, decode_tiles, padded, parts_of
+from nsa.ops.triton.tiles import DecodeTiles, Tiles, decode_tiles, heads_merged, padded, parts_of
 from nsa.ops.workspace import Workspace
 
 MAX_BLOCKS = 16384
@@ -131,11 +131,12 @@ class Decoder:
         self._attend_streams(token, key)
         if not self.tiles.BY_LAST:
             self._score(key)
-        self._attend_selected(token.q, key)
+        self._attend_selected(token, out, key, advance)
         if read("NSA_STRICT_ASSERTS") and not torch.cuda.is_current_stream_capturing():
-            for i, length in enumerate(self.caches.lengths):
+            for i, length in enumerate(self.current):
                 assert_selection(self.selection[i : i + 1, :, None], length[None], self.spec)
-        self._merge(token.gates, out, key, advance)
+        if not self.tiles.MERGE_LAST:
+            self._merge(token.gates, out, key, advance)
         return out
 
     def _attend_streams(self, token: Token, key: Any) -> None:
@@ -199,28 +200,36 @@ class Decoder:
             ),
         )  # fmt: skip
 
-    def _attend_selected(self, q: Tensor, key: Any) -> None:
-        caches, tiles, spec = self.caches, self.tiles, self.spec
+    def _attend_selected(self, token: Token, out: Tensor, key: Any, advance: bool) -> None:
+        caches, tiles, spec, q, gates = self.caches, self.tiles, self.spec, token.q, token.gates
+        # Without a kernel in between, what the first one writes is not there ahead of the wait.
+        ahead = tiles.AHEAD and not tiles.BY_LAST
+        heads = heads_merged(self.num_parts, self.d_v, self.per_group)
         start(
-            self.memo, ("selected", key), decode.attend_selected,
+            self.memo, ("selected", key, advance), decode.attend_selected,
             (
                 q, caches.sel.k, caches.sel.v, self.scores, self.part, self.part_lse,
-                self.selection, caches.reads, caches.last_reads, caches.lengths, self._table,
+                self.selection, caches.reads, caches.last_reads, gates, out, self.tickets,
+                caches.lengths, self.current, self._table,
             ),
             lambda: Launch(
                 (self.sel_parts, self.segments),
                 (
-                    self.num_groups, self.per_group, self.num_parts, self.first_sel,
-                    self.num_blocks, self.max_len, self.window, self.scale * LOG2_E,
-                    self._table_width, q.stride(0), q.stride(2),
+                    self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
+                    self.first_sel, self.num_cmp, self.num_blocks, self.max_len, self.window,
+                    self.scale * LOG2_E, self._table_width,
+                    *(x.stride(i) for x in (q, gates, out) for i in (0, 2)),
                     caches.sel.k.stride(0), caches.sel.v.stride(0), caches.sel.k.shape[2],
                 ),
                 self._dims()
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "N_SEL": spec.n_sel}
                 | {"N_SEL_PAD": padded(spec.n_sel)}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
+                | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
+                | {"PARTS": padded(self.num_parts), "HEADS": heads}
                 | {"LEVELS": self.levels, "NB": padded(self.num_blocks)}
-                | {"CHOSEN": tiles.CHOOSE_ONCE, "AHEAD": tiles.AHEAD, "EARLY": self.early}
+                | {"CHOSEN": tiles.CHOOSE_ONCE, "MERGE_LAST": tiles.MERGE_LAST}
+                | {"ADVANCE": advance and tiles.MERGE_LAST, "AHEAD": ahead, "EARLY": self.early}
                 | {"UPCAST": INTERPRETED, "BM": tiles.BM, "BN": min(tiles.BN, padded(spec.l_sel))},
                 self._options(tiles.num_warps, tiles.sel_stages),
             ),

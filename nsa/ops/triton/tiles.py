@@ -161,6 +161,8 @@ class DecodeTiles(NamedTuple):
     """Who scores: the last part of a segment to end, or a kernel of many programs."""
     CHOOSE_ONCE: bool
     """Who chooses: the last of a segment who has scored, or every part of the selected branch."""
+    MERGE_LAST: bool
+    """Who merges: the last selected part of a segment to end, or a kernel of a program a head."""
     SUMS: bool
     """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
     AHEAD: bool
@@ -176,8 +178,18 @@ DECODE_PROGRAMS = 512
 """Programs that fill a GPU: splits over the keys stop there."""
 SUMS_AT_A_TIME = 4096
 """Heads times blocks whose sums a program loads at a time: as many as cost it no registers."""
+MERGED_AT_A_TIME = 2048
+"""Numbers of a part that the last selected part of a segment adds at a time."""
+WEIGHED_AT_A_TIME = 1024
+"""Parts times heads whose weights it makes at a time: more would take registers from the rest."""
 MAX_CMP_PARTS = 128
 """Parts whose log-sum-exp a program can hold at a time."""
+
+
+def heads_merged(num_parts: int, d_v: int, per_group: int) -> int:
+    """Heads that the last selected part of a segment merges at a time, a power of two."""
+    most = min(MERGED_AT_A_TIME // padded(d_v), WEIGHED_AT_A_TIME // padded(num_parts))
+    return max(1, min(most, 1 << (per_group - 1).bit_length()))
 
 
 def decode_tiles(
@@ -219,6 +231,7 @@ def decode_tiles(
         BLOCKS=32 if few else scored if sums else 64,
         BY_LAST=False,
         CHOOSE_ONCE=not few,
+        MERGE_LAST=not few,
         SUMS=sums,
         AHEAD=not few,
         num_warps=4,

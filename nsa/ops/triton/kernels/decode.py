@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.ops.triton.kernels.decode_merge import _merge_segment
 from nsa.ops.triton.kernels.decode_score import (
     _choose,
     _is_last,
@@ -306,27 +307,33 @@ def attend_streams(
 @triton.jit
 def attend_selected(
     p_q, p_k, p_v, p_scores, p_part, p_part_lse, p_selection, p_reads, p_last_reads,
-    p_lengths, p_table,
-    Hkv, G, NUM_PARTS, FIRST_PART, NUM_BLOCKS, MAX_LEN, WIN, scale_log2, s_table,
-    s_qb, s_qh, s_sel_k, s_sel_v, s_head_sel,
+    p_gates, p_out, p_tickets, p_lengths, p_current, p_table,
+    Hkv, G, NUM_PARTS, CMP_PARTS, FIRST_PART, NUM_CMP, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
+    s_table, s_qb, s_qh, s_gb, s_gh, s_ob, s_oh, s_sel_k, s_sel_v, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    LEVELS: tl.constexpr, NB: tl.constexpr, CHOSEN: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
+    LEVELS: tl.constexpr, NB: tl.constexpr, CHOSEN: tl.constexpr, MERGE_LAST: tl.constexpr,
+    ADVANCE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """PER_PART of the chosen blocks of a segment: CHOSEN by an earlier kernel, or by every part.
 
     Where every part chooses, each makes the same choice among the NB blocks.
     What was read is counted here, and nowhere else: tokens of the compressed, selected and window
     branch.
+
+    MERGE_LAST: whichever part of a segment ends last merges all of its parts, of all branches, in
+    the order of their index, HEADS heads at a time; a ticket decides. ADVANCE: the sequence is then
+    a token longer. Nobody reads its length in this kernel: p_current holds that of this step.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     part = tl.program_id(0)
     if not AHEAD:
         _wait(EARLY)
-    length = tl.load(p_lengths + i_b, cache_modifier=".cg") + 1
+    length = tl.load(p_current + i_b, cache_modifier=".cg") + 1
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
@@ -372,3 +379,12 @@ def attend_selected(
     num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, tl.minimum(length, WIN)))
     tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
     tl.store(p_sums, b_sums + num, mask=m_c)
+    if MERGE_LAST:  # noqa: SIM102  without it no ticket is taken
+        if _is_last(p_tickets + i_seg, tl.num_programs(0)):
+            _merge_segment(
+                p_part, p_part_lse, p_gates, p_out, i_seg, i_b, i_g, length - 1,
+                G, NUM_PARTS, CMP_PARTS, FIRST_PART, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
+                DV, DV_PAD, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART, PARTS, HEADS,
+            )  # fmt: skip
+            if ADVANCE:
+                tl.store(p_lengths + i_b, length, mask=i_g == 0)

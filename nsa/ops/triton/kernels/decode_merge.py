@@ -11,26 +11,33 @@ import triton.language as tl
 
 from nsa.ops.triton.kernels.tile import _wait
 
+AHEAD_OF_SUM = tl.constexpr(4)
+"""Parts that are on their way while one is added: what fits the shared memory of the keys."""
+
 
 @triton.jit
-def _branches(
+def _stops(
     t, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
-    PER_PART: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr,
+    PER_PART: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
 ):  # fmt: skip
-    """Which parts the token at t has: of the compressed branch, the selected one, the window."""
-    o_p = tl.arange(0, PARTS)
+    """Where the parts of the token at t end: of the compressed, selected and window branch."""
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
     num_chosen = tl.minimum(t // L_SEL + 1, N_SEL)
-    in_cmp = o_p < tl.cdiv(num_cmp, CMP_PART)
-    in_sel = (o_p >= FIRST_SEL) & (o_p < FIRST_SEL + tl.cdiv(num_chosen, PER_PART))
-    in_win = (o_p >= CMP_PARTS) & (o_p < CMP_PARTS + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART))
-    return in_cmp, in_sel, in_win
+    stop_win = CMP_PARTS + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART)
+    return tl.cdiv(num_cmp, CMP_PART), FIRST_SEL + tl.cdiv(num_chosen, PER_PART), stop_win
+
+
+@triton.jit
+def _in_branches(o_p, stop_cmp, stop_sel, stop_win, CMP_PARTS, FIRST_SEL):
+    """Which parts hold something of the compressed branch, the selected one, the window."""
+    in_sel = (o_p >= FIRST_SEL) & (o_p < stop_sel)
+    return o_p < stop_cmp, in_sel, (o_p >= CMP_PARTS) & (o_p < stop_win)
 
 
 @triton.jit
 def _parts(p_part, p_part_lse, rows, m_rows, DV: tl.constexpr, DV_PAD: tl.constexpr):
-    """Outputs [PARTS, HEADS, DV_PAD] and log-sum-exps of some parts; 0 and -inf for others."""
+    """Outputs [PARTS, 1, DV_PAD] and log-sum-exps of some parts; 0 and -inf for others."""
     o_dv = tl.arange(0, DV_PAD)
     p, mask = p_part + rows[:, :, None] * DV + o_dv[None, None, :], m_rows[:, :, None]
     if DV < DV_PAD:
@@ -41,7 +48,7 @@ def _parts(p_part, p_part_lse, rows, m_rows, DV: tl.constexpr, DV_PAD: tl.conste
 
 
 @triton.jit
-def _weights(lse, p_gate, m_h, mine):
+def _weights_in(lse, p_gate, m_h, mine):
     """Of the parts of one branch in the gated sum [PARTS, HEADS]; all 0 where it saw nothing."""
     gate = tl.load(p_gate, mask=m_h, other=0.0).to(tl.float32)
     lse = tl.where(mine[:, None], lse, float("-inf"))
@@ -52,20 +59,56 @@ def _weights(lse, p_gate, m_h, mine):
 
 
 @triton.jit
-def _store_sum(
-    p_gates, p_out, b_parts, lse, in_cmp, in_sel, in_win, i_b, i_h, m_h, s_gb, s_gh, s_ob, s_oh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr,
+def _weights(lse, p_gate, m_h, in_cmp, in_sel, in_win):
+    """Of all parts in the gated sum [PARTS, HEADS]."""
+    weight = _weights_in(lse, p_gate, m_h, in_cmp)
+    weight += _weights_in(lse, p_gate + 1, m_h, in_sel)
+    return weight + _weights_in(lse, p_gate + 2, m_h, in_win)
+
+
+@triton.jit
+def _merge_segment(
+    p_part, p_part_lse, p_gates, p_out, i_seg, i_b, i_g, t,
+    G, NUM_PARTS, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
+    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The gated sum of some heads over all their parts."""
-    o_dv = tl.arange(0, DV_PAD)
-    p_gate = p_gates + i_b * s_gb + i_h * s_gh
-    weight = _weights(lse, p_gate, m_h, in_cmp)
-    weight += _weights(lse, p_gate + 1, m_h, in_sel)
-    weight += _weights(lse, p_gate + 2, m_h, in_win)
-    b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)
-    p_rows = p_out + i_b * s_ob + i_h[:, None] * s_oh + o_dv[None, :]
-    mask = m_h[:, None] & (o_dv < DV)[None, :]
-    tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=mask)
+    """The gated sums of all heads of a segment, HEADS at a time.
+
+    Parts come one after the other, some ahead: all at once they would take the registers of a
+    program that has other work. Their weights replace the log-sum-exps, which nobody reads again.
+    """
+    stop_cmp, stop_sel, stop_win = _stops(
+        t, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
+    )
+    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
+    in_cmp, in_sel, in_win = _in_branches(o_p, stop_cmp, stop_sel, stop_win, CMP_PARTS, FIRST_SEL)
+    p_part += i_seg * NUM_PARTS * G * DV
+    p_part_lse += i_seg * NUM_PARTS * G
+    for h0 in range(0, G, HEADS):
+        o_h = h0 + tl.arange(0, HEADS)
+        p_rows = p_part_lse + o_p[:, None] * G + o_h[None, :]
+        m_rows = (in_cmp | in_sel | in_win)[:, None] & (o_h < G)[None, :]
+        lse = tl.load(p_rows, mask=m_rows, other=float("-inf"), cache_modifier=".cg")
+        p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
+        weight = _weights(lse, p_gate, o_h < G, in_cmp, in_sel, in_win)
+        tl.store(p_rows, weight, mask=m_rows)
+    tl.debug_barrier()  # the weights are read by other threads than wrote them
+    for h0 in range(0, G, HEADS):
+        o_h = h0 + tl.arange(0, HEADS)
+        m_rows = (o_h < G)[:, None] & (o_dv < DV)[None, :]
+        b_sum = tl.zeros([HEADS, DV_PAD], tl.float32)
+        for part in tl.range(0, NUM_PARTS, num_stages=AHEAD_OF_SUM + 1):
+            stop = tl.where(part < FIRST_SEL, stop_win, stop_sel)
+            is_there = part < tl.where(part < CMP_PARTS, stop_cmp, stop)
+            row = part * G + o_h
+            weight = tl.load(p_part_lse + row, mask=(o_h < G) & is_there, other=0.0)
+            p_rows = p_part + row[:, None] * DV + o_dv[None, :]
+            b_part = tl.load(p_rows, mask=m_rows & is_there, other=0.0, cache_modifier=".cg")
+            b_sum += b_part * weight[:, None]
+        p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
+        tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=m_rows)
 
 
 @triton.jit
@@ -83,12 +126,13 @@ def merge_parts(
     if not AHEAD:
         _wait(EARLY)
     t = tl.load(p_current + i_b, cache_modifier=".cg")
-    in_cmp, in_sel, in_win = _branches(
-        t, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN,
-        L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART, PARTS,
-    )  # fmt: skip
+    stop_cmp, stop_sel, stop_win = _stops(
+        t, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
+    )
+    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
+    in_cmp, in_sel, in_win = _in_branches(o_p, stop_cmp, stop_sel, stop_win, CMP_PARTS, FIRST_SEL)
     o_h = tl.program_id(0) + tl.arange(0, 1)
-    rows = ((i_seg * NUM_PARTS + tl.arange(0, PARTS)) * G)[:, None] + o_h[None, :]
+    rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
     if AHEAD:
         m_rows = (in_cmp | in_win)[:, None] & (t < MAX_LEN)
         b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
@@ -101,9 +145,10 @@ def merge_parts(
     else:
         m_rows = (in_cmp | in_win | in_sel)[:, None]
         b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
-    _store_sum(
-        p_gates, p_out, b_parts, lse, in_cmp, in_sel, in_win, i_b, i_g * G + o_h, o_h < G,
-        s_gb, s_gh, s_ob, s_oh, DV, DV_PAD,
-    )  # fmt: skip
+    p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
+    weight = _weights(lse, p_gate, o_h < G, in_cmp, in_sel, in_win)
+    b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)
+    p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
+    tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=(o_dv < DV)[None, :])
     if ADVANCE:
         tl.store(p_lengths + i_b, t + 1, mask=(tl.program_id(0) == 0) & (i_g == 0))
