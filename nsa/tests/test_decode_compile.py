@@ -49,10 +49,9 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     scores = dict(PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2)
     scores |= dict(NB=tiles.BLOCKS, SUMS=tiles.SUMS)
     choice = dict(N_SEL=16, N_SEL_PAD=16)
-    once = dict(BY_LAST=tiles.BY_LAST, CHOOSE_ONCE=tiles.CHOOSE_ONCE, NB_ALL=padded(num_blocks))
     yield (
         decode.attend_streams,
-        dims | blocks | dict(PAGED=paged, MADE=False) | parts | scores | choice | once | last,
+        dims | blocks | dict(PAGED=paged, MADE=False, LEVELS=2, SUMS=tiles.SUMS) | parts | last,
         stages,
     )
     yield (

@@ -31,19 +31,14 @@ SPECS = {
 LENGTHS = (6, 93, 128)
 """Of three sequences; the last is full."""
 MAX_LEN, HKV, G, D, TILE, STEPS = 128, 2, 3, 16, 16, 3
-APART: dict[str, Any] = dict(
-    BY_LAST=False, CHOOSE_ONCE=False, MERGE_LAST=False, SUMS=False, AHEAD=False
-)
+APART: dict[str, Any] = dict(CHOOSE_ONCE=False, MERGE_LAST=False, SUMS=False, AHEAD=False)
 """A kernel scores, every part of the selected branch chooses, another kernel merges."""
 WAYS: dict[str, dict[str, Any]] = {
-    "last scores": dict(BY_LAST=True),
-    "last scores and chooses": dict(BY_LAST=True, CHOOSE_ONCE=True),
     "sums": dict(SUMS=True),
     "last who has scored chooses": dict(CHOOSE_ONCE=True),
     "one scores and chooses": dict(CHOOSE_ONCE=True, BLOCKS=16, AHEAD=True),
     "last merges": dict(MERGE_LAST=True),
     "all": dict(CHOOSE_ONCE=True, MERGE_LAST=True, SUMS=True, AHEAD=True),
-    "all by last": dict(BY_LAST=True, CHOOSE_ONCE=True, MERGE_LAST=True, SUMS=True, AHEAD=True),
 }
 
 

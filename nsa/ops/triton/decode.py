@@ -129,8 +129,7 @@ class Decoder:
         )  # fmt: skip
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
         self._attend_streams(token, key)
-        if not self.tiles.BY_LAST:
-            self._score(key)
+        self._score(key)
         self._attend_selected(token, out, key, advance)
         if read("NSA_STRICT_ASSERTS") and not torch.cuda.is_current_stream_capturing():
             for i, length in enumerate(self.current):
@@ -148,13 +147,12 @@ class Decoder:
             self.memo, ("streams", key), decode.attend_streams,
             (
                 token.q, *news, *made, *buffers, self.logits, self.tops, self.part,
-                self.part_lse, self.scores, self.selection, self.tickets, caches.lengths,
-                self.current, self._table,
+                self.part_lse, caches.lengths, self.current, self._table,
             ),
             lambda: Launch(
                 (self.first_sel, self.segments),
                 (
-                    self.segments, self.num_blocks, self.num_groups, self.per_group, self.num_cmp,
+                    self.segments, self.num_groups, self.per_group, self.num_cmp,
                     self.num_parts, self.cmp_parts, self.max_len, self.window, self.scale * LOG2_E,
                     self._table_width, self.logits.stride(1),
                     *(x.stride(i) for x in (token.q, token.k[0], token.v[0]) for i in (0, 2)),
@@ -165,11 +163,7 @@ class Decoder:
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
                 | {"MADE": token.made is not None}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
-                | {"PARTS": padded(self.cmp_parts), "STRIDES_PAD": self._strides_pad}
-                | {"LEVELS": self.levels, "NB": tiles.BLOCKS}
-                | {"N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
-                | {"NB_ALL": padded(self.num_blocks), "BY_LAST": tiles.BY_LAST}
-                | {"SUMS": tiles.SUMS, "CHOOSE_ONCE": tiles.CHOOSE_ONCE}
+                | {"LEVELS": self.levels, "SUMS": tiles.SUMS}
                 | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM, "BN": tiles.BN},
                 self._options(tiles.num_warps, tiles.num_stages, tiles.max_registers),
             ),
@@ -202,8 +196,6 @@ class Decoder:
 
     def _attend_selected(self, token: Token, out: Tensor, key: Any, advance: bool) -> None:
         caches, tiles, spec, q, gates = self.caches, self.tiles, self.spec, token.q, token.gates
-        # Without a kernel in between, what the first one writes is not there ahead of the wait.
-        ahead = tiles.AHEAD and not tiles.BY_LAST
         heads = heads_merged(self.num_parts, self.d_v, self.per_group)
         start(
             self.memo, ("selected", key, advance), decode.attend_selected,
@@ -229,8 +221,9 @@ class Decoder:
                 | {"PARTS": padded(self.num_parts), "HEADS": heads}
                 | {"LEVELS": self.levels, "NB": padded(self.num_blocks)}
                 | {"CHOSEN": tiles.CHOOSE_ONCE, "MERGE_LAST": tiles.MERGE_LAST}
-                | {"ADVANCE": advance and tiles.MERGE_LAST, "AHEAD": ahead, "EARLY": self.early}
-                | {"UPCAST": INTERPRETED, "BM": tiles.BM, "BN": min(tiles.BN, padded(spec.l_sel))},
+                | {"ADVANCE": advance and tiles.MERGE_LAST, "AHEAD": tiles.AHEAD}
+                | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM}
+                | {"BN": min(tiles.BN, padded(spec.l_sel))},
                 self._options(tiles.num_warps, tiles.sel_stages),
             ),
         )  # fmt: skip

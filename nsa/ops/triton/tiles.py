@@ -157,8 +157,6 @@ class DecodeTiles(NamedTuple):
     """Selected blocks of a part."""
     BLOCKS: int
     """Blocks that are scored at a time."""
-    BY_LAST: bool
-    """Who scores: the last part of a segment to end, or a kernel of many programs."""
     CHOOSE_ONCE: bool
     """Who chooses: the last of a segment who has scored, or every part of the selected branch."""
     MERGE_LAST: bool
@@ -177,7 +175,7 @@ class DecodeTiles(NamedTuple):
 DECODE_PROGRAMS = 512
 """Programs that fill a GPU: splits over the keys stop there."""
 SUMS_AT_A_TIME = 4096
-"""Heads times blocks whose sums a program loads at a time: as many as cost it no registers."""
+"""Heads times blocks whose sums a program loads at a time."""
 MERGED_AT_A_TIME = 2048
 """Numbers of a part that the last selected part of a segment adds at a time."""
 WEIGHED_AT_A_TIME = 1024
@@ -221,7 +219,6 @@ def decode_tiles(
     strides = spec.l_sel // spec.d
     sums = not few and keys % strides == 0
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), keys))
-    limit = 128 if _wide(d_k, d_v) <= 64 else 168  # four programs fit a multiprocessor, or three
     return DecodeTiles(
         BM=rows,
         BN=keys,
@@ -229,7 +226,6 @@ def decode_tiles(
         WIN_PART=max(keys, 64 if few else 128),
         PER_PART=max(1, spec.n_sel // many),
         BLOCKS=32 if few else scored if sums else 64,
-        BY_LAST=False,
         CHOOSE_ONCE=not few,
         MERGE_LAST=not few,
         SUMS=sums,
@@ -237,5 +233,4 @@ def decode_tiles(
         num_warps=4,
         num_stages=3,
         sel_stages=2,
-        max_registers=limit if narrow and rows == 16 and not few else 0,
     )

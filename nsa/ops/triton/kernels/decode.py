@@ -22,13 +22,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.kernels.decode_merge import _merge_segment
-from nsa.ops.triton.kernels.decode_score import (
-    _choose,
-    _is_last,
-    _lse_of_parts,
-    _score_tile,
-    _store_sums,
-)
+from nsa.ops.triton.kernels.decode_score import _choose, _is_last, _store_sums
 from nsa.ops.triton.kernels.tile import _dot, _dot_add, _wait
 
 AVERAGED = tl.constexpr(32)
@@ -150,18 +144,15 @@ def _store_part(
 def attend_streams(
     p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
-    p_logits, p_tops, p_part, p_part_lse, p_scores, p_selection, p_tickets, p_lengths, p_current,
-    p_table,
-    NUM_SEGMENTS, NUM_BLOCKS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
+    p_logits, p_tops, p_part, p_part_lse, p_lengths, p_current, p_table,
+    NUM_SEGMENTS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
     s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
     s_cmp_k, s_cmp_v, s_sel_k, s_sel_v, s_head_cmp, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
-    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
-    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NB_ALL: tl.constexpr,
-    SUMS: tl.constexpr, BY_LAST: tl.constexpr, CHOOSE_ONCE: tl.constexpr, EARLY: tl.constexpr,
-    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A part of the compressed branch, whose logits [segments, G, tokens] are kept, or the window.
 
@@ -171,11 +162,6 @@ def attend_streams(
     key of each is not in the cache yet: whoever needs it takes it from the new token, or makes it
     and stores it; the first part of the window stores the new token. s_cmp_k ... are the strides of
     a page, or of a sequence, and s_head_* its tokens.
-
-    BY_LAST: whichever part of a segment ends last scores its blocks, while the logits are still in
-    the L2 cache, NB at a time. A ticket decides; the scores are the same whoever makes them.
-    CHOOSE_ONCE: it then chooses among them (NB_ALL is a power of two that holds all blocks), so
-    that attend_selected need not.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -287,21 +273,6 @@ def attend_streams(
     _put(p_v_win, (i_seg * WIN + t % WIN) * DV, b_v_win, stores, DV, DV_PAD)
     _put(p_k_raw, (i_seg * L + t % L) * DK, b_k_raw, stores, DK, DK_PAD)
     _put(p_v_raw, (i_seg * L + t % L) * DV, b_v_raw, stores, DV, DV_PAD)
-    if BY_LAST:
-        num_parts = tl.cdiv(num_cmp, CMP_PART)
-        num_active = num_parts + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART)
-        if _is_last(p_tickets + i_seg, num_active):
-            lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
-            for block in range(0, t // L_SEL + 1, NB):
-                _score_tile(
-                    p_logits, p_tops, p_scores, lse, i_seg, block, num_cmp,
-                    G, NUM_CMP, NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS,
-                    BM, BN, NB,
-                )  # fmt: skip
-            if CHOOSE_ONCE:
-                tl.debug_barrier()  # the scores are read by other threads than wrote them
-                p_own, p_ids = p_scores + i_seg * LEVELS * NUM_BLOCKS, p_selection + i_seg * N_SEL
-                _choose(p_own, p_ids, t // L_SEL, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB_ALL)
 
 
 @triton.jit
