@@ -38,7 +38,7 @@ format: $(VENV)/.installed-dev  ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .
 
 types: $(VENV)/.installed-dev  ## check the types
-	$(VENV)/bin/mypy nsa
+	$(VENV)/bin/mypy nsa studies
 
 layers: $(VENV)/.installed-dev  ## check that imports follow the layers of the package
 	$(VENV)/bin/lint-imports

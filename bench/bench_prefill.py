@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     start = time.perf_counter()
     torch.use_deterministic_algorithms(args.deterministic)
-    result = report.environment(setup, args.selection)
+    result = report.environment(setup, _selection_name(args))
     _print_head(result, cases, setup)
     rows = _measure(cases, setup, result, args.json)
     if args.plot:
@@ -81,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="random|clustered|FILE",
         help="random: chosen from random q and k; clustered: neighbours share their blocks; FILE: "
         "recorded from a model (bench/selections.py)",
+    )
+    parser.add_argument(
+        "--selection-layer",
+        type=int,
+        default=0,
+        metavar="N",
+        help="FILE of a whole model: the layer, or the first one with --batch (0)",
     )
     parser.add_argument(
         "--profile",
@@ -157,6 +164,11 @@ def _selection(
     args: argparse.Namespace, spec: nsa.BlockSpec
 ) -> tuple[Callable[[Case], Tensor | None], nsa.BlockSpec, int | None]:
     """Where selections come from, the block sizes, and the length of a recorded selection."""
+    if args.selection_layer and args.selection in ("random", "clustered"):
+        raise ValueError(
+            f"--selection-layer {args.selection_layer} with --selection {args.selection}; only a "
+            f"FILE has layers: name one, or leave the layer out"
+        )
     if args.selection == "random":
         return lambda case: None, spec, None
     if args.selection == "clustered":
@@ -167,7 +179,18 @@ def _selection(
             f"{args.selection} was recorded with {recorded_spec}, {args.config} has {spec}; "
             f"both must be equal: change the config or leave it out"
         )
+    if not 0 <= args.selection_layer < len(recorded):
+        raise ValueError(
+            f"--selection-layer {args.selection_layer}: {args.selection} has the layers 0 to "
+            f"{len(recorded) - 1}; choose one of them"
+        )
+    recorded = recorded[args.selection_layer :]
     return partial(selections.recorded, recorded), recorded_spec, recorded.shape[1]
+
+
+def _selection_name(args: argparse.Namespace) -> str:
+    layer = f" from layer {args.selection_layer}" if args.selection_layer else ""
+    return f"{args.selection}{layer}"
 
 
 def _print_head(result: dict[str, Any], cases: list[Case], setup: measure.Setup) -> None:

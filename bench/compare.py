@@ -10,19 +10,18 @@ from __future__ import annotations
 import itertools
 import statistics
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bench.compare_report import Comparison, NotRun, Result
+from bench.compare_report import Comparison, Result
 from nsa.config import Config
 from nsa.config.env import changed
+from nsa.operate.trainer_command import Nodes, trainer_command
 from nsa.telemetry import read_env, read_heartbeat, read_metrics, write_config
 from nsa.telemetry.heartbeat import BEAT, PROGRESS
 
-TRAINER = Path(__file__).resolve().parents[1] / "scripts" / "train_showcase.py"
 HEARTBEAT = "heartbeat_rank0.jsonl"
 
 
@@ -33,6 +32,7 @@ class Variant:
     name: str
     meaning: str
     environ: dict[str, str]
+    ranks: int = 1
 
 
 VARIANTS = (
@@ -51,8 +51,20 @@ VARIANTS = (
         meaning="NSA_NVTX=1: fast selection, with NVTX ranges",
         environ={"NSA_SEL_RANGES_V2": "1", "NSA_NVTX": "1"},
     ),
+    Variant(
+        name="two_ranks",
+        meaning="NSA_DDP_COMPRESS=off: two ranks under DDP, gradients exchanged in fp32",
+        environ={"NSA_DDP_COMPRESS": "off", "NSA_NVTX": "0"},
+        ranks=2,
+    ),
+    Variant(
+        name="two_ranks_bf16",
+        meaning="NSA_DDP_COMPRESS=bf16: the same, exchanged in bf16",
+        environ={"NSA_DDP_COMPRESS": "bf16", "NSA_NVTX": "0"},
+        ranks=2,
+    ),
 )
-"""The first is what the others are compared with."""
+"""The first with as many ranks is what the others are compared with."""
 
 
 class RunFailed(RuntimeError):
@@ -69,7 +81,8 @@ def compare(cfg: Config, config_path: str, folder: Path, steps: int, warmup: int
     for variant in VARIANTS:
         print(f"[compare] {variant.name}: {variant.meaning}", flush=True)
         run_variant(variant, config_file, folder, steps)
-        results.append(measure(variant, folder / variant.name, steps, warmup, results[:1]))
+        first = next((result for result in results if result.ranks == variant.ranks), None)
+        results.append(measure(variant, folder / variant.name, steps, warmup, first))
     metrics, env = read_metrics(folder / VARIANTS[0].name), read_env(folder / VARIANTS[0].name)
     return Comparison(
         config_file=config_path,
@@ -84,25 +97,29 @@ def compare(cfg: Config, config_path: str, folder: Path, steps: int, warmup: int
         tokens_per_step=metrics.tokens_per_step,
         num_params=metrics.num_params,
         results=results,
-        not_run=[NotRun("gradient compression", _why_no_compression())],
     )
 
 
 def run_variant(variant: Variant, config_file: Path, folder: Path, steps: int) -> None:
     """Run the trainer's script; what it prints is in <folder>/<name>.log."""
-    command = [sys.executable, str(TRAINER), "--config", str(config_file), "--steps", str(steps)]
-    command += ["--out-dir", str(folder / variant.name), "--resume", "none", "--allow-long-run"]
+    environ = {"NSA_HEARTBEAT_EVERY": "1", **variant.environ}
+    if variant.ranks > max(1, torch.cuda.device_count()):
+        environ["TORCH_BACKEND"] = "gloo"  # ranks may share a device then
+    arguments = ["--config", str(config_file), "--steps", str(steps)]
+    arguments += ["--out-dir", str(folder / variant.name), "--resume", "none", "--allow-long-run"]
+    command = trainer_command(arguments, ranks=variant.ranks, nodes=Nodes())
     log = folder / f"{variant.name}.log"
     with log.open("wb") as output:
-        environ = changed({"NSA_HEARTBEAT_EVERY": "1", **variant.environ})
-        code = subprocess.run(command, env=environ, stdout=output, stderr=output).returncode
+        code = subprocess.run(
+            command, env=changed(environ), stdout=output, stderr=output
+        ).returncode
     if code:
         last = log.read_text("utf-8", "replace").strip().split("\n")[-1]
         raise RunFailed(f"{variant.name} ended with exit code {code}: {last} (see {log})")
 
 
-def measure(variant: Variant, run: Path, steps: int, warmup: int, baseline: list[Result]) -> Result:
-    """What the files of a run say of its steps after the warm-up."""
+def measure(variant: Variant, run: Path, steps: int, warmup: int, first: Result | None) -> Result:
+    """What the files of a run say of its steps after the warm-up; `first` has as many ranks."""
     metrics = read_metrics(run)
     if metrics.step != steps or metrics.loss_last is None:
         raise RunFailed(f"{run}: {metrics.step} of {steps} steps are done ({metrics.status})")
@@ -112,6 +129,7 @@ def measure(variant: Variant, run: Path, steps: int, warmup: int, baseline: list
         name=variant.name,
         meaning=variant.meaning,
         environ=variant.environ,
+        ranks=variant.ranks,
         plan=metrics.attention,
         num_steps=len(times),
         toks_per_s=metrics.tokens_per_step / median,
@@ -119,7 +137,7 @@ def measure(variant: Variant, run: Path, steps: int, warmup: int, baseline: list
         step_p95_ms=1e3 * times[min(int(0.95 * len(times)), len(times) - 1)],
         peak_mem_mib=metrics.peak_mem_mib,
         loss_last=metrics.loss_last,
-        loss_is_equal=not baseline or metrics.loss_last == baseline[0].loss_last,
+        loss_is_equal=first is None or metrics.loss_last == first.loss_last,
     )
 
 
@@ -132,11 +150,3 @@ def step_times(path: Path, steps: int) -> list[float]:
         raise RunFailed(f"{path}: {len(starts)} beats and {len(ends)} ends of {steps} steps")
     moments = starts + ends
     return [after - before for before, after in itertools.pairwise(moments)]
-
-
-def _why_no_compression() -> str:
-    count = torch.cuda.device_count()
-    return (
-        f"it needs two GPUs and a run of two ranks, which this comparison does not start; this "
-        f"machine has {count}"
-    )

@@ -1,6 +1,6 @@
 """What a comparison of runs leaves behind: results.json and comparison_report.md.
 
-Schema of results.json, version 1: the fields of Comparison, as one JSON object.
+Schema of results.json, version 2: the fields of Comparison, as one JSON object.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nsa.config.describe import markdown_table
 from nsa.telemetry.atomic import write_text
 
-VERSION = 1
+VERSION = 2
 RESULTS, REPORT = "results.json", "comparison_report.md"
 
 
@@ -26,6 +26,7 @@ class Result:
     meaning: str
     environ: dict[str, str]
     """The variables that make it this way."""
+    ranks: int
     plan: str
     """The attention plan that the run printed."""
     num_steps: int
@@ -38,14 +39,7 @@ class Result:
     """Tensors on the GPU at most; on a CPU, the RAM of the process."""
     loss_last: float
     loss_is_equal: bool
-    """To the last bit, with that of the first result."""
-
-
-class NotRun(NamedTuple):
-    """A way that could not be tried, and why."""
-
-    name: str
-    reason: str
+    """To the last bit, with that of the first result of as many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +59,14 @@ class Comparison:
     """None on a CPU."""
     dtype: str
     tokens_per_step: int
+    """Of one rank."""
     num_params: int
     results: list[Result] = field(default_factory=list)
-    not_run: list[NotRun] = field(default_factory=list)
 
 
 def write_comparison(folder: Path, found: Comparison) -> list[Path]:
     """Write both files, each complete or not at all."""
-    content = dataclasses.asdict(found) | {"not_run": [way._asdict() for way in found.not_run]}
+    content = dataclasses.asdict(found)
     write_text(folder / RESULTS, json.dumps(content, indent=2, allow_nan=False) + "\n")
     write_text(folder / REPORT, describe(found))
     return [folder / REPORT, folder / RESULTS]
@@ -87,7 +81,6 @@ def read_comparison(folder: Path) -> Comparison:
             f"version {VERSION}; use the program that wrote it"
         )
     content["results"] = [Result(**result) for result in content["results"]]
-    content["not_run"] = [NotRun(**way) for way in content["not_run"]]
     return Comparison(**content)
 
 
@@ -99,18 +92,18 @@ def describe(found: Comparison) -> str:
         "",
         f"- device: {where}; {found.dtype}; torch {found.torch}; commit {found.git_commit}",
         f"- config: {found.config_file}, {found.num_params:,} parameters, "
-        f"{found.tokens_per_step:,} tokens per step",
+        f"{found.tokens_per_step:,} tokens per step and rank",
         f"- {found.steps} real optimizer steps each, the first {found.warmup} not counted; "
         f"started {found.time}",
         "",
-        markdown_table([_header(), *(_row(result, found.results[0]) for result in found.results)]),
+        markdown_table([_header(), *(_row(result, found.results) for result in found.results)]),
         "",
-        "Tokens/s are by the median step. Losses are compared to the last bit; ways that add in",
-        "another order may differ in the last digits.",
+        "Tokens/s are by the median step, of all ranks. A run is compared with the first one of as",
+        "many ranks. Losses are compared to the last bit; ways that add in another order, or",
+        "exchange rounded gradients, may differ in the last digits.",
         "",
     ]
     lines += [f"- `{result.name}`: {result.meaning}; {result.plan}" for result in found.results]
-    lines += [f"- {way.name}: not run; {way.reason}" for way in found.not_run]
     return "\n".join(lines) + "\n"
 
 
@@ -119,7 +112,8 @@ def _header() -> tuple[str, ...]:
     return ("run", "tokens/s", "against the first", "step p50 ms", "step p95 ms", memory, "loss")
 
 
-def _row(result: Result, first: Result) -> tuple[str, ...]:
+def _row(result: Result, results: list[Result]) -> tuple[str, ...]:
+    first = next(other for other in results if other.ranks == result.ranks)
     loss = f"{result.loss_last:.6f}"
     if result is not first:
         apart = abs(result.loss_last - first.loss_last)

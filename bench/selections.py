@@ -5,12 +5,14 @@ A recorded selection is a .npz file with three arrays:
     spec       int64 [5]                    l, d, l_sel, n_sel, w
     selection  int32 [B, S, Hkv, n_sel]     block ids ascending, then -1
 `nsa.nsa_attention(..., return_selection=True)` gives such a selection of unpacked sequences, and
-`write_selection` records it. Every row must name blocks 0, c-1 and c, where c = t // l_sel is the
+`write_selection` records it. Of a whole model (studies/nsa_vs_dense), B counts the layers, all of
+one sequence. Every row must name blocks 0, c-1 and c, where c = t // l_sel is the
 query's own, and in all min(n_sel, c + 1) blocks.
 """
 
 from __future__ import annotations
 
+import lzma
 import os
 import zipfile
 import zlib
@@ -38,14 +40,13 @@ def write_selection(
     """Record a selection; the file appears under its name when it is complete."""
     ids = selection.detach().cpu().numpy()
     check_selection(ids, spec, "selection")
+    arrays = {"version": np.int64(VERSION), "spec": np.array(astuple(spec)), "selection": ids}
     unfinished = Path(f"{path}.tmp")
-    with unfinished.open("wb") as file:
-        np.savez_compressed(
-            file,
-            version=np.int64(VERSION),
-            spec=np.array(astuple(spec), dtype=np.int64),
-            selection=ids,
-        )
+    # Not np.savez_compressed: LZMA halves what deflate leaves, and np.load reads both.
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_LZMA) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
     os.replace(unfinished, path)
 
 
@@ -140,7 +141,7 @@ def _load(path: str | Path) -> dict[str, NDArray[np.int32]]:
             if not isinstance(arrays, np.lib.npyio.NpzFile):
                 raise ValueError("it holds a single array")
             return dict(arrays)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
         raise ValueError(
             f"{path} cannot be read as a .npz file ({error}); record one with write_selection of "
             f"bench/selections.py"

@@ -200,6 +200,8 @@ def _add_data_commands(parser: argparse.ArgumentParser) -> None:
     prepare.add_argument("--tokenizer-path", default="", metavar="PATH", help="as in the config")
     prepare.add_argument("--eos", default="", metavar="TOKEN", help="as data.eos")
     prepare.add_argument("--shard-tokens", type=int, metavar="N", help="tokens that end a shard")
+    workers = "threads that tokenize; any number gives the same shards (1)"
+    prepare.add_argument("--workers", type=int, default=1, metavar="N", help=workers)
     prepare.set_defaults(command=_data_prepare)
     for name, command, text in (
         ("verify", _data_verify, "check the size and the hash of every shard; exit code 0 or 1"),
@@ -352,7 +354,14 @@ def _data_prepare(args: argparse.Namespace) -> int:
     config = DataConfig(tokenizer=args.tokenizer, tokenizer_path=args.tokenizer_path, eos=args.eos)
     shard_tokens = SHARD_TOKENS if args.shard_tokens is None else args.shard_tokens
     source, folder = Path(args.input), Path(args.output)
-    prepare(source, folder, open_tokenizer(config), shard_tokens=shard_tokens, say=print)
+    prepare(
+        source,
+        folder,
+        open_tokenizer(config),
+        shard_tokens=shard_tokens,
+        workers=args.workers,
+        say=print,
+    )
     print(describe_shards(folder))
     return 0
 

@@ -1,4 +1,4 @@
-"""Compare ways to train by real runs: selection v1 against v2, and NVTX ranges on or off.
+"""Compare ways to train by real runs: selection v1 and v2, NVTX ranges, gradient compression.
 
 `python scripts/profiler_comparison.py --steps 100 --warmup 10 [--config FILE] [group.key=value]`
 writes comparison_report.md and results.json into --out-dir.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from nsa.data.ahead import map_in_order
 from nsa.data.documents import Document
 from nsa.data.errors import DataError
 from nsa.data.split import is_held_out
@@ -28,24 +30,35 @@ class Counts:
 
 
 def encode_sides(
-    documents: Iterable[Document], tokenizer: Tokenizer, counts: Counts
+    documents: Iterable[Document], tokenizer: Tokenizer, counts: Counts, workers: int = 1
 ) -> Iterator[tuple[str, Ids]]:
     """Yield (side, ids with the end mark) for each document, and count on the way.
 
     The side is decided by the words of the document alone: not by its place, file or tokenizer.
+    The order is that of the documents for any number of workers.
     """
-    for document in documents:
-        if not document.text.strip():
-            counts.empty += 1
-            continue
+    kept = _not_empty(documents, counts)
+    for side, ids in map_in_order(partial(_encode, tokenizer), kept, workers):
         counts.documents += 1
-        side = VAL if is_held_out(document.text) else TRAIN
         counts.held_out += side == VAL
-        try:
-            ids = tokenizer.encode(document.text)
-        except DataError as error:
-            raise DataError(f"{document.where}: {error}") from None
-        yield side, np.append(ids, ids.dtype.type(tokenizer.eos))
+        yield side, ids
+
+
+def _not_empty(documents: Iterable[Document], counts: Counts) -> Iterator[Document]:
+    for document in documents:
+        if document.text.strip():
+            yield document
+        else:
+            counts.empty += 1
+
+
+def _encode(tokenizer: Tokenizer, document: Document) -> tuple[str, Ids]:
+    side = VAL if is_held_out(document.text) else TRAIN
+    try:
+        ids = tokenizer.encode(document.text)
+    except DataError as error:
+        raise DataError(f"{document.where}: {error}") from None
+    return side, np.append(ids, ids.dtype.type(tokenizer.eos))
 
 
 def encode_all(

@@ -23,19 +23,23 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     shard_tokens: int = SHARD_TOKENS,
+    workers: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> Manifest:
     """Write the shards of both sides into a new or empty folder, and the manifest last.
 
-    The same documents and tokenizer give the same bytes; memory holds one document at a time.
+    The same documents and tokenizer give the same bytes, for any number of workers (threads that
+    tokenize); memory holds a few documents for each of them.
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens={shard_tokens} is below 1; use 1 or more")
+    if workers < 1:
+        raise DataError(f"workers={workers} is below 1; use 1 or more")
     _claim(folder)
     counts = Counts()
     writers = {side: _SideWriter(folder, side, shard_tokens, say) for side in (TRAIN, VAL)}
     try:
-        for side, ids in encode_sides(read_documents(source), tokenizer, counts):
+        for side, ids in encode_sides(read_documents(source), tokenizer, counts, workers):
             writers[side].add(ids.astype(id_type(tokenizer.vocab), copy=False))
         for writer in writers.values():
             writer.finish_shard()

@@ -76,8 +76,12 @@ class TinyLM(nn.Module):
         tie_embeddings: bool = False,
         backend: str = "auto",
         attention: str = "nsa",
+        embed_std: float = EMBED_STD,
     ) -> None:
-        """`attention` "dense" leaves aside what is NSA's alone: blocks, phi, gate and backend."""
+        """`attention` "dense" leaves aside what is NSA's alone: blocks, phi, gate and backend.
+
+        `embed_std` is of the embedding alone; a head of its own keeps EMBED_STD.
+        """
         super().__init__()
         if attention not in ATTENTIONS:
             known = ", ".join(ATTENTIONS)
@@ -117,7 +121,7 @@ class TinyLM(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, new_attention(), i) for i in range(n_layers))
         self.norm = RMSNorm(dim)
         self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab, bias=False)
-        self._scale_init(n_layers)
+        self._scale_init(n_layers, embed_std)
         self.compiled: list[Callable[..., Tensor]] = []
         """The blocks as torch.compile made them, for training; a list, so that no name changes."""
 
@@ -147,6 +151,7 @@ class TinyLM(nn.Module):
             tie_embeddings=cfg.model.tie_embeddings,
             backend=cfg.runtime.attention_backend,
             attention=cfg.model.attention,
+            embed_std=cfg.model.embed_std,
         )
 
     def forward(
@@ -255,9 +260,9 @@ class TinyLM(nn.Module):
             raise ValueError(f"ids has dtype {ids.dtype}; give integer token ids")
         return self.embed(ids)
 
-    def _scale_init(self, n_layers: int) -> None:
-        """Small embeddings and head (first loss near ln V); residual branches shrink with depth."""
-        nn.init.normal_(self.embed.weight, std=EMBED_STD)
+    def _scale_init(self, n_layers: int, embed_std: float) -> None:
+        """A small head (first loss near ln V); residual branches shrink with depth."""
+        nn.init.normal_(self.embed.weight, std=embed_std)
         if self.lm_head is not None:
             nn.init.normal_(self.lm_head.weight, std=EMBED_STD)
         with torch.no_grad():

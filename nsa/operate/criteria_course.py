@@ -179,7 +179,7 @@ def watchdog(e: Evidence, limits: Limits) -> Row:
     return missing(
         "alarms",
         limit="0",
-        evidence=f"no {ALARMS}: nobody watched, or nothing rang",
+        evidence=f"no {ALARMS}: nobody watched",
         advice="let `nsa watch RUN_FOLDER` run beside it",
         essential=False,
     )

@@ -229,18 +229,19 @@ class _Attempt(NamedTuple):
         """What `try_read` gives; where only plain files may be read, others are a problem."""
 
         def checked() -> T:
-            if self.only_plain:
-                _require_plain(path)
+            _require_plain(path, links=not self.only_plain)
             return load()
 
         return try_read(path, checked, self.problems)
 
 
-def _require_plain(path: Path) -> None:
-    """Refuse links, pipes and devices, and files that are read as a whole but are too large."""
-    status = path.lstat()
+def _require_plain(path: Path, *, links: bool) -> None:
+    """Refuse pipes and devices, which would keep a reader waiting, and files that are read as a
+    whole but are too large; also links, where they are not allowed."""
+    status = path.stat() if links else path.lstat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        raise ValueError(f"{path} is a link or no plain file; it is not read")
+        what = "no plain file" if links else "a link or no plain file"
+        raise ValueError(f"{path} is {what}; it is not read")
     if path.name in (METRICS, ENV, ANOMALY, HALT) and status.st_size > MOST_BYTES:
         raise ValueError(f"{path} has {status.st_size} bytes; at most {MOST_BYTES} are read")
 

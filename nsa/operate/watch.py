@@ -16,7 +16,7 @@ from nsa.operate.rules import judge
 from nsa.operate.snapshot import Run, read_run
 from nsa.operate.text import printable
 from nsa.operate.webhook import Webhook
-from nsa.telemetry.alarms import Alarm, append_alarm
+from nsa.telemetry.alarms import Alarm, append_alarm, note_watch
 
 HEALTHY, ALARM, NOTHING = 0, 1, 3
 """Exit codes: no alarm rang; one did; there was nothing to judge. 2 is bad input, as everywhere."""
@@ -62,6 +62,8 @@ class Watch:
     def look(self, now: float | None = None) -> Judgement:
         """Judge the folder as it is, write down what is new, and do what is due."""
         run = read_run(self.folder, now=now)
+        if run.status != "absent" and not run.ended:
+            note_watch(self.folder)
         limits = self._adapt(limits_for(run.metrics.device if run.metrics else None))
         alarms = judge(run, limits)
         new = [

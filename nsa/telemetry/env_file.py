@@ -127,7 +127,8 @@ def altered_files(folder: Path) -> list[str]:
     try:
         if not (folder / ".git").exists():
             return []
-        return [line.strip() for line in _git(folder, "status", "--porcelain").splitlines()]
+        lines = _git(folder, "status", "--porcelain", "--untracked-files=all").splitlines()
+        return [line.strip() for line in lines]
     except (OSError, subprocess.SubprocessError):
         return []
 

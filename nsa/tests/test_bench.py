@@ -204,6 +204,27 @@ def test_recorded_selection_is_read_as_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 
+def test_prefill_bench_starts_at_the_layer_that_is_asked_for(tmp_path, capsys):
+    path = str(tmp_path / "model.npz")
+    layers = selections.clustered(TINY._replace(shape=Shape(2, 1, 8, 8)), SPEC)
+    selections.write_selection(path, layers, SPEC)
+    seen = []
+    select = selections.recorded
+
+    def watch(recorded, case):
+        seen.append(recorded)
+        return select(recorded, case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selections, "recorded", watch)
+        result = run_prefill(capsys, "--selection", path, "--selection-layer", "1")
+    assert result["selection"] == f"{path} from layer 1"
+    assert seen and all(torch.equal(part, layers[1:]) for part in seen)
+    wrong = ["--shape", "2,1,8,8", "--selection", path, "--selection-layer", "2"]
+    assert "has the layers 0 to 1" in refusal(capsys, *wrong)
+    assert "only a FILE has layers" in refusal(capsys, "--selection-layer", "1")
+
+
 @pytest.mark.parametrize(
     ("fault", "row"),
     [

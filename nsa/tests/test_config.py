@@ -128,6 +128,7 @@ REFUSED = {
     "model.d_v=0": ">= 1",
     "model.attention=sparse": "nsa | dense",
     "model.rope_scale=0": "> 0",
+    "model.embed_std=0": "> 0",
     "model.rope_base=inf": "> 0",
     "nsa.l=40": "use 32 or 48",
     "nsa.l_sel=8": "use 16",

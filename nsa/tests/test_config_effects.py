@@ -24,6 +24,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "model.d_v": ("6", "weights"),
     "model.attention": ("dense", "weights"),
     "model.tie_embeddings": ("true", "weights"),
+    "model.embed_std": ("0.3", "losses"),
     "model.rope_base": ("100", "losses"),
     "model.rope_scale": ("8", "losses"),
     "nsa.l": ("16", "losses"),

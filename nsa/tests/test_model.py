@@ -83,6 +83,13 @@ def test_tied_embeddings_share_the_matrix_and_its_gradient():
     assert tied.embed.weight.grad[unused].abs().max() > 0  # only the head sees this row
 
 
+def test_embed_std_is_of_the_embedding_alone():
+    wide = make_model(embed_std=0.3)
+    assert wide.embed.weight.std().item() == pytest.approx(0.3, rel=0.1)
+    assert make_model().embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert wide.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
 @pytest.mark.parametrize(
     "option",
     [

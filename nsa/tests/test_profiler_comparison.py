@@ -35,15 +35,23 @@ def test_it_trains_every_way_and_reports_what_the_runs_measured(
         assert (len(times), result.num_steps) == (3, 3)
         assert result.step_p50_ms == pytest.approx(1e3 * sorted(times)[1])
         assert result.step_p95_ms == pytest.approx(1e3 * max(times))
-        assert result.toks_per_s == pytest.approx(found.tokens_per_step / sorted(times)[1])
-    v2, v1, nvtx = found.results
+        tokens = found.tokens_per_step * result.ranks
+        assert result.toks_per_s == pytest.approx(tokens / sorted(times)[1])
+        assert metrics.world_size == result.ranks
+    v2, v1, nvtx, two, bf16 = found.results
     assert "selection: fast" in v2.plan and "selection: reference" in v1.plan
     assert "NVTX" in nvtx.plan and "NVTX" not in v2.plan
     assert v2.loss_last == pytest.approx(v1.loss_last, abs=1e-4) and nvtx.loss_is_equal
+    logs = [(out / f"{result.name}.log").read_text() for result in (two, bf16)]
+    assert ["gradient compression enabled: bf16" in log for log in logs] == [False, True]
+    assert bf16.loss_last == pytest.approx(two.loss_last, abs=1e-3)
 
     text, printed = (out / compare_report.REPORT).read_text(), capsys.readouterr().out
     assert text in printed and "these are CPU figures" in text
-    assert "gradient compression: not run; it needs two GPUs" in text
+    assert (
+        f"| `two_ranks_bf16` | {bf16.toks_per_s:.0f} | {bf16.toks_per_s / two.toks_per_s:.2f}x |"
+        in text
+    )
     assert f"| `selection_v1` | {v1.toks_per_s:.0f} |" in text
 
 
@@ -78,6 +86,6 @@ def test_a_heartbeat_with_steps_missing_is_refused(tmp_path: Path) -> None:
 
 
 def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
-    (tmp_path / compare_report.RESULTS).write_text(json.dumps({"version": 2}))
-    with pytest.raises(ValueError, match="has version 2; this program reads version 1"):
+    (tmp_path / compare_report.RESULTS).write_text(json.dumps({"version": 1}))
+    with pytest.raises(ValueError, match="has version 1; this program reads version 2"):
         compare_report.read_comparison(tmp_path)

@@ -36,7 +36,14 @@ def files_that_may_install() -> Iterator[Path]:
     """Everything that a person or a machine would run or copy an install line from."""
     yield ROOT / "Makefile"
     yield from (ROOT / ".ci").iterdir()
-    for pattern in ("*.md", "docs/**/*.md", "scripts/**/*", "nsa/**/*.py", "examples/**/*"):
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "scripts/**/*",
+        "nsa/**/*.py",
+        "examples/**/*",
+        "studies/**/*.md",
+    ):
         yield from (p for p in ROOT.glob(pattern) if p.is_file() and _counts(p))
 
 

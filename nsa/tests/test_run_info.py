@@ -85,4 +85,6 @@ def test_altered_files_are_those_that_differ_from_the_commit(tmp_path: Path) -> 
     assert altered_files(tmp_path) == []
     (tmp_path / "changed.yaml").write_text("a: 2\n")
     (tmp_path / "new.yaml").touch()
-    assert altered_files(tmp_path) == ["M changed.yaml", "?? new.yaml"]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "new.py").write_text("")
+    assert altered_files(tmp_path) == ["M changed.yaml", "?? folder/new.py", "?? new.yaml"]

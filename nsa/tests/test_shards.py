@@ -6,6 +6,8 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from nsa.cli import main
 from nsa.config import DataConfig
 from nsa.config.load import REPOSITORY
 from nsa.data import ByteTokenizer, Data, DataError, open_data, prepare
+from nsa.data.ahead import AHEAD, map_in_order
 from nsa.data.gpt2_files import EOS_NAME
 from nsa.data.manifest import FILE_NAME, Manifest, read_manifest
 from nsa.data.shards import open_shards, verify_shards
@@ -92,6 +95,53 @@ def test_the_same_documents_give_the_same_bytes(folder: Path, tmp_path: Path) ->
     make(tmp_path / "again")
     for file in folder.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_any_number_of_workers_gives_the_same_bytes(
+    folder: Path, tmp_path: Path, workers: int
+) -> None:
+    make(tmp_path / "again", workers=workers)
+
+    names = sorted(file.name for file in folder.iterdir())
+    assert names == sorted(file.name for file in (tmp_path / "again").iterdir())
+    for name in names:
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_stop_at_the_first_broken_document(tmp_path: Path, workers: int) -> None:
+    texts = [*TEXTS[:9], "a\0b", *TEXTS[9:], "c\0d"]
+    with pytest.raises(DataError, match="line 10: the text holds a NUL"):
+        make(tmp_path / "a", texts, workers=workers)
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_workers_finish_out_of_order_and_are_put_in_order() -> None:
+    read: list[int] = []
+    last_done = threading.Event()
+
+    def things() -> Iterator[int]:
+        for number in range(40):
+            read.append(number)
+            yield number
+
+    def slow_first(number: int) -> int:
+        if number == 0:
+            assert last_done.wait(10)  # until a later one is done
+        elif number == 1:
+            last_done.set()
+        return number
+
+    results = map_in_order(slow_first, things(), workers=2)
+    assert next(results) == 0
+    assert len(read) <= 2 * AHEAD
+    assert list(results) == list(range(1, 40))
+
+
+def test_workers_below_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="workers=0 is below 1"):
+        make(tmp_path / "a", workers=0)
 
 
 def test_larger_vocabularies_take_two_bytes(tmp_path: Path) -> None:

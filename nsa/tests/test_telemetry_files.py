@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.compare_report import Comparison, NotRun, Result
+from bench.compare_report import Comparison, Result
 from nsa.config.load import REPOSITORY
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
 from nsa.operate import handoff_manifest, triage_report
@@ -74,6 +74,11 @@ from nsa.tests.gpu import on_gpu
 from nsa.train import checkpoint, sharded
 from scripts.rehearsal_report import Rehearsal
 from scripts.rehearsal_report import Row as RehearsedRow
+from studies.corpus.pack_manifest import Packed
+from studies.corpus.record import KindRecord
+from studies.long_context.results import Grid
+from studies.long_context.results import Results as NeedleResults
+from studies.nsa_vs_dense import results as study_results
 
 PAGES = REPOSITORY / "docs" / "schemas"
 SUMMARY: dict[str, Any] = {
@@ -726,12 +731,14 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
         "profiler_comparison.md": {
             *(field.name for kind in (Comparison, Result) for field in dataclasses.fields(kind)),
-            *NotRun._fields,
         },
         "handoff.md": {
             *(f.name for kind in (Manifest, Entry, Missing) for f in dataclasses.fields(kind)),
             *handoff_manifest.ITEMS,
         },
+        # What is really written is held to these two in test_corpus.py and test_corpus_pack.py.
+        "corpus_json.md": {field.name for field in dataclasses.fields(KindRecord)},
+        "corpus_pack_json.md": {field.name for field in dataclasses.fields(Packed)},
         "rehearsal.md": {
             *(f.name for kind in (Rehearsal, RehearsedRow) for f in dataclasses.fields(kind)),
         },
@@ -744,6 +751,12 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
             *(field.name for field in dataclasses.fields(Row)),
             *(PASS, FAIL, NOT_MEASURED, GO, NO_GO, UNKNOWN),
         },
+        "recorded_selection.md": {"version", "spec", "selection"},
+        "long_context_results.md": {
+            "version",
+            *(f.name for kind in (NeedleResults, Grid) for f in dataclasses.fields(kind)),
+        },
+        "study_results.md": {*study_results.FIELDS, *study_results.ARM_FIELDS},
         "tensorboard.md": {
             *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
             *(f"{tag}/{{layer}}" for tag in scalars.LAYER_TAGS),

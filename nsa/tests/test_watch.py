@@ -384,14 +384,14 @@ def test_a_real_run_that_goes_wrong_is_halted_and_a_restart_is_refused(
         assert len(read_gate_details(folder)["layers"]) == cfg.model.n_layers
 
 
-def test_a_real_healthy_run_rings_nothing_and_is_not_touched(
+def test_a_real_healthy_run_rings_nothing_and_shows_that_it_was_watched(
     tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = tiny_config("train.steps=12")
     said: list[str] = []
     look_at_each_step(Watch(Path(cfg.train.out_dir), say=said.append, adapt=roomy), monkeypatch)
     assert run(cfg, config_path="tiny", out=io.StringIO()).metrics.status == "finished"
-    assert not (Path(cfg.train.out_dir) / "alarms.jsonl").exists()
+    assert (Path(cfg.train.out_dir) / "alarms.jsonl").read_bytes() == b""
     assert len(said) == 1 and "running" in said[0]
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,7 +141,7 @@ class RunLog:
 
     def _look(self, at_most: int) -> None:
         for _ in range(at_most):
-            with span("the device", waits=True):
+            with span("the device", waits=True) if self._writes_late else nullcontext():
                 loss, norm, limit = self._waiting.popleft().wait()[0].tolist()
             self.metrics.step += 1
             self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
@@ -156,12 +156,12 @@ class RunLog:
             self.metrics.loss_last, self._norm = loss, norm
             if self.metrics.loss_first is None:
                 self.metrics.loss_first = loss
+            if loss > limit:
+                self._report_spike(loss, limit)
             line = self._line
             if line is not None and line.step == self.metrics.step:
                 self._line = None
                 self._write_line(line)
-            if loss > limit:
-                self._report_spike(loss, limit)
 
     def _report_spike(self, loss: float, limit: float) -> None:
         self.metrics.spikes += 1

@@ -28,7 +28,7 @@ from nsa.train.runtime import Runtime
 from nsa.train.saver import Saver
 from nsa.train.schedule import lr_at
 from nsa.train.spikes import Spikes
-from nsa.train.state import capture
+from nsa.train.state import capture, large_state
 from nsa.train.step import EagerStep, MicroBatch, Updated
 from nsa.train.stop import Stop
 
@@ -86,6 +86,8 @@ class Trainer:
                 updated = self.update(step, lr, stats)
             if step == done + 1:
                 self.ranks.on_first(write_opt_state, self.folder, self.optimizer.state_dict())
+                if every_save and self.ranks.saves:
+                    self.saver.memory.reserve(large_state(self))
             self.log.vitals.after_step(step)
             self.log.add(step, updated, lr, stats)
             if every_eval and (step % every_eval == 0 or step == steps):
@@ -154,6 +156,7 @@ class Trainer:
         with span(SAVE), self.log.paused():
             self.log.vitals.entering(step, SAVE)
             if self.ranks.saves:
+                self.saver.wait()
                 self.saver.save(capture(self, step))
 
     @contextmanager

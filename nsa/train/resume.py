@@ -25,7 +25,10 @@ DECIDING = (
     "seed",
 )
 """Keys of the train group that change the numbers; the global batch stands for its parts."""
-YOUNGER = ("train.decay_steps", "train.optimizer", "data.respect_documents")
+YOUNGER = (
+    *("train.decay_steps", "train.optimizer", "data.respect_documents"),
+    "model.embed_std",
+)
 """More keys that change the numbers, left out at their defaults."""
 AUTO, LATEST, NONE = "auto", "latest", "none"
 
@@ -54,6 +57,7 @@ def identity_of(cfg: Config, data: Data, world_size: int = 1) -> Identity:
     usual = to_container(Config())
     for name in YOUNGER:
         group, key = name.split(".")
+        found.pop(name, None)
         if groups[group][key] != usual[group][key]:
             found[name] = groups[group][key]
     if cfg.train.spike_rule in ACTING:

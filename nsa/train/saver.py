@@ -12,6 +12,7 @@ from nsa.telemetry.atomic import replacing
 from nsa.telemetry.spans import SAVE, span
 from nsa.train import checkpoint, sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint, Content
+from nsa.train.host_memory import HostMemory
 from nsa.train.ranks import Alone
 
 
@@ -31,6 +32,8 @@ class Saver:
         ranks: Alone | None = None,
     ) -> None:
         self.folder, self.written = folder, list[Path]()
+        self.memory = HostMemory()
+        """Of the state that is being written: `wait` before it is used again."""
         self._ranks = ranks or Alone()
         self._keep, self._backup, self._say = keep, backup, say
         self._thread: threading.Thread | None = None

@@ -9,7 +9,6 @@ import torch
 
 from nsa.config import to_container
 from nsa.train.checkpoint import Content
-from nsa.train.nested import map_tensors
 from nsa.train.optimizer import load_optimizer
 
 if TYPE_CHECKING:
@@ -24,14 +23,16 @@ CARRIED = (
 
 
 def capture(trainer: Trainer, step: int) -> Content:
-    """Copy everything that changes in training to the CPU; later steps leave the copy alone."""
+    """Copy everything that changes in training to the CPU; later steps leave the copy alone, the
+    next capture does not: what was captured before must have been written."""
+    tensors = trainer.saver.memory.copy(large_state(trainer))
     metrics = dataclasses.asdict(trainer.log.metrics)
     return {
         "step": step,
-        "state_dict": _copied(trainer.model.state_dict()),
+        "state_dict": tensors["state_dict"],
         "cfg": to_container(trainer.cfg),
         "identity": dict(trainer.identity),
-        "optimizer": _copied(trainer.optimizer.state_dict()),
+        "optimizer": tensors["optimizer"],
         "scaler": trainer.scaler.state_dict(),
         "rng": _rng_states(),
         "spikes": trainer.spikes.state_dict(),
@@ -61,6 +62,14 @@ def restore(trainer: Trainer, start: Start) -> None:
         setattr(metrics, name, content["metrics"].get(name, getattr(metrics, name)))
 
 
+def large_state(trainer: Trainer) -> dict[str, Any]:
+    """The tensors of a checkpoint that are as large as the model."""
+    return {
+        "state_dict": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+    }
+
+
 def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
     """Where the next step begins to read; what waits in a queue has not been read."""
     position = trainer.position(step + 1)
@@ -70,8 +79,3 @@ def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
 def _rng_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def _copied(value: Any) -> Any:
-    """The same containers, with copies of their tensors on the CPU; of those in parts, the part."""
-    return map_tensors(value, lambda _, x: x.detach().to("cpu", copy=True))

@@ -1,0 +1,307 @@
+"""The study of long contexts: its documents, its grid, its files, and all of it at a tiny size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nsa import TinyLM
+from nsa.config import ModelConfig
+from nsa.data.errors import DataError
+from nsa.data.hf_tokenizer import HFTokenizer
+from nsa.data.local import TRAIN, VAL
+from nsa.data.shards import open_shards, verify_shards
+from studies.long_context import plot, run
+from studies.long_context.evaluate import ANSWERERS, ROPES, Exam, ask, scale_rope
+from studies.long_context.presets import FULL, TINY
+from studies.long_context.results import NAME, Grid, Results, read_results, write_results
+from studies.long_context.shards import RowMaker, write_shards
+from studies.long_context.task import build, crop, draw_secrets, generator_of
+from studies.long_context.text import TOKENIZER, prepare_text, read_hay
+from studies.long_context.training_rows import Mixture, make_row
+from studies.long_context.vocabulary import Words, find_words
+
+EOS = 0
+WORDS = Words(
+    keys=np.arange(100, 140),
+    values=np.arange(200, 220),
+    opening=np.array([1, 2]),
+    owner=np.array([3]),
+    pass_key=np.array([4, 5]),
+    ask=np.array([6, 7]),
+    ask_pass=np.array([6, 8]),
+    end=np.array([9]),
+)
+HAY = np.arange(20, 90)
+VOCAB = 220
+TRIAL = Exam(words=WORDS, hay=HAY, depths=[0.0, 0.5, 1.0], trials=2, batch_tokens=128, seed=7)
+
+
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tokenizer and of text, from the package's corpus."""
+    folder = tmp_path_factory.mktemp("study") / "text"
+    sizes: dict[str, Any] = dict(vocab=TINY.vocab, digits=TINY.digits, chars=TINY.text_chars)
+    prepare_text(None, folder, **sizes, say=quiet)
+    return folder
+
+
+def places_of(part: Any, ids: list[int]) -> list[int]:
+    """Where these ids stand."""
+    wanted = list(part)
+    return [i for i in range(len(ids)) if ids[i : i + len(wanted)] == wanted]
+
+
+@pytest.mark.parametrize("task", ["needle", "passkey", "multi"])
+def test_every_secret_is_hidden_once_and_asked_for_once(task: str) -> None:
+    depths = [0.0, 0.3, 1.0] if task == "multi" else [0.3]
+    draw = generator_of("test", task)
+    secrets = draw_secrets(task, depths, WORDS, draw.permutation(WORDS.keys), draw)
+    document = build(120, secrets, HAY, WORDS, draw)
+    assert len(document.ids) == 120 and sorted(document.depths) == depths
+    ids = document.ids.tolist()
+    assert sorted(ids[at] for at in document.answers) == sorted(s.value for s in secrets)
+    for secret in secrets:
+        (hidden,) = places_of(secret.needle, ids)
+        (asked,) = places_of([*secret.question, secret.value], ids)
+        assert hidden < asked and asked + len(secret.question) in document.answers
+    assert ids[-1] == WORDS.end[0] and document.answers[-1] == 120 - 2
+
+
+def test_depth_is_the_place_of_the_needle_in_the_text() -> None:
+    for depth in (0.0, 0.25, 1.0):
+        draw = generator_of("depth", depth)
+        (secret,) = secrets = draw_secrets("passkey", [depth], WORDS, WORDS.keys, draw)
+        ids = build(220, secrets, HAY, WORDS, draw).ids.tolist()
+        text_len = 220 - len(secret.needle) - len(secret.question) - 2
+        assert places_of(secret.needle, ids) == [round(depth * text_len)]
+
+
+def test_document_without_room_for_its_needles_is_refused() -> None:
+    draw = generator_of("room")
+    secrets = draw_secrets("needle", [0.5], WORDS, WORDS.keys, draw)
+    with pytest.raises(ValueError, match="10 tokens have no room for 1 needles.*give 12 tokens"):
+        build(10, secrets, HAY, WORDS, draw)
+
+
+def test_short_text_comes_again() -> None:
+    assert len(crop(HAY, 200, generator_of("crop"))) == 200
+
+
+def test_rows_have_their_length_and_no_key_has_two_values() -> None:
+    mixture = Mixture(seq_len=512, shortest=64, spacing=16)
+    lengths = set()
+    for index in range(30):
+        row = make_row(index, TRAIN, mixture, HAY, WORDS, EOS, seed=3)
+        assert len(row) == 512 and row[-1] == EOS
+        lengths.add(int((row == EOS).sum()))
+        values: dict[int, set[int]] = {}
+        for place in np.flatnonzero(np.isin(row, WORDS.keys)):
+            hidden = row[place - 1] == WORDS.owner[0]
+            value = row[place - 2] if hidden else row[place + 1]
+            values.setdefault(int(row[place]), set()).add(int(value))
+        assert all(len(found) == 1 for found in values.values())
+    assert len(lengths) > 2, "rows of one document, and of several"
+    again, other = (
+        make_row(0, side, mixture, HAY, WORDS, EOS, seed) for side, seed in ((TRAIN, 3), (VAL, 3))
+    )
+    assert (again == make_row(0, TRAIN, mixture, HAY, WORDS, EOS, seed=3)).all()
+    assert (again != other).any()
+
+
+def test_tokenizer_has_every_number_and_text_comes_back(text: Path) -> None:
+    tokenizer = HFTokenizer(text / TOKENIZER)
+    words = find_words(tokenizer, TINY.digits, TINY.num_keys)
+    assert tokenizer.vocab == TINY.vocab and len(words.keys) == TINY.num_keys
+    needle = [*words.opening, words.values[42], *words.owner, words.keys[0], *words.end]
+    written = tokenizer.decode(int(i) for i in needle)
+    assert written.startswith(" The number 42 for ")
+    assert tokenizer.encode(written).tolist() == [int(i) for i in needle]
+    assert min(len(read_hay(text, side)) for side in (TRAIN, VAL)) > 1000
+
+
+def test_vocabulary_without_the_numbers_is_refused(text: Path) -> None:
+    with pytest.raises(DataError, match="lacks [0-9]+ of 1000 numbers.*larger vocabulary"):
+        find_words(HFTokenizer(text / TOKENIZER), 3, TINY.num_keys)
+
+
+def test_shards_are_those_of_the_trainer_and_start_with_documents(
+    text: Path, tmp_path: Path
+) -> None:
+    mixture = Mixture(seq_len=96, shortest=48, spacing=32)
+    maker = RowMaker(text=text, mixture=mixture, digits=TINY.digits, num_keys=64, seed=5)
+    write_shards(tmp_path / "shards", maker, {TRAIN: 7, VAL: 3}, quiet)
+    assert verify_shards(tmp_path / "shards") == []
+    tokenizer = HFTokenizer(text / TOKENIZER)
+    opened = open_shards(tmp_path / "shards", tokenizer)
+    assert (len(opened.train), len(opened.val)) == (7 * 96, 3 * 96)
+    tokens = np.empty(7 * 96, dtype=np.int64)
+    opened.train.copy_to(tokens, 0)
+    assert (tokens.reshape(7, 96)[:, -1] == tokenizer.eos).all()
+
+
+class Oracle(TinyLM):
+    """Knows the answers: behind a word that was there before comes the number before it."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, 16, 1, 2, 1, 8, 8, attention="dense")
+
+    def hidden(self, ids: torch.Tensor, **_: object) -> torch.Tensor:  # [B, S] -> [B, S, V]
+        guess = torch.zeros(*ids.shape, VOCAB)
+        for row, line in enumerate(ids.tolist()):
+            for place, token in enumerate(line):
+                first = line.index(token)
+                if 2 <= first < place:
+                    guess[row, place, line[first - 2]] = 1.0
+        return guess
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+@pytest.mark.parametrize("task", ["needle", "multi"])
+def test_grid_is_full_of_the_answers_of_a_model_that_retrieves(task: str) -> None:
+    grid = ask(Oracle(), TRIAL, "nsa", task, "none", "forward", 64)
+    assert grid.right == grid.asked == [2, 2, 2]
+
+
+def test_grid_is_empty_where_the_model_does_not_retrieve() -> None:
+    class Blind(Oracle):
+        def hidden(self, ids: torch.Tensor, **_: object) -> torch.Tensor:
+            return torch.zeros(*ids.shape, VOCAB)
+
+    grid = ask(Blind(), TRIAL, "nsa", "needle", "none", "forward", 64)
+    assert grid.right == [0, 0, 0] and grid.asked == [2, 2, 2]
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_decoded_answers_are_those_of_the_forward_pass(attention: str) -> None:
+    """An untrained model is asked for its own answers: both ways must find them right."""
+    torch.manual_seed(0)
+    blocks: dict[str, Any] = dict(l=8, d=4, l_sel=8, n_sel=4, w=16)
+    model = TinyLM(VOCAB, 32, 2, 2, 1, 16, 16, **blocks, attention=attention).eval()
+    documents = list(TRIAL.documents("needle", 64))
+    ids = torch.from_numpy(np.stack([document.ids for document in documents]))
+    place = documents[0].answers[0]
+    with torch.no_grad():
+        ids[:, place] = model(ids[:, :place])[:, -1].argmax(-1)
+        for answer in ANSWERERS.values():
+            assert answer(model, ids, documents).all()
+        ids[:, place] = (ids[:, place] + 1) % VOCAB
+        for answer in ANSWERERS.values():
+            assert not answer(model, ids, documents).any()
+
+
+def test_scaled_positions_turn_the_slowest_pair_alike() -> None:
+    model = TinyLM(VOCAB, 16, 2, 2, 1, 8, 8, attention="dense")
+    trained = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8)
+    far = torch.tensor([400])
+    tables = {}
+    for rope in ROPES:
+        scale_rope(model, trained, rope, 4.0)
+        assert len({block.attn.rope_base for block in model.layers}) == 1
+        tables[rope] = model.layers[-1].attn.rope(far, torch.float64)
+    slow = {rope: float(torch.atan2(t.sin[0, -1], t.cos[0, -1])) for rope, t in tables.items()}
+    assert slow["linear"] == pytest.approx(slow["base"]) == pytest.approx(slow["none"] / 4)
+    assert torch.equal(tables["base"].cos[0, 0], tables["none"].cos[0, 0])
+    assert not torch.equal(tables["linear"].cos[0, 0], tables["none"].cos[0, 0])
+
+
+def grid_of(**changes: Any) -> Grid:
+    usual: dict[str, Any] = dict(model="nsa", task="needle", rope="none", way="forward", length=64)
+    usual |= dict(depths=[0.0, 1.0], right=[1, 2], asked=[2, 2], seconds=0.5)
+    return Grid(**(usual | changes))
+
+
+def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
+    results = Results(environment={"commit": "abc"}, settings={"seq_len": 64})
+    results.models["nsa"] = {"steps": 3, "loss": 1.5}
+    results.grids += [grid_of(), grid_of(model="dense", right=[0, 0])]
+    results.seconds["data"] = 1.25
+    write_results(tmp_path, results)
+    assert read_results(tmp_path) == results
+    assert results.find("nsa", "needle", "none", "forward", 64) == grid_of()
+    assert results.find("nsa", "needle", "base", "forward", 64) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "not a result"),
+        ('{"version": 9, "grids": []}', "version is 9"),
+        ('{"version": 1, "grids": [{"model": "nsa"}]}', "missing"),
+    ],
+)
+def test_other_files_are_refused_as_results(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / NAME).write_text(content)
+    with pytest.raises(ValueError, match=reason):
+        read_results(tmp_path)
+
+
+def test_grid_with_more_answers_than_questions_is_refused() -> None:
+    with pytest.raises(ValueError, match="more right answers"):
+        grid_of(right=[3, 0])
+
+
+def test_plan_asks_every_length_and_scales_positions_beyond_training_alone() -> None:
+    planned = list(run.plan(FULL))
+    assert len(planned) == len(set(planned))
+    for task, rope, way, length in planned:
+        if length <= FULL.seq_len:
+            assert rope == "none"
+        if way == "forward":
+            assert length in FULL.lengths and task in run.TASKS_ASKED
+    longest = {rope for task, rope, _, length in planned if length == max(FULL.lengths)}
+    assert longest == set(ROPES)
+
+
+def test_study_runs_stops_goes_on_and_is_drawn(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["--tiny", "--out", str(out), "--commit", "test", "--models", "nsa"]
+    assert run.main([*arguments, "--budget-seconds", "0"]) == run.UNFINISHED
+    assert run.main(arguments) == 0
+    results = read_results(out)
+    assert results.models["nsa"]["steps"] == TINY.steps
+    assert [grid.name[1:] for grid in results.grids] == list(run.plan(TINY))
+    assert results.environment["commit"] == "test"
+    assert run.main(arguments) == 0, "there is nothing left to do"
+    assert read_results(out).grids == results.grids
+    assert run.main([*arguments, "--set", "train.lr=0.1"]) == 2
+    assert "other settings" in capfd.readouterr().err
+    assert plot.main([str(out), "--out", str(tmp_path / "pictures")]) == 0
+    pictures = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert pictures == ["multi.png", "needle.png", "passkey.png", "table.md"]
+    table = (tmp_path / "pictures" / "table.md").read_text()
+    assert "| needle | NSA | larger base | decode |" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--models", "mamba"], "no mamba; use nsa and dense"),
+        (["--steps", "0"], "--steps 0 is below 1"),
+        (["--set", "train.lr"], "--set train.lr has no value"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--tiny", "--out", str(tmp_path), *arguments])
+    assert reason in capsys.readouterr().err
+
+
+def test_presets_are_recorded_whole() -> None:
+    assert json.loads(json.dumps(dataclasses.asdict(FULL)))["seq_len"] == 8192

@@ -1,0 +1,145 @@
+"""Draw the needle grids of a result, and print its accuracies by length as a Markdown table.
+
+`python studies/long_context/plot.py RESULT.json --out DIR` writes DIR/needle.png, multi.png and
+passkey.png: context by depth, a row of panels for each model, a column for each scaling of the
+positions. Lengths within those of training are the same in all columns.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
+
+import numpy as np
+
+from nsa.config import BAD_INPUT, StrictParser
+from nsa.telemetry.atomic import replacing, write_text
+from studies.long_context.evaluate import ROPES
+from studies.long_context.results import Grid, Results, read_results
+
+TABLE = "table.md"
+MODEL_NAMES = {"nsa": "NSA", "dense": "dense"}
+ROPE_NAMES = {"none": "positions as trained", "linear": "divided positions", "base": "larger base"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw every task that the result has; print and write the table."""
+    parser = StrictParser(prog="plot", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("result", type=Path, help="a results.json, or its folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the pictures")
+    args = parser.parse_args(argv)
+    try:
+        results = read_results(args.result)
+    except ValueError as error:
+        print(f"plot: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    args.out.mkdir(parents=True, exist_ok=True)
+    for task in dict.fromkeys(grid.task for grid in results.grids):
+        draw(results, task, args.out / f"{task}.png")
+        print(f"wrote {args.out / f'{task}.png'}")
+    text = table(results)
+    write_text(args.out / TABLE, text)
+    print(text)
+    return 0
+
+
+def table(results: Results) -> str:
+    """Right answers of all depths in percent: a line for each model, task, scaling and way."""
+    lengths = sorted({grid.length for grid in results.grids})
+    head = ["task", "model", "positions", "answers by", *map(_short, lengths)]
+    lines = [_line(head), _line(["---"] * 4 + ["---:"] * len(lengths))]
+    names = dict.fromkeys((g.task, g.model, g.rope, g.way) for g in results.grids)
+    for task, model, rope, way in sorted(names, key=_order):
+        found = [results.find(model, task, rope, way, length) for length in lengths]
+        cells = ["" if grid is None else f"{grid.accuracy:.1%}" for grid in found]
+        lines.append(_line([task, MODEL_NAMES.get(model, model), ROPE_NAMES[rope], way, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: Results, task: str, path: Path) -> None:
+    """Write the grids of a task: a panel for each model and scaling."""
+    # Only a run that draws needs it: pip install 'nsa[plot]'.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(grid.model for grid in results.grids))
+    figure = Figure(figsize=(4.4 * len(ROPES) + 0.8, 3.1 * len(models) + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    shared: dict[str, Any] = dict(sharex=True, sharey=True)
+    axes = figure.subplots(len(models), len(ROPES), squeeze=False, **shared)
+    image = None
+    for model, line in zip(models, axes, strict=True):
+        for rope, ax in zip(ROPES, line, strict=True):
+            drawn = _panel(ax, results, model, task, rope)
+            image = drawn or image
+    for ax in axes[-1]:
+        ax.set_xlabel("tokens of context")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("depth of the needle, %")
+    if image is not None:
+        figure.colorbar(image, ax=axes, label="right answers, %", shrink=0.8)
+    figure.suptitle("\n".join(textwrap.wrap(_title(results, task), 110)), fontsize=9)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+
+
+def _panel(ax: Any, results: Results, model: str, task: str, rope: str) -> Any:
+    """Shares of right answers, with their numbers; the image, or None where there is no grid."""
+    trained = int(results.settings["seq_len"])
+    grids = [
+        grid
+        for grid in results.grids
+        if (grid.model, grid.task, grid.way) == (model, task, "forward")
+        and grid.rope == ("none" if grid.length <= trained else rope)
+    ]
+    grids.sort(key=lambda grid: grid.length)
+    ax.set_title(f"{MODEL_NAMES.get(model, model)}, {ROPE_NAMES[rope]}", fontsize=10)
+    if not grids:
+        ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
+        return None
+    shares = np.stack([_shares(grid) for grid in grids], axis=1)  # [depths, lengths]
+    image = ax.imshow(shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    for (depth, place), share in np.ndenumerate(shares):
+        color = "black" if share > 60 else "white"
+        ax.text(place, depth, f"{share:.0f}", ha="center", va="center", color=color, fontsize=7)
+    ax.set_xticks(range(len(grids)), [_short(grid.length) for grid in grids])
+    depths = grids[0].depths
+    ax.set_yticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
+    border = sum(grid.length <= trained for grid in grids) - 0.5
+    if border < len(grids) - 1:
+        ax.axvline(border, color="white", linewidth=2, linestyle="--")
+    return image
+
+
+def _shares(grid: Grid) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return 100 * np.array(grid.right) / np.maximum(1, grid.asked)
+
+
+def _title(results: Results, task: str) -> str:
+    env = results.environment
+    return (
+        f"{task}: right answers by context and depth. Trained on {results.settings['seq_len']} "
+        f"tokens (left of the dashed line). {env['device']}, torch {env['torch']}, "
+        f"{env['commit'][:12]}"
+    )
+
+
+def _order(name: tuple[str, str, str, str]) -> tuple[str, str, int, str]:
+    task, model, rope, way = name
+    return task, way, ROPES.index(rope), model
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

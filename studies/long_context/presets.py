@@ -1,0 +1,112 @@
+"""The sizes of the study: `full` for a GPU, `tiny` to rehearse every part on a CPU in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MODELS = ("nsa", "dense")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Everything that decides what is trained and asked."""
+
+    vocab: int
+    digits: int
+    """Digits of a value; all such numbers are tokens."""
+    num_keys: int
+    text_chars: int
+    """Characters of text to hide needles in."""
+    shortest: int
+    """Tokens of the shortest training document."""
+    spacing: int
+    """Tokens of a training document for each of its needles."""
+    seq_len: int
+    batch_size: int
+    steps: int
+    settings: dict[str, object] = field(default_factory=dict)
+    """More of the trainer's config, by key."""
+    lengths: tuple[int, ...]
+    depths: int
+    """Depths of the grid, from 0 to 1 in equal steps."""
+    trials: int
+    decode_lengths: tuple[int, ...]
+    """Lengths at which the answers are also decoded."""
+    decode_trials: int
+    batch_tokens: int
+    seed: int = 1
+
+
+FULL = Preset(
+    vocab=8192,
+    digits=3,
+    num_keys=512,
+    text_chars=24_000_000,
+    shortest=64,
+    spacing=16,
+    seq_len=8192,
+    batch_size=4,
+    steps=4000,
+    settings={
+        "model.dim": 384,
+        "model.n_layers": 6,
+        "model.n_heads": 8,
+        "model.n_kv_groups": 2,
+        "model.d_k": 64,
+        "model.d_v": 64,
+        "model.tie_embeddings": True,
+        "model.embed_std": 0.04,
+        "model.rope_base": 1.0e6,
+        "train.lr": 2.0e-3,
+        "train.warmup_steps": 200,
+        "train.log_every": 50,
+        "train.eval_every": 500,
+        "train.eval_batches": 4,
+        "runtime.precision": "bf16",
+        "runtime.compile": True,
+    },
+    lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    depths=11,
+    trials=8,
+    decode_lengths=(8192, 65536),
+    decode_trials=1,
+    batch_tokens=131072,
+)
+
+TINY = Preset(
+    vocab=1024,
+    digits=2,
+    num_keys=64,
+    text_chars=400_000,
+    shortest=48,
+    spacing=32,
+    seq_len=96,
+    batch_size=4,
+    steps=4,
+    settings={
+        "model.dim": 32,
+        "model.n_layers": 2,
+        "model.n_heads": 2,
+        "model.n_kv_groups": 1,
+        "model.d_k": 16,
+        "model.d_v": 16,
+        "model.tie_embeddings": True,
+        "nsa.l": 8,
+        "nsa.d": 4,
+        "nsa.l_sel": 8,
+        "nsa.n_sel": 4,
+        "nsa.w": 16,
+        "train.lr": 4e-3,
+        "train.log_every": 1,
+        "train.eval_every": 0,
+        "runtime.precision": "fp32",
+    },
+    lengths=(64, 128),
+    depths=3,
+    trials=1,
+    decode_lengths=(128,),
+    decode_trials=1,
+    batch_tokens=256,
+)
+
+PRESETS = {"full": FULL, "tiny": TINY}

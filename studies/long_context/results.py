@@ -1,0 +1,101 @@
+"""results.json of the study: what was trained, and how many answers of each cell were right.
+
+Schema, version 1, one JSON object:
+  version      1
+  environment  commit, command, device, torch, cuda, triton, python
+  settings     the preset, by name
+  models       by attention (nsa, dense): what training left (parameters, steps, tokens, seconds,
+               tokens_per_s, loss, val_loss)
+  grids        [{model, task, rope, way, length, depths, right, asked, seconds}, ...]: `right` and
+               `asked` have a count for each of `depths` (0 is the start of the text, 1 its end);
+               `rope` is one of none, linear, base; `way` is forward (one pass over the context)
+               or decode (prefill in tiles, then a decode step)
+  seconds      wall time by part of the study
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa.telemetry.atomic import write_text
+
+VERSION = 1
+NAME = "results.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The answers of one model at one length."""
+
+    model: str
+    task: str
+    rope: str
+    way: str
+    length: int
+    depths: list[float]
+    right: list[int]
+    asked: list[int]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not len(self.depths) == len(self.right) == len(self.asked):
+            raise ValueError(f"{self.name}: depths, right and asked differ in length")
+        if any(not 0 <= r <= a for r, a in zip(self.right, self.asked, strict=True)):
+            raise ValueError(f"{self.name}: more right answers than questions, or fewer than none")
+
+    @property
+    def name(self) -> tuple[str, str, str, str, int]:
+        """What no other grid of a file is."""
+        return self.model, self.task, self.rope, self.way, self.length
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers over all depths."""
+        return sum(self.right) / sum(self.asked)
+
+
+@dataclass(kw_only=True)
+class Results:
+    """The whole file."""
+
+    environment: dict[str, str]
+    settings: dict[str, Any]
+    models: dict[str, dict[str, float]] = field(default_factory=dict)
+    grids: list[Grid] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def find(self, model: str, task: str, rope: str, way: str, length: int) -> Grid | None:
+        """The grid of that name, if it was measured."""
+        wanted = (model, task, rope, way, length)
+        return next((grid for grid in self.grids if grid.name == wanted), None)
+
+
+def write_results(folder: Path, results: Results) -> Path:
+    """Replace results.json, all or nothing."""
+    content = {"version": VERSION, **dataclasses.asdict(results)}
+    head = {key: value for key, value in content.items() if key != "grids"}
+    lines = ",\n".join("  " + json.dumps(grid) for grid in content["grids"])
+    text = json.dumps(head, indent=1, allow_nan=False).removesuffix("\n}")
+    write_text(folder / NAME, f'{text},\n "grids": [\n{lines}\n ]\n}}\n')
+    return folder / NAME
+
+
+def read_results(path: Path) -> Results:
+    """Read a results.json, or that of a folder; what is not of this schema is refused."""
+    file = path / NAME if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        version = content.pop("version")
+        if version != VERSION:
+            raise ValueError(f"its version is {version!r}, this program reads {VERSION}")
+        grids = [Grid(**grid) for grid in content.pop("grids")]
+        return Results(grids=grids, **content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is not a result of this study ({error}); name a results.json that "
+            "studies/long_context/run.py has written"
+        ) from None

@@ -1,0 +1,206 @@
+"""Long context: train NSA and its dense twin to retrieve, then measure the needle grid of both.
+
+`python studies/long_context/run.py --data DIR --out DIR [--budget-seconds N]` makes the data,
+trains both models through the product's trainer, asks them at every length and depth, with and
+without scaled positions, and writes OUT/results.json after every part. The same command goes on
+where the last one ended. `--tiny` rehearses all of it on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
+
+import numpy as np
+import torch
+
+from bench.train_report import describe_machine, new_result
+from nsa.config import BAD_INPUT, StrictParser
+from nsa.data.hf_tokenizer import HFTokenizer
+from nsa.data.local import TRAIN, VAL
+from nsa.telemetry import MODEL
+from nsa.train.model_file import load_model
+from studies.long_context.evaluate import ROPES, Exam, ask, scale_rope
+from studies.long_context.presets import MODELS, PRESETS, Preset
+from studies.long_context.results import NAME, Results, read_results, write_results
+from studies.long_context.shards import RowMaker, write_shards
+from studies.long_context.text import TOKENIZER, prepare_text, read_hay
+from studies.long_context.train import OutOfTime, TrainingFailed, train_model
+from studies.long_context.training_rows import Mixture
+from studies.long_context.vocabulary import find_words
+
+UNFINISHED = 3
+"""Exit code when the budget ended before the study."""
+VAL_ROWS = 64
+TASKS_ASKED = ("needle", "multi", "passkey")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the study, or go on with it; 3 where the budget ended first."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if unknown := set(args.models.split(",")) - set(MODELS):
+        parser.error(f"--models {args.models}: no {min(unknown)}; use {' and '.join(MODELS)}")
+    try:
+        preset = _preset(args.tiny, args.steps, args.set)
+    except ValueError as error:
+        parser.error(str(error))
+    given = sys.argv[1:] if argv is None else argv
+    args.out = args.out.resolve()  # the trainer runs in another folder
+    until = time.monotonic() + args.budget_seconds
+    try:
+        results = _open(args.out, preset, given, args.commit)
+        with _timed(results, "data", args.out):
+            text, shards = _make_data(args.data, args.out, preset)
+        for attention in args.models.split(","):
+            with _timed(results, f"train {attention}", args.out):
+                left_s = until - time.monotonic()
+                folder = args.out / attention
+                measured = train_model(attention, preset, text, shards, folder, left_s)
+                results.models[attention] = measured
+            with _timed(results, f"ask {attention}", args.out):
+                _ask_all(attention, preset, args.out, text, results, until)
+    except OutOfTime:
+        print(f"the {args.budget_seconds:g} s are over; the same command goes on", flush=True)
+        return UNFINISHED
+    except ValueError as error:  # bad input, by the convention of this package
+        print(f"long_context: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except TrainingFailed as error:
+        print(f"long_context: {error}", file=sys.stderr)
+        return 1
+    print(f"finished: {args.out / NAME}", flush=True)
+    return 0
+
+
+def plan(preset: Preset) -> Iterator[tuple[str, str, str, int]]:
+    """(task, rope, way, length) in the order of their importance.
+
+    Positions within those of training are read as they were trained.
+    """
+    trained = [length for length in preset.lengths if length <= preset.seq_len]
+    longer = [length for length in preset.lengths if length > preset.seq_len]
+    for task in TASKS_ASKED:
+        yield from ((task, "none", "forward", length) for length in trained)
+    for task in TASKS_ASKED:
+        for length in longer:
+            yield from ((task, rope, "forward", length) for rope in ROPES)
+        if task == "needle":
+            for length in preset.decode_lengths:
+                yield task, "none" if length <= preset.seq_len else "base", "decode", length
+
+
+def _parser() -> StrictParser:
+    parser = StrictParser(prog="long_context", description=(__doc__ or "").splitlines()[0])
+    text = "documents to hide needles in, as data.local_path; without it, the package's corpus"
+    parser.add_argument("--data", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of all files")
+    parser.add_argument("--budget-seconds", type=float, default=540.0, metavar="N", help="(540)")
+    parser.add_argument("--steps", type=int, metavar="N", help="updates, instead of the preset's")
+    more = "a setting of the trainer, of both models; may come again"
+    parser.add_argument("--set", action="append", default=[], metavar="group.key=value", help=more)
+    parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...", help="(all)")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to rehearse")
+    parser.add_argument("--commit", metavar="NAME", help="what to record where git is not there")
+    return parser
+
+
+def _preset(tiny: bool, steps: int | None, more: list[str]) -> Preset:
+    preset = PRESETS["tiny" if tiny else "full"]
+    if steps is not None and steps < 1:
+        raise ValueError(f"--steps {steps} is below 1; give 1 or more")
+    pairs = [setting.partition("=") for setting in more]
+    if wrong := [setting for setting, (_, sign, _) in zip(more, pairs, strict=True) if not sign]:
+        raise ValueError(f"--set {wrong[0]} has no value; write group.key=value")
+    settings = preset.settings | {key: value for key, _, value in pairs}
+    return dataclasses.replace(preset, steps=steps or preset.steps, settings=settings)
+
+
+def _open(out: Path, preset: Preset, given: list[str], commit: str | None) -> Results:
+    """Those of the folder, if it has some; those of other settings are refused."""
+    settings = dataclasses.asdict(preset)
+    command = ["python", "studies/long_context/run.py", *given]
+    environment = new_result(command, commit)["environment"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results = Results(environment=environment | describe_machine(device), settings=settings)
+    if not (out / NAME).is_file():
+        return results
+    found = read_results(out / NAME)
+    if found.settings != json.loads(json.dumps(settings)):
+        raise ValueError(f"{out} holds a study of other settings; choose another --out")
+    results.models, results.grids, results.seconds = found.models, found.grids, found.seconds
+    return results
+
+
+def _make_data(source: Path | None, out: Path, preset: Preset) -> tuple[Path, Path]:
+    text, shards = out / "text", out / "shards"
+    vocab, digits, chars = preset.vocab, preset.digits, preset.text_chars
+    prepare_text(source, text, vocab=vocab, digits=digits, chars=chars, say=_say)
+    maker = RowMaker(
+        text=text,
+        mixture=Mixture(seq_len=preset.seq_len, shortest=preset.shortest, spacing=preset.spacing),
+        digits=digits,
+        num_keys=preset.num_keys,
+        seed=preset.seed,
+    )
+    num_rows = {TRAIN: preset.steps * preset.batch_size + 1, VAL: VAL_ROWS}
+    write_shards(shards, maker, num_rows, _say)
+    return text, shards
+
+
+def _ask_all(
+    attention: str, preset: Preset, out: Path, text: Path, results: Results, until: float
+) -> None:
+    """Every grid of a model that is not there yet."""
+    model, cfg = load_model(out / attention / MODEL)
+    on_gpu = torch.cuda.is_available()
+    model = model.to("cuda", torch.bfloat16) if on_gpu else model
+    tokenizer = HFTokenizer(text / TOKENIZER)
+    exam = Exam(
+        words=find_words(tokenizer, preset.digits, preset.num_keys),
+        hay=read_hay(text, VAL),
+        depths=np.linspace(0, 1, preset.depths).round(4).tolist(),
+        trials=preset.trials,
+        batch_tokens=preset.batch_tokens,
+        seed=preset.seed,
+    )
+    decoded = dataclasses.replace(exam, trials=preset.decode_trials)
+    for task, rope, way, length in plan(preset):
+        if results.find(attention, task, rope, way, length):
+            continue
+        if time.monotonic() > until:
+            raise OutOfTime
+        scale_rope(model, cfg.model, rope, length / preset.seq_len)
+        questions = decoded if way == "decode" else exam
+        grid = ask(model, questions, attention, task, rope, way, length)
+        results.grids.append(grid)
+        write_results(out, results)
+        name = f"{attention} {task} {length} rope={rope} {way}"
+        _say(f"{name}: {grid.accuracy:.1%} of {sum(grid.asked)} in {grid.seconds:.1f} s")
+
+
+@contextmanager
+def _timed(results: Results, part: str, out: Path) -> Iterator[None]:
+    """Add the seconds of a part, however it ends, and write what there is."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        spent = results.seconds.get(part, 0.0) + time.monotonic() - start
+        results.seconds[part] = round(spent, 1)
+        write_results(out, results)
+
+
+def _say(line: str) -> None:
+    print(f"[long_context] {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Trains NSA and its dense twin, arm by arm, and puts what they reached into results.json.
+
+`python studies/nsa_vs_dense/run.py --data SHARDS --out DIR [--arms NAME,...]`. Every arm is a
+process: one that fails leaves the others alone. An arm that is finished is not trained again, one
+that was cut short goes on from its checkpoint. README.md beside this file has the whole story.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
+
+from nsa.config import StrictParser
+from nsa.config.env import changed, read
+from nsa.data.local import TRAIN, VAL
+from nsa.data.manifest import read_manifest
+from nsa.telemetry.atomic import write_text
+from studies.nsa_vs_dense.arms import Arm, choose, read_table
+from studies.nsa_vs_dense.results import IDENTITY, NAME, read_arm, read_results, write_results
+from studies.nsa_vs_dense.train_arm import Task
+
+HERE = Path(__file__).resolve().parent
+CHILD = HERE / "train_arm.py"
+STOP_S = 60.0
+"""For a process that was asked to stop: it saves a checkpoint first."""
+LOOK_S = 0.2
+"""Between two looks at who has ended."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train what is not there yet; 1 where an arm failed, 0 otherwise."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        study = Study(args, sys.argv[1:] if argv is None else argv)
+    except ValueError as error:
+        parser.error(str(error))
+    return study.run()
+
+
+class Job(NamedTuple):
+    """An arm that is being trained."""
+
+    arm: Arm
+    child: subprocess.Popen[bytes]
+    log: Path
+    start: float
+
+
+class Study:
+    """The arms of a call, their folder, and what is known of them so far."""
+
+    def __init__(self, args: argparse.Namespace, argv: list[str]) -> None:
+        """Everything that can be refused is refused here."""
+        table = Path(args.table)
+        steps = {"steps": args.steps, "minutes_each": args.minutes_each}
+        self.all_arms = read_table(table, **steps, changes=args.set)
+        self.arms = choose(self.all_arms, args.arms)
+        self.out, self.work = Path(args.out), Path(args.work or Path(args.out) / "runs")
+        self.where, self.data = describe_data(Path(args.data), args.tokenizer_path)
+        for arm in self.arms:
+            arm.resolve(self.where)
+        self.keep_weights, self.commit, self.jobs = args.keep_weights, args.commit, args.jobs
+        self.deadline = time.monotonic() + (args.budget_seconds or math.inf)
+        self.start = time.monotonic()
+        price = args.price if args.price is not None else read("NSA_PRICE_PER_H")
+        self.call: dict[str, Any] = {
+            "command": shlex.join(["python", "studies/nsa_vs_dense/run.py", *argv]),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": 0.0,
+            "price_per_hour": price,
+            "cost": None,
+        }
+        self.table = table.name
+        self.calls: list[dict[str, Any]] = []
+        self.failed: dict[str, str] = {}
+        if (self.out / NAME).is_file():
+            earlier = read_results(self.out / NAME)
+            self.calls = earlier["calls"]
+            self.failed = {entry["name"]: entry["reason"] for entry in earlier["failed"]}
+
+    def run(self) -> int:
+        """Train the arms, `jobs` at a time; results.json is complete after each."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        waiting = [arm for arm in self.arms if not self.finished(arm)]
+        for arm in self.arms:
+            if arm not in waiting:
+                _say(f"{arm.name}: finished before")
+        running: list[Job] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.jobs and self.fits(waiting):
+                    running.append(self.begin(waiting.pop(0)))
+                for job in self.wait(running):
+                    running.remove(job)
+                    self.end(job)
+                    self.write()
+        finally:
+            _stop(running)
+        return int(any(arm.name in self.failed for arm in self.arms))
+
+    def fits(self, waiting: list[Arm]) -> bool:
+        """Whether the next arm can be done within the budget; if not, none is waited for."""
+        left = self.deadline - time.monotonic()
+        takes = waiting[0].expected_s * self.jobs  # who shares a device gets a part of it
+        if takes <= left:
+            return True
+        names = ", ".join(arm.name for arm in waiting)
+        _say(f"{left:.0f} s are left, {waiting[0].name} takes about {takes:.0f}")
+        _say(f"not started: {names}; the same command goes on with them")
+        waiting.clear()
+        return False
+
+    def begin(self, arm: Arm) -> Job:
+        """Start a process; what it prints is in <work>/<arm>.log."""
+        number = self.arms.index(arm) + 1
+        place = f"{number} of {len(self.arms)}"
+        _say(f"{arm.name} ({place}): {arm.steps} steps, about {arm.expected_s:.0f} s")
+        self.result_of(arm).unlink(missing_ok=True)  # that of other steps, settings or data
+        self.failed.pop(arm.name, None)
+        task = Task(
+            arm=arm,
+            where=[*self.where, f"train.out_dir={self.work / arm.name}"],
+            data=self.data,
+            result=str(self.result_of(arm)),
+            selection=str(self.out / f"selection-{arm.name}.npz"),
+            keep_weights=self.keep_weights,
+            is_alone=self.jobs == 1,
+            commit=self.commit,
+        )
+        file, log = self.work / f"{arm.name}.task.json", self.work / f"{arm.name}.log"
+        write_text(file, task.to_json())
+        with log.open("ab") as output:
+            child = subprocess.Popen(
+                [sys.executable, str(CHILD), str(file)],
+                env=changed(arm.environ),
+                stdout=output,
+                stderr=output,
+            )
+        return Job(arm, child, log, time.monotonic())
+
+    def wait(self, running: list[Job]) -> list[Job]:
+        """Until some have ended, and which; at the end of the budget all are asked to leave."""
+        while running:
+            if ended := [job for job in running if job.child.poll() is not None]:
+                return ended
+            if time.monotonic() > self.deadline:
+                _say("the budget is spent; arms that are running save a checkpoint and stop")
+                _stop(running)
+                return list(running)
+            time.sleep(LOOK_S)
+        return []
+
+    def end(self, job: Job) -> None:
+        """Say what came of a process."""
+        arm, seconds = job.arm, time.monotonic() - job.start
+        if self.finished(arm):
+            result = read_arm(self.result_of(arm))
+            speed = result["tokens_per_s"]
+            _say(
+                f"{arm.name}: held-out {result['held_out']['loss']:.4f} nats, "
+                f"{f'{speed:,.0f} tokens/s, ' if speed else ''}"
+                f"{result['params']['non_embedding']:,} parameters and "
+                f"{result['params']['embedding']:,} of the embedding, {seconds:.0f} s"
+            )
+            return
+        last = "\n".join(job.log.read_text("utf-8", "replace").strip().splitlines()[-12:])
+        reason = f"exit code {job.child.returncode} after {seconds:.0f} s: {last}"
+        self.failed[arm.name] = reason
+        _say(f"{arm.name} did not finish; {reason}\n(see {job.log})")
+
+    def result_of(self, arm: Arm) -> Path:
+        """Where the result of an arm is; it outlives the run folder."""
+        return self.work / f"{arm.name}.result.json"
+
+    def finished(self, arm: Arm) -> bool:
+        """Whether there is a result of this very arm on this very data."""
+        path = self.result_of(arm)
+        if not path.is_file():
+            return False
+        expected = json.loads(json.dumps(arm.identity() | {"data": self.data}))
+        found = read_arm(path)
+        return {key: found[key] for key in IDENTITY} == expected
+
+    def write(self) -> None:
+        """Put all arms that are finished, of this call and of those before, into results.json."""
+        seconds = time.monotonic() - self.start
+        price = self.call["price_per_hour"]
+        cost = None if price is None else round(price * seconds / 3600, 3)
+        self.call |= {"seconds": round(seconds, 1), "cost": cost}
+        done = [read_arm(self.result_of(a)) for a in self.all_arms if self.result_of(a).is_file()]
+        failed = [{"name": name, "reason": reason} for name, reason in self.failed.items()]
+        calls = [*self.calls, self.call]
+        content = {"table": self.table, "calls": calls, "arms": done, "failed": failed}
+        write_results(self.out / NAME, content)
+
+
+def _stop(jobs: list[Job]) -> None:
+    """Ask all that are running to leave, and make sure that they do."""
+    for job in jobs:
+        if job.child.poll() is None:
+            job.child.terminate()
+    deadline = time.monotonic() + STOP_S
+    for job in jobs:
+        try:
+            job.child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            job.child.kill()
+            job.child.wait()
+
+
+def describe_data(
+    folder: Path, tokenizer_path: str | None = None
+) -> tuple[list[str], dict[str, Any]]:
+    """The settings that read a folder of shards, and what it is."""
+    manifest, sha256 = read_manifest(folder)
+    tokens = {side: sum(shard.tokens for shard in manifest.of(side)) for side in (TRAIN, VAL)}
+    where = ["data.dataset=shards", f"data.local_path={folder}"]
+    where.append(f"data.tokenizer={manifest.tokenizer}")
+    if tokenizer_path:
+        where.append(f"data.tokenizer_path={tokenizer_path}")
+    data = {
+        "sha256": sha256,
+        "tokenizer": manifest.tokenizer,
+        "vocab": manifest.vocab,
+        "training_tokens": tokens[TRAIN],
+        "held_out_tokens": tokens[VAL],
+    }
+    return where, data
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = StrictParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", required=True, metavar="DIR", help="of `nsa data prepare`")
+    parser.add_argument("--tokenizer-path", metavar="PATH", help="as data.tokenizer_path")
+    parser.add_argument("--out", required=True, metavar="DIR", help="of results.json, selections")
+    parser.add_argument("--work", metavar="DIR", help="of run folders and logs (<out>/runs)")
+    parser.add_argument("--table", default=HERE / "arms.toml", metavar="FILE", help="of the arms")
+    parser.add_argument("--arms", metavar="NAME,...", help="or patterns (all but diagnoses)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=_positive, metavar="N", help="of every arm")
+    length.add_argument(
+        "--minutes-each", type=_seconds, metavar="M", help="steps by the guess of the table"
+    )
+    parser.add_argument(
+        "--budget-seconds", type=_seconds, metavar="N", help="start no arm that would take longer"
+    )
+    parser.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="arms at a time (1); no speed then"
+    )
+    parser.add_argument("--keep-weights", action="store_true", help="also keep model.pt")
+    parser.add_argument("--price", type=float, metavar="P", help="of an hour (NSA_PRICE_PER_H)")
+    parser.add_argument("--commit", metavar="NAME", help="what to record where git is not there")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="group.key=value", help="all arms"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1; use one")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0; use one")
+    return number
+
+
+def _say(text: str) -> None:
+    print(f"[study] {text}", flush=True)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """End as an exception would, so that no arm is left behind."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
+    sys.exit(main())
