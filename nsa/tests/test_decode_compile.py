@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score, token
-from nsa.ops.triton.tiles import Tiles, decode_tiles, heads_merged, padded, parts_of
+from nsa.ops.triton.tiles import decode_tiles, padded, parts_of
 from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
 
 SPEC = BlockSpec()
@@ -42,43 +42,42 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     main, rest = parts_of(d_k)
     dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
     blocks = dict(L=SPEC.l, STEP=SPEC.d, L_SEL=SPEC.l_sel)
-    parts = dict(CMP_PART=tiles.CMP_PART, WIN_PART=tiles.WIN_PART)
     num_parts = -(-num_cmp // tiles.CMP_PART)
-    last = dict(EARLY=early, UPCAST=False, BM=tiles.BM, BN=tiles.BN)
-    stages = Tiles(0, 0, tiles.num_warps, tiles.num_stages, tiles.max_registers).options
-    scores = dict(PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2)
-    scores |= dict(NB=tiles.BLOCKS, SUMS=tiles.SUMS)
-    choice = dict(N_SEL=16, N_SEL_PAD=16)
+    last = dict(EARLY=early, BM=tiles.BM)
+    choice = dict(N_SEL=16, N_SEL_PAD=16, LEVELS=2)
     yield (
-        decode.attend_streams,
-        dims | blocks | dict(PAGED=paged, MADE=False, LEVELS=2, SUMS=tiles.SUMS) | parts | last,
-        stages,
+        decode.attend_compressed,
+        dims
+        | blocks
+        | dict(PAGED=paged, MADE=False, LEVELS=2, SUMS=tiles.SUMS, CMP_PART=tiles.CMP_PART)
+        | last
+        | dict(UPCAST=False, BN=tiles.BN),
+        dict(num_warps=tiles.cmp_warps, num_stages=tiles.cmp_stages),
     )
     yield (
         decode_score.score_blocks,
         blocks
-        | (scores | choice)
+        | choice
+        | dict(PARTS=padded(num_parts), STRIDES_PAD=4, NB=tiles.BLOCKS, SUMS=tiles.SUMS)
         | dict(CMP_PART=tiles.CMP_PART, NB_ALL=padded(num_blocks), CHOOSE=tiles.CHOOSE_ONCE)
-        | dict(AHEAD=tiles.AHEAD, EARLY=early, BM=tiles.BM, BN=tiles.BN),
+        | last
+        | dict(BN=tiles.BN),
         dict(num_warps=4),
     )
-    each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2)
-    each |= dict(CHOSEN=tiles.CHOOSE_ONCE, MERGE_LAST=tiles.MERGE_LAST, AHEAD=tiles.AHEAD)
-    each |= dict(HEADS=heads_merged(num_parts + 24, d_v, per_group), PARTS=padded(num_parts + 24))
+    each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
+    each |= dict(NB=padded(num_blocks), CHOSEN=tiles.CHOOSE_ONCE, AHEAD=True, UPCAST=False)
     yield (
-        decode.attend_selected,
-        dims | blocks | choice | parts | each | dict(NB=padded(num_blocks), ADVANCE=True) | last,
-        dict(num_warps=tiles.num_warps, num_stages=tiles.sel_stages),
+        decode.attend_tokens,
+        dims | blocks | choice | each | last | dict(BN=tiles.TOKENS),
+        dict(num_warps=tiles.tok_warps, num_stages=tiles.tok_stages),
     )
-    counts = dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + 24))
     yield (
         decode_merge.merge_parts,
         dict(DV=d_v, DV_PAD=padded(d_v))
         | blocks
-        | counts
-        | parts
-        | dict(AHEAD=tiles.AHEAD, EARLY=early, ADVANCE=True),
-        dict(num_warps=8),
+        | dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + 24))
+        | dict(CMP_PART=tiles.CMP_PART, WIN_PART=tiles.WIN_PART, EARLY=early, ADVANCE=True),
+        dict(num_warps=tiles.merge_warps),
     )
 
 

@@ -151,6 +151,9 @@ class DecodeTiles(NamedTuple):
 
     BM: int
     BN: int
+    """Compressed tokens at a time."""
+    TOKENS: int
+    """Tokens of the window, or of a block, at a time."""
     CMP_PART: int
     WIN_PART: int
     PER_PART: int
@@ -159,35 +162,23 @@ class DecodeTiles(NamedTuple):
     """Blocks that are scored at a time."""
     CHOOSE_ONCE: bool
     """Who chooses: the last of a segment who has scored, or every part of the selected branch."""
-    MERGE_LAST: bool
-    """Who merges: the last selected part of a segment to end, or a kernel of a program a head."""
     SUMS: bool
     """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
-    AHEAD: bool
-    """Whether kernels take what is there already before they wait for the kernel before them."""
-    num_warps: int
-    num_stages: int
-    sel_stages: int
-    max_registers: int = 0
-    """Of a thread that attends to a stream; 0: no limit."""
+    cmp_warps: int
+    cmp_stages: int
+    tok_warps: int
+    tok_stages: int
+    merge_warps: int
 
 
 DECODE_PROGRAMS = 512
 """Programs that fill a GPU: splits over the keys stop there."""
 SUMS_AT_A_TIME = 4096
 """Heads times blocks whose sums a program loads at a time."""
-MERGED_AT_A_TIME = 2048
-"""Numbers of a part that the last selected part of a segment adds at a time."""
-WEIGHED_AT_A_TIME = 1024
-"""Parts times heads whose weights it makes at a time: more would take registers from the rest."""
+MERGED_BY_A_WARP = 512
+"""Numbers of all parts of a head, about."""
 MAX_CMP_PARTS = 128
 """Parts whose log-sum-exp a program can hold at a time."""
-
-
-def heads_merged(num_parts: int, d_v: int, per_group: int) -> int:
-    """Heads that the last selected part of a segment merges at a time, a power of two."""
-    most = min(MERGED_AT_A_TIME // padded(d_v), WEIGHED_AT_A_TIME // padded(num_parts))
-    return max(1, min(most, 1 << (per_group - 1).bit_length()))
 
 
 def decode_tiles(
@@ -219,18 +210,24 @@ def decode_tiles(
     strides = spec.l_sel // spec.d
     sums = not few and keys % strides == 0
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), keys))
+    cmp_part = max(part(num_cmp, 512), 128 if num_cmp > 1024 else keys, least)
+    win_part = max(keys, 64 if few else 128)
+    per_part = max(1, spec.n_sel // many)
+    num_parts = -(-num_cmp // cmp_part) + -(-window // win_part) + -(-spec.n_sel // per_part)
+    merged = padded(num_parts) * padded(d_v)
     return DecodeTiles(
         BM=rows,
         BN=keys,
-        CMP_PART=max(part(num_cmp, 512), 128 if num_cmp > 1024 else keys, least),
-        WIN_PART=max(keys, 64 if few else 128),
-        PER_PART=max(1, spec.n_sel // many),
+        TOKENS=min(keys, padded(spec.l_sel)),
+        CMP_PART=cmp_part,
+        WIN_PART=win_part,
+        PER_PART=per_part,
         BLOCKS=32 if few else scored if sums else 64,
         CHOOSE_ONCE=not few,
-        MERGE_LAST=not few,
         SUMS=sums,
-        AHEAD=not few,
-        num_warps=4,
-        num_stages=3,
-        sel_stages=2,
+        cmp_warps=4,
+        cmp_stages=3,
+        tok_warps=4,
+        tok_stages=2,
+        merge_warps=min(8, max(1, merged // MERGED_BY_A_WARP)),
     )

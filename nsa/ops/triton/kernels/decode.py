@@ -1,4 +1,4 @@
-"""One new token per sequence: append it, attend in all branches, merge; in three or four launches.
+"""One new token per sequence: append it, attend in all branches, merge; in four launches.
 
 Names as in tile.py; a segment is a sequence and a KV head. Where a sequence ends is read on the
 device, so that a captured CUDA graph can be replayed as it grows. Work is split over the keys into
@@ -12,8 +12,8 @@ which page holds each block.
 
 EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
 where it begins to read them. By then that one has itself waited, in all of its programs: what lies
-further back is there already, and AHEAD takes it before the wait, from the L2 cache: the wait is
-what makes the L1 cache forget. Every program waits, also one that has nothing to do.
+further back is there already and is taken before the wait, from the L2 cache, since it is the wait
+that makes the L1 cache forget. So the window is read while the blocks are still being scored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.kernels.decode_merge import _merge_segment
-from nsa.ops.triton.kernels.decode_score import _choose, _is_last, _store_sums
+from nsa.ops.triton.kernels.decode_score import _choose, _store_sums
 from nsa.ops.triton.kernels.tile import _dot, _dot_add, _wait
 
 AVERAGED = tl.constexpr(32)
@@ -141,50 +140,47 @@ def _store_part(
 
 
 @triton.jit
-def attend_streams(
+def attend_compressed(
     p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
     p_logits, p_tops, p_part, p_part_lse, p_lengths, p_current, p_table,
-    NUM_SEGMENTS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
+    Hkv, G, NUM_CMP, NUM_PARTS, MAX_LEN, WIN, scale_log2,
     s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
     s_cmp_k, s_cmp_v, s_sel_k, s_sel_v, s_head_cmp, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
-    PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
+    PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
     LEVELS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A part of the compressed branch, whose logits [segments, G, tokens] are kept, or the window.
+    """A part of the compressed branch, whose logits [segments, G, tokens] are kept.
 
     SUMS: instead of the logits their sums by block are kept (_store_sums).
 
-    One query sees every key of both: neither needs an order or a mask, only its count. The newest
-    key of each is not in the cache yet: whoever needs it takes it from the new token, or makes it
-    and stores it; the first part of the window stores the new token. s_cmp_k ... are the strides of
-    a page, or of a sequence, and s_head_* its tokens.
+    The query sees every compressed token: neither an order nor a mask is needed, only their count.
+    One that the new token completes is not in the cache yet: whoever needs it makes it, and stores
+    it. The first part stores the new token. s_cmp_k ... are the strides of a page, or of a
+    sequence, and s_head_* its tokens.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     part = tl.program_id(0)
     _wait(EARLY)
     t = tl.load(p_lengths + i_b)
-    stores = part == CMP_PARTS
+    stores = part == 0
     tl.store(p_current + i_b, t, mask=stores)
     if t >= MAX_LEN:
         return
-    new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
-    completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
-    is_cmp = part < CMP_PARTS
-    num_keys = tl.where(is_cmp, num_cmp, tl.minimum(t + 1, WIN))
-    first = tl.where(is_cmp, part * CMP_PART, (part - CMP_PARTS) * WIN_PART)
-    if first >= num_keys:
+    first = part * CMP_PART
+    if (first >= num_cmp) & (part > 0):
         return
-    stop = tl.minimum(first + tl.where(is_cmp, CMP_PART, WIN_PART), num_keys)
-    newest = tl.where(is_cmp, tl.where(completes, num_cmp - 1, -1), t % WIN)
+    stop = tl.minimum(first + CMP_PART, num_cmp)
+    completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
+    newest = tl.where(completes, num_cmp - 1, -1)
+    new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
     per_page: tl.constexpr = L_SEL // STEP if PAGED else 0
     o_h, o_n = tl.arange(0, BM), tl.arange(0, BN)
-    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
     m_h = o_h < G
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -192,7 +188,6 @@ def attend_streams(
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
-        o_dk2 = DK1 + tl.arange(0, DK2)
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
     # The new token is loaded here and stored at the end: nobody waits for it in between.
     DK_PAD: tl.constexpr = DK1 if DK2 == 0 else 2 * DK1
@@ -202,67 +197,51 @@ def attend_streams(
     b_v_win = _new(p_v_win_new + new_v, stores, DV, DV_PAD)
     b_k_raw = _new(p_k_cmp_new + new_k, stores, DK, DK_PAD)
     b_v_raw = _new(p_v_cmp_new + new_v, stores, DV, DV_PAD)
-    head = i_g * s_head_cmp
+    p_k_cmp += i_g * s_head_cmp * DK
+    p_v_cmp += i_g * s_head_cmp * DV
     if (newest >= first) & (newest < stop):
-        at_k = _base(p_table, i_b, tl.where(is_cmp, newest, 0), s_cmp_k, s_table, DK, per_page)
-        at_v = _base(p_table, i_b, tl.where(is_cmp, newest, 0), s_cmp_v, s_table, DV, per_page)
-        at_k += head * DK
-        at_v += head * DV
-        if is_cmp:
-            b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
-            b_v = _completed(
-                p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE
-            )
-        else:
-            b_k = tl.load(p_k_win_new + new_k + o_dk, mask=o_dk < DK, other=0.0)
-            b_v = tl.load(p_v_win_new + new_v + o_dv, mask=o_dv < DV, other=0.0)
+        p_k = p_k_cmp + _base(p_table, i_b, newest, s_cmp_k, s_table, DK, per_page)
+        p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp_v, s_table, DV, per_page)
+        b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
+        b_v = _completed(p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE)
         top = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32)[None, :], axis=1)
+        _put(p_k, 0, b_k, True, DK, DK1)
+        _put(p_v, 0, b_v, True, DV, DV_PAD)
         if DK2 > 0:
-            if is_cmp:
-                b_k2 = _completed(
-                    p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, DK1, DK, DK2, L, MADE
-                )
-            else:
-                b_k2 = tl.load(p_k_win_new + new_k + o_dk2, mask=o_dk2 < DK, other=0.0)
+            b_k2 = _completed(
+                p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, DK1, DK, DK2, L, MADE
+            )
             top += tl.sum(b_q2.to(tl.float32) * b_k2.to(tl.float32)[None, :], axis=1)
+            _put(p_k, DK1, b_k2, True, DK - DK1, DK2)
         top = top * scale_log2
         total += 1.0
         b_out += b_v.to(tl.float32)[None, :]
-        _put(p_k_cmp, at_k, b_k, is_cmp, DK, DK1)
-        _put(p_v_cmp, at_v, b_v, is_cmp, DV, DV_PAD)
-        if DK2 > 0:
-            tl.store(p_k_cmp + at_k + o_dk2, b_k2, mask=(o_dk2 < DK) & is_cmp)
-    own_cmp = 0 if PAGED else i_b
-    p_k = tl.where(is_cmp, p_k_cmp + own_cmp * s_cmp_k + head * DK, p_k_win + i_seg * WIN * DK)
-    p_v = tl.where(is_cmp, p_v_cmp + own_cmp * s_cmp_v + head * DV, p_v_win + i_seg * WIN * DV)
     logit = top
-    # Logits go out in whole tiles, which are stored in wide pieces: what lies beyond the last is
-    # never read, and the window's go to a place of their own, where nobody reads.
-    i_row = tl.where(is_cmp, i_seg, NUM_SEGMENTS) * G + o_h
-    # One loop for both branches: two would each get shared memory of their own.
+    if not PAGED:
+        p_k_cmp += i_b * s_cmp_k
+        p_v_cmp += i_b * s_cmp_v
     for k0 in range(first, stop, BN):
         o_k = k0 + o_n
         m_k = (o_k < stop) & (o_k != newest)
         if PAGED:
             p_pages = p_table + i_b * s_table + o_k // per_page
-            page = tl.load(p_pages, mask=m_k & is_cmp, other=0).to(tl.int64)
-            row = tl.where(is_cmp, o_k % per_page, o_k)
+            page = tl.load(p_pages, mask=m_k, other=0).to(tl.int64)
+            row = o_k % per_page
             base_k, base_v = page * s_cmp_k + row * DK, page * s_cmp_v + row * DV
         else:
             base_k, base_v = o_k * DK, o_k * DV
         b_out, top, total, b_s, b_p = _tile(
-            b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
+            b_q, b_q2, b_out, top, total, p_k_cmp, p_v_cmp, base_k, base_v, m_k, scale_log2,
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip
         if SUMS:
             b_p = tl.where((o_k == newest)[None, :], tl.math.exp2(logit - top)[:, None], b_p)
             tile = i_seg * tl.cdiv(NUM_CMP, BN) + k0 // BN
-            _store_sums(
-                p_logits, p_tops, b_p, top, tile, m_h & is_cmp, G, L, STEP, L_SEL, LEVELS, BM, BN
-            )
+            _store_sums(p_logits, p_tops, b_p, top, tile, m_h, G, L, STEP, L_SEL, LEVELS, BM, BN)
         else:
+            # In whole tiles, which are stored in wide pieces: what lies beyond is never read.
             b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s)
-            p_rows = p_logits + i_row[:, None] * s_logits + o_k[None, :]
+            p_rows = p_logits + (i_seg * G + o_h)[:, None] * s_logits + o_k[None, :]
             tl.store(p_rows, b_s, mask=m_h[:, None])
     _store_part(p_part, p_part_lse, b_out, top, total, i_seg * NUM_PARTS + part, G, DV, DV_PAD, BM)
     at = _base(p_table, i_b, t, s_sel_k, s_table, DK, L_SEL if PAGED else 0)
@@ -276,86 +255,89 @@ def attend_streams(
 
 
 @triton.jit
-def attend_selected(
-    p_q, p_k, p_v, p_scores, p_part, p_part_lse, p_selection, p_reads, p_last_reads,
-    p_gates, p_out, p_tickets, p_lengths, p_current, p_table,
-    Hkv, G, NUM_PARTS, CMP_PARTS, FIRST_PART, NUM_CMP, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
-    s_table, s_qb, s_qh, s_gb, s_gh, s_ob, s_oh, s_sel_k, s_sel_v, s_head_sel,
+def attend_tokens(
+    p_q, p_k_sel, p_v_sel, p_k_win, p_v_win, p_scores, p_part, p_part_lse, p_selection,
+    p_reads, p_last_reads, p_current, p_table,
+    Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
+    s_table, s_qb, s_qh, s_sel_k, s_sel_v, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
-    LEVELS: tl.constexpr, NB: tl.constexpr, CHOSEN: tl.constexpr, MERGE_LAST: tl.constexpr,
-    ADVANCE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, CHOSEN: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """PER_PART of the chosen blocks of a segment: CHOSEN by an earlier kernel, or by every part.
+    """A part of the window, or PER_PART of the chosen blocks of a segment.
 
-    Where every part chooses, each makes the same choice among the NB blocks.
-    What was read is counted here, and nowhere else: tokens of the compressed, selected and window
-    branch.
-
-    MERGE_LAST: whichever part of a segment ends last merges all of its parts, of all branches, in
-    the order of their index, HEADS heads at a time; a ticket decides. ADVANCE: the sequence is then
-    a token longer. Nobody reads its length in this kernel: p_current holds that of this step.
+    They are CHOSEN by an earlier kernel, or by every part, each of which makes the same choice
+    among the NB blocks. Parts of the window come first in the grid and, where they are read AHEAD,
+    do not wait for the scores. What was read is counted here, and nowhere else: tokens of the
+    compressed, selected and window branch.
     """
-    i_seg = tl.program_id(1).to(tl.int64)
+    i_seg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    part = tl.program_id(0)
-    if not AHEAD:
-        _wait(EARLY)
+    in_sel, in_win = tl.program_id(1) >= WIN_PARTS, tl.program_id(1) < WIN_PARTS
+    part = tl.program_id(1) - tl.where(in_win, 0, WIN_PARTS)
     length = tl.load(p_current + i_b, cache_modifier=".cg") + 1
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
     if AHEAD:
+        if in_sel:
+            _wait(EARLY)
+    else:
         _wait(EARLY)
     if length > MAX_LEN:
         return
-    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
+    num_win = tl.minimum(length, WIN)
     current = (length - 1) // L_SEL
     num_chosen = tl.minimum(current + 1, N_SEL)
     p_ids = p_selection + i_seg * N_SEL
-    if not CHOSEN:
-        p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
-        _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
-        tl.debug_barrier()  # the ids are read by other threads than wrote them
-    counts, o_s, o_c = part == 0, tl.arange(0, N_SEL_PAD), tl.arange(0, 4)
+    counts = (part == 0) & in_sel
+    if not CHOSEN:  # noqa: SIM102  a constant
+        if in_sel:
+            p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+            _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
+            tl.debug_barrier()  # the ids are read by other threads than wrote them
+    o_s, o_c, o_n = tl.arange(0, N_SEL_PAD), tl.arange(0, 4), tl.arange(0, BN)
     p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
     ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
     b_sums = tl.load(p_sums, mask=m_c, other=0)
-    o_n = tl.arange(0, BN)
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     b_out = tl.zeros([BM, DV_PAD], tl.float32)
-    p_k += i_g * s_head_sel * DK
-    p_v += i_g * s_head_sel * DV
+    own = 0 if PER_PAGE > 0 else i_b
+    p_k = p_k_sel + own * s_sel_k + i_g * s_head_sel * DK
+    p_v = p_v_sel + own * s_sel_v + i_g * s_head_sel * DV
+    p_k = tl.where(in_win, p_k_win + i_seg * WIN * DK, p_k)
+    p_v = tl.where(in_win, p_v_win + i_seg * WIN * DV, p_v)
+    num_keys = tl.where(in_win, num_win, length)
+    # One loop for both: two would each get shared memory of their own.
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
-    first = part * PER_PART
-    for i in range(first * STEPS, tl.minimum(first + PER_PART, num_chosen) * STEPS):
+    first = part * tl.where(in_win, WIN_PART // BN, PER_PART * STEPS)
+    stop_win = tl.minimum(first + WIN_PART // BN, tl.cdiv(num_win, BN))
+    stop_sel = tl.minimum(first + PER_PART * STEPS, num_chosen * STEPS)
+    for i in range(first, tl.where(in_win, stop_win, stop_sel)):
+        block = tl.load(p_ids + tl.where(in_win, 0, i // STEPS), mask=in_sel, other=0)
         in_block = i % STEPS * BN + o_n
-        o_k = tl.load(p_ids + i // STEPS) * L_SEL + in_block
-        m_k = (o_k < length) & (in_block < L_SEL)
-        o_safe = tl.minimum(o_k, length - 1)
-        base_k = _base(p_table, i_b, o_safe, s_sel_k, s_table, DK, PER_PAGE)
-        base_v = _base(p_table, i_b, o_safe, s_sel_v, s_table, DV, PER_PAGE)
+        o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)
+        m_k = (o_k < num_keys) & (in_win | (in_block < L_SEL))
+        if PER_PAGE > 0:
+            p_pages = p_table + i_b * s_table + o_k // PER_PAGE
+            page = tl.load(p_pages, mask=m_k & in_sel, other=0).to(tl.int64)
+            row = tl.where(in_win, o_k, o_k % PER_PAGE)
+            base_k, base_v = page * s_sel_k + row * DK, page * s_sel_v + row * DV
+        else:
+            base_k, base_v = o_k * DK, o_k * DV
         b_out, top, total, _, _ = _tile(
             b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip
-    part_at = i_seg * NUM_PARTS + FIRST_PART + part
+    part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
     _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
+    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
     num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
-    num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, tl.minimum(length, WIN)))
+    num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))
     tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
     tl.store(p_sums, b_sums + num, mask=m_c)
-    if MERGE_LAST:  # noqa: SIM102  without it no ticket is taken
-        if _is_last(p_tickets + i_seg, tl.num_programs(0)):
-            _merge_segment(
-                p_part, p_part_lse, p_gates, p_out, i_seg, i_b, i_g, length - 1,
-                G, NUM_PARTS, CMP_PARTS, FIRST_PART, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
-                DV, DV_PAD, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART, PARTS, HEADS,
-            )  # fmt: skip
-            if ADVANCE:
-                tl.store(p_lengths + i_b, length, mask=i_g == 0)

@@ -1,7 +1,6 @@
 """Parts of a decode step to its output: weighed within their branch, gated, added in their order.
 
-Names as in decode.py. All loads of parts pass the L1 cache by: they may come before the wait, or in
-the kernel that wrote them.
+Names as in decode.py.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.kernels.tile import _wait
-
-AHEAD_OF_SUM = tl.constexpr(4)
-"""Parts that are on their way while one is added: what fits the shared memory of the keys."""
 
 
 @triton.jit
@@ -67,64 +63,20 @@ def _weights(lse, p_gate, m_h, in_cmp, in_sel, in_win):
 
 
 @triton.jit
-def _merge_segment(
-    p_part, p_part_lse, p_gates, p_out, i_seg, i_b, i_g, t,
-    G, NUM_PARTS, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
-    L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
-    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """The gated sums of all heads of a segment, HEADS at a time.
-
-    Parts come one after the other, some ahead: all at once they would take the registers of a
-    program that has other work. Their weights replace the log-sum-exps, which nobody reads again.
-    """
-    stop_cmp, stop_sel, stop_win = _stops(
-        t, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
-    )
-    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
-    in_cmp, in_sel, in_win = _in_branches(o_p, stop_cmp, stop_sel, stop_win, CMP_PARTS, FIRST_SEL)
-    p_part += i_seg * NUM_PARTS * G * DV
-    p_part_lse += i_seg * NUM_PARTS * G
-    for h0 in range(0, G, HEADS):
-        o_h = h0 + tl.arange(0, HEADS)
-        p_rows = p_part_lse + o_p[:, None] * G + o_h[None, :]
-        m_rows = (in_cmp | in_sel | in_win)[:, None] & (o_h < G)[None, :]
-        lse = tl.load(p_rows, mask=m_rows, other=float("-inf"), cache_modifier=".cg")
-        p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
-        weight = _weights(lse, p_gate, o_h < G, in_cmp, in_sel, in_win)
-        tl.store(p_rows, weight, mask=m_rows)
-    tl.debug_barrier()  # the weights are read by other threads than wrote them
-    for h0 in range(0, G, HEADS):
-        o_h = h0 + tl.arange(0, HEADS)
-        m_rows = (o_h < G)[:, None] & (o_dv < DV)[None, :]
-        b_sum = tl.zeros([HEADS, DV_PAD], tl.float32)
-        for part in tl.range(0, NUM_PARTS, num_stages=AHEAD_OF_SUM + 1):
-            stop = tl.where(part < FIRST_SEL, stop_win, stop_sel)
-            is_there = part < tl.where(part < CMP_PARTS, stop_cmp, stop)
-            row = part * G + o_h
-            weight = tl.load(p_part_lse + row, mask=(o_h < G) & is_there, other=0.0)
-            p_rows = p_part + row[:, None] * DV + o_dv[None, :]
-            b_part = tl.load(p_rows, mask=m_rows & is_there, other=0.0, cache_modifier=".cg")
-            b_sum += b_part * weight[:, None]
-        p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
-        tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=m_rows)
-
-
-@triton.jit
 def merge_parts(
     p_part, p_part_lse, p_gates, p_out, p_lengths, p_current,
     Hkv, G, NUM_PARTS, CMP_PARTS, FIRST_SEL, NUM_CMP, MAX_LEN, WIN, s_gb, s_gh, s_ob, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
     CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, ADVANCE: tl.constexpr,
+    EARLY: tl.constexpr, ADVANCE: tl.constexpr,
 ):  # fmt: skip
-    """The gated sum of a head over the branches. ADVANCE: the sequence is then a token longer."""
+    """The gated sum of a head over the branches. ADVANCE: the sequence is then a token longer.
+
+    What the compressed branch has given is taken before the wait.
+    """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    if not AHEAD:
-        _wait(EARLY)
     t = tl.load(p_current + i_b, cache_modifier=".cg")
     stop_cmp, stop_sel, stop_win = _stops(
         t, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
@@ -133,18 +85,13 @@ def merge_parts(
     in_cmp, in_sel, in_win = _in_branches(o_p, stop_cmp, stop_sel, stop_win, CMP_PARTS, FIRST_SEL)
     o_h = tl.program_id(0) + tl.arange(0, 1)
     rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
-    if AHEAD:
-        m_rows = (in_cmp | in_win)[:, None] & (t < MAX_LEN)
-        b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
-        _wait(EARLY)
+    m_rows = in_cmp[:, None] & (t < MAX_LEN)
+    b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+    _wait(EARLY)
     if t >= MAX_LEN:
         return
-    if AHEAD:
-        b_more, more_lse = _parts(p_part, p_part_lse, rows, in_sel[:, None], DV, DV_PAD)
-        b_parts, lse = b_parts + b_more, tl.maximum(lse, more_lse)
-    else:
-        m_rows = (in_cmp | in_win | in_sel)[:, None]
-        b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+    b_more, more_lse = _parts(p_part, p_part_lse, rows, (in_sel | in_win)[:, None], DV, DV_PAD)
+    b_parts, lse = b_parts + b_more, tl.maximum(lse, more_lse)
     p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
     weight = _weights(lse, p_gate, o_h < G, in_cmp, in_sel, in_win)
     b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)

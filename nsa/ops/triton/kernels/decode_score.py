@@ -167,8 +167,7 @@ def score_blocks(
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
     PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, SUMS: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NB_ALL: tl.constexpr, CHOOSE: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    NB: tl.constexpr,
+    EARLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Parts of the scores of NB blocks up to the end: fp32 [segments, LEVELS, NUM_BLOCKS].
 
@@ -177,11 +176,8 @@ def score_blocks(
     """
     i_seg = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * NB
-    if not AHEAD:
-        _wait(EARLY)
     length = tl.load(p_lengths + i_seg // Hkv, cache_modifier=".cg") + 1
-    if AHEAD:
-        _wait(EARLY)
+    _wait(EARLY)
     if (first * L_SEL >= length) | (length > MAX_LEN):
         return
     num_cmp = tl.minimum(tl.maximum((length - L + STEP) // STEP, 0), NUM_CMP)
