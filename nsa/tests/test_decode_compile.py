@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
+from nsa.ops.triton.decode_tiles import decode_tiles
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score, token
-from nsa.ops.triton.tiles import decode_tiles, padded, parts_of
+from nsa.ops.triton.tiles import padded, parts_of
 from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
 
 SPEC = BlockSpec()
@@ -57,15 +58,14 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     yield (
         decode_score.score_blocks,
         blocks
-        | choice
         | dict(PARTS=padded(num_parts), STRIDES_PAD=4, NB=tiles.BLOCKS, SUMS=tiles.SUMS)
-        | dict(CMP_PART=tiles.CMP_PART, NB_ALL=padded(num_blocks), CHOOSE=tiles.CHOOSE_ONCE)
+        | dict(CMP_PART=tiles.CMP_PART, LEVELS=2)
         | last
         | dict(BN=tiles.BN),
         dict(num_warps=4),
     )
     each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
-    each |= dict(NB=padded(num_blocks), CHOSEN=tiles.CHOOSE_ONCE, AHEAD=True, UPCAST=False)
+    each |= dict(NB=padded(num_blocks), AHEAD=True, UPCAST=False)
     yield (
         decode.attend_tokens,
         dims | blocks | choice | each | last | dict(BN=tiles.TOKENS),

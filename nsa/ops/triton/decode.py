@@ -17,10 +17,11 @@ from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.attend import KeyValues
 from nsa.ops.spec import BlockSpec
+from nsa.ops.triton.decode_tiles import DecodeTiles, decode_tiles
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score
 from nsa.ops.triton.problem import LOG2_E
 from nsa.ops.triton.start import INTERPRETED, Launch, Memo, ceil_div, form, start
-from nsa.ops.triton.tiles import DecodeTiles, decode_tiles, padded, parts_of
+from nsa.ops.triton.tiles import padded, parts_of
 from nsa.ops.workspace import Workspace
 
 MAX_BLOCKS = 16384
@@ -102,13 +103,13 @@ class Decoder:
         self.logits, self.tops = self._score_buffers(wide)
         self.scores = wide("scores", self.segments, self.levels, self.num_blocks)
         self.current = whole("current", self.batch)
-        self.tickets = whole("tickets", self.segments).zero_()
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
         """Blocks that the latest step has read, ascending, then -1."""
 
     def _score_buffers(self, wide: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """Logits, or sums by block and the tops of their tiles; kernels/decode_score.py."""
         tiles, strides = self.tiles, self.spec.l_sel // self.spec.d
+        assert tiles.CMP_PART % tiles.BN == 0 and tiles.WIN_PART % tiles.TOKENS == 0, tiles
         if tiles.SUMS:
             assert tiles.BN % strides == 0 and tiles.BLOCKS * strides % tiles.BN == 0, tiles
             size = self.segments, ceil_div(self.num_cmp, tiles.BN), self.levels, self.per_group
@@ -171,10 +172,7 @@ class Decoder:
         tiles = self.tiles
         start(
             self.memo, ("score", key), decode_score.score_blocks,
-            (
-                self.logits, self.tops, self.part_lse, self.scores, self.selection, self.tickets,
-                self.caches.lengths,
-            ),
+            (self.logits, self.tops, self.part_lse, self.scores, self.caches.lengths),
             lambda: Launch(
                 (ceil_div(self.num_blocks, tiles.BLOCKS), self.segments),
                 (
@@ -184,8 +182,6 @@ class Decoder:
                 {"L": self.spec.l, "STEP": self.spec.d, "L_SEL": self.spec.l_sel}
                 | {"CMP_PART": tiles.CMP_PART, "PARTS": padded(self.cmp_parts)}
                 | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "SUMS": tiles.SUMS}
-                | {"N_SEL": self.spec.n_sel, "N_SEL_PAD": padded(self.spec.n_sel)}
-                | {"NB_ALL": padded(self.num_blocks), "CHOOSE": tiles.CHOOSE_ONCE}
                 | {"EARLY": self.early, "BM": tiles.BM, "BN": tiles.BN, "NB": tiles.BLOCKS},
                 self._options(4),
             ),
@@ -212,8 +208,8 @@ class Decoder:
                 | {"N_SEL_PAD": padded(spec.n_sel)}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
-                | {"NB": padded(self.num_blocks), "CHOSEN": tiles.CHOOSE_ONCE}
-                | {"AHEAD": self._reads_pass_l1, "EARLY": self.early, "UPCAST": INTERPRETED}
+                | {"NB": padded(self.num_blocks), "AHEAD": self._reads_pass_l1}
+                | {"EARLY": self.early, "UPCAST": INTERPRETED}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
                 self._options(tiles.tok_warps, tiles.tok_stages),
             ),

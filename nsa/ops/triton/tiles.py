@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from nsa.ops.spec import BlockSpec
-
 
 class Tiles(NamedTuple):
     """Rows and keys of a tile, warps of a program, stages of its pipeline, registers of a thread.
@@ -144,90 +142,3 @@ def query_tiles(
     else:
         keys, num_warps, num_stages = 32 if short else 64, 2 if rows <= 32 else 4, 2
     return Tiles(rows, min(padded(l_sel), keys), num_warps, num_stages)
-
-
-class DecodeTiles(NamedTuple):
-    """How a decode step is cut: tiles as above, keys of a part by branch, blocks of a program."""
-
-    BM: int
-    BN: int
-    """Compressed tokens at a time."""
-    TOKENS: int
-    """Tokens of the window, or of a block, at a time."""
-    CMP_PART: int
-    WIN_PART: int
-    PER_PART: int
-    """Selected blocks of a part."""
-    BLOCKS: int
-    """Blocks that are scored at a time."""
-    CHOOSE_ONCE: bool
-    """Who chooses: the last of a segment who has scored, or every part of the selected branch."""
-    SUMS: bool
-    """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
-    cmp_warps: int
-    cmp_stages: int
-    tok_warps: int
-    tok_stages: int
-    merge_warps: int
-
-
-DECODE_PROGRAMS = 512
-"""Programs that fill a GPU: splits over the keys stop there."""
-SUMS_AT_A_TIME = 4096
-"""Heads times blocks whose sums a program loads at a time."""
-MERGED_BY_A_WARP = 512
-"""Numbers of all parts of a head, about."""
-MAX_CMP_PARTS = 128
-"""Parts whose log-sum-exp a program can hold at a time."""
-
-
-def decode_tiles(
-    d_k: int,
-    d_v: int,
-    per_group: int,
-    dtype: torch.dtype,
-    *,
-    segments: int,
-    num_cmp: int,
-    window: int,
-    spec: BlockSpec,
-) -> DecodeTiles:
-    """Tiles of the decode kernels: parts as long as fill the GPU with programs."""
-    narrow = dtype != torch.float32 and _wide(d_k, d_v) <= 128
-    keys = 64 if narrow else 32
-
-    def part(num_keys: int, longest: int) -> int:
-        """The longest part that leaves enough programs."""
-        size = keys
-        while size < longest and segments * (num_keys // (2 * size)) >= DECODE_PROGRAMS:
-            size *= 2
-        return size
-
-    least = 1 << (max(num_cmp - 1, 1) // MAX_CMP_PARTS).bit_length()
-    many = max(DECODE_PROGRAMS // segments, 1)
-    few = segments < 64
-    rows = padded(per_group)
-    strides = spec.l_sel // spec.d
-    sums = not few and keys % strides == 0
-    scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), keys))
-    cmp_part = max(part(num_cmp, 512), 128 if num_cmp > 1024 else keys, least)
-    win_part = max(keys, 64 if few else 128)
-    per_part = max(1, spec.n_sel // many)
-    num_parts = -(-num_cmp // cmp_part) + -(-window // win_part) + -(-spec.n_sel // per_part)
-    merged = padded(num_parts) * padded(d_v)
-    return DecodeTiles(
-        BM=rows,
-        BN=keys,
-        TOKENS=min(keys, padded(spec.l_sel)),
-        CMP_PART=cmp_part,
-        WIN_PART=win_part,
-        PER_PART=per_part,
-        BLOCKS=32 if few else scored if sums else 64,
-        CHOOSE_ONCE=not few,
-        SUMS=sums,
-        cmp_warps=4,
-        cmp_stages=3,
-        tok_warps=4,
-        tok_stages=2,
-        merge_warps=min(8, max(1, merged // MERGED_BY_A_WARP)),
-    )

@@ -263,16 +263,15 @@ def attend_tokens(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, CHOSEN: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A part of the window, or PER_PART of the chosen blocks of a segment.
 
-    They are CHOSEN by an earlier kernel, or by every part, each of which makes the same choice
-    among the NB blocks. Parts of the window come first in the grid and, where they are read AHEAD,
-    do not wait for the scores. What was read is counted here, and nowhere else: tokens of the
-    compressed, selected and window branch.
+    Every part of the latter chooses by itself, and all of a segment choose the same. Parts of the
+    window come first in the grid and, where they are read AHEAD, do not wait for the scores. What
+    was read is counted here, and nowhere else: tokens of the compressed, selected and window
+    branch.
     """
     i_seg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -295,11 +294,10 @@ def attend_tokens(
     num_chosen = tl.minimum(current + 1, N_SEL)
     p_ids = p_selection + i_seg * N_SEL
     counts = (part == 0) & in_sel
-    if not CHOSEN:  # noqa: SIM102  a constant
-        if in_sel:
-            p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
-            _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
-            tl.debug_barrier()  # the ids are read by other threads than wrote them
+    if in_sel:
+        p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+        _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
+        tl.debug_barrier()  # the ids are read by other threads than wrote them
     o_s, o_c, o_n = tl.arange(0, N_SEL_PAD), tl.arange(0, 4), tl.arange(0, BN)
     p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
     ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)

@@ -5,8 +5,7 @@ sums: of exp2(logit - top) over the tokens of a block by level, fp32 [segments, 
 blocks of a tile], with the top of each tile, [segments, tiles, G]. Level k of block j is what the
 tokens that start in block j give to block j + k.
 
-Names as in decode.py. Whoever scores may run in the kernel that wrote what it reads, after a
-ticket: such loads pass the L1 cache by, which may hold what lay there before.
+Names as in decode.py.
 """
 
 from __future__ import annotations
@@ -131,18 +130,6 @@ def _score_tile(
 
 
 @triton.jit
-def _is_last(p_ticket, num_programs):
-    """Whether the others of num_programs have stored what they have; the counter is then back at 0.
-
-    What they have stored is read past the L1 cache.
-    """
-    tl.debug_barrier()  # all threads have stored what others may read after the ticket
-    is_last = tl.atomic_add(p_ticket, 1, sem="acq_rel", scope="gpu") == num_programs - 1
-    tl.store(p_ticket, 0, mask=is_last)
-    return is_last
-
-
-@triton.jit
 def _choose(
     p_scores, p_ids, current, NUM_BLOCKS,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
@@ -162,18 +149,13 @@ def _choose(
 
 @triton.jit
 def score_blocks(
-    p_logits, p_tops, p_part_lse, p_scores, p_selection, p_tickets, p_lengths,
+    p_logits, p_tops, p_part_lse, p_scores, p_lengths,
     Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, MAX_LEN, s_logits,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
     PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, SUMS: tl.constexpr,
-    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NB_ALL: tl.constexpr, CHOOSE: tl.constexpr,
     EARLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the scores of NB blocks up to the end: fp32 [segments, LEVELS, NUM_BLOCKS].
-
-    CHOOSE: whichever program of a segment ends last chooses among all its blocks (NB_ALL is a power
-    of two that holds them). A ticket decides; the choice is the same whoever makes it.
-    """
+    """Parts of the scores of NB blocks up to the end: fp32 [segments, LEVELS, NUM_BLOCKS]."""
     i_seg = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * NB
     length = tl.load(p_lengths + i_seg // Hkv, cache_modifier=".cg") + 1
@@ -187,8 +169,3 @@ def score_blocks(
         p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS, s_logits,
         L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS, BM, BN, NB,
     )  # fmt: skip
-    if CHOOSE:
-        current = (length - 1) // L_SEL
-        if _is_last(p_tickets + i_seg, current // NB + 1):
-            p_own, p_ids = p_scores + i_seg * LEVELS * NUM_BLOCKS, p_selection + i_seg * N_SEL
-            _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB_ALL)
