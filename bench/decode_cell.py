@@ -107,16 +107,16 @@ def _kernel_step(cell: Cell, cache: NSACache, token: Token) -> Callable[[], Tens
 
 
 def _kernel_times(step: Callable[[], Tensor]) -> dict[str, float | None]:
-    """Device time of the kernels; the first takes the compressed branch and the window together."""
+    """Device time of the kernels; one takes the selected branch and the window together."""
     times = kernel_ms(step)
 
     def of(*names: str) -> float:
         return sum(ms for key, ms in times.items() if any(name in key for name in names))
 
     return {
-        "cmp_ms": of("attend_streams", "score_blocks"),
-        "sel_ms": of("attend_selected"),
-        "win_ms": None,  # in cmp_ms
+        "cmp_ms": of("attend_compressed", "score_blocks"),
+        "sel_ms": of("attend_tokens"),
+        "win_ms": None,  # in sel_ms
         "append_ms": of("append_token"),
         "merge_ms": of("merge_parts"),
     }

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.kernels import decode, token
-from nsa.ops.triton.tiles import decode_tiles, padded, parts_of
+from nsa.ops.triton.decode_tiles import decode_tiles
+from nsa.ops.triton.kernels import decode, decode_merge, decode_score, token
+from nsa.ops.triton.tiles import padded, parts_of
 from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
 
 SPEC = BlockSpec()
@@ -23,7 +24,7 @@ POINTERS = {
         for new in ("", "_new")
     },
     **dict.fromkeys(("p_k_made", "p_v_made", "p_heads", "p_rotated"), "*bf16"),
-    **dict.fromkeys(("p_logits", "p_part", "p_part_lse", "p_cos", "p_sin"), "*fp32"),
+    **dict.fromkeys(("p_logits", "p_tops", "p_part", "p_part_lse", "p_cos", "p_sin"), "*fp32"),
     **dict.fromkeys(("p_reads", "p_last_reads"), "*i64"),
 }
 """Those whose types are not those of the other kernels."""
@@ -42,36 +43,41 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     main, rest = parts_of(d_k)
     dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
     blocks = dict(L=SPEC.l, STEP=SPEC.d, L_SEL=SPEC.l_sel)
-    parts = dict(CMP_PART=tiles.CMP_PART, WIN_PART=tiles.WIN_PART)
     num_parts = -(-num_cmp // tiles.CMP_PART)
-    last = dict(EARLY=early, UPCAST=False, BM=tiles.BM, BN=tiles.BN)
-    stages = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    last = dict(EARLY=early, BM=tiles.BM)
+    choice = dict(N_SEL=16, N_SEL_PAD=16, LEVELS=2)
     yield (
-        decode.attend_streams,
-        dims | blocks | dict(PAGED=paged, MADE=False) | parts | last,
-        stages,
+        decode.attend_compressed,
+        dims
+        | blocks
+        | dict(PAGED=paged, MADE=False, LEVELS=2, SUMS=tiles.SUMS, CMP_PART=tiles.CMP_PART)
+        | last
+        | dict(UPCAST=False, BN=tiles.BN),
+        dict(num_warps=tiles.cmp_warps, num_stages=tiles.cmp_stages),
     )
-    scores = dict(CMP_PART=tiles.CMP_PART, PARTS=padded(num_parts), STRIDES_PAD=4, LEVELS=2)
     yield (
-        decode.score_blocks,
-        blocks | scores | dict(EARLY=early, BM=tiles.BM, NB=tiles.BLOCKS),
+        decode_score.score_blocks,
+        blocks
+        | dict(PARTS=padded(num_parts), STRIDES_PAD=4, NB=tiles.BLOCKS, SUMS=tiles.SUMS)
+        | dict(CMP_PART=tiles.CMP_PART, LEVELS=2)
+        | last
+        | dict(BN=tiles.BN),
         dict(num_warps=4),
     )
-    chosen = dict(N_SEL=16, N_SEL_PAD=16, PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, LEVELS=2)
+    each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
+    each |= dict(NB=padded(num_blocks), AHEAD=True, UPCAST=False)
     yield (
-        decode.attend_selected,
-        dims | blocks | chosen | dict(NB=padded(num_blocks)) | last,
-        dict(num_warps=tiles.num_warps, num_stages=tiles.sel_stages),
+        decode.attend_tokens,
+        dims | blocks | choice | each | last | dict(BN=tiles.TOKENS),
+        dict(num_warps=tiles.tok_warps, num_stages=tiles.tok_stages),
     )
-    counts = dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + 24))
     yield (
-        decode.merge_parts,
+        decode_merge.merge_parts,
         dict(DV=d_v, DV_PAD=padded(d_v))
         | blocks
-        | counts
-        | parts
-        | dict(EARLY=early, ADVANCE=True),
-        dict(num_warps=8),
+        | dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + 24))
+        | dict(CMP_PART=tiles.CMP_PART, WIN_PART=tiles.WIN_PART, EARLY=early, ADVANCE=True),
+        dict(num_warps=tiles.merge_warps),
     )
 
 

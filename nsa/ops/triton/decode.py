@@ -6,7 +6,7 @@ CUDA graph and replayed while the sequences grow up to the length that their cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,10 +17,11 @@ from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.attend import KeyValues
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.kernels import decode
+from nsa.ops.triton.decode_tiles import DecodeTiles, decode_tiles
+from nsa.ops.triton.kernels import decode, decode_merge, decode_score
 from nsa.ops.triton.problem import LOG2_E
 from nsa.ops.triton.start import INTERPRETED, Launch, Memo, ceil_div, form, start
-from nsa.ops.triton.tiles import DecodeTiles, decode_tiles, padded, parts_of
+from nsa.ops.triton.tiles import padded, parts_of
 from nsa.ops.workspace import Workspace
 
 MAX_BLOCKS = 16384
@@ -77,9 +78,9 @@ class Decoder:
         self.window = caches.win.k.shape[2]
         self.tiles = self._tiles()
         self.cmp_parts = ceil_div(self.num_cmp, self.tiles.CMP_PART)
-        self.first_sel = self.cmp_parts + ceil_div(self.window, self.tiles.WIN_PART)
+        self.win_parts = ceil_div(self.window, self.tiles.WIN_PART)
         self.sel_parts = ceil_div(min(spec.n_sel, self.num_blocks), self.tiles.PER_PART)
-        self.num_parts = self.first_sel + self.sel_parts
+        self.num_parts = self.cmp_parts + self.win_parts + self.sel_parts
         self.levels = 1 + ceil_div(spec.l // spec.d - 1, spec.l_sel // spec.d)
         self.memo: Memo = {}
         self._allocate(workspace)
@@ -99,16 +100,27 @@ class Decoder:
 
         rows = (self.segments, self.num_parts, self.per_group)
         self.part, self.part_lse = wide("part", *rows, self.d_v), wide("part_lse", *rows)
-        # Rows hold whole tiles of all who write or read them; one more is written, and never read.
-        tiles, strides = self.tiles, self.spec.l_sel // self.spec.d
-        scored = ceil_div(self.num_blocks, tiles.BLOCKS) * tiles.BLOCKS * strides
-        parts = self.cmp_parts * tiles.CMP_PART, (self.first_sel - self.cmp_parts) * tiles.WIN_PART
-        row = ceil_div(max(scored, *parts), LOGITS_STEP) * LOGITS_STEP
-        self.logits = wide("logits", self.segments + 1, self.per_group, row)
+        self.logits, self.tops = self._score_buffers(wide)
         self.scores = wide("scores", self.segments, self.levels, self.num_blocks)
         self.current = whole("current", self.batch)
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
         """Blocks that the latest step has read, ascending, then -1."""
+
+    def _score_buffers(self, wide: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits, or sums by block and the tops of their tiles; kernels/decode_score.py."""
+        tiles, strides = self.tiles, self.spec.l_sel // self.spec.d
+        assert tiles.CMP_PART % tiles.BN == 0 and tiles.WIN_PART % tiles.TOKENS == 0, tiles
+        if tiles.SUMS:
+            assert tiles.BN % strides == 0 and tiles.BLOCKS * strides % tiles.BN == 0, tiles
+            size = self.segments, ceil_div(self.num_cmp, tiles.BN), self.levels, self.per_group
+            tops = wide("tops", *size[:2], self.per_group)
+            return wide("sums", *size, tiles.BN // strides), tops
+        # Rows hold whole tiles of all who write or read them.
+        scored = ceil_div(self.num_blocks, tiles.BLOCKS) * tiles.BLOCKS * strides
+        row = max(scored, self.cmp_parts * tiles.CMP_PART)
+        row = ceil_div(row, LOGITS_STEP) * LOGITS_STEP
+        logits = wide("logits", self.segments, self.per_group, row)
+        return logits, logits  # nobody reads tops
 
     def step(self, token: Token, *, advance: bool = True) -> Tensor:  # [B, 1, Hq, Dv]
         """Append the token of every sequence and attend; `advance`: it then counts as theirs."""
@@ -117,31 +129,31 @@ class Decoder:
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
-        self._attend_streams(token, key)
+        self._attend_compressed(token, key)
         self._score(key)
-        self._attend_selected(token.q, key)
+        self._attend_tokens(token.q, key)
         if read("NSA_STRICT_ASSERTS") and not torch.cuda.is_current_stream_capturing():
-            for i, length in enumerate(self.caches.lengths):
+            for i, length in enumerate(self.current):
                 assert_selection(self.selection[i : i + 1, :, None], length[None], self.spec)
         self._merge(token.gates, out, key, advance)
         return out
 
-    def _attend_streams(self, token: Token, key: Any) -> None:
+    def _attend_compressed(self, token: Token, key: Any) -> None:
         made = token.made or (token.k[0], token.v[0])
         news = (x for pair in zip(token.k, token.v, strict=True) for x in pair)
         caches, tiles, spec = self.caches, self.tiles, self.spec
         buffers = (x for kv in caches[:4] for x in kv[:2])
         start(
-            self.memo, ("streams", key), decode.attend_streams,
+            self.memo, ("compressed", key), decode.attend_compressed,
             (
-                token.q, *news, *made, *buffers, self.logits, self.part, self.part_lse,
-                caches.lengths, self.current, self._table,
+                token.q, *news, *made, *buffers, self.logits, self.tops, self.part,
+                self.part_lse, caches.lengths, self.current, self._table,
             ),
             lambda: Launch(
-                (self.first_sel, self.segments),
+                (self.cmp_parts, self.segments),
                 (
-                    self.segments, self.num_groups, self.per_group, self.num_cmp, self.num_parts,
-                    self.cmp_parts, self.max_len, self.window, self.scale * LOG2_E,
+                    self.num_groups, self.per_group, self.num_cmp, self.num_parts,
+                    self.max_len, self.window, self.scale * LOG2_E,
                     self._table_width, self.logits.stride(1),
                     *(x.stride(i) for x in (token.q, token.k[0], token.v[0]) for i in (0, 2)),
                     *(x.stride(0) for kv in (caches.cmp, caches.sel) for x in kv[:2]),
@@ -150,74 +162,76 @@ class Decoder:
                 self._dims()
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
                 | {"MADE": token.made is not None}
-                | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
+                | {"CMP_PART": tiles.CMP_PART, "LEVELS": self.levels, "SUMS": tiles.SUMS}
                 | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM, "BN": tiles.BN},
-                self._options(tiles.num_warps, tiles.num_stages),
+                self._options(tiles.cmp_warps, tiles.cmp_stages),
             ),
         )  # fmt: skip
 
     def _score(self, key: Any) -> None:
         tiles = self.tiles
         start(
-            self.memo, ("score", key), decode.score_blocks,
-            (self.logits, self.part_lse, self.scores, self.caches.lengths),
+            self.memo, ("score", key), decode_score.score_blocks,
+            (self.logits, self.tops, self.part_lse, self.scores, self.caches.lengths),
             lambda: Launch(
                 (ceil_div(self.num_blocks, tiles.BLOCKS), self.segments),
                 (
                     self.num_groups, self.per_group, self.num_cmp, self.num_parts,
-                    self.num_blocks, self.logits.stride(1),
+                    self.num_blocks, self.max_len, self.logits.stride(1),
                 ),
                 {"L": self.spec.l, "STEP": self.spec.d, "L_SEL": self.spec.l_sel}
                 | {"CMP_PART": tiles.CMP_PART, "PARTS": padded(self.cmp_parts)}
-                | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "EARLY": self.early}
-                | {"BM": tiles.BM, "NB": tiles.BLOCKS},
+                | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "SUMS": tiles.SUMS}
+                | {"EARLY": self.early, "BM": tiles.BM, "BN": tiles.BN, "NB": tiles.BLOCKS},
                 self._options(4),
             ),
         )  # fmt: skip
 
-    def _attend_selected(self, q: Tensor, key: Any) -> None:
+    def _attend_tokens(self, q: Tensor, key: Any) -> None:
         caches, tiles, spec = self.caches, self.tiles, self.spec
         start(
-            self.memo, ("selected", key), decode.attend_selected,
+            self.memo, ("tokens", key), decode.attend_tokens,
             (
-                q, caches.sel.k, caches.sel.v, self.scores, self.part, self.part_lse,
-                self.selection, caches.reads, caches.last_reads, caches.lengths, self._table,
+                q, *caches.sel[:2], *caches.win[:2], self.scores, self.part, self.part_lse,
+                self.selection, caches.reads, caches.last_reads, self.current, self._table,
             ),
             lambda: Launch(
-                (self.sel_parts, self.segments),
+                (self.segments, self.win_parts + self.sel_parts),
                 (
-                    self.num_groups, self.per_group, self.num_parts, self.first_sel,
-                    self.num_blocks, self.max_len, self.window, self.scale * LOG2_E,
-                    self._table_width, q.stride(0), q.stride(2),
+                    self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
+                    self.win_parts, self.num_blocks, self.max_len, self.window,
+                    self.scale * LOG2_E, self._table_width, q.stride(0), q.stride(2),
                     caches.sel.k.stride(0), caches.sel.v.stride(0), caches.sel.k.shape[2],
                 ),
                 self._dims()
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "N_SEL": spec.n_sel}
                 | {"N_SEL_PAD": padded(spec.n_sel)}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
-                | {"LEVELS": self.levels, "NB": padded(self.num_blocks), "EARLY": self.early}
-                | {"UPCAST": INTERPRETED, "BM": tiles.BM, "BN": min(tiles.BN, padded(spec.l_sel))},
-                self._options(tiles.num_warps, tiles.sel_stages),
+                | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
+                | {"NB": padded(self.num_blocks), "AHEAD": self._reads_pass_l1}
+                | {"EARLY": self.early, "UPCAST": INTERPRETED}
+                | {"BM": tiles.BM, "BN": tiles.TOKENS},
+                self._options(tiles.tok_warps, tiles.tok_stages),
             ),
         )  # fmt: skip
 
     def _merge(self, gates: Tensor, out: Tensor, key: Any, advance: bool) -> None:
         tiles, spec = self.tiles, self.spec
         start(
-            self.memo, ("merge", key, advance), decode.merge_parts,
+            self.memo, ("merge", key, advance), decode_merge.merge_parts,
             (self.part, self.part_lse, gates, out, self.caches.lengths, self.current),
             lambda: Launch(
                 (self.per_group, self.segments),
                 (
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
-                    self.first_sel, self.num_cmp, self.max_len, self.window,
+                    self.cmp_parts + self.win_parts, self.num_cmp, self.max_len, self.window,
                     gates.stride(0), gates.stride(2), out.stride(0), out.stride(2),
                 ),
                 {"DV": self.d_v, "DV_PAD": padded(self.d_v), "L": spec.l, "STEP": spec.d}
                 | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "PER_PART": tiles.PER_PART}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
                 | {"PARTS": padded(self.num_parts), "EARLY": self.early, "ADVANCE": advance},
-                self._options(min(8, max(1, padded(self.num_parts) * padded(self.d_v) // 512))),
+                self._options(tiles.merge_warps),
             ),
         )  # fmt: skip
 
@@ -229,6 +243,12 @@ class Decoder:
     def _options(self, num_warps: int, num_stages: int = 1) -> dict[str, int]:
         """As Triton calls them."""
         return {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": self.early}
+
+    @property
+    def _reads_pass_l1(self) -> bool:
+        """Whether rows are read 16 bytes at a time: such copies come from the L2 cache."""
+        row = {size * self.dtype.itemsize % 16 for size in (self.d_k, self.d_v)}
+        return row == {0}
 
     @property
     def _strides_pad(self) -> int:

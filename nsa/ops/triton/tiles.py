@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from nsa.ops.spec import BlockSpec
-
 
 class Tiles(NamedTuple):
     """Rows and keys of a tile, warps of a program, stages of its pipeline, registers of a thread.
@@ -144,63 +142,3 @@ def query_tiles(
     else:
         keys, num_warps, num_stages = 32 if short else 64, 2 if rows <= 32 else 4, 2
     return Tiles(rows, min(padded(l_sel), keys), num_warps, num_stages)
-
-
-class DecodeTiles(NamedTuple):
-    """How a decode step is cut: tiles as above, keys of a part by branch, blocks of a program."""
-
-    BM: int
-    BN: int
-    CMP_PART: int
-    WIN_PART: int
-    PER_PART: int
-    """Selected blocks of a part."""
-    BLOCKS: int
-    """Blocks that a program scores."""
-    num_warps: int
-    num_stages: int
-    sel_stages: int
-
-
-DECODE_PROGRAMS = 512
-"""Programs that fill a GPU: splits over the keys stop there."""
-MAX_CMP_PARTS = 128
-"""Parts whose log-sum-exp a program can hold at a time."""
-
-
-def decode_tiles(
-    d_k: int,
-    d_v: int,
-    per_group: int,
-    dtype: torch.dtype,
-    *,
-    segments: int,
-    num_cmp: int,
-    window: int,
-    spec: BlockSpec,
-) -> DecodeTiles:
-    """Tiles of the decode kernels: parts as long as fill the GPU with programs."""
-    narrow = dtype != torch.float32 and _wide(d_k, d_v) <= 128
-    keys = 64 if narrow else 32
-
-    def part(num_keys: int, longest: int) -> int:
-        """The longest part that leaves enough programs."""
-        size = keys
-        while size < longest and segments * (num_keys // (2 * size)) >= DECODE_PROGRAMS:
-            size *= 2
-        return size
-
-    least = 1 << (max(num_cmp - 1, 1) // MAX_CMP_PARTS).bit_length()
-    many = max(DECODE_PROGRAMS // segments, 1)
-    few = segments < 64
-    return DecodeTiles(
-        BM=padded(per_group),
-        BN=keys,
-        CMP_PART=max(part(num_cmp, 512), 128 if num_cmp > 1024 else keys, least),
-        WIN_PART=max(keys, 64 if few else 128),
-        PER_PART=max(1, spec.n_sel // many),
-        BLOCKS=32 if few else 64,
-        num_warps=4,
-        num_stages=3,
-        sel_stages=2,
-    )

@@ -11,28 +11,21 @@ compressed cache are [pages, Hkv, tokens of a page, D], and the table [B, pages 
 which page holds each block.
 
 EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
-where it begins to read them.
+where it begins to read them. By then that one has itself waited, in all of its programs: what lies
+further back is there already and is taken before the wait, from the L2 cache, since it is the wait
+that makes the L1 cache forget. So the window is read while the blocks are still being scored.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.ops.triton.kernels.score import _chosen
-from nsa.ops.triton.kernels.tile import _dot, _dot_add, _load
+from nsa.ops.triton.kernels.decode_score import _choose, _store_sums
+from nsa.ops.triton.kernels.tile import _dot, _dot_add, _wait
 
 AVERAGED = tl.constexpr(32)
 """Raw tokens that are averaged at a time."""
-
-
-@triton.jit
-def _wait(EARLY: tl.constexpr):
-    """Wait for what earlier kernels wrote; let the next one come and wait in turn."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -87,7 +80,10 @@ def _query(p_q, i_b, i_g, G, s_qb, s_qh, DK: tl.constexpr, D1: tl.constexpr, D0:
     """Columns D0 .. D0 + D1 - 1 of the query heads of a group: [BM, D1]."""
     o_h, o_d = tl.arange(0, BM), D0 + tl.arange(0, D1)
     p_rows = p_q + i_b * s_qb + (i_g * G + o_h)[:, None] * s_qh + o_d[None, :]
-    return _load(p_rows, o_h < G, o_d, DK, D0 + D1, True)
+    mask = (o_h < G)[:, None]
+    if DK < D0 + D1:
+        mask = mask & (o_d < DK)[None, :]
+    return tl.load(p_rows, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -105,7 +101,10 @@ def _tile(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys in the running softmax; also its scaled logits [BM, BN]."""
+    """One tile of keys in the running softmax; also its scaled logits [BM, BN], and exp2 of them.
+
+    The latter over the running maximum, which is returned.
+    """
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
     b_k = _stream(p_k + base_k[:, None] + o_dk[None, :], m_k, o_dk, DK, DK1)
     b_s = _dot(b_q, tl.trans(b_k), UPCAST)
@@ -121,7 +120,7 @@ def _tile(
     shrink = tl.math.exp2(top - safe_top)
     total = total * shrink + tl.sum(b_p, axis=1)
     b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
-    return b_out, new_top, total, b_s
+    return b_out, new_top, total, b_s, b_p
 
 
 @triton.jit
@@ -141,47 +140,47 @@ def _store_part(
 
 
 @triton.jit
-def attend_streams(
+def attend_compressed(
     p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
-    p_logits, p_part, p_part_lse, p_lengths, p_current, p_table,
-    NUM_SEGMENTS, Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, MAX_LEN, WIN, scale_log2,
+    p_logits, p_tops, p_part, p_part_lse, p_lengths, p_current, p_table,
+    Hkv, G, NUM_CMP, NUM_PARTS, MAX_LEN, WIN, scale_log2,
     s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
     s_cmp_k, s_cmp_v, s_sel_k, s_sel_v, s_head_cmp, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
-    PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
-    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A part of the compressed branch, whose logits [segments, G, tokens] are kept, or the window.
+    """A part of the compressed branch, whose logits [segments, G, tokens] are kept.
 
-    One query sees every key of both: neither needs an order or a mask, only its count. The newest
-    key of each is not in the cache yet: whoever needs it takes it from the new token, or makes it
-    and stores it; the first part of the window stores the new token. s_cmp_k ... are the strides of
-    a page, or of a sequence, and s_head_* its tokens.
+    SUMS: instead of the logits their sums by block are kept (_store_sums).
+
+    The query sees every compressed token: neither an order nor a mask is needed, only their count.
+    One that the new token completes is not in the cache yet: whoever needs it makes it, and stores
+    it. The first part stores the new token. s_cmp_k ... are the strides of a page, or of a
+    sequence, and s_head_* its tokens.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     part = tl.program_id(0)
     _wait(EARLY)
     t = tl.load(p_lengths + i_b)
-    stores = part == CMP_PARTS
+    stores = part == 0
     tl.store(p_current + i_b, t, mask=stores)
     if t >= MAX_LEN:
         return
-    new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
-    completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
-    is_cmp = part < CMP_PARTS
-    num_keys = tl.where(is_cmp, num_cmp, tl.minimum(t + 1, WIN))
-    first = tl.where(is_cmp, part * CMP_PART, (part - CMP_PARTS) * WIN_PART)
-    if first >= num_keys:
+    first = part * CMP_PART
+    if (first >= num_cmp) & (part > 0):
         return
-    stop = tl.minimum(first + tl.where(is_cmp, CMP_PART, WIN_PART), num_keys)
-    newest = tl.where(is_cmp, tl.where(completes, num_cmp - 1, -1), t % WIN)
+    stop = tl.minimum(first + CMP_PART, num_cmp)
+    completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
+    newest = tl.where(completes, num_cmp - 1, -1)
+    new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
     per_page: tl.constexpr = L_SEL // STEP if PAGED else 0
     o_h, o_n = tl.arange(0, BM), tl.arange(0, BN)
-    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
     m_h = o_h < G
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -189,7 +188,6 @@ def attend_streams(
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
-        o_dk2 = DK1 + tl.arange(0, DK2)
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
     # The new token is loaded here and stored at the end: nobody waits for it in between.
     DK_PAD: tl.constexpr = DK1 if DK2 == 0 else 2 * DK1
@@ -199,61 +197,52 @@ def attend_streams(
     b_v_win = _new(p_v_win_new + new_v, stores, DV, DV_PAD)
     b_k_raw = _new(p_k_cmp_new + new_k, stores, DK, DK_PAD)
     b_v_raw = _new(p_v_cmp_new + new_v, stores, DV, DV_PAD)
-    head = i_g * s_head_cmp
+    p_k_cmp += i_g * s_head_cmp * DK
+    p_v_cmp += i_g * s_head_cmp * DV
     if (newest >= first) & (newest < stop):
-        at_k = _base(p_table, i_b, tl.where(is_cmp, newest, 0), s_cmp_k, s_table, DK, per_page)
-        at_v = _base(p_table, i_b, tl.where(is_cmp, newest, 0), s_cmp_v, s_table, DV, per_page)
-        at_k += head * DK
-        at_v += head * DV
-        if is_cmp:
-            b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
-            b_v = _completed(
-                p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE
-            )
-        else:
-            b_k = tl.load(p_k_win_new + new_k + o_dk, mask=o_dk < DK, other=0.0)
-            b_v = tl.load(p_v_win_new + new_v + o_dv, mask=o_dv < DV, other=0.0)
+        p_k = p_k_cmp + _base(p_table, i_b, newest, s_cmp_k, s_table, DK, per_page)
+        p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp_v, s_table, DV, per_page)
+        b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
+        b_v = _completed(p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE)
         top = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32)[None, :], axis=1)
+        _put(p_k, 0, b_k, True, DK, DK1)
+        _put(p_v, 0, b_v, True, DV, DV_PAD)
         if DK2 > 0:
-            if is_cmp:
-                b_k2 = _completed(
-                    p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, DK1, DK, DK2, L, MADE
-                )
-            else:
-                b_k2 = tl.load(p_k_win_new + new_k + o_dk2, mask=o_dk2 < DK, other=0.0)
+            b_k2 = _completed(
+                p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, DK1, DK, DK2, L, MADE
+            )
             top += tl.sum(b_q2.to(tl.float32) * b_k2.to(tl.float32)[None, :], axis=1)
+            _put(p_k, DK1, b_k2, True, DK - DK1, DK2)
         top = top * scale_log2
         total += 1.0
         b_out += b_v.to(tl.float32)[None, :]
-        _put(p_k_cmp, at_k, b_k, is_cmp, DK, DK1)
-        _put(p_v_cmp, at_v, b_v, is_cmp, DV, DV_PAD)
-        if DK2 > 0:
-            tl.store(p_k_cmp + at_k + o_dk2, b_k2, mask=(o_dk2 < DK) & is_cmp)
-    own_cmp = 0 if PAGED else i_b
-    p_k = tl.where(is_cmp, p_k_cmp + own_cmp * s_cmp_k + head * DK, p_k_win + i_seg * WIN * DK)
-    p_v = tl.where(is_cmp, p_v_cmp + own_cmp * s_cmp_v + head * DV, p_v_win + i_seg * WIN * DV)
     logit = top
-    # Logits go out in whole tiles, which are stored in wide pieces: what lies beyond the last is
-    # never read, and the window's go to a place of their own, where nobody reads.
-    i_row = tl.where(is_cmp, i_seg, NUM_SEGMENTS) * G + o_h
-    # One loop for both branches: two would each get shared memory of their own.
+    if not PAGED:
+        p_k_cmp += i_b * s_cmp_k
+        p_v_cmp += i_b * s_cmp_v
     for k0 in range(first, stop, BN):
         o_k = k0 + o_n
         m_k = (o_k < stop) & (o_k != newest)
         if PAGED:
             p_pages = p_table + i_b * s_table + o_k // per_page
-            page = tl.load(p_pages, mask=m_k & is_cmp, other=0).to(tl.int64)
-            row = tl.where(is_cmp, o_k % per_page, o_k)
+            page = tl.load(p_pages, mask=m_k, other=0).to(tl.int64)
+            row = o_k % per_page
             base_k, base_v = page * s_cmp_k + row * DK, page * s_cmp_v + row * DV
         else:
             base_k, base_v = o_k * DK, o_k * DV
-        b_out, top, total, b_s = _tile(
-            b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
+        b_out, top, total, b_s, b_p = _tile(
+            b_q, b_q2, b_out, top, total, p_k_cmp, p_v_cmp, base_k, base_v, m_k, scale_log2,
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip
-        b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s)
-        p_rows = p_logits + i_row[:, None] * s_logits + o_k[None, :]
-        tl.store(p_rows, b_s, mask=m_h[:, None])
+        if SUMS:
+            b_p = tl.where((o_k == newest)[None, :], tl.math.exp2(logit - top)[:, None], b_p)
+            tile = i_seg * tl.cdiv(NUM_CMP, BN) + k0 // BN
+            _store_sums(p_logits, p_tops, b_p, top, tile, m_h, G, L, STEP, L_SEL, LEVELS, BM, BN)
+        else:
+            # In whole tiles, which are stored in wide pieces: what lies beyond is never read.
+            b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s)
+            p_rows = p_logits + (i_seg * G + o_h)[:, None] * s_logits + o_k[None, :]
+            tl.store(p_rows, b_s, mask=m_h[:, None])
     _store_part(p_part, p_part_lse, b_out, top, total, i_seg * NUM_PARTS + part, G, DV, DV_PAD, BM)
     at = _base(p_table, i_b, t, s_sel_k, s_table, DK, L_SEL if PAGED else 0)
     _put(p_k_sel, at + i_g * s_head_sel * DK, b_k_sel, stores, DK, DK_PAD)
@@ -266,182 +255,87 @@ def attend_streams(
 
 
 @triton.jit
-def _lse_of_parts(
-    p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Log-sum-exp of each head over the parts of a branch; 0 where nothing was seen."""
-    o_h, o_p = tl.arange(0, BM), tl.arange(0, PARTS)
-    mask = (o_h < G)[:, None] & (o_p < num_parts)[None, :]
-    b_lse = tl.load(p_lse + o_p[None, :] * G + o_h[:, None], mask=mask, other=float("-inf"))
-    top = tl.max(b_lse, axis=1)
-    safe_top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.math.exp2(b_lse - safe_top[:, None]), axis=1)
-    return safe_top + tl.math.log2(tl.where(total == 0.0, 1.0, total))
-
-
-@triton.jit
-def score_blocks(
-    p_logits, p_part_lse, p_scores, p_lengths,
-    Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
-    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
-    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
-    BM: tl.constexpr, NB: tl.constexpr,
-):  # fmt: skip
-    """Parts of the scores of NB blocks: fp32 [segments, LEVELS, NUM_BLOCKS], up to the end alone.
-
-    Level k of block j is what the tokens that start in block j give to block j + k.
-    """
-    i_seg = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * NB
-    _wait(EARLY)
-    length = tl.load(p_lengths + i_seg // Hkv) + 1
-    if first * L_SEL >= length:
-        return
-    num_cmp = tl.minimum(tl.maximum((length - L + STEP) // STEP, 0), NUM_CMP)
-    num_parts = tl.cdiv(num_cmp, CMP_PART)
-    STRIDES: tl.constexpr = L_SEL // STEP
-    OVERLAP: tl.constexpr = L // STEP
-    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
-    o_j = first + tl.arange(0, NB)
-    o_i = o_j[:, None] * STRIDES + o_s[None, :]
-    p = p_logits + i_seg * G * s_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
-    # Rows are long enough for whole tiles: without a mask by token, loads are wide.
-    b_s = tl.load(p, mask=((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :], other=0.0)
-    lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
-    seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
-    b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
-    b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
-    for level in tl.static_range(LEVELS):
-        # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
-        stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
-        weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
-        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
-        p_row = p_scores + (i_seg * LEVELS + level) * NUM_BLOCKS
-        tl.store(p_row + o_j, b_part, mask=o_j < NUM_BLOCKS)
-
-
-@triton.jit
-def attend_selected(
-    p_q, p_k, p_v, p_scores, p_part, p_part_lse, p_selection, p_reads, p_last_reads,
-    p_lengths, p_table,
-    Hkv, G, NUM_PARTS, FIRST_PART, NUM_BLOCKS, MAX_LEN, WIN, scale_log2, s_table,
-    s_qb, s_qh, s_sel_k, s_sel_v, s_head_sel,
+def attend_tokens(
+    p_q, p_k_sel, p_v_sel, p_k_win, p_v_win, p_scores, p_part, p_part_lse, p_selection,
+    p_reads, p_last_reads, p_current, p_table,
+    Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
+    s_table, s_qb, s_qh, s_sel_k, s_sel_v, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    LEVELS: tl.constexpr, NB: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """PER_PART of the chosen blocks of a segment. Every part makes the same choice by itself.
+    """A part of the window, or PER_PART of the chosen blocks of a segment.
 
-    What was read is counted here, and nowhere else: tokens of the compressed, selected and window
+    Every part of the latter chooses by itself, and all of a segment choose the same. Parts of the
+    window come first in the grid and, where they are read AHEAD, do not wait for the scores. What
+    was read is counted here, and nowhere else: tokens of the compressed, selected and window
     branch.
     """
-    i_seg = tl.program_id(1).to(tl.int64)
+    i_seg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    part = tl.program_id(0)
-    _wait(EARLY)
-    length = tl.load(p_lengths + i_b) + 1
-    if length > MAX_LEN:
-        return
-    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
-    current = (length - 1) // L_SEL
-    o_j = tl.arange(0, NB)
-    b_scores = tl.zeros([NB], tl.float32)
-    for level in tl.static_range(LEVELS):
-        p_row = p_scores + (i_seg * LEVELS + level) * NUM_BLOCKS - level
-        b_scores += tl.load(p_row + o_j, mask=(o_j >= level) & (o_j <= current), other=0.0)
-    chosen = _chosen(b_scores, o_j, current, N_SEL)
-    num_chosen = tl.sum(chosen, axis=0)
-    p_ids = p_selection + i_seg * N_SEL
-    tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
-    if part == 0:
-        o_s = tl.arange(0, N_SEL_PAD)
-        unused = (o_s >= num_chosen) & (o_s < N_SEL)
-        tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
-        num_sel = tl.sum(tl.where(chosen != 0, tl.minimum(length - o_j * L_SEL, L_SEL), 0), axis=0)
-        for branch in tl.static_range(3):
-            if branch == 0:
-                num = num_cmp
-            elif branch == 1:
-                num = num_sel
-            else:
-                num = tl.minimum(length, WIN)
-            at = i_seg * 3 + branch
-            tl.store(p_last_reads + at, num.to(tl.int64))
-            tl.store(p_reads + at, tl.load(p_reads + at) + num)
-    tl.debug_barrier()  # the ids are read by other threads than wrote them
-    o_n = tl.arange(0, BN)
-    top = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    in_sel, in_win = tl.program_id(1) >= WIN_PARTS, tl.program_id(1) < WIN_PARTS
+    part = tl.program_id(1) - tl.where(in_win, 0, WIN_PARTS)
+    length = tl.load(p_current + i_b, cache_modifier=".cg") + 1
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
-    p_k += i_g * s_head_sel * DK
-    p_v += i_g * s_head_sel * DV
+    if AHEAD:
+        if in_sel:
+            _wait(EARLY)
+    else:
+        _wait(EARLY)
+    if length > MAX_LEN:
+        return
+    num_win = tl.minimum(length, WIN)
+    current = (length - 1) // L_SEL
+    num_chosen = tl.minimum(current + 1, N_SEL)
+    p_ids = p_selection + i_seg * N_SEL
+    counts = (part == 0) & in_sel
+    if in_sel:
+        p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+        _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
+        tl.debug_barrier()  # the ids are read by other threads than wrote them
+    o_s, o_c, o_n = tl.arange(0, N_SEL_PAD), tl.arange(0, 4), tl.arange(0, BN)
+    p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
+    ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
+    b_sums = tl.load(p_sums, mask=m_c, other=0)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    own = 0 if PER_PAGE > 0 else i_b
+    p_k = p_k_sel + own * s_sel_k + i_g * s_head_sel * DK
+    p_v = p_v_sel + own * s_sel_v + i_g * s_head_sel * DV
+    p_k = tl.where(in_win, p_k_win + i_seg * WIN * DK, p_k)
+    p_v = tl.where(in_win, p_v_win + i_seg * WIN * DV, p_v)
+    num_keys = tl.where(in_win, num_win, length)
+    # One loop for both: two would each get shared memory of their own.
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
-    first = part * PER_PART
-    for i in range(first * STEPS, tl.minimum(first + PER_PART, num_chosen) * STEPS):
+    first = part * tl.where(in_win, WIN_PART // BN, PER_PART * STEPS)
+    stop_win = tl.minimum(first + WIN_PART // BN, tl.cdiv(num_win, BN))
+    stop_sel = tl.minimum(first + PER_PART * STEPS, num_chosen * STEPS)
+    for i in range(first, tl.where(in_win, stop_win, stop_sel)):
+        block = tl.load(p_ids + tl.where(in_win, 0, i // STEPS), mask=in_sel, other=0)
         in_block = i % STEPS * BN + o_n
-        o_k = tl.load(p_ids + i // STEPS) * L_SEL + in_block
-        m_k = (o_k < length) & (in_block < L_SEL)
-        o_safe = tl.minimum(o_k, length - 1)
-        base_k = _base(p_table, i_b, o_safe, s_sel_k, s_table, DK, PER_PAGE)
-        base_v = _base(p_table, i_b, o_safe, s_sel_v, s_table, DV, PER_PAGE)
-        b_out, top, total, _ = _tile(
+        o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)
+        m_k = (o_k < num_keys) & (in_win | (in_block < L_SEL))
+        if PER_PAGE > 0:
+            p_pages = p_table + i_b * s_table + o_k // PER_PAGE
+            page = tl.load(p_pages, mask=m_k & in_sel, other=0).to(tl.int64)
+            row = tl.where(in_win, o_k, o_k % PER_PAGE)
+            base_k, base_v = page * s_sel_k + row * DK, page * s_sel_v + row * DV
+        else:
+            base_k, base_v = o_k * DK, o_k * DV
+        b_out, top, total, _, _ = _tile(
             b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip
-    part_at = i_seg * NUM_PARTS + FIRST_PART + part
+    part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
     _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
-
-
-@triton.jit
-def _weights(lse, gate, mine):
-    """Of the parts of one branch in the gated sum; all 0 where it saw nothing."""
-    lse = tl.where(mine, lse, float("-inf"))
-    top = tl.max(lse, axis=0)
-    weight = tl.math.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, axis=0)
-    return weight * (gate / tl.where(total == 0.0, 1.0, total))
-
-
-@triton.jit
-def merge_parts(
-    p_part, p_part_lse, p_gates, p_out, p_lengths, p_current,
-    Hkv, G, NUM_PARTS, CMP_PARTS, FIRST_SEL, NUM_CMP, MAX_LEN, WIN, s_gb, s_gh, s_ob, s_oh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
-    L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
-    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    ADVANCE: tl.constexpr,
-):  # fmt: skip
-    """The gated sum of one head's branches. ADVANCE: the sequence is then a token longer."""
-    i_seg = tl.program_id(1).to(tl.int64)
-    i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    i_h = tl.program_id(0)
-    _wait(EARLY)
-    t = tl.load(p_current + i_b)
-    if t >= MAX_LEN:
-        return
-    num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
-    num_chosen = tl.minimum(t // L_SEL + 1, N_SEL)
-    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
-    in_cmp = o_p < tl.cdiv(num_cmp, CMP_PART)
-    in_win = (o_p >= CMP_PARTS) & (o_p < CMP_PARTS + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART))
-    in_sel = (o_p >= FIRST_SEL) & (o_p < FIRST_SEL + tl.cdiv(num_chosen, PER_PART))
-    written = in_cmp | in_win | in_sel
-    rows = (i_seg * NUM_PARTS + o_p) * G + i_h
-    mask = written[:, None] & (o_dv < DV)[None, :]
-    b_parts = tl.load(p_part + rows[:, None] * DV + o_dv[None, :], mask=mask, other=0.0)
-    lse = tl.load(p_part_lse + rows, mask=written, other=float("-inf"))
-    p_gate = p_gates + i_b * s_gb + (i_g * G + i_h) * s_gh
-    weight = _weights(lse, tl.load(p_gate).to(tl.float32), in_cmp)
-    weight += _weights(lse, tl.load(p_gate + 1).to(tl.float32), in_sel)
-    weight += _weights(lse, tl.load(p_gate + 2).to(tl.float32), in_win)
-    b_sum = tl.sum(b_parts * weight[:, None], axis=0)
-    p_row = p_out + i_b * s_ob + (i_g * G + i_h) * s_oh + o_dv
-    tl.store(p_row, b_sum.to(p_out.dtype.element_ty), mask=o_dv < DV)
-    if ADVANCE:
-        tl.store(p_lengths + i_b, t + 1, mask=(i_h == 0) & (i_g == 0))
+    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
+    num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
+    num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))
+    tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
+    tl.store(p_sums, b_sums + num, mask=m_c)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -142,3 +143,11 @@ def _stats(p_stats, rows, m_r):
     gate = tl.sum(tl.where(o_4[None, :] == 2, b_4, 0.0), axis=1)
     token = tl.sum(tl.where(o_4[None, :] == 3, b_4, 0.0), axis=1)
     return lse, delta, gate, token
+
+
+@triton.jit
+def _wait(EARLY: tl.constexpr):
+    """Wait for what earlier kernels wrote; let the next one come and wait in turn."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()

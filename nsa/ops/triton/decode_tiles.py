@@ -1,0 +1,124 @@
+"""How a decode step is cut, by static shape: as tiles.py, a fixed table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nsa.ops.spec import BlockSpec
+from nsa.ops.triton.tiles import padded, parts_of
+
+
+class DecodeTiles(NamedTuple):
+    """Tiles, tokens of a part by branch, blocks of a program, warps and stages of each kernel."""
+
+    BM: int
+    BN: int
+    """Compressed tokens at a time."""
+    TOKENS: int
+    """Tokens of the window, or of a block, at a time."""
+    CMP_PART: int
+    WIN_PART: int
+    PER_PART: int
+    """Selected blocks of a part."""
+    BLOCKS: int
+    """Blocks that a program scores."""
+    SUMS: bool
+    """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
+    cmp_warps: int
+    cmp_stages: int
+    tok_warps: int
+    tok_stages: int
+    merge_warps: int
+
+
+class Cut(NamedTuple):
+    """How many programs each branch gets, at most, and how its tokens are read."""
+
+    cmp_programs: int
+    shortest: int
+    """Compressed tokens of a part, at least."""
+    sel_programs: int
+    win_part: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FEW = Cut(512, 64, 512, 64, 64, 4, 3)
+FEW_LONG = FEW._replace(shortest=128)
+NARROW = Cut(512, 64, 512, 128, 64, 2, 3)
+NARROW_LONG = Cut(264, 64, 256, 512, 64, 4, 3)
+WIDE = Cut(264, 256, 512, 256, 64, 4, 3)
+WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2)
+"""Best of those that were timed on an H200 (132 processors); docs/kernels.md has the others.
+
+A GPU that is full at once, with programs that end together, beats several rounds: two or three
+programs of the compressed branch on each processor.
+"""
+FEW_SEGMENTS = 64
+LONG = 1024
+"""Compressed tokens from which a sequence is long."""
+
+SUMS_AT_A_TIME = 4096
+"""Heads times blocks whose sums a program loads at a time."""
+MERGED_BY_A_WARP = 2048
+"""Numbers of all parts of a head."""
+MAX_CMP_PARTS = 128
+"""Parts whose log-sum-exp a program can hold at a time."""
+
+
+def decode_tiles(
+    d_k: int,
+    d_v: int,
+    per_group: int,
+    dtype: torch.dtype,
+    *,
+    segments: int,
+    num_cmp: int,
+    window: int,
+    spec: BlockSpec,
+) -> DecodeTiles:
+    """Tiles of the decode kernels."""
+    wide = max(sum(parts_of(d_k)), padded(d_v))
+    fits = dtype != torch.float32 and wide <= 128
+    cut = _cut(segments < FEW_SEGMENTS, num_cmp > LONG, wide > 64)
+    keys = min(cut.keys, 64) if fits else 32
+    strides = spec.l_sel // spec.d
+    sums = segments >= FEW_SEGMENTS and keys % strides == 0
+    rows = padded(per_group)
+    tile = cut.keys if fits and (not sums or 64 * strides >= cut.keys) else keys
+    cmp_part = max(num_cmp // max(cut.cmp_programs // segments, 1), cut.shortest)
+    cmp_part = _up(max(cmp_part, _up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
+    per_part = max(1, spec.n_sel // max(cut.sel_programs // segments, 1))
+    win_part = max(keys, cut.win_part)
+    num_parts = -(-num_cmp // cmp_part) + -(-window // win_part) + -(-spec.n_sel // per_part)
+    scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
+    return DecodeTiles(
+        BM=rows,
+        BN=tile,
+        TOKENS=min(keys, padded(spec.l_sel)),
+        CMP_PART=cmp_part,
+        WIN_PART=win_part,
+        PER_PART=per_part,
+        BLOCKS=scored if sums else 32 if segments < FEW_SEGMENTS else 64,
+        SUMS=sums,
+        cmp_warps=cut.warps if fits else 4,
+        cmp_stages=cut.stages if fits else 3,
+        tok_warps=4,
+        tok_stages=2,
+        merge_warps=min(8, max(1, padded(num_parts) * padded(d_v) // MERGED_BY_A_WARP)),
+    )
+
+
+def _cut(is_few: bool, is_long: bool, is_wide: bool) -> Cut:
+    if is_few:
+        return FEW_LONG if is_long else FEW
+    if is_wide:
+        return WIDE_LONG if is_long else WIDE
+    return NARROW_LONG if is_long else NARROW
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
