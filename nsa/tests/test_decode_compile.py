@@ -44,6 +44,7 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
     blocks = dict(L=SPEC.l, STEP=SPEC.d, L_SEL=SPEC.l_sel)
     num_parts = -(-num_cmp // tiles.CMP_PART)
+    num_more = -(-SPEC.w // tiles.WIN_PART) + -(-SPEC.n_sel // tiles.PER_PART)
     last = dict(EARLY=early, BM=tiles.BM)
     choice = dict(N_SEL=16, N_SEL_PAD=16, LEVELS=2)
     yield (
@@ -75,7 +76,7 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         decode_merge.merge_parts,
         dict(DV=d_v, DV_PAD=padded(d_v))
         | blocks
-        | dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + 24))
+        | dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + num_more))
         | dict(CMP_PART=tiles.CMP_PART, WIN_PART=tiles.WIN_PART, EARLY=early, ADVANCE=True),
         dict(num_warps=tiles.merge_warps),
     )
