@@ -192,6 +192,12 @@ def test_clustered_selection_differs_from_tile_to_tile():
     assert len(before & after) < spec.n_sel - 2
 
 
+def test_the_selection_that_comes_with_the_benchmarks_can_be_read():
+    path = Path(selections.__file__).parent / "recorded" / "selection-30m-8192-nsa-s1.npz"
+    found, spec = selections.read_selection(path)
+    assert spec == nsa.BlockSpec() and found.shape == (10, 8192, 2, 16)
+
+
 def test_recorded_selection_is_read_as_written(tmp_path):
     inputs = [x.detach() for x in measure.make_inputs(TINY, torch.float32, "cpu")]
     q, k, *_ = inputs

@@ -108,7 +108,7 @@ def _parser() -> StrictParser:
     parser.add_argument("--set", action="append", default=[], metavar="group.key=value", help=more)
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...", help="(all)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to rehearse")
-    parser.add_argument("--commit", metavar="NAME", help="what to record where git is not there")
+    parser.add_argument("--commit", metavar="NAME", help="what to record (git says)")
     return parser
 
 

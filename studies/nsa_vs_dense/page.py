@@ -17,10 +17,16 @@ HEAD = (
 )
 
 
-def write_page(results: dict[str, Any], pictures: dict[str, str], shown: str | None) -> str:
-    """The whole page; `pictures` are file names by kind, `shown` the arm that is looked into."""
+def write_page(
+    results: dict[str, Any], pictures: dict[str, str], shown: str | None, remarks: str = ""
+) -> str:
+    """The whole page; `pictures` are file names by kind, `shown` the arm that is looked into.
+
+    `remarks` is Markdown that follows the head.
+    """
     arms = results["arms"]
     parts = ["# NSA and dense attention, trained side by side", _where(results)]
+    parts += [remarks.strip()] if remarks.strip() else []
     for name, group in groupby(arms, key=lambda arm: arm["comparison"]):
         parts.append(_comparison(name, list(group), pictures))
     if results["failed"]:
@@ -101,8 +107,14 @@ def _row(arm: dict[str, Any], arms: Sequence[dict[str, Any]]) -> str:
     params = arm["params"]
     return (
         f"| {arm['variant']} | {arm['seed']} | {params['non_embedding']:,} | {params['total']:,} | "
-        f"{loss} | {difference} | {speed} | {ratio} | {arm['seconds']['process']:.0f} |"
+        f"{loss} | {difference} | {speed} | {ratio} | {_seconds(arm):.0f} |"
     )
+
+
+def _seconds(arm: dict[str, Any]) -> float:
+    """Of all processes that worked on the arm, without their starts."""
+    spent = arm["seconds"]
+    return float(spent["steps"] + spent["evaluate_and_save"] + spent["measure"])
 
 
 def _verdict(arms: Sequence[dict[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """Draws the pictures and writes the page of results.json, or of several that belong together.
 
-`python studies/nsa_vs_dense/plot.py RESULTS.json [RESULTS.json ...] --out DIR [--arm NAME]`
+`python studies/nsa_vs_dense/plot.py RESULTS.json [RESULTS.json ...] --out DIR [--arm NAME]
+[--remarks FILE]`
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         results = merge([read_results(Path(path)) for path in args.results])
         shown = choose_arm(results["arms"], args.arm)
-    except ValueError as error:
+        remarks = Path(args.remarks).read_text(encoding="utf-8") if args.remarks else ""
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     files = draw_all(results["arms"], shown, out)
     page = out / f"{PREFIX}.md"
-    write_text(page, write_page(results, files, shown["name"] if shown else None))
+    write_text(page, write_page(results, files, shown["name"] if shown else None, remarks))
     write_results(out / f"{PREFIX}.json", results)
     for name in [page.name, f"{PREFIX}.json", *files.values()]:
         print(out / name)
@@ -81,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("results", nargs="+", metavar="RESULTS.json", help="written by run.py")
     parser.add_argument("--out", required=True, metavar="DIR", help="for pictures and the page")
     parser.add_argument("--arm", metavar="NAME", help="to look into (NSA with the longest rows)")
+    parser.add_argument("--remarks", metavar="FILE", help="Markdown for the page, by hand")
     return parser
 
 

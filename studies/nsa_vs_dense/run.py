@@ -284,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--keep-weights", action="store_true", help="also keep model.pt")
     parser.add_argument("--price", type=float, metavar="P", help="of an hour (NSA_PRICE_PER_H)")
-    parser.add_argument("--commit", metavar="NAME", help="what to record where git is not there")
+    parser.add_argument("--commit", metavar="NAME", help="what to record (git says)")
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="group.key=value", help="all arms"
     )

@@ -131,7 +131,7 @@ def _result(task: Task, cfg: Config, model: TinyLM, start: float) -> dict[str, A
             "triton": env.triton,
             "python": env.python,
             "driver": env.driver,
-            "commit": env.git_commit or task.commit,
+            "commit": task.commit or env.git_commit,
             "attention": metrics.attention,
         },
         "tokens_per_step": metrics.tokens_per_step,
