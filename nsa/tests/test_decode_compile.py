@@ -92,6 +92,9 @@ def test_decode_kernels_compile_and_fit(d_k, d_v, per_group, segments, capabilit
         if capability == 90:
             assert stack_bytes(compiled) <= MAX_STACK_BYTES, kernel.__name__
             assert "griddepcontrol.wait" in compiled.asm["ptx"]
+        if kernel is decode.attend_tokens:
+            # What is read before the wait must not come from the L1 cache.
+            assert "cp.async.cg" in compiled.asm["ptx"] and "cp.async.ca" not in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
