@@ -1,4 +1,7 @@
-"""Training rows as prepared shards, which the trainer reads like those of `nsa data prepare`."""
+"""Training rows as prepared shards, which the trainer reads like those of `nsa data prepare`.
+
+The trainer shuffles rows; every row is written where the trainer will read it when its turn comes.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from numpy.typing import NDArray
 
 from nsa.data.durable import DurableFile
 from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.local import VAL, Counts
+from nsa.data.local import TRAIN, VAL, Counts
 from nsa.data.manifest import FILE_NAME, Manifest, Shard, write_manifest
+from nsa.data.order import shuffled
 from nsa.data.tokenizer import id_type
-from studies.long_context.task import Ids
+from studies.long_context.task import Document, Ids
 from studies.long_context.text import TOKENIZER, Say, read_hay
 from studies.long_context.training_rows import Mixture, make_row
 from studies.long_context.vocabulary import Words, find_words
@@ -36,6 +40,7 @@ class RowMaker:
     digits: int
     num_keys: int
     seed: int
+    """Of the rows, and of the trainer that shuffles them."""
 
 
 def write_shards(folder: Path, maker: RowMaker, num_rows: dict[str, int], say: Say) -> None:
@@ -58,6 +63,14 @@ def write_shards(folder: Path, maker: RowMaker, num_rows: dict[str, int], say: S
     say(f"{folder}: {sum(shard.tokens for shard in shards):,} tokens for training and validation")
 
 
+def turns(num_rows: int, seed: int) -> NDArray[np.float64]:  # [rows]
+    """The share of its first epoch after which the trainer reads each row."""
+    order = [shuffled(place, num_rows, seed, epoch=0) for place in range(num_rows)]
+    found = np.empty(num_rows)
+    found[order] = np.arange(num_rows) / num_rows
+    return found
+
+
 def _write_side(
     folder: Path, side: str, maker: RowMaker, num_rows: int, tokenizer: HFTokenizer
 ) -> Shard:
@@ -76,9 +89,15 @@ def _write_side(
 
 
 def _make(maker: RowMaker, side: str, num_rows: int) -> Iterator[Ids]:
-    """Chunks of rows in order, from many processes where there are many rows."""
-    starts = range(0, num_rows, CHUNK_ROWS)
-    chunks = [range(start, min(start + CHUNK_ROWS, num_rows)) for start in starts]
+    """Chunks of rows in order, from many processes where there are many rows.
+
+    The last row is there for the last target of the one before it; it is not trained on.
+    """
+    progress = np.ones(num_rows)
+    if side == TRAIN:
+        progress[:-1] = turns(num_rows - 1, maker.seed)
+    indices = np.split(np.arange(num_rows), range(CHUNK_ROWS, num_rows, CHUNK_ROWS))
+    chunks = [list(zip(part.tolist(), progress[part].tolist(), strict=True)) for part in indices]
     if len(chunks) < 4:
         made = _Maker(maker, side)
         yield from map(made.rows, chunks)
@@ -87,6 +106,10 @@ def _make(maker: RowMaker, side: str, num_rows: int) -> Iterator[Ids]:
         mp_context=get_context("spawn"), initializer=_open, initargs=(maker, side)
     ) as pool:
         yield from pool.map(_make_chunk, chunks)
+
+
+Chunk = list[tuple[int, float]]
+"""Indices of rows, each with the share of training after which it is read."""
 
 
 class _Maker:
@@ -98,20 +121,19 @@ class _Maker:
         self._hay: NDArray[np.int64] = read_hay(maker.text, side)
         self._maker, self._side = maker, side
 
-    def rows(self, indices: range) -> Ids:
-        return np.concatenate(
-            [
-                make_row(
-                    index,
-                    self._side,
-                    self._maker.mixture,
-                    self._hay,
-                    self._words,
-                    self._tokenizer.eos,
-                    self._maker.seed,
-                )
-                for index in indices
-            ]
+    def rows(self, chunk: Chunk) -> Ids:
+        return np.concatenate([self._row(index, progress).ids for index, progress in chunk])
+
+    def _row(self, index: int, progress: float) -> Document:
+        return make_row(
+            index,
+            self._side,
+            self._maker.mixture,
+            self._hay,
+            self._words,
+            self._tokenizer.eos,
+            self._maker.seed,
+            progress,
         )
 
 
@@ -123,5 +145,5 @@ def _open(maker: RowMaker, side: str) -> None:
     _maker.append(_Maker(maker, side))
 
 
-def _make_chunk(indices: range) -> Ids:
-    return _maker[0].rows(indices)
+def _make_chunk(chunk: Chunk) -> Ids:
+    return _maker[0].rows(chunk)
