@@ -31,12 +31,15 @@ KEYS = {
     "accum_batches": "train.accumulate_grad_batches",
     "out_dir": "train.out_dir",
     "local_path": "data.local_path",
+    "init_from": "train.init_from",
     "strategy": "runtime.strategy",
 }
 """Flags that are another spelling of a config key."""
 
 
-RESUME_HELP = "default: the newest checkpoint in <out_dir>, if it is of the same run"
+RESUME_HELP = (
+    "default: the newest checkpoint in <out_dir>, if it is of the same run; wins over --init-from"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

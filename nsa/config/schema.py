@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from nsa.config.check import (
     at_least,
@@ -157,6 +157,8 @@ class TrainConfig:
     """Folder elsewhere that gets a verified copy of every checkpoint; empty for none."""
     tracker: str = "none"
     """Who also gets the curves: wandb or trackio, each with an extra of its name, or none."""
+    init_from: str = ""
+    """A model.pt or checkpoint whose weights a new run starts from; empty for random ones."""
     seed: int = 1337
     """Decides the initial weights and the order of the data."""
     out_dir: str = "artifacts/base"
@@ -194,6 +196,10 @@ class TrainConfig:
         if self.backup_dir and self.backup_dir.rstrip("/") == self.out_dir.rstrip("/"):
             allowed = "another folder than train.out_dir"
             refuse("train.backup_dir", self.backup_dir, allowed, "name one on another disk")
+        start = PurePath(self.init_from)
+        if self.init_from and PurePath(self.out_dir) in (start, start.parent):
+            allowed = "outside train.out_dir, whose files a new run moves aside"
+            refuse("train.init_from", self.init_from, allowed, "name another train.out_dir")
 
     def _check_spikes(self) -> None:
         one_of("train.spike_rule", self.spike_rule, SPIKE_RULES)

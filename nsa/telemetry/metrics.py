@@ -50,6 +50,10 @@ class Metrics:
     """Optimizer updates done."""
     resumed_at: int | None = None
     """The update after which the run went on from a checkpoint; null for a run in one piece."""
+    init_from: str | None = None
+    """The file whose weights the run started from (train.init_from); null for random ones."""
+    init_sha256: str | None = None
+    """Of those weights."""
     seq_len: int
     world_size: int = 1
     """Processes that train together."""

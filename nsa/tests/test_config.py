@@ -157,6 +157,7 @@ REFUSED = {
     "train.keep_last=-1": ">= 0",
     "train.tracker=tensorboard": "none | wandb | trackio",
     "train.backup_dir=artifacts/base": "another folder",
+    "train.init_from=artifacts/base/model.pt": "outside train.out_dir",
     "train.seed=-1": ">= 0",
     "train.out_dir=": "folder",
     "data.dataset=shakespear": "the nearest is 'shakespeare'",

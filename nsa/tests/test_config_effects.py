@@ -55,6 +55,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "train.keep_last": ("1", "files"),
     "train.backup_dir": ("", "files"),  # the test gives a folder
     "train.tracker": ("trackio", "files"),  # test_trackers.py looks at what it gets
+    "train.init_from": ("", "losses"),  # the test gives the model of another run
     "train.seed": ("7", "losses"),
     "train.out_dir": ("", "files"),  # the test gives another folder
     "data.dataset": ("synthetic", "losses"),
@@ -127,6 +128,9 @@ def test_another_value_changes_the_run(
     given = GIVEN.get(key, ())
     if key in ("train.out_dir", "train.backup_dir"):
         value = str(tmp_path / "a" / "elsewhere")
+    if key == "train.init_from":
+        fingerprint(tmp_path / "b", "train.seed=7")
+        value = str(tmp_path / "b" / "run" / "model.pt")
     if key == "train.tracker":
         fake_tracker.install(value, tmp_path, monkeypatch)
 

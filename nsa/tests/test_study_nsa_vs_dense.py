@@ -1,10 +1,13 @@
 """The study of NSA against dense attention, whole and at a tiny size: what it leaves behind."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -18,10 +21,13 @@ from nsa.tests.conftest import REPOSITORY
 from studies.nsa_vs_dense import plot, selection_stats
 from studies.nsa_vs_dense import run as study
 from studies.nsa_vs_dense.arms import choose, read_table
-from studies.nsa_vs_dense.results import gap, merge, read_results
+from studies.nsa_vs_dense.page import write_page
+from studies.nsa_vs_dense.processes import CHILD
+from studies.nsa_vs_dense.results import gap, merge, read_arm, read_results
 from studies.nsa_vs_dense.train_arm import Task
 
 FOLDER = REPOSITORY / "studies" / "nsa_vs_dense"
+BESIDE = "tiny-dense-s1,tiny-nsa-s1,tiny-nsa-s2"
 TABLE = """
 schema = 1
 [settings]
@@ -119,6 +125,7 @@ def test_results_hold_curves_losses_speed_and_parameters(results):
         first_rows = sum(arm["held_out"]["row_losses"][:2]) / 2
         assert arm["val"]["loss"][-1] == pytest.approx(first_rows, abs=1e-4)
         assert arm["tokens_per_s"] > 0 and arm["seconds"]["process"] > 0
+        assert arm["speed_steps"] is None, "the speed is that of the whole run"
         assert arm["params"]["total"] == arm["params"]["embedding"] + arm["params"]["non_embedding"]
     assert ours["params"]["total"] > dense["params"]["total"]
     assert dense["gates"] is None and dense["selection"] is None and dense["reads"] is None
@@ -138,8 +145,9 @@ def test_weights_are_gone_and_the_run_folder_tells_of_the_run(place, results):
 
 
 def test_finished_arms_are_not_trained_again(place, results, capsys):
-    assert call(place, "--arms", "tiny-dense-s1,tiny-nsa-s1") == 0
-    assert capsys.readouterr().out.count("finished before") == 2
+    assert call(place, "--arms", "tiny-dense-s1,tiny-nsa-s1", "--speed", "10") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and all("finished before" in line for line in said), "nor timed again"
     again = read_results(place / "out" / "results.json")
     assert again == results
 
@@ -164,15 +172,119 @@ def test_no_arm_is_started_that_does_not_fit_the_budget(place, results, capsys):
     assert read_results(place / "out" / "results.json") == results
 
 
-def test_arms_can_share_a_device_and_have_no_speed_then(place, tmp_path, capsys):
-    arms = ["--arms", "tiny-nsa-s1,tiny-dense-s1", "--steps", "6", "--jobs", "2"]
-    where = ["--data", str(place / "shards"), "--out", str(tmp_path)]
-    assert study.main([*where, "--table", str(place / "arms.toml"), *arms]) == 0
-    said = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(said[:2]) == ["tiny-dense-s1", "tiny-nsa-s1"], "both begin"
-    assert sorted(said[2:]) == ["tiny-dense-s1:", "tiny-nsa-s1:"], "before one ends"
-    for arm in read_results(tmp_path / "results.json")["arms"]:
-        assert arm["tokens_per_s"] is None and arm["steps"] == 6
+@pytest.fixture(scope="module")
+def beside(place):
+    """The folder of three arms that were trained two at a time, and what was said."""
+    with redirect_stdout(StringIO()) as said:
+        assert call_beside(place, "beside") == 0
+    return place / "beside", said.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def timed(place, beside):
+    """A copy of it in which the arms were then timed, and what was said."""
+    shutil.copytree(beside[0], place / "timed")
+    with redirect_stdout(StringIO()) as said:
+        assert call_beside(place, "timed", "--speed", "10") == 0
+    return place / "timed", said.getvalue().splitlines()
+
+
+def call_beside(place: Path, out: str | Path, *more: str, arms: str = BESIDE) -> int:
+    """Run the study with arms that share a device."""
+    where = ["--data", str(place / "shards"), "--out", str(place / out)]
+    where += ["--table", str(place / "arms.toml"), "--arms", arms, "--steps", "12"]
+    return study.main([*where, "--jobs", "2", *more])
+
+
+def test_arms_can_share_a_device_and_have_no_speed_then(beside):
+    folder, lines = beside
+    said = [line.split()[1] for line in lines]
+    assert said[:2] == ["tiny-dense-s1", "tiny-nsa-s1"], "two begin before one ends"
+    arms = read_results(folder / "results.json")["arms"]
+    assert [arm["name"] for arm in arms] == ["tiny-dense-s1", "tiny-nsa-s1", "tiny-nsa-s2"]
+    for arm in arms:
+        assert arm["tokens_per_s"] is None and arm["speed_steps"] is None and arm["steps"] == 12
+
+
+def test_the_first_seed_of_each_variant_is_timed_alone(beside, timed):
+    folder, lines = timed
+    said = [line.split()[1] for line in lines if "alone" in line]
+    assert said == ["tiny-dense-s1:"] * 2 + ["tiny-nsa-s1:"] * 2, "one begins when one has ended"
+    before, after = (read_results(place / "results.json")["arms"] for place, _ in (beside, timed))
+    speeds = [arm["tokens_per_s"] for arm in after]
+    assert speeds[0] > 0 and speeds[1] > 0 and speeds[2] is None
+    assert [arm["speed_steps"] for arm in after] == [10, 10, None]
+    for old, new in zip(before, after, strict=True):
+        speed = {key: new[key] for key in ("tokens_per_s", "speed_steps")}
+        assert new == old | speed, "losses and all else stay as they were"
+        assert new == read_arm(folder / "runs" / f"{new['name']}.result.json")
+    file = "selection-tiny-nsa-s1.npz"
+    assert (folder / file).read_bytes() == (beside[0] / file).read_bytes()
+    assert not list((folder / "runs").glob("*.speed")), "the scratch folders are gone"
+
+
+def test_an_arm_is_timed_once(place, timed, capsys):
+    before = read_results(timed[0] / "results.json")
+    assert call_beside(place, "timed", "--speed", "10") == 0
+    assert "alone" not in capsys.readouterr().out
+    assert read_results(timed[0] / "results.json") == before
+
+
+def test_the_updates_that_are_timed_are_those_of_the_arm(timed):
+    """A schedule over fewer steps would have other losses; evaluations would take time."""
+    folder, _ = timed
+    for arm in read_results(folder / "results.json")["arms"][:2]:
+        log = (folder / "runs" / f"{arm['name']}.speed.log").read_text()
+        assert arm["training"]["step"][9] == 10
+        assert f" -> {arm['training']['loss'][9]:.4f} nats" in log
+        assert "[done] 10 steps" in log
+        assert "held-out loss" not in log and "checkpoint_step" not in log
+
+
+def test_no_arm_is_timed_that_does_not_fit_the_budget(place, beside, capsys):
+    before = read_results(beside[0] / "results.json")
+    assert call_beside(place, "beside", "--speed", "100000", "--budget-seconds", "5") == 0
+    assert "not timed: tiny-dense-s1, tiny-nsa-s1; the same command" in capsys.readouterr().out
+    assert read_results(beside[0] / "results.json") == before
+
+
+def test_a_timing_that_fails_is_named_and_leaves_the_result(place, beside, tmp_path):
+    shutil.copytree(beside[0], tmp_path / "out")
+    path = tmp_path / "out" / "runs" / "tiny-nsa-s2.result.json"
+    content = json.loads(path.read_text())
+    content["machine"]["device"] = "another card"
+    path.write_text(json.dumps(content))
+    arms = "tiny-nsa-s2"
+    assert call_beside(place, tmp_path / "out", "--speed", "10", arms=arms) == 1
+    assert json.loads(path.read_text()) == content
+    (failed,) = read_results(tmp_path / "out" / "results.json")["failed"]
+    assert failed["name"] == "tiny-nsa-s2.speed" and "exit code 2" in failed["reason"]
+    assert "was trained on another card, and this is" in failed["reason"]
+    assert call_beside(place, tmp_path / "out", arms=arms) == 0, "the arm itself is finished"
+
+
+def test_too_few_updates_have_no_speed(place, capsys):
+    with pytest.raises(SystemExit):
+        call_beside(place, "beside", "--speed", "9")
+    assert "--speed 9 is less than 10" in capsys.readouterr().err
+
+
+def test_page_says_where_a_speed_comes_from(results):
+    assert "done alone" not in write_page(results, {}, None)
+    dense, ours = (arm | {"tokens_per_s": 1000.0, "speed_steps": 50} for arm in results["arms"])
+    other = ours | {"seed": 2, "tokens_per_s": None, "speed_steps": None}
+    page = write_page(results | {"arms": [dense, ours | {"tokens_per_s": 2500.0}, other]}, {}, None)
+    assert "beside others is from 50 updates done alone afterwards, for one seed" in page
+    assert "| 1,000 |  |" in page and "| 2,500 | 2.50 |" in page
+    assert [line for line in page.splitlines() if "| nsa | 2 |" in line and "|  |  |" in line]
+
+
+def test_results_from_before_there_were_timings_can_be_read(place, results, tmp_path):
+    content = json.loads((place / "out" / "results.json").read_text())
+    for arm in content["arms"]:
+        del arm["speed_steps"]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    assert read_results(tmp_path / "results.json") == results
 
 
 def test_recorded_selection_can_be_benchmarked(place, results):
@@ -223,7 +335,7 @@ def test_an_arm_that_was_cut_short_goes_on(place, results):
     made.work.mkdir(parents=True)
     (made.work / "task.json").write_text(task.to_json())
     child = subprocess.Popen(
-        [sys.executable, str(study.CHILD), str(made.work / "task.json")], stdout=subprocess.DEVNULL
+        [sys.executable, str(CHILD), str(made.work / "task.json")], stdout=subprocess.DEVNULL
     )
     log = folder / "training.csv"
     while child.poll() is None and not (log.is_file() and log.read_text().count("\n") > 3):

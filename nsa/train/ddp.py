@@ -29,11 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import BAD_INPUT, Config, RuntimeConfig
 from nsa.data import DataError, SourceLost, WaitEnded
+from nsa.model import TinyLM
 from nsa.telemetry.spans import here, span
 from nsa.train.compress import compress_gradients
 from nsa.train.ddp_settings import OFF, adapt_config, read_settings
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed, RankLost, TrainError
 from nsa.train.fingerprint import refuse_difference
+from nsa.train.parts import cut, part
 from nsa.train.ranks import Alone, Fingerprint, mark_shared
 from nsa.train.stop import REASONS, Stop
 
@@ -158,6 +160,18 @@ class Group(Alone):
         if last:
             self._agreed = REASONS[self._highest(REASONS.index(stop.requested()))[0]]
         return self._agreed
+
+    @torch.no_grad()
+    def spread(self, weights: dict[str, Tensor], model: TinyLM) -> None:
+        """Tensor by tensor: only the first rank needs the file, and each keeps its part."""
+        for name, held in model.state_dict().items():
+            mine = part(held)
+            sent = torch.empty(held.shape, dtype=held.dtype, device=mine.device)
+            if self.is_first:
+                sent.copy_(weights[name])
+            with span("broadcast of the first weights", waits=True):
+                dist.broadcast(sent, src=0)
+            mine.copy_(cut(sent, held))
 
     def from_first(self, make: Callable[[], str | None]) -> str:
         key, self._num_told = f"told/{self._num_told}", self._num_told + 1

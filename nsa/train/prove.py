@@ -7,7 +7,6 @@ the losses of both runs by step, the sha256 of both models' weights, and `holds`
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import multiprocessing
 import sys
@@ -20,6 +19,7 @@ from nsa.config import Config
 from nsa.config.env import set_default
 from nsa.telemetry import MODEL, TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.telemetry.atomic import write_text
+from nsa.train.model_file import weights_sha256
 from nsa.train.run import run
 
 NAME = "resume_proof.json"
@@ -101,10 +101,5 @@ def compare_runs(whole: Path, parts: Path, steps: int) -> dict[str, Any]:
 
 
 def _weights_sha256(path: Path) -> str:
-    weights = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    return weights_sha256(content["state_dict"])

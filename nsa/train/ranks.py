@@ -130,6 +130,10 @@ class Alone:
         """What shelf.peek has found, with its tensors as this rank trains them."""
         return shelf.fill(path, content)
 
+    def spread(self, weights: dict[str, Tensor], model: TinyLM) -> None:
+        """Give the model on every rank the weights that the first one has read."""
+        model.load_state_dict(weights, strict=True)
+
     def weights(self, model: TinyLM) -> dict[str, Tensor]:
         """The whole weights on the host for the first rank; nothing for the others."""
         state = model.state_dict() if self.is_first else {}

@@ -30,6 +30,10 @@ YOUNGER = (
     "model.embed_std",
 )
 """More keys that change the numbers, left out at their defaults."""
+INITIAL = "initial weights"
+"""Their sha256, where a run does not start from random ones (init_from.py)."""
+UNKNOWN = "unknown"
+"""In place of it, where the file is gone: then those of the checkpoint are taken to be meant."""
 AUTO, LATEST, NONE = "auto", "latest", "none"
 
 Identity = dict[str, str]
@@ -150,6 +154,8 @@ def _refuse(path: Path, changed: list[str], step: int, steps: int) -> None:
 
 
 def _differences(stored: Identity, wanted: Identity) -> list[str]:
+    if wanted.get(INITIAL) == UNKNOWN and INITIAL in stored:
+        wanted = wanted | {INITIAL: stored[INITIAL]}
     names = sorted(stored.keys() | wanted.keys())
     return [
         f"{name}: {stored.get(name, 'absent')} there, {wanted.get(name, 'absent')} here"

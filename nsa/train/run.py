@@ -39,6 +39,7 @@ from nsa.train.fingerprint import fingerprint_of_rank
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
 from nsa.train.hang_watch import HangWatch
+from nsa.train.init_from import find_origin
 from nsa.train.log import RunLog
 from nsa.train.loop import Trainer
 from nsa.train.memory_advice import explain_memory
@@ -46,7 +47,7 @@ from nsa.train.process_group import open_ranks
 from nsa.train.progress import Progress
 from nsa.train.ranks import AUTO as AUTO_RANKS
 from nsa.train.ranks import Alone
-from nsa.train.resume import AUTO, find_start_together, global_batch, identity_of
+from nsa.train.resume import AUTO, INITIAL, find_start_together, global_batch, identity_of
 from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, resolve_runtime
 from nsa.train.saver import new_saver
@@ -153,7 +154,8 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     opened_s = time.perf_counter() - since
     loader = read_ahead(data.train, cfg, runtime, ranks)
     data = data._replace(train=loader)
-    identity = identity_of(cfg, data, ranks.world_size)
+    origin = find_origin(ranks, cfg, data.tokenizer.vocab)
+    identity = identity_of(cfg, data, ranks.world_size) | origin.identity
     ranks.check_same(partial(fingerprint_of_rank, cfg, identity, runtime, ranks.world_size))
     model = build_model(cfg, data.tokenizer.vocab, runtime, ranks)
     step = build_step(cfg, model, runtime, ranks=ranks)
@@ -162,6 +164,7 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     with progress, closing(loader):
         wanted = str(back.path) if back else job.resume
         start = find_start_together(ranks, path, wanted, identity, steps, progress.say)
+        origin.require(ranks, start)
         done = start.content["step"] if start else 0
         goes_on = start is not None and start.path.parent.resolve() == path.resolve()
         folder = _open_folder(ranks, path, goes_on)
@@ -189,10 +192,16 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 log=log,
                 saver=new_saver(folder.path, cfg.train, progress.say, ranks),
                 stop=stop,
-                identity=identity,
+                # The same; but a checkpoint knows its first weights even where their file is gone.
+                identity=start.content["identity"] if start else identity,
                 folder=folder.path,
             )
-            if start is not None:
+            metrics.init_from = origin.path or None
+            metrics.init_sha256 = trainer.identity.get(INITIAL)
+            if start is None:
+                origin.begin(model, ranks, progress.say)
+            else:
+                origin.stand_back(start, progress.say)
                 restore(trainer, start)
                 metrics.resumed_at = done
                 if back is not None:

@@ -42,7 +42,11 @@ class Arm:
     @property
     def expected_s(self) -> float:
         """Seconds that the arm is thought to take."""
-        return self.start_s + self.steps * self.step_ms / 1e3
+        return self.seconds_of(self.steps)
+
+    def seconds_of(self, steps: int) -> float:
+        """Seconds that a process which does so many of its steps is thought to take."""
+        return self.start_s + steps * self.step_ms / 1e3
 
     def identity(self) -> dict[str, Any]:
         """What decides the numbers of the arm, beside the data and the code."""

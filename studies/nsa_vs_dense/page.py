@@ -54,11 +54,22 @@ def _where(results: dict[str, Any]) -> str:
         "Arms of a comparison differ in the attention alone: same data, order, steps, optimizer, "
         "schedule. Losses are nats per token on held-out documents, ± standard error over rows; "
         "the difference is taken row by row against the dense arm of the same seed. Tokens/s is "
-        "of the median update.",
+        f"of the median update{_timed(arms)}.",
         "\n".join(dict.fromkeys(f"    {call['command']}" for call in calls)),
         f"{seconds:,.0f} s in all{_cost(calls)}.",
     ]
     return "\n\n".join(lines)
+
+
+def _timed(arms: Sequence[dict[str, Any]]) -> str:
+    """Where the speed of arms that were trained side by side comes from."""
+    counts = sorted({arm["speed_steps"] for arm in arms if arm["speed_steps"] is not None})
+    if not counts:
+        return ""
+    return (
+        f"; that of arms trained beside others is from {_all(map(str, counts))} updates done alone "
+        "afterwards, for one seed of a variant"
+    )
 
 
 def _cost(calls: Sequence[dict[str, Any]]) -> str:

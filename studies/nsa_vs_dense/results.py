@@ -3,7 +3,9 @@
 Schema, version 1. results.json is one object: `schema`, `table` (the file of the arms), `calls`
 (each with `command`, `started`, `seconds`, `price_per_hour`, `cost`), `arms` (what train_arm.py
 found of each, in the order of the table), `failed` (`name`, `reason`). result.json is one object of
-`arms` with `schema`. Page: docs/schemas/study_results.md.
+`arms` with `schema`. `tokens_per_s` of an arm is null where it shared the device; `speed_steps` is
+null where the speed is that of the whole run, or the number of updates that were done alone for it
+afterwards. Page: docs/schemas/study_results.md.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ ARM_FIELDS = (
         "machine",
         "tokens_per_step",
         "tokens_per_s",
+        "speed_steps",
         "peak_mem_mib",
     ),
     *("resumed_at", "seconds", "training", "val", "gates", "reads", "held_out", "selection"),
@@ -66,8 +69,7 @@ def read_results(path: Path) -> dict[str, Any]:
     for key, kind in (("table", str), ("calls", list), ("arms", list), ("failed", list)):
         if not isinstance(content.get(key), kind):
             raise ValueError(f"{path} has no {key}; it is no {NAME} of this study")
-    for arm in content["arms"]:
-        _checked_arm(path, arm)
+    content["arms"] = [_checked_arm(path, arm) for arm in content["arms"]]
     return content
 
 
@@ -135,7 +137,8 @@ def _check_schema(path: Path, content: dict[str, Any]) -> None:
 
 
 def _checked_arm(path: Path, arm: Any) -> dict[str, Any]:
-    missing = set(ARM_FIELDS) - set(arm if isinstance(arm, dict) else ())
+    missing = set(ARM_FIELDS) - set(arm if isinstance(arm, dict) else ()) - {"speed_steps"}
     if missing:
         raise ValueError(f"{path}: an arm lacks {', '.join(sorted(missing))}; train it again")
-    return dict(arm)
+    # Before arms could be timed afterwards, no result had the field: null is what it would be.
+    return {key: arm.get(key) for key in ARM_FIELDS}

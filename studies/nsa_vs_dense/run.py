@@ -2,7 +2,8 @@
 
 `python studies/nsa_vs_dense/run.py --data SHARDS --out DIR [--arms NAME,...]`. Every arm is a
 process: one that fails leaves the others alone. An arm that is finished is not trained again, one
-that was cut short goes on from its checkpoint. README.md beside this file has the whole story.
+that was cut short goes on from its checkpoint. `--speed N` then times those that shared the device,
+alone. README.md beside this file has the whole story.
 """
 
 from __future__ import annotations
@@ -12,30 +13,29 @@ import json
 import math
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
 
 from nsa.config import StrictParser
-from nsa.config.env import changed, read
+from nsa.config.env import read
 from nsa.data.local import TRAIN, VAL
 from nsa.data.manifest import read_manifest
-from nsa.telemetry.atomic import write_text
 from studies.nsa_vs_dense.arms import Arm, choose, read_table
+from studies.nsa_vs_dense.processes import Job, start_job, stop_jobs
 from studies.nsa_vs_dense.results import IDENTITY, NAME, read_arm, read_results, write_results
+from studies.nsa_vs_dense.speed import LEAST_STEPS, untimed
 from studies.nsa_vs_dense.train_arm import Task
 
 HERE = Path(__file__).resolve().parent
-CHILD = HERE / "train_arm.py"
-STOP_S = 60.0
-"""For a process that was asked to stop: it saves a checkpoint first."""
 LOOK_S = 0.2
 """Between two looks at who has ended."""
+SPEED = ".speed"
+"""Added to the name of an arm, in files and where it failed: the updates that time it alone."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,15 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     return study.run()
-
-
-class Job(NamedTuple):
-    """An arm that is being trained."""
-
-    arm: Arm
-    child: subprocess.Popen[bytes]
-    log: Path
-    start: float
 
 
 class Study:
@@ -72,6 +63,12 @@ class Study:
         for arm in self.arms:
             arm.resolve(self.where)
         self.keep_weights, self.commit, self.jobs = args.keep_weights, args.commit, args.jobs
+        self.speed_steps: int | None = args.speed
+        if self.speed_steps is not None and self.speed_steps < LEAST_STEPS:
+            raise ValueError(
+                f"--speed {self.speed_steps} is less than {LEAST_STEPS}; the updates that compile "
+                "would count: use 50"
+            )
         self.deadline = time.monotonic() + (args.budget_seconds or math.inf)
         self.start = time.monotonic()
         price = args.price if args.price is not None else read("NSA_PRICE_PER_H")
@@ -91,8 +88,16 @@ class Study:
             self.failed = {entry["name"]: entry["reason"] for entry in earlier["failed"]}
 
     def run(self) -> int:
-        """Train the arms, `jobs` at a time; results.json is complete after each."""
+        """Train the arms, then time those that have no speed, where that was asked for."""
         self.out.mkdir(parents=True, exist_ok=True)
+        self.train()
+        if self.speed_steps is not None:
+            self.time_alone(self.speed_steps)
+        kinds = ("",) if self.speed_steps is None else ("", SPEED)
+        return int(any(arm.name + kind in self.failed for arm in self.arms for kind in kinds))
+
+    def train(self) -> None:
+        """Train the arms, `jobs` at a time; results.json is complete after each."""
         waiting = [arm for arm in self.arms if not self.finished(arm)]
         for arm in self.arms:
             if arm not in waiting:
@@ -100,55 +105,74 @@ class Study:
         running: list[Job] = []
         try:
             while waiting or running:
-                while waiting and len(running) < self.jobs and self.fits(waiting):
-                    running.append(self.begin(waiting.pop(0)))
+                while waiting and len(running) < self.jobs:
+                    takes = waiting[0].expected_s * self.jobs  # who shares a device gets a part
+                    if self.fits(waiting, takes, "not started"):
+                        running.append(self.begin(waiting.pop(0)))
                 for job in self.wait(running):
                     running.remove(job)
                     self.end(job)
                     self.write()
         finally:
-            _stop(running)
-        return int(any(arm.name in self.failed for arm in self.arms))
+            stop_jobs(running)
 
-    def fits(self, waiting: list[Arm]) -> bool:
+    def time_alone(self, steps: int) -> None:
+        """Do so many updates of every variant that has no speed, one process at a time."""
+        done = [read_arm(self.result_of(arm)) for arm in self.arms if self.finished(arm)]
+        names = untimed(done)
+        waiting = [arm for arm in self.arms if arm.name in names]
+        for arm in self.arms:
+            if arm not in waiting:
+                self.failed.pop(arm.name + SPEED, None)  # it has a speed, or another seed is timed
+        while waiting and self.fits(waiting, waiting[0].seconds_of(steps), "not timed"):
+            running = [self.begin_timing(waiting.pop(0), steps)]
+            try:
+                self.wait(running)
+            finally:
+                stop_jobs(running)
+            self.end_timing(running[0])
+            self.write()
+
+    def fits(self, waiting: list[Arm], takes: float, otherwise: str) -> bool:
         """Whether the next arm can be done within the budget; if not, none is waited for."""
         left = self.deadline - time.monotonic()
-        takes = waiting[0].expected_s * self.jobs  # who shares a device gets a part of it
         if takes <= left:
             return True
         names = ", ".join(arm.name for arm in waiting)
         _say(f"{left:.0f} s are left, {waiting[0].name} takes about {takes:.0f}")
-        _say(f"not started: {names}; the same command goes on with them")
+        _say(f"{otherwise}: {names}; the same command goes on with them")
         waiting.clear()
         return False
 
     def begin(self, arm: Arm) -> Job:
-        """Start a process; what it prints is in <work>/<arm>.log."""
+        """Start to train an arm."""
         number = self.arms.index(arm) + 1
         place = f"{number} of {len(self.arms)}"
         _say(f"{arm.name} ({place}): {arm.steps} steps, about {arm.expected_s:.0f} s")
         self.result_of(arm).unlink(missing_ok=True)  # that of other steps, settings or data
-        self.failed.pop(arm.name, None)
+        self.failed.pop(arm.name + SPEED, None)
+        return self.start_process(arm, arm.name)
+
+    def begin_timing(self, arm: Arm, steps: int) -> Job:
+        """Start to time an arm that is finished."""
+        _say(f"{arm.name}: {steps} updates alone, about {arm.seconds_of(steps):.0f} s")
+        return self.start_process(arm, arm.name + SPEED, steps)
+
+    def start_process(self, arm: Arm, name: str, speed_steps: int | None = None) -> Job:
+        """Start a process that trains the arm, or only times it."""
+        self.failed.pop(name, None)
         task = Task(
             arm=arm,
-            where=[*self.where, f"train.out_dir={self.work / arm.name}"],
+            where=[*self.where, f"train.out_dir={self.work / name}"],
             data=self.data,
             result=str(self.result_of(arm)),
             selection=str(self.out / f"selection-{arm.name}.npz"),
             keep_weights=self.keep_weights,
             is_alone=self.jobs == 1,
             commit=self.commit,
+            speed_steps=speed_steps,
         )
-        file, log = self.work / f"{arm.name}.task.json", self.work / f"{arm.name}.log"
-        write_text(file, task.to_json())
-        with log.open("ab") as output:
-            child = subprocess.Popen(
-                [sys.executable, str(CHILD), str(file)],
-                env=changed(arm.environ),
-                stdout=output,
-                stderr=output,
-            )
-        return Job(arm, child, log, time.monotonic())
+        return start_job(name, task, self.work)
 
     def wait(self, running: list[Job]) -> list[Job]:
         """Until some have ended, and which; at the end of the budget all are asked to leave."""
@@ -157,14 +181,14 @@ class Study:
                 return ended
             if time.monotonic() > self.deadline:
                 _say("the budget is spent; arms that are running save a checkpoint and stop")
-                _stop(running)
+                stop_jobs(running)
                 return list(running)
             time.sleep(LOOK_S)
         return []
 
     def end(self, job: Job) -> None:
         """Say what came of a process."""
-        arm, seconds = job.arm, time.monotonic() - job.start
+        arm = job.arm
         if self.finished(arm):
             result = read_arm(self.result_of(arm))
             speed = result["tokens_per_s"]
@@ -172,13 +196,23 @@ class Study:
                 f"{arm.name}: held-out {result['held_out']['loss']:.4f} nats, "
                 f"{f'{speed:,.0f} tokens/s, ' if speed else ''}"
                 f"{result['params']['non_embedding']:,} parameters and "
-                f"{result['params']['embedding']:,} of the embedding, {seconds:.0f} s"
+                f"{result['params']['embedding']:,} of the embedding, {job.seconds:.0f} s"
             )
             return
-        last = "\n".join(job.log.read_text("utf-8", "replace").strip().splitlines()[-12:])
-        reason = f"exit code {job.child.returncode} after {seconds:.0f} s: {last}"
-        self.failed[arm.name] = reason
-        _say(f"{arm.name} did not finish; {reason}\n(see {job.log})")
+        self.note_failure(job)
+
+    def end_timing(self, job: Job) -> None:
+        """Say how fast an arm was."""
+        speed = read_arm(self.result_of(job.arm))["tokens_per_s"]
+        if speed is None:
+            self.note_failure(job)
+        else:
+            _say(f"{job.arm.name}: {speed:,.0f} tokens/s alone, {job.seconds:.0f} s")
+
+    def note_failure(self, job: Job) -> None:
+        """Keep the last lines of a process that has not done its work."""
+        self.failed[job.name] = job.last_words()
+        _say(f"{job.name} did not finish; {self.failed[job.name]}\n(see {job.log})")
 
     def result_of(self, arm: Arm) -> Path:
         """Where the result of an arm is; it outlives the run folder."""
@@ -204,20 +238,6 @@ class Study:
         calls = [*self.calls, self.call]
         content = {"table": self.table, "calls": calls, "arms": done, "failed": failed}
         write_results(self.out / NAME, content)
-
-
-def _stop(jobs: list[Job]) -> None:
-    """Ask all that are running to leave, and make sure that they do."""
-    for job in jobs:
-        if job.child.poll() is None:
-            job.child.terminate()
-    deadline = time.monotonic() + STOP_S
-    for job in jobs:
-        try:
-            job.child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            job.child.kill()
-            job.child.wait()
 
 
 def describe_data(
@@ -258,6 +278,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--jobs", type=_positive, default=1, metavar="N", help="arms at a time (1); no speed then"
+    )
+    parser.add_argument(
+        "--speed", type=_positive, metavar="N", help="then time who has no speed: N updates alone"
     )
     parser.add_argument("--keep-weights", action="store_true", help="also keep model.pt")
     parser.add_argument("--price", type=float, metavar="P", help="of an hour (NSA_PRICE_PER_H)")

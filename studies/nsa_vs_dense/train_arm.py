@@ -1,4 +1,5 @@
-"""Trains one arm by the product's trainer, measures the model, and writes result.json.
+"""Trains one arm by the product's trainer, measures the model, and writes result.json; or does some
+of its updates alone for the speed in a result that is there.
 
 `python studies/nsa_vs_dense/train_arm.py TASK.json`; run.py writes the task and starts this, a
 process for each arm. SIGTERM makes it save a checkpoint and leave; the same task then goes on.
@@ -31,6 +32,7 @@ from studies.nsa_vs_dense.arms import Arm
 from studies.nsa_vs_dense.gather import gather_curves, steps_per_s
 from studies.nsa_vs_dense.measure import measure_loss, record_selection
 from studies.nsa_vs_dense.results import write_arm
+from studies.nsa_vs_dense.speed import record_speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Task:
     """Whether no other arm shares the device: its speed says something only then."""
     commit: str | None = None
     """What to record where git is not there."""
+    speed_steps: int | None = None
+    """Do no more than so many updates, for the speed of an arm that has its result already."""
 
     def to_json(self) -> str:
         """As run.py hands it over."""
@@ -67,6 +71,9 @@ def main(arguments: list[str]) -> int:
     cfg = task.arm.resolve(task.where)
     start = time.perf_counter()
     try:
+        if task.speed_steps is not None:
+            record_speed(Path(task.result), cfg, task.arm.config, task.speed_steps)
+            return 0
         model = _trained(cfg) or _train(cfg, task.arm.config)
     except ValueError as error:  # bad input, by the convention of this package
         print(f"train_arm: error: {error}", file=sys.stderr)
@@ -129,6 +136,7 @@ def _result(task: Task, cfg: Config, model: TinyLM, start: float) -> dict[str, A
         },
         "tokens_per_step": metrics.tokens_per_step,
         "tokens_per_s": None if rate is None else round(rate * metrics.tokens_per_step, 1),
+        "speed_steps": None,
         "peak_mem_mib": metrics.peak_mem_mib,
         "resumed_at": metrics.resumed_at,
         "seconds": {
