@@ -44,7 +44,10 @@ class RowMaker:
 
 
 def write_shards(folder: Path, maker: RowMaker, num_rows: dict[str, int], say: Say) -> None:
-    """One shard for each side and the manifest last; a folder that is complete stays."""
+    """One shard for each side and the manifest last; a folder that is complete stays.
+
+    Each side gets a row more than it is asked for, for the last target of the row before it.
+    """
     if (folder / FILE_NAME).is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,14 +92,11 @@ def _write_side(
 
 
 def _make(maker: RowMaker, side: str, num_rows: int) -> Iterator[Ids]:
-    """Chunks of rows in order, from many processes where there are many rows.
-
-    The last row is there for the last target of the one before it; it is not trained on.
-    """
-    progress = np.ones(num_rows)
+    """Chunks of rows in order, from many processes where there are many rows."""
+    progress = np.ones(num_rows + 1)
     if side == TRAIN:
-        progress[:-1] = turns(num_rows - 1, maker.seed)
-    indices = np.split(np.arange(num_rows), range(CHUNK_ROWS, num_rows, CHUNK_ROWS))
+        progress[:-1] = turns(num_rows, maker.seed)
+    indices = np.split(np.arange(num_rows + 1), range(CHUNK_ROWS, num_rows + 1, CHUNK_ROWS))
     chunks = [list(zip(part.tolist(), progress[part].tolist(), strict=True)) for part in indices]
     if len(chunks) < 4:
         made = _Maker(maker, side)
@@ -118,7 +118,7 @@ class _Maker:
     def __init__(self, maker: RowMaker, side: str) -> None:
         self._tokenizer = HFTokenizer(maker.text / TOKENIZER)
         self._words: Words = find_words(self._tokenizer, maker.digits, maker.num_keys)
-        self._hay: NDArray[np.int64] = read_hay(maker.text, side)
+        self._hay: NDArray[np.int64] = read_hay(maker.text, side, self._words)
         self._maker, self._side = maker, side
 
     def rows(self, chunk: Chunk) -> Ids:
