@@ -22,7 +22,7 @@ from nsa.data.shards import verify_shards
 from nsa.telemetry import read_metrics
 from studies.long_context import plot, run
 from studies.long_context.evaluate import ANSWERERS, ROPES, Exam, ask, scale_rope
-from studies.long_context.presets import FULL, TINY
+from studies.long_context.presets import FULL, PRESETS, TINY
 from studies.long_context.probe import probe
 from studies.long_context.results import (
     NAME,
@@ -32,7 +32,7 @@ from studies.long_context.results import (
     read_results,
     write_results,
 )
-from studies.long_context.shards import RowMaker, turns, write_shards
+from studies.long_context.shards import RowMaker, write_shards
 from studies.long_context.task import TASKS, Document, build, crop, draw_secrets, generator_of
 from studies.long_context.text import TOKENIZER, prepare_text, read_hay
 from studies.long_context.train import stage_folder
@@ -206,14 +206,13 @@ def test_trainer_reads_rows_whole_and_in_their_turn(text: Path, tmp_path: Path) 
     data = open_data(config, 256, seed)
     assert (data.train.num_rows, data.val.num_rows) == (40, 3)
     words = find_words(HFTokenizer(tokenizer), TINY.digits, TINY.num_keys)
-    order = np.argsort(turns(40, seed))
+    hay, eos = read_hay(text, TRAIN, words), data.tokenizer.eos
     num_documents = []
-    for position, index in enumerate(order.tolist()):
-        (read,) = data.train.batch(position, 1).numpy()
-        hay = read_hay(text, TRAIN, words)
-        made = make_row(index, TRAIN, mixture, hay, words, data.tokenizer.eos, seed, position / 40)
+    for turn in range(40):
+        (read,) = data.train.batch(turn, 1).numpy()
+        made = make_row(turn, TRAIN, mixture, hay, words, eos, seed, turn / 40)
         assert (read[:-1] == made.ids).all()
-        num_documents.append(int((made.ids == data.tokenizer.eos).sum()))
+        num_documents.append(int((made.ids == eos).sum()))
     assert min(num_documents[:10]) > min(num_documents[-10:])
 
 
@@ -399,7 +398,7 @@ def test_model_that_does_not_retrieve_in_short_rows_is_not_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     strict = dataclasses.replace(TINY, pass_mark=0.9)
-    monkeypatch.setitem(run.PRESETS, "tiny", strict)
+    monkeypatch.setitem(PRESETS, "tiny", strict)
     arguments = ["--tiny", "--out", str(tmp_path), "--commit", "test", "--models", "nsa"]
     assert run.main(arguments) == 1
     assert "right answers in rows of 48 tokens, 90% are needed" in capfd.readouterr().err

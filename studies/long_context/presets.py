@@ -60,7 +60,7 @@ FULL = Preset(
     text_chars=24_000_000,
     shortest=32,
     stages=(
-        Stage(seq_len=128, batch_size=128, steps=2000, growing=(0.3, 0.7)),
+        Stage(seq_len=128, batch_size=256, steps=2000, growing=(0.3, 0.7)),
         Stage(seq_len=8192, batch_size=4, steps=2500, growing=(0.0, 0.4)),
     ),
     pass_mark=0.5,

@@ -6,7 +6,7 @@ The trainer shuffles rows; every row is written where the trainer will read it w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -21,7 +21,7 @@ from nsa.data.local import TRAIN, VAL, Counts
 from nsa.data.manifest import FILE_NAME, Manifest, Shard, write_manifest
 from nsa.data.order import shuffled
 from nsa.data.tokenizer import id_type
-from studies.long_context.task import Document, Ids
+from studies.long_context.task import Ids
 from studies.long_context.text import TOKENIZER, Say, read_hay
 from studies.long_context.training_rows import Mixture, make_row
 from studies.long_context.vocabulary import Words, find_words
@@ -66,84 +66,82 @@ def write_shards(folder: Path, maker: RowMaker, num_rows: dict[str, int], say: S
     say(f"{folder}: {sum(shard.tokens for shard in shards):,} tokens for training and validation")
 
 
-def turns(num_rows: int, seed: int) -> NDArray[np.float64]:  # [rows]
-    """The share of its first epoch after which the trainer reads each row."""
-    order = [shuffled(place, num_rows, seed, epoch=0) for place in range(num_rows)]
-    found = np.empty(num_rows)
-    found[order] = np.arange(num_rows) / num_rows
-    return found
+def place_of(turn: int, side: str, num_rows: int, seed: int) -> int:
+    """Where the trainer looks for the row that it reads at this turn of its first epoch."""
+    if side != TRAIN or turn == num_rows:  # held-out rows do not grow; the last is never read whole
+        return turn
+    return shuffled(turn, num_rows, seed, epoch=0)
 
 
 def _write_side(
     folder: Path, side: str, maker: RowMaker, num_rows: int, tokenizer: HFTokenizer
 ) -> Shard:
-    digest, tokens, documents = hashlib.sha256(), 0, 0
+    rows = np.empty((num_rows + 1, maker.mixture.seq_len), id_type(tokenizer.vocab))
+    for places, made in _make(maker, side, num_rows):
+        rows[places] = made
     name = f"{side}-00000.bin"
     with DurableFile(folder / name) as file:
-        for rows in _make(maker, side, num_rows):
-            content = rows.astype(id_type(tokenizer.vocab)).tobytes()
-            file.write(content)
-            digest.update(content)
-            tokens += len(rows)
-            documents += int((rows == tokenizer.eos).sum())
+        file.write(rows.data)
     return Shard(
-        file=name, side=side, tokens=tokens, documents=documents, sha256=digest.hexdigest()
+        file=name,
+        side=side,
+        tokens=rows.size,
+        documents=int((rows == tokenizer.eos).sum()),
+        sha256=hashlib.sha256(rows.data).hexdigest(),
     )
 
 
-def _make(maker: RowMaker, side: str, num_rows: int) -> Iterator[Ids]:
-    """Chunks of rows in order, from many processes where there are many rows."""
-    progress = np.ones(num_rows + 1)
-    if side == TRAIN:
-        progress[:-1] = turns(num_rows, maker.seed)
-    indices = np.split(np.arange(num_rows + 1), range(CHUNK_ROWS, num_rows + 1, CHUNK_ROWS))
-    chunks = [list(zip(part.tolist(), progress[part].tolist(), strict=True)) for part in indices]
+Made = tuple[list[int], Ids]
+"""Places, and the row for each: [rows, S]."""
+
+
+def _make(maker: RowMaker, side: str, num_rows: int) -> Iterable[Made]:
+    """All rows in chunks, from many processes where there are many."""
+    starts = range(0, num_rows + 1, CHUNK_ROWS)
+    chunks = [range(start, min(start + CHUNK_ROWS, num_rows + 1)) for start in starts]
     if len(chunks) < 4:
-        made = _Maker(maker, side)
+        made = _Maker(maker, side, num_rows)
         yield from map(made.rows, chunks)
         return
     with ProcessPoolExecutor(
-        mp_context=get_context("spawn"), initializer=_open, initargs=(maker, side)
+        mp_context=get_context("spawn"), initializer=_open, initargs=(maker, side, num_rows)
     ) as pool:
         yield from pool.map(_make_chunk, chunks)
-
-
-Chunk = list[tuple[int, float]]
-"""Indices of rows, each with the share of training after which it is read."""
 
 
 class _Maker:
     """Makes rows; the text is read once."""
 
-    def __init__(self, maker: RowMaker, side: str) -> None:
+    def __init__(self, maker: RowMaker, side: str, num_rows: int) -> None:
         self._tokenizer = HFTokenizer(maker.text / TOKENIZER)
         self._words: Words = find_words(self._tokenizer, maker.digits, maker.num_keys)
         self._hay: NDArray[np.int64] = read_hay(maker.text, side, self._words)
-        self._maker, self._side = maker, side
+        self._maker, self._side, self._num_rows = maker, side, num_rows
 
-    def rows(self, chunk: Chunk) -> Ids:
-        return np.concatenate([self._row(index, progress).ids for index, progress in chunk])
+    def rows(self, turns: range) -> Made:
+        places = [place_of(t, self._side, self._num_rows, self._maker.seed) for t in turns]
+        return places, np.stack([self._row(turn) for turn in turns])
 
-    def _row(self, index: int, progress: float) -> Document:
+    def _row(self, turn: int) -> Ids:
         return make_row(
-            index,
+            turn,
             self._side,
             self._maker.mixture,
             self._hay,
             self._words,
             self._tokenizer.eos,
             self._maker.seed,
-            progress,
-        )
+            turn / self._num_rows if self._side == TRAIN else 1.0,
+        ).ids
 
 
 _maker: list[_Maker] = []
 """What a process makes rows with."""
 
 
-def _open(maker: RowMaker, side: str) -> None:
-    _maker.append(_Maker(maker, side))
+def _open(maker: RowMaker, side: str, num_rows: int) -> None:
+    _maker.append(_Maker(maker, side, num_rows))
 
 
-def _make_chunk(chunk: Chunk) -> Ids:
-    return _maker[0].rows(chunk)
+def _make_chunk(turns: range) -> Made:
+    return _maker[0].rows(turns)
