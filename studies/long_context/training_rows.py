@@ -29,8 +29,8 @@ class Mixture:
     whole: float = 0.3
     """Share of rows that are a single document, when documents are fully grown."""
     single: float = 0.25
-    """Share of documents with one needle, and again half as many with a pass key; in the others the
-    number is drawn, every power of two as likely."""
+    """Share of documents with one needle, and again half as many with a pass key; the others have
+    two or more, as many as there is room for, every power of two as likely."""
     asks: int = 3
     """Most questions for a needle: they are much of what there is to learn in a document."""
 
@@ -71,8 +71,9 @@ def _draw_document(
     task = "needle" if kind < 1 else "passkey" if kind < 1.5 else "multi"
     phrases = (words.opening, words.owner, words.end, words.ask, words.end)
     cost = sum(map(len, phrases)) + 5  # twice key and value, and a token of text
-    num = int(2 ** (draw.random() * np.log2(max(1, length // cost) + 1))) if task == "multi" else 1
-    num = min(num, len(keys))
+    room = max(1, length // cost)
+    num = int(2 * ((room + 1) / 2) ** draw.random()) if task == "multi" else 1
+    num = min(num, room, len(keys))
     if not num:  # every key has been used
         return Document(crop(hay, length, draw), [], [], []), 0
     secrets = draw_secrets(task, draw.random(num).tolist(), words, keys, draw)
