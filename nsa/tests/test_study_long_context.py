@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,29 @@ import pytest
 import torch
 
 from nsa import TinyLM
-from nsa.config import ModelConfig
+from nsa.config import DataConfig, ModelConfig
 from nsa.data.errors import DataError
 from nsa.data.hf_tokenizer import HFTokenizer
 from nsa.data.local import TRAIN, VAL
-from nsa.data.shards import open_shards, verify_shards
+from nsa.data.open import open_data
+from nsa.data.shards import verify_shards
+from nsa.telemetry import read_metrics
 from studies.long_context import plot, run
 from studies.long_context.evaluate import ANSWERERS, ROPES, Exam, ask, scale_rope
-from studies.long_context.presets import FULL, TINY
-from studies.long_context.results import NAME, Grid, Results, read_results, write_results
+from studies.long_context.presets import FULL, PRESETS, TINY
+from studies.long_context.probe import probe
+from studies.long_context.results import (
+    NAME,
+    Grid,
+    Probe,
+    Results,
+    read_results,
+    write_results,
+)
 from studies.long_context.shards import RowMaker, write_shards
-from studies.long_context.task import build, crop, draw_secrets, generator_of
+from studies.long_context.task import TASKS, Document, build, crop, draw_secrets, generator_of
 from studies.long_context.text import TOKENIZER, prepare_text, read_hay
+from studies.long_context.train import stage_folder
 from studies.long_context.training_rows import Mixture, make_row
 from studies.long_context.vocabulary import Words, find_words
 
@@ -40,6 +52,8 @@ WORDS = Words(
 )
 HAY = np.arange(20, 90)
 VOCAB = 220
+ASKED = {*WORDS.keys.tolist(), int(WORDS.ask_pass[-1])}
+"""Tokens that end a question, or a needle."""
 TRIAL = Exam(words=WORDS, hay=HAY, depths=[0.0, 0.5, 1.0], trials=2, batch_tokens=128, seed=7)
 
 
@@ -98,25 +112,63 @@ def test_short_text_comes_again() -> None:
     assert len(crop(HAY, 200, generator_of("crop"))) == 200
 
 
-def test_rows_have_their_length_and_no_key_has_two_values() -> None:
-    mixture = Mixture(seq_len=512, shortest=64, spacing=16)
-    lengths = set()
-    for index in range(30):
-        row = make_row(index, TRAIN, mixture, HAY, WORDS, EOS, seed=3)
-        assert len(row) == 512 and row[-1] == EOS
-        lengths.add(int((row == EOS).sum()))
-        values: dict[int, set[int]] = {}
-        for place in np.flatnonzero(np.isin(row, WORDS.keys)):
-            hidden = row[place - 1] == WORDS.owner[0]
-            value = row[place - 2] if hidden else row[place + 1]
-            values.setdefault(int(row[place]), set()).add(int(value))
-        assert all(len(found) == 1 for found in values.values())
-    assert len(lengths) > 2, "rows of one document, and of several"
-    again, other = (
-        make_row(0, side, mixture, HAY, WORDS, EOS, seed) for side, seed in ((TRAIN, 3), (VAL, 3))
-    )
-    assert (again == make_row(0, TRAIN, mixture, HAY, WORDS, EOS, seed=3)).all()
-    assert (again != other).any()
+def test_every_needle_is_asked_for_as_often_as_it_should_be() -> None:
+    draw = generator_of("asks")
+    secrets = draw_secrets("multi", [0.2, 0.8], WORDS, WORDS.keys, draw)
+    document = build(100, secrets, HAY, WORDS, draw, asks=3)
+    assert len(document.ids) == 100 and sorted(document.depths) == [0.2] * 3 + [0.8] * 3
+    assert sorted(document.depths[:2]) == [0.2, 0.8], "all once before one comes again"
+
+
+def retrieved(row: Document) -> list[int]:
+    """Looks up every answer as a reader would: the last value told for the key, or as pass key."""
+    ids, found = row.ids.tolist(), []
+    for place in row.answers:
+        asked = ids[place - 1]
+        is_key = asked in WORDS.keys
+        owner = [*WORDS.owner, asked] if is_key else WORDS.pass_key.tolist()
+        told = [at - 1 for at in places_of(owner, ids[:place]) if ids[at - 1] in WORDS.values]
+        found.append(told[-1])
+    return found
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.3, 1.0])
+def test_every_answer_of_a_row_can_be_looked_up(progress: float) -> None:
+    mixture = Mixture(seq_len=512)
+    for index in range(20):
+        row = make_row(index, TRAIN, mixture, HAY, WORDS, EOS, 3, progress)
+        assert len(row.ids) == 512 and row.ids[-1] == EOS
+        assert np.isin(row.ids[row.answers], WORDS.values).all()
+        told = retrieved(row)
+        assert row.ids[told].tolist() == row.ids[row.answers].tolist()
+        away = [answer - place for answer, place in zip(row.answers, told, strict=True)]
+        assert row.distances == away
+
+
+def test_documents_grow_during_training() -> None:
+    mixture = Mixture(seq_len=1024, growing=(0.2, 0.8))
+
+    def lengths(progress: float) -> list[int]:
+        rows = [make_row(i, TRAIN, mixture, HAY, WORDS, EOS, 3, progress) for i in range(60)]
+        return [int((row.ids == EOS).sum()) for row in rows]
+
+    early, middle, late = (lengths(progress) for progress in (0.1, 0.5, 0.9))
+    assert min(early) > 1024 // 64 - 1, "none has 64 tokens"
+    assert min(early) > min(middle) > min(late) == 1
+    assert max(late) > 8, "short ones stay"
+    assert late.count(1) >= 60 * mixture.whole / 2
+
+
+def test_rows_are_drawn_from_seed_side_and_index() -> None:
+    rows = {
+        (seed, side, index): make_row(index, side, Mixture(seq_len=64), HAY, WORDS, EOS, seed)
+        for seed in (3, 4)
+        for side in (TRAIN, VAL)
+        for index in (0, 1)
+    }
+    assert len({row.ids.tobytes() for row in rows.values()}) == len(rows)
+    again = make_row(0, TRAIN, Mixture(seq_len=64), HAY, WORDS, EOS, 3)
+    assert (again.ids == rows[3, TRAIN, 0].ids).all()
 
 
 def test_tokenizer_has_every_number_and_text_comes_back(text: Path) -> None:
@@ -127,7 +179,7 @@ def test_tokenizer_has_every_number_and_text_comes_back(text: Path) -> None:
     written = tokenizer.decode(int(i) for i in needle)
     assert written.startswith(" The number 42 for ")
     assert tokenizer.encode(written).tolist() == [int(i) for i in needle]
-    assert min(len(read_hay(text, side)) for side in (TRAIN, VAL)) > 1000
+    assert min(len(read_hay(text, side, words)) for side in (TRAIN, VAL)) > 1000
 
 
 def test_vocabulary_without_the_numbers_is_refused(text: Path) -> None:
@@ -135,23 +187,51 @@ def test_vocabulary_without_the_numbers_is_refused(text: Path) -> None:
         find_words(HFTokenizer(text / TOKENIZER), 3, TINY.num_keys)
 
 
-def test_shards_are_those_of_the_trainer_and_start_with_documents(
-    text: Path, tmp_path: Path
-) -> None:
-    mixture = Mixture(seq_len=96, shortest=48, spacing=32)
-    maker = RowMaker(text=text, mixture=mixture, digits=TINY.digits, num_keys=64, seed=5)
-    write_shards(tmp_path / "shards", maker, {TRAIN: 7, VAL: 3}, quiet)
-    assert verify_shards(tmp_path / "shards") == []
-    tokenizer = HFTokenizer(text / TOKENIZER)
-    opened = open_shards(tmp_path / "shards", tokenizer)
-    assert (len(opened.train), len(opened.val)) == (7 * 96, 3 * 96)
-    tokens = np.empty(7 * 96, dtype=np.int64)
-    opened.train.copy_to(tokens, 0)
-    assert (tokens.reshape(7, 96)[:, -1] == tokenizer.eos).all()
+def test_text_has_no_keys_and_no_values(text: Path) -> None:
+    words = find_words(HFTokenizer(text / TOKENIZER), TINY.digits, TINY.num_keys)
+    for side in (TRAIN, VAL):
+        hay = read_hay(text, side, words)
+        assert not np.isin(hay, np.concatenate([words.keys, words.values])).any()
+
+
+def test_trainer_reads_rows_whole_and_in_their_turn(text: Path, tmp_path: Path) -> None:
+    """Through the trainer's own loader: short documents first, no row cut or shifted."""
+    folder, seed = tmp_path / "shards", 5
+    mixture = Mixture(seq_len=256, growing=(0.0, 1.0), whole=1.0)
+    maker = RowMaker(text=text, mixture=mixture, digits=TINY.digits, num_keys=64, seed=seed)
+    write_shards(folder, maker, {TRAIN: 40, VAL: 3}, quiet)
+    assert verify_shards(folder) == []
+    tokenizer = text / TOKENIZER
+    config = DataConfig(dataset="shards", local_path=str(folder), tokenizer=str(tokenizer))
+    data = open_data(config, 256, seed)
+    assert (data.train.num_rows, data.val.num_rows) == (40, 3)
+    words = find_words(HFTokenizer(tokenizer), TINY.digits, TINY.num_keys)
+    hay, eos = read_hay(text, TRAIN, words), data.tokenizer.eos
+    num_documents = []
+    for turn in range(40):
+        (read,) = data.train.batch(turn, 1).numpy()
+        made = make_row(turn, TRAIN, mixture, hay, words, eos, seed, turn / 40)
+        assert (read[:-1] == made.ids).all()
+        num_documents.append(int((made.ids == eos).sum()))
+    assert min(num_documents[:10]) > min(num_documents[-10:])
+
+
+def test_exam_asks_as_training_does() -> None:
+    """The tokens before an answer are those before the answers of training rows."""
+    mixture = Mixture(seq_len=256)
+    rows = [make_row(i, VAL, mixture, HAY, WORDS, EOS, seed=3) for i in range(20)]
+
+    def phrases(documents: Iterable[Document]) -> set[tuple[int, ...]]:
+        asked = ([*d.ids[at - 2 : at + 2]] for d in documents for at in d.answers)
+        classes = {**dict.fromkeys(WORDS.keys, -1), **dict.fromkeys(WORDS.values, -2)}
+        return {tuple(int(classes.get(token, token)) for token in tokens) for tokens in asked}
+
+    exams = [document for task in TASKS for document in TRIAL.documents(task, 128)]
+    assert phrases(exams) == phrases(rows)
 
 
 class Oracle(TinyLM):
-    """Knows the answers: behind a word that was there before comes the number before it."""
+    """Knows the answers: what stands before the owner that the question names."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB, 16, 1, 2, 1, 8, 8, attention="dense")
@@ -159,17 +239,17 @@ class Oracle(TinyLM):
     def hidden(self, ids: torch.Tensor, **_: object) -> torch.Tensor:  # [B, S] -> [B, S, V]
         guess = torch.zeros(*ids.shape, VOCAB)
         for row, line in enumerate(ids.tolist()):
-            for place, token in enumerate(line):
-                first = line.index(token)
-                if 2 <= first < place:
-                    guess[row, place, line[first - 2]] = 1.0
+            places = [at + 1 for at, token in enumerate(line) if token in ASKED]
+            document = Document(np.array(line), places, [], [])
+            for place, told in zip(places, retrieved(document), strict=True):
+                guess[row, place - 1, line[told]] = 1.0
         return guess
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
 
-@pytest.mark.parametrize("task", ["needle", "multi"])
+@pytest.mark.parametrize("task", TASKS)
 def test_grid_is_full_of_the_answers_of_a_model_that_retrieves(task: str) -> None:
     grid = ask(Oracle(), TRIAL, "nsa", task, "none", "forward", 64)
     assert grid.right == grid.asked == [2, 2, 2]
@@ -182,6 +262,25 @@ def test_grid_is_empty_where_the_model_does_not_retrieve() -> None:
 
     grid = ask(Blind(), TRIAL, "nsa", "needle", "none", "forward", 64)
     assert grid.right == [0, 0, 0] and grid.asked == [2, 2, 2]
+
+
+def test_probe_counts_answers_by_their_distance() -> None:
+    mixture = Mixture(seq_len=128)
+    rows = [make_row(i, VAL, mixture, HAY, WORDS, EOS, seed=3) for i in range(6)]
+    found = probe(Oracle(), rows, "nsa", batch_tokens=256)
+    assert found.right == found.asked and found.accuracy == 1.0
+    assert sum(found.asked) == sum(len(row.answers) for row in rows)
+    assert found.distances[0] == 16 and found.distances[-1] <= 128
+    near = sum(distance <= 16 for row in rows for distance in row.distances)
+    assert found.asked[0] == near
+    assert f"100.0% of {sum(found.asked)} answers (100% up to 16" in str(found)
+
+
+def test_probe_finds_nothing_where_the_model_guesses() -> None:
+    torch.manual_seed(0)
+    model = TinyLM(VOCAB, 16, 1, 2, 1, 8, 8, attention="dense")
+    rows = [make_row(i, VAL, Mixture(seq_len=128), HAY, WORDS, EOS, seed=3) for i in range(6)]
+    assert probe(model, rows, "nsa", batch_tokens=256).accuracy < 0.2
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -223,8 +322,12 @@ def grid_of(**changes: Any) -> Grid:
     return Grid(**(usual | changes))
 
 
+PROBE = Probe(model="nsa", seq_len=32, distances=[16, 32], right=[2, 1], asked=[2, 3], seconds=0.1)
+
+
 def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
-    results = Results(environment={"commit": "abc"}, settings={"seq_len": 64})
+    results = Results(environment={"commit": "abc"}, settings={"vocab": 64})
+    results.probes.append(PROBE)
     results.models["nsa"] = {"steps": 3, "loss": 1.5}
     results.grids += [grid_of(), grid_of(model="dense", right=[0, 0])]
     results.seconds["data"] = 1.25
@@ -232,6 +335,7 @@ def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert read_results(tmp_path) == results
     assert results.find("nsa", "needle", "none", "forward", 64) == grid_of()
     assert results.find("nsa", "needle", "base", "forward", 64) is None
+    assert results.find_probe("nsa", 32) == PROBE and results.find_probe("nsa", 64) is None
 
 
 @pytest.mark.parametrize(
@@ -239,7 +343,7 @@ def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
     [
         ("{", "not a result"),
         ('{"version": 9, "grids": []}', "version is 9"),
-        ('{"version": 1, "grids": [{"model": "nsa"}]}', "missing"),
+        ('{"version": 2, "grids": [{"model": "nsa"}]}', "missing"),
     ],
 )
 def test_other_files_are_refused_as_results(tmp_path: Path, content: str, reason: str) -> None:
@@ -273,7 +377,10 @@ def test_study_runs_stops_goes_on_and_is_drawn(
     assert run.main([*arguments, "--budget-seconds", "0"]) == run.UNFINISHED
     assert run.main(arguments) == 0
     results = read_results(out)
-    assert results.models["nsa"]["steps"] == TINY.steps
+    assert results.models["nsa"]["steps"] == sum(stage.steps for stage in TINY.stages)
+    assert [probe.seq_len for probe in results.probes] == [s.seq_len for s in TINY.stages]
+    first, last = (read_metrics(stage_folder(out, "nsa", TINY, number)) for number in (0, 1))
+    assert first.init_from is None and str(last.init_from).endswith("nsa-48/model.pt")
     assert [grid.name[1:] for grid in results.grids] == list(run.plan(TINY))
     assert results.environment["commit"] == "test"
     assert run.main(arguments) == 0, "there is nothing left to do"
@@ -287,12 +394,25 @@ def test_study_runs_stops_goes_on_and_is_drawn(
     assert "| needle | NSA | larger base | decode |" in table
 
 
+def test_model_that_does_not_retrieve_in_short_rows_is_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    strict = dataclasses.replace(TINY, pass_mark=0.9)
+    monkeypatch.setitem(PRESETS, "tiny", strict)
+    arguments = ["--tiny", "--out", str(tmp_path), "--commit", "test", "--models", "nsa"]
+    assert run.main(arguments) == 1
+    assert "right answers in rows of 48 tokens, 90% are needed" in capfd.readouterr().err
+    assert not stage_folder(tmp_path, "nsa", TINY, 1).exists()
+    assert [probe.seq_len for probe in read_results(tmp_path).probes] == [48]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["--models", "mamba"], "no mamba; use nsa and dense"),
         (["--steps", "0"], "--steps 0 is below 1"),
         (["--set", "train.lr"], "--set train.lr has no value"),
+        (["--set", "train.seed=2"], "--set train.seed: the rows are made for the preset's"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -304,4 +424,5 @@ def test_wrong_arguments_are_refused(
 
 
 def test_presets_are_recorded_whole() -> None:
-    assert json.loads(json.dumps(dataclasses.asdict(FULL)))["seq_len"] == 8192
+    recorded = json.loads(json.dumps(dataclasses.asdict(FULL)))
+    assert recorded["stages"][-1]["seq_len"] == FULL.seq_len == 8192

@@ -76,7 +76,7 @@ from scripts.rehearsal_report import Rehearsal
 from scripts.rehearsal_report import Row as RehearsedRow
 from studies.corpus.pack_manifest import Packed
 from studies.corpus.record import KindRecord
-from studies.long_context.results import Grid
+from studies.long_context.results import Grid, Probe
 from studies.long_context.results import Results as NeedleResults
 from studies.nsa_vs_dense import results as study_results
 
@@ -754,7 +754,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "recorded_selection.md": {"version", "spec", "selection"},
         "long_context_results.md": {
             "version",
-            *(f.name for kind in (NeedleResults, Grid) for f in dataclasses.fields(kind)),
+            *(f.name for kind in (NeedleResults, Grid, Probe) for f in dataclasses.fields(kind)),
         },
         "study_results.md": {*study_results.FIELDS, *study_results.ARM_FIELDS},
         "tensorboard.md": {

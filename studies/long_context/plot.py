@@ -89,7 +89,7 @@ def draw(results: Results, task: str, path: Path) -> None:
 
 def _panel(ax: Any, results: Results, model: str, task: str, rope: str) -> Any:
     """Shares of right answers, with their numbers; the image, or None where there is no grid."""
-    trained = int(results.settings["seq_len"])
+    trained = _trained(results)
     grids = [
         grid
         for grid in results.grids
@@ -122,10 +122,15 @@ def _shares(grid: Grid) -> np.ndarray[Any, np.dtype[np.float64]]:
 def _title(results: Results, task: str) -> str:
     env = results.environment
     return (
-        f"{task}: right answers by context and depth. Trained on {results.settings['seq_len']} "
+        f"{task}: right answers by context and depth. Trained on {_trained(results)} "
         f"tokens (left of the dashed line). {env['device']}, torch {env['torch']}, "
         f"{env['commit'][:12]}"
     )
+
+
+def _trained(results: Results) -> int:
+    """Tokens of the longest rows of training."""
+    return int(results.settings["stages"][-1]["seq_len"])
 
 
 def _order(name: tuple[str, str, str, str]) -> tuple[str, str, int, str]:

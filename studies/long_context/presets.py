@@ -8,6 +8,19 @@ MODELS = ("nsa", "dense")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A run of the trainer; it starts from the weights of the one before it."""
+
+    seq_len: int
+    batch_size: int
+    steps: int
+    growing: tuple[float, float]
+    """Shares of its steps between which documents grow from the shortest to the length of a row."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """More of the trainer's config, by key."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preset:
     """Everything that decides what is trained and asked."""
 
@@ -19,13 +32,11 @@ class Preset:
     """Characters of text to hide needles in."""
     shortest: int
     """Tokens of the shortest training document."""
-    spacing: int
-    """Tokens of a training document for each of its needles."""
-    seq_len: int
-    batch_size: int
-    steps: int
+    stages: tuple[Stage, ...]
+    pass_mark: float
+    """Share of right answers in held-out rows without which no further stage is trained."""
     settings: dict[str, object] = field(default_factory=dict)
-    """More of the trainer's config, by key."""
+    """More of the trainer's config in all stages, by key."""
     lengths: tuple[int, ...]
     depths: int
     """Depths of the grid, from 0 to 1 in equal steps."""
@@ -36,17 +47,35 @@ class Preset:
     batch_tokens: int
     seed: int = 1
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row in the last stage: the longest context that was trained."""
+        return self.stages[-1].seq_len
+
 
 FULL = Preset(
     vocab=8192,
-    digits=3,
+    digits=2,
     num_keys=512,
     text_chars=24_000_000,
-    shortest=64,
-    spacing=16,
-    seq_len=8192,
-    batch_size=4,
-    steps=4000,
+    shortest=32,
+    stages=(
+        Stage(
+            seq_len=128,
+            batch_size=256,
+            steps=2000,
+            growing=(0.3, 0.7),
+            settings={"train.lr": 4.0e-3, "train.warmup_steps": 100},
+        ),
+        Stage(
+            seq_len=8192,
+            batch_size=4,
+            steps=2500,
+            growing=(0.0, 0.4),
+            settings={"train.lr": 2.0e-3, "train.warmup_steps": 100},
+        ),
+    ),
+    pass_mark=0.3,
     settings={
         "model.dim": 384,
         "model.n_layers": 6,
@@ -57,8 +86,7 @@ FULL = Preset(
         "model.tie_embeddings": True,
         "model.embed_std": 0.04,
         "model.rope_base": 1.0e6,
-        "train.lr": 2.0e-3,
-        "train.warmup_steps": 200,
+        "train.optimizer": "muon",
         "train.log_every": 50,
         "train.eval_every": 500,
         "train.eval_batches": 4,
@@ -78,11 +106,12 @@ TINY = Preset(
     digits=2,
     num_keys=64,
     text_chars=400_000,
-    shortest=48,
-    spacing=32,
-    seq_len=96,
-    batch_size=4,
-    steps=4,
+    shortest=32,
+    stages=(
+        Stage(seq_len=48, batch_size=4, steps=3, growing=(0.3, 0.7)),
+        Stage(seq_len=96, batch_size=4, steps=4, growing=(0.0, 0.4)),
+    ),
+    pass_mark=0.0,
     settings={
         "model.dim": 32,
         "model.n_layers": 2,
@@ -96,7 +125,8 @@ TINY = Preset(
         "nsa.l_sel": 8,
         "nsa.n_sel": 4,
         "nsa.w": 16,
-        "train.lr": 4e-3,
+        "train.optimizer": "muon",
+        "train.lr": 1e-2,
         "train.log_every": 1,
         "train.eval_every": 0,
         "runtime.precision": "fp32",

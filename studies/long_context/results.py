@@ -1,11 +1,14 @@
 """results.json of the study: what was trained, and how many answers of each cell were right.
 
-Schema, version 1, one JSON object:
-  version      1
+Schema, version 2, one JSON object:
+  version      2
   environment  commit, command, device, torch, cuda, triton, python
   settings     the preset, by name
   models       by attention (nsa, dense): what training left (parameters, steps, tokens, seconds,
-               tokens_per_s, loss, val_loss)
+               tokens_per_s, loss, val_loss): sums over all stages, and the last one's losses
+  probes       [{model, seq_len, distances, right, asked, seconds}, ...], one for each stage:
+               answers in held-out training rows, counted by the tokens between needle and answer;
+               each of `distances` is the largest of its class
   grids        [{model, task, rope, way, length, depths, right, asked, seconds}, ...]: `right` and
                `asked` have a count for each of `depths` (0 is the start of the text, 1 its end);
                `rope` is one of none, linear, base; `way` is forward (one pass over the context)
@@ -23,7 +26,7 @@ from typing import Any
 
 from nsa.telemetry.atomic import write_text
 
-VERSION = 1
+VERSION = 2
 NAME = "results.json"
 
 
@@ -58,6 +61,32 @@ class Grid:
         return sum(self.right) / sum(self.asked)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """The answers of one model in the held-out rows of a stage."""
+
+    model: str
+    seq_len: int
+    distances: list[int]
+    right: list[int]
+    asked: list[int]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not len(self.distances) == len(self.right) == len(self.asked):
+            raise ValueError(f"probe of {self.model}: distances, right and asked differ in length")
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers over all distances."""
+        return sum(self.right) / max(1, sum(self.asked))
+
+    def __str__(self) -> str:
+        cells = zip(self.distances, self.right, self.asked, strict=True)
+        by = ", ".join(f"{right / asked:.0%} up to {limit}" for limit, right, asked in cells)
+        return f"{self.accuracy:.1%} of {sum(self.asked)} answers ({by} tokens away)"
+
+
 @dataclass(kw_only=True)
 class Results:
     """The whole file."""
@@ -65,6 +94,7 @@ class Results:
     environment: dict[str, str]
     settings: dict[str, Any]
     models: dict[str, dict[str, float]] = field(default_factory=dict)
+    probes: list[Probe] = field(default_factory=list)
     grids: list[Grid] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -72,6 +102,13 @@ class Results:
         """The grid of that name, if it was measured."""
         wanted = (model, task, rope, way, length)
         return next((grid for grid in self.grids if grid.name == wanted), None)
+
+    def find_probe(self, model: str, seq_len: int) -> Probe | None:
+        """The probe of a model after the stage with rows of that length, if it was made."""
+        wanted = (model, seq_len)
+        return next(
+            (probe for probe in self.probes if (probe.model, probe.seq_len) == wanted), None
+        )
 
 
 def write_results(folder: Path, results: Results) -> Path:
@@ -93,7 +130,8 @@ def read_results(path: Path) -> Results:
         if version != VERSION:
             raise ValueError(f"its version is {version!r}, this program reads {VERSION}")
         grids = [Grid(**grid) for grid in content.pop("grids")]
-        return Results(grids=grids, **content)
+        probes = [Probe(**probe) for probe in content.pop("probes")]
+        return Results(grids=grids, probes=probes, **content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} is not a result of this study ({error}); name a results.json that "

@@ -24,22 +24,27 @@ import torch
 from bench.train_report import describe_machine, new_result
 from nsa.config import BAD_INPUT, StrictParser
 from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.local import TRAIN, VAL
-from nsa.telemetry import MODEL
-from nsa.train.model_file import load_model
+from nsa.data.local import VAL
 from studies.long_context.evaluate import ROPES, Exam, ask, scale_rope
 from studies.long_context.presets import MODELS, PRESETS, Preset
 from studies.long_context.results import NAME, Results, read_results, write_results
-from studies.long_context.shards import RowMaker, write_shards
-from studies.long_context.text import TOKENIZER, prepare_text, read_hay
-from studies.long_context.train import OutOfTime, TrainingFailed, train_model
-from studies.long_context.training_rows import Mixture
+from studies.long_context.stages import load_stage, make_data, probe_stage
+from studies.long_context.text import TOKENIZER, read_hay
+from studies.long_context.train import OutOfTime, TrainingFailed, total, train_stage
 from studies.long_context.vocabulary import find_words
 
 UNFINISHED = 3
 """Exit code when the budget ended before the study."""
-VAL_ROWS = 64
 TASKS_ASKED = ("needle", "multi", "passkey")
+DECIDED = (
+    *("train.seq_len", "train.batch_size", "train.accumulate_grad_batches", "train.steps"),
+    *("train.seed", "train.out_dir", "train.init_from", "model.attention"),
+)
+"""Settings that decide which rows are read, and when: every row is made for its turn."""
+
+
+class NotLearned(Exception):
+    """A stage left a model that does not retrieve: what comes next would be for nothing."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,13 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         results = _open(args.out, preset, given, args.commit)
         with _timed(results, "data", args.out):
-            text, shards = _make_data(args.data, args.out, preset)
+            text = make_data(args.data, args.out, preset, _say)
         for attention in args.models.split(","):
-            with _timed(results, f"train {attention}", args.out):
-                left_s = until - time.monotonic()
-                folder = args.out / attention
-                measured = train_model(attention, preset, text, shards, folder, left_s)
-                results.models[attention] = measured
+            _train_all(attention, preset, args.out, text, results, until)
             with _timed(results, f"ask {attention}", args.out):
                 _ask_all(attention, preset, args.out, text, results, until)
     except OutOfTime:
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:  # bad input, by the convention of this package
         print(f"long_context: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except TrainingFailed as error:
+    except (TrainingFailed, NotLearned) as error:
         print(f"long_context: {error}", file=sys.stderr)
         return 1
     print(f"finished: {args.out / NAME}", flush=True)
@@ -103,7 +104,7 @@ def _parser() -> StrictParser:
     parser.add_argument("--data", type=Path, metavar="DIR", help=text)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of all files")
     parser.add_argument("--budget-seconds", type=float, default=540.0, metavar="N", help="(540)")
-    parser.add_argument("--steps", type=int, metavar="N", help="updates, instead of the preset's")
+    parser.add_argument("--steps", type=int, metavar="N", help="updates of the last stage")
     more = "a setting of the trainer, of both models; may come again"
     parser.add_argument("--set", action="append", default=[], metavar="group.key=value", help=more)
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...", help="(all)")
@@ -119,8 +120,11 @@ def _preset(tiny: bool, steps: int | None, more: list[str]) -> Preset:
     pairs = [setting.partition("=") for setting in more]
     if wrong := [setting for setting, (_, sign, _) in zip(more, pairs, strict=True) if not sign]:
         raise ValueError(f"--set {wrong[0]} has no value; write group.key=value")
+    if fixed := [key for key, _, _ in pairs if key in DECIDED]:
+        raise ValueError(f"--set {fixed[0]}: the rows are made for the preset's; leave it")
     settings = preset.settings | {key: value for key, _, value in pairs}
-    return dataclasses.replace(preset, steps=steps or preset.steps, settings=settings)
+    last = dataclasses.replace(preset.stages[-1], steps=steps or preset.stages[-1].steps)
+    return dataclasses.replace(preset, stages=(*preset.stages[:-1], last), settings=settings)
 
 
 def _open(out: Path, preset: Preset, given: list[str], commit: str | None) -> Results:
@@ -135,37 +139,45 @@ def _open(out: Path, preset: Preset, given: list[str], commit: str | None) -> Re
     found = read_results(out / NAME)
     if found.settings != json.loads(json.dumps(settings)):
         raise ValueError(f"{out} holds a study of other settings; choose another --out")
-    results.models, results.grids, results.seconds = found.models, found.grids, found.seconds
+    results.models, results.seconds = found.models, found.seconds
+    results.probes, results.grids = found.probes, found.grids
     return results
 
 
-def _make_data(source: Path | None, out: Path, preset: Preset) -> tuple[Path, Path]:
-    text, shards = out / "text", out / "shards"
-    vocab, digits, chars = preset.vocab, preset.digits, preset.text_chars
-    prepare_text(source, text, vocab=vocab, digits=digits, chars=chars, say=_say)
-    maker = RowMaker(
-        text=text,
-        mixture=Mixture(seq_len=preset.seq_len, shortest=preset.shortest, spacing=preset.spacing),
-        digits=digits,
-        num_keys=preset.num_keys,
-        seed=preset.seed,
-    )
-    num_rows = {TRAIN: preset.steps * preset.batch_size + 1, VAL: VAL_ROWS}
-    write_shards(shards, maker, num_rows, _say)
-    return text, shards
+def _train_all(
+    attention: str, preset: Preset, out: Path, text: Path, results: Results, until: float
+) -> None:
+    """Every stage of a model; a probe after each says what it has learned."""
+    measured = []
+    for number, stage in enumerate(preset.stages):
+        with _timed(results, f"train {attention} {stage.seq_len}", out):
+            left_s = until - time.monotonic()
+            measured.append(train_stage(attention, preset, number, text, out, left_s))
+            results.models[attention] = total(measured)
+        found = results.find_probe(attention, stage.seq_len)
+        if found is None:
+            with _timed(results, f"probe {attention} {stage.seq_len}", out):
+                found = probe_stage(attention, preset, number, out, text)
+                results.probes.append(found)
+            _say(f"{attention}, rows of {stage.seq_len}: {found}")
+        if stage is not preset.stages[-1] and found.accuracy < preset.pass_mark:
+            raise NotLearned(
+                f"{attention} gives {found.accuracy:.1%} right answers in rows of {stage.seq_len} "
+                f"tokens, {preset.pass_mark:.0%} are needed to go on; change its training, in "
+                "another --out"
+            )
 
 
 def _ask_all(
     attention: str, preset: Preset, out: Path, text: Path, results: Results, until: float
 ) -> None:
     """Every grid of a model that is not there yet."""
-    model, cfg = load_model(out / attention / MODEL)
-    on_gpu = torch.cuda.is_available()
-    model = model.to("cuda", torch.bfloat16) if on_gpu else model
+    model, cfg = load_stage(attention, preset, len(preset.stages) - 1, out)
     tokenizer = HFTokenizer(text / TOKENIZER)
+    words = find_words(tokenizer, preset.digits, preset.num_keys)
     exam = Exam(
-        words=find_words(tokenizer, preset.digits, preset.num_keys),
-        hay=read_hay(text, VAL),
+        words=words,
+        hay=read_hay(text, VAL, words),
         depths=np.linspace(0, 1, preset.depths).round(4).tolist(),
         trials=preset.trials,
         batch_tokens=preset.batch_tokens,

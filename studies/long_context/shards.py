@@ -1,9 +1,12 @@
-"""Training rows as prepared shards, which the trainer reads like those of `nsa data prepare`."""
+"""Training rows as prepared shards, which the trainer reads like those of `nsa data prepare`.
+
+The trainer shuffles rows; every row is written where the trainer will read it when its turn comes.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -14,8 +17,9 @@ from numpy.typing import NDArray
 
 from nsa.data.durable import DurableFile
 from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.local import VAL, Counts
+from nsa.data.local import TRAIN, VAL, Counts
 from nsa.data.manifest import FILE_NAME, Manifest, Shard, write_manifest
+from nsa.data.order import shuffled
 from nsa.data.tokenizer import id_type
 from studies.long_context.task import Ids
 from studies.long_context.text import TOKENIZER, Say, read_hay
@@ -36,10 +40,14 @@ class RowMaker:
     digits: int
     num_keys: int
     seed: int
+    """Of the rows, and of the trainer that shuffles them."""
 
 
 def write_shards(folder: Path, maker: RowMaker, num_rows: dict[str, int], say: Say) -> None:
-    """One shard for each side and the manifest last; a folder that is complete stays."""
+    """One shard for each side and the manifest last; a folder that is complete stays.
+
+    Each side gets a row more than it is asked for, for the last target of the row before it.
+    """
     if (folder / FILE_NAME).is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,33 +66,45 @@ def write_shards(folder: Path, maker: RowMaker, num_rows: dict[str, int], say: S
     say(f"{folder}: {sum(shard.tokens for shard in shards):,} tokens for training and validation")
 
 
+def place_of(turn: int, side: str, num_rows: int, seed: int) -> int:
+    """Where the trainer looks for the row that it reads at this turn of its first epoch."""
+    if side != TRAIN or turn == num_rows:  # held-out rows do not grow; the last is never read whole
+        return turn
+    return shuffled(turn, num_rows, seed, epoch=0)
+
+
 def _write_side(
     folder: Path, side: str, maker: RowMaker, num_rows: int, tokenizer: HFTokenizer
 ) -> Shard:
-    digest, tokens, documents = hashlib.sha256(), 0, 0
+    rows = np.empty((num_rows + 1, maker.mixture.seq_len), id_type(tokenizer.vocab))
+    for places, made in _make(maker, side, num_rows):
+        rows[places] = made
     name = f"{side}-00000.bin"
     with DurableFile(folder / name) as file:
-        for rows in _make(maker, side, num_rows):
-            content = rows.astype(id_type(tokenizer.vocab)).tobytes()
-            file.write(content)
-            digest.update(content)
-            tokens += len(rows)
-            documents += int((rows == tokenizer.eos).sum())
+        file.write(rows.data)
     return Shard(
-        file=name, side=side, tokens=tokens, documents=documents, sha256=digest.hexdigest()
+        file=name,
+        side=side,
+        tokens=rows.size,
+        documents=int((rows == tokenizer.eos).sum()),
+        sha256=hashlib.sha256(rows.data).hexdigest(),
     )
 
 
-def _make(maker: RowMaker, side: str, num_rows: int) -> Iterator[Ids]:
-    """Chunks of rows in order, from many processes where there are many rows."""
-    starts = range(0, num_rows, CHUNK_ROWS)
-    chunks = [range(start, min(start + CHUNK_ROWS, num_rows)) for start in starts]
+Made = tuple[list[int], Ids]
+"""Places, and the row for each: [rows, S]."""
+
+
+def _make(maker: RowMaker, side: str, num_rows: int) -> Iterable[Made]:
+    """All rows in chunks, from many processes where there are many."""
+    starts = range(0, num_rows + 1, CHUNK_ROWS)
+    chunks = [range(start, min(start + CHUNK_ROWS, num_rows + 1)) for start in starts]
     if len(chunks) < 4:
-        made = _Maker(maker, side)
+        made = _Maker(maker, side, num_rows)
         yield from map(made.rows, chunks)
         return
     with ProcessPoolExecutor(
-        mp_context=get_context("spawn"), initializer=_open, initargs=(maker, side)
+        mp_context=get_context("spawn"), initializer=_open, initargs=(maker, side, num_rows)
     ) as pool:
         yield from pool.map(_make_chunk, chunks)
 
@@ -92,36 +112,36 @@ def _make(maker: RowMaker, side: str, num_rows: int) -> Iterator[Ids]:
 class _Maker:
     """Makes rows; the text is read once."""
 
-    def __init__(self, maker: RowMaker, side: str) -> None:
+    def __init__(self, maker: RowMaker, side: str, num_rows: int) -> None:
         self._tokenizer = HFTokenizer(maker.text / TOKENIZER)
         self._words: Words = find_words(self._tokenizer, maker.digits, maker.num_keys)
-        self._hay: NDArray[np.int64] = read_hay(maker.text, side)
-        self._maker, self._side = maker, side
+        self._hay: NDArray[np.int64] = read_hay(maker.text, side, self._words)
+        self._maker, self._side, self._num_rows = maker, side, num_rows
 
-    def rows(self, indices: range) -> Ids:
-        return np.concatenate(
-            [
-                make_row(
-                    index,
-                    self._side,
-                    self._maker.mixture,
-                    self._hay,
-                    self._words,
-                    self._tokenizer.eos,
-                    self._maker.seed,
-                )
-                for index in indices
-            ]
-        )
+    def rows(self, turns: range) -> Made:
+        places = [place_of(t, self._side, self._num_rows, self._maker.seed) for t in turns]
+        return places, np.stack([self._row(turn) for turn in turns])
+
+    def _row(self, turn: int) -> Ids:
+        return make_row(
+            turn,
+            self._side,
+            self._maker.mixture,
+            self._hay,
+            self._words,
+            self._tokenizer.eos,
+            self._maker.seed,
+            turn / self._num_rows if self._side == TRAIN else 1.0,
+        ).ids
 
 
 _maker: list[_Maker] = []
 """What a process makes rows with."""
 
 
-def _open(maker: RowMaker, side: str) -> None:
-    _maker.append(_Maker(maker, side))
+def _open(maker: RowMaker, side: str, num_rows: int) -> None:
+    _maker.append(_Maker(maker, side, num_rows))
 
 
-def _make_chunk(indices: range) -> Ids:
-    return _maker[0].rows(indices)
+def _make_chunk(turns: range) -> Made:
+    return _maker[0].rows(turns)

@@ -32,6 +32,8 @@ class Document(NamedTuple):
     """Place of each answer, which is one token."""
     depths: list[float]
     """Where the needle of each answer stands: 0 at the start of the text, 1 at its end."""
+    distances: list[int]
+    """Tokens from the value in the needle to the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +71,21 @@ def draw_secrets(
 
 
 def build(
-    length: int, secrets: Sequence[Secret], hay: Ids, words: Words, draw: np.random.Generator
+    length: int,
+    secrets: Sequence[Secret],
+    hay: Ids,
+    words: Words,
+    draw: np.random.Generator,
+    *,
+    asks: int = 1,
 ) -> Document:
-    """Hide the secrets in text from a random place of `hay`, then ask for each in random order."""
+    """Hide the secrets in text from a random place of `hay`, then ask for each so many times.
+
+    All are asked for in random order before one is asked for again.
+    """
     needles = [s.needle for s in secrets]
     questions = [np.concatenate([s.question, [s.value], words.end]) for s in secrets]
-    num_hay = length - sum(map(len, needles)) - sum(map(len, questions))
+    num_hay = length - sum(map(len, needles)) - asks * sum(map(len, questions))
     if num_hay < len(secrets):
         raise ValueError(
             f"{length} tokens have no room for {len(secrets)} needles with their questions; give "
@@ -83,19 +94,24 @@ def build(
     text = crop(hay, num_hay, draw)
     places = [round(s.depth * num_hay) for s in secrets]
     parts: list[Ids] = []
-    start = 0
+    told = [0] * len(secrets)
+    start = place = 0
     for i in np.argsort(places, kind="stable"):
         parts += [text[start : places[i]], needles[i]]
+        told[i] = place + places[i] - start + len(words.opening)
+        place = told[i] - len(words.opening) + len(needles[i])
         start = places[i]
     parts.append(text[start:])
-    place = sum(map(len, parts))
-    answers, depths = [], []
-    for i in draw.permutation(len(secrets)):
+    place += num_hay - start
+    document = Document(np.empty(0, np.int64), [], [], [])
+    for i in np.concatenate([draw.permutation(len(secrets)) for _ in range(asks)]):
         parts.append(questions[i])
         place += len(questions[i])
-        answers.append(place - len(words.end) - 1)
-        depths.append(secrets[i].depth)
-    return Document(np.concatenate(parts), answers, depths)
+        answer = place - len(words.end) - 1
+        document.answers.append(answer)
+        document.depths.append(secrets[i].depth)
+        document.distances.append(answer - told[i])
+    return document._replace(ids=np.concatenate(parts))
 
 
 def crop(hay: Ids, length: int, draw: np.random.Generator) -> Ids:

@@ -19,7 +19,7 @@ from nsa.data.hf_tokenizer import HFTokenizer
 from nsa.data.local import TRAIN, VAL
 from nsa.data.split import is_held_out, split_works
 from nsa.data.tokenizer import Ids
-from studies.long_context.vocabulary import train_tokenizer
+from studies.long_context.vocabulary import Words, train_tokenizer
 
 TOKENIZER = "tokenizer.json"
 BPE_CHARS = 12_000_000
@@ -60,9 +60,10 @@ def hay_path(folder: Path, side: str) -> Path:
     return folder / f"hay-{side}.npy"
 
 
-def read_hay(folder: Path, side: str) -> NDArray[np.int64]:
-    """The text of a side."""
-    return np.load(hay_path(folder, side), allow_pickle=False).astype(np.int64)
+def read_hay(folder: Path, side: str, words: Words) -> NDArray[np.int64]:
+    """The text of a side without keys and values: those of the needles are the only ones."""
+    ids = np.load(hay_path(folder, side), allow_pickle=False).astype(np.int64)
+    return ids[~np.isin(ids, np.concatenate([words.keys, words.values]))]
 
 
 def _sided(source: Path | None, chars: int) -> Iterator[tuple[str, str]]:

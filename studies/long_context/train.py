@@ -1,7 +1,7 @@
 """Training through the product's own trainer, in a process of its own that can be stopped.
 
-A trainer that is out of time is asked to stop; it writes a checkpoint, and the same command goes on
-from there.
+Every stage is a run of its own, which starts from the weights of the one before it. A trainer that
+is out of time is asked to stop; it writes a checkpoint, and the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class TrainingFailed(Exception):
     """The trainer ended with an error, which its own lines tell."""
 
 
-def train_model(
-    attention: str, preset: Preset, text: Path, shards: Path, folder: Path, left_s: float
+def train_stage(
+    attention: str, preset: Preset, number: int, text: Path, out: Path, left_s: float
 ) -> dict[str, float]:
     """Train, or go on training; what the run measured. A run that has finished is only read."""
+    folder = stage_folder(out, attention, preset, number)
     if not is_trained(folder):
         command = [sys.executable, "-m", "nsa.cli", "train", "--config", str(BASE)]
-        command += overrides(attention, preset, text, shards, folder)
+        command += overrides(attention, preset, number, text, out)
         _run(command, folder, left_s)
     metrics = read_metrics(folder)
     return {
@@ -50,6 +51,22 @@ def train_model(
     }
 
 
+def total(stages: list[dict[str, float]]) -> dict[str, float]:
+    """Of all stages together; what is no sum is that of the last."""
+    summed = {name: sum(stage[name] for stage in stages) for name in ("steps", "tokens", "seconds")}
+    return stages[-1] | summed
+
+
+def stage_folder(out: Path, attention: str, preset: Preset, number: int) -> Path:
+    """The run folder of a stage."""
+    return out / f"{attention}-{preset.stages[number].seq_len}"
+
+
+def shards_folder(out: Path, preset: Preset, number: int) -> Path:
+    """The training rows of a stage."""
+    return out / f"shards-{preset.stages[number].seq_len}"
+
+
 def is_trained(folder: Path) -> bool:
     """Whether the run of the folder came to its end."""
     if not (folder / METRICS).is_file() or not (folder / MODEL).is_file():
@@ -57,20 +74,24 @@ def is_trained(folder: Path) -> bool:
     return read_metrics(folder).status == "finished"
 
 
-def overrides(attention: str, preset: Preset, text: Path, shards: Path, folder: Path) -> list[str]:
-    """The run as overrides of configs/base.yaml."""
+def overrides(attention: str, preset: Preset, number: int, text: Path, out: Path) -> list[str]:
+    """The run of a stage as overrides of configs/base.yaml."""
+    stage = preset.stages[number]
     settings = {
         "model.attention": attention,
-        "train.steps": preset.steps,
-        "train.seq_len": preset.seq_len,
-        "train.batch_size": preset.batch_size,
+        "train.steps": stage.steps,
+        "train.seq_len": stage.seq_len,
+        "train.batch_size": stage.batch_size,
         "train.seed": preset.seed,
-        "train.out_dir": folder,
+        "train.out_dir": stage_folder(out, attention, preset, number),
         "data.dataset": "shards",
-        "data.local_path": shards,
+        "data.local_path": shards_folder(out, preset, number),
         "data.tokenizer": text / TOKENIZER,
+        **stage.settings,
         **preset.settings,
     }
+    if number:
+        settings["train.init_from"] = stage_folder(out, attention, preset, number - 1) / MODEL
     return [f"{key}={value}" for key, value in settings.items()]
 
 

@@ -1,8 +1,9 @@
 """Training rows: documents with questions, packed to exactly the length of a row.
 
-Some rows are one document as long as the row, the others hold documents of many lengths: short
-distances are learned first, and long ones follow from them. No key comes twice in a row, so that
-every question has one answer, wherever attention may look.
+The documents of a row are of one length. At first all are short, with one needle or two: a value
+is learned to be copied where there is little to choose from, and to be chosen by its key after
+that. Then documents grow until one fills a row, while the short ones stay among them. No key comes
+twice in a row; of the pass keys of a row, the last one told is asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from studies.long_context.task import Ids, build, crop, draw_secrets, generator_of
+from studies.long_context.task import Document, Ids, build, crop, draw_secrets, generator_of
 from studies.long_context.vocabulary import Words
 
 
@@ -20,59 +21,86 @@ class Mixture:
     """What training rows are made of."""
 
     seq_len: int
-    shortest: int = 256
+    shortest: int = 32
     """Tokens of the shortest document."""
-    whole: float = 0.4
-    """Share of rows that are a single document."""
-    single: float = 0.1
-    """Share of documents with one needle, and again of those with a pass key; the rest has many."""
-    spacing: int = 16
-    """Tokens of a document for each of its needles; of others it is twice or four times that. Where
-    needles are dense, retrieval is most of what there is to learn."""
+    growing: tuple[float, float] = (0.1, 0.6)
+    """Shares of training before which documents have fewer than twice as many, and after which
+    they may be as long as a row; in between they grow by as many powers of two in equal times."""
+    whole: float = 0.3
+    """Share of rows that are a single document, when documents are fully grown."""
+    single: float = 0.25
+    """Share of documents with one needle, and again half as many with a pass key; the others have
+    two or more, as many as there is room for, every power of two as likely."""
+    asks: int = 3
+    """Most questions for a needle: they are much of what there is to learn in a document."""
 
 
 def make_row(
-    index: int, side: str, mixture: Mixture, hay: Ids, words: Words, eos: int, seed: int
-) -> Ids:  # [S]
-    """The row of an index; documents end with the end mark, and the last ends with the row."""
+    index: int,
+    side: str,
+    mixture: Mixture,
+    hay: Ids,
+    words: Words,
+    eos: int,
+    seed: int,
+    progress: float = 1.0,
+) -> Document:  # of S tokens
+    """The row of an index that is read after that share of training.
+
+    Documents end with the end mark, and the last ends with the row.
+    """
     draw = generator_of(seed, side, index)
     keys = draw.permutation(words.keys)
-    parts, left, passed = [], mixture.seq_len, False
+    length = _draw_length(mixture, progress, draw)
+    documents: list[Document] = []
+    left = mixture.seq_len
     while left:
-        length = _draw_length(left, mixture, draw)
-        kind = draw.random()
-        task = "multi"
-        if kind < mixture.single:
-            task = "needle"
-        elif kind < 2 * mixture.single and not passed:
-            task, passed = "passkey", True
-        num = _draw_num(length, mixture, words, len(keys), draw) if task == "multi" else 1
-        depths = draw.random(num).tolist()
-        secrets = draw_secrets(task, depths, words, keys, draw) if len(keys) else []
-        keys = keys[num:] if task != "passkey" else keys
-        if secrets:
-            parts.append(build(length - 1, secrets, hay, words, draw).ids)
-        else:  # every key has been used
-            parts.append(crop(hay, length - 1, draw))
-        parts.append(np.array([eos]))
-        left -= length
-    return np.concatenate(parts)
+        num_tokens = left if left - length < mixture.shortest else length
+        document, num_keys = _draw_document(num_tokens - 1, mixture, hay, words, keys, draw)
+        documents.append(document._replace(ids=np.append(document.ids, eos)))
+        keys = keys[num_keys:]
+        left -= num_tokens
+    return _joined(documents)
 
 
-def _draw_num(
-    length: int, mixture: Mixture, words: Words, num_keys: int, draw: np.random.Generator
-) -> int:
-    """Needles of a document, at most as many as there are keys and room for."""
-    wanted = length // (mixture.spacing * int(draw.choice([1, 2, 4])))
+def _draw_document(
+    length: int, mixture: Mixture, hay: Ids, words: Words, keys: Ids, draw: np.random.Generator
+) -> tuple[Document, int]:
+    """A document, and how many keys it has used."""
+    kind = draw.random() / mixture.single
+    task = "needle" if kind < 1 else "passkey" if kind < 1.5 else "multi"
     phrases = (words.opening, words.owner, words.end, words.ask, words.end)
-    room = (length - 1) // (sum(map(len, phrases)) + 5)  # twice key and value, and a token of text
-    return max(1, min(wanted, room, num_keys))
+    cost = sum(map(len, phrases)) + 5  # twice key and value, and a token of text
+    room = max(1, length // cost)
+    num = int(2 * ((room + 1) / 2) ** draw.random()) if task == "multi" else 1
+    num = min(num, room, len(keys))
+    if not num:  # every key has been used
+        return Document(crop(hay, length, draw), [], [], []), 0
+    secrets = draw_secrets(task, draw.random(num).tolist(), words, keys, draw)
+    needles = sum(len(s.needle) + 1 for s in secrets)
+    questions = sum(len(s.question) + 1 + len(words.end) for s in secrets)
+    asks = int(draw.integers(1, mixture.asks + 1))
+    asks = max(1, min(asks, (length - needles) // questions))
+    document = build(length, secrets, hay, words, draw, asks=asks)
+    return document, 0 if task == "passkey" else num
 
 
-def _draw_length(left: int, mixture: Mixture, draw: np.random.Generator) -> int:
-    """All that is left, or a length of which every power of two is as likely."""
-    if left < 2 * mixture.shortest or (left == mixture.seq_len and draw.random() < mixture.whole):
-        return left
-    longest = np.log2(left / mixture.shortest)
-    length = int(mixture.shortest * 2 ** (longest * draw.random()))
-    return left if left - length < mixture.shortest else length
+def _draw_length(mixture: Mixture, progress: float, draw: np.random.Generator) -> int:
+    """Every power of two up to what documents have grown to is as likely."""
+    start, end = mixture.growing
+    grown = min(1.0, max(0.0, (progress - start) / (end - start)))
+    if grown == 1.0 and draw.random() < mixture.whole:
+        return mixture.seq_len
+    powers = max(1.0, grown * np.log2(mixture.seq_len / mixture.shortest))
+    return int(mixture.shortest * 2 ** (powers * draw.random()))
+
+
+def _joined(documents: list[Document]) -> Document:
+    """One after another, with the places of all their answers."""
+    starts = np.cumsum([0, *(len(document.ids) for document in documents)])
+    return Document(
+        np.concatenate([document.ids for document in documents]),
+        [int(s) + a for s, doc in zip(starts, documents, strict=False) for a in doc.answers],
+        [depth for document in documents for depth in document.depths],
+        [distance for document in documents for distance in document.distances],
+    )
