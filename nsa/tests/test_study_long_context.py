@@ -274,6 +274,7 @@ def test_probe_counts_answers_by_their_distance() -> None:
     near = sum(distance <= 16 for row in rows for distance in row.distances)
     assert found.asked[0] == near
     assert f"100.0% of {sum(found.asked)} answers (100% up to 16" in str(found)
+    assert found.chosen is None  # no blocks are chosen by dense attention
 
 
 def test_probe_finds_nothing_where_the_model_guesses() -> None:
@@ -281,6 +282,22 @@ def test_probe_finds_nothing_where_the_model_guesses() -> None:
     model = TinyLM(VOCAB, 16, 1, 2, 1, 8, 8, attention="dense")
     rows = [make_row(i, VAL, Mixture(seq_len=128), HAY, WORDS, EOS, seed=3) for i in range(6)]
     assert probe(model, rows, "nsa", batch_tokens=256).accuracy < 0.2
+
+
+def test_probe_counts_the_needles_whose_blocks_are_read() -> None:
+    """With few blocks to read, far needles are missed; with as many as there are, none."""
+    rows = [make_row(i, VAL, Mixture(seq_len=128), HAY, WORDS, EOS, seed=3) for i in range(6)]
+
+    def chosen(n_sel: int) -> list[float]:
+        torch.manual_seed(0)
+        model = TinyLM(VOCAB, 16, 1, 2, 1, 8, 8, l=8, d=4, l_sel=8, n_sel=n_sel, w=16)
+        found = probe(model.eval(), rows, "nsa", batch_tokens=256)
+        assert found.chosen is not None and "blocks of the needles chosen: " in str(found)
+        return [some / of for some, of in zip(found.chosen, found.asked, strict=True)]
+
+    assert chosen(16) == [1.0] * 4
+    near, *_, far = chosen(3)  # the forced ones: a question and its own block, the one before
+    assert far < 0.5 < near
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

@@ -23,7 +23,7 @@ from studies.nsa_vs_dense import run as study
 from studies.nsa_vs_dense.arms import choose, read_table
 from studies.nsa_vs_dense.page import write_page
 from studies.nsa_vs_dense.processes import CHILD
-from studies.nsa_vs_dense.results import gap, merge, read_arm, read_results
+from studies.nsa_vs_dense.results import gap, merge, read_arm, read_results, write_results
 from studies.nsa_vs_dense.train_arm import Task
 
 FOLDER = REPOSITORY / "studies" / "nsa_vs_dense"
@@ -309,6 +309,19 @@ def test_pictures_and_page_show_the_results(place, results, tmp_path):
     assert f"{ours['params']['non_embedding']:,}" in page and "broken-dense-s1" in page
     assert all(f"(nsa_vs_dense-{kind}.png)" in page for kind in kinds)
     assert read_results(tmp_path / "nsa_vs_dense.json")["arms"] == results["arms"]
+
+
+def test_diagnoses_have_pictures_of_their_own(results, tmp_path):
+    dense, ours = results["arms"]
+    alone = ours | {"name": "tiny-nsa-only-win-s1", "variant": "nsa-only-win"}
+    parts = plot.split_diagnoses([dense, ours, alone])
+    assert parts == {"": [dense, ours], "-diagnosis": [dense, ours, alone]}
+    assert plot.split_diagnoses([dense, ours]) == {"": [dense, ours]}
+    write_results(tmp_path / "more.json", merge([results | {"arms": [dense, ours, alone]}]))
+    assert plot.main([str(tmp_path / "more.json"), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "nsa_vs_dense.md").read_text()
+    assert "(nsa_vs_dense-curves-tiny.png)" in page
+    assert "(nsa_vs_dense-curves-tiny-diagnosis.png)" in page
 
 
 def test_results_of_several_calls_are_merged(results):

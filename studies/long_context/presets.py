@@ -14,6 +14,8 @@ class Stage:
     seq_len: int
     batch_size: int
     steps: int
+    shortest: int
+    """Tokens of the shortest document."""
     growing: tuple[float, float]
     """Shares of its steps between which documents grow from the shortest to the length of a row."""
     settings: dict[str, object] = field(default_factory=dict)
@@ -30,8 +32,6 @@ class Preset:
     num_keys: int
     text_chars: int
     """Characters of text to hide needles in."""
-    shortest: int
-    """Tokens of the shortest training document."""
     stages: tuple[Stage, ...]
     pass_mark: float
     """Share of right answers in held-out rows without which no further stage is trained."""
@@ -53,26 +53,49 @@ class Preset:
         return self.stages[-1].seq_len
 
 
+def blocks(l: int, d: int, l_sel: int, n_sel: int, w: int) -> dict[str, object]:
+    """Sizes of NSA. A stage of shorter rows has smaller ones: a row of any stage is more than its
+    window and the blocks that a query reads, so that blocks must be chosen from the start."""
+    return {"nsa.l": l, "nsa.d": d, "nsa.l_sel": l_sel, "nsa.n_sel": n_sel, "nsa.w": w}
+
+
 FULL = Preset(
     vocab=8192,
     digits=2,
     num_keys=512,
     text_chars=24_000_000,
-    shortest=32,
     stages=(
         Stage(
             seq_len=128,
             batch_size=256,
-            steps=2000,
-            growing=(0.3, 0.7),
-            settings={"train.lr": 4.0e-3, "train.warmup_steps": 100},
+            steps=1500,
+            shortest=32,
+            growing=(0.2, 0.6),
+            settings=blocks(8, 4, 16, 4, 16) | {"train.lr": 4.0e-3, "train.warmup_steps": 60},
+        ),
+        Stage(
+            seq_len=512,
+            batch_size=64,
+            steps=1500,
+            shortest=64,
+            growing=(0.0, 0.4),
+            settings=blocks(16, 8, 32, 4, 32) | {"train.lr": 3.0e-3, "train.warmup_steps": 60},
+        ),
+        Stage(
+            seq_len=2048,
+            batch_size=16,
+            steps=1500,
+            shortest=128,
+            growing=(0.0, 0.4),
+            settings=blocks(32, 16, 64, 8, 128) | {"train.lr": 3.0e-3, "train.warmup_steps": 60},
         ),
         Stage(
             seq_len=8192,
             batch_size=4,
-            steps=2500,
-            growing=(0.0, 0.4),
-            settings={"train.lr": 2.0e-3, "train.warmup_steps": 100},
+            steps=2000,
+            shortest=256,
+            growing=(0.0, 0.3),
+            settings=blocks(32, 16, 64, 16, 512) | {"train.lr": 2.0e-3, "train.warmup_steps": 60},
         ),
     ),
     pass_mark=0.3,
@@ -106,10 +129,23 @@ TINY = Preset(
     digits=2,
     num_keys=64,
     text_chars=400_000,
-    shortest=32,
     stages=(
-        Stage(seq_len=48, batch_size=4, steps=3, growing=(0.3, 0.7)),
-        Stage(seq_len=96, batch_size=4, steps=4, growing=(0.0, 0.4)),
+        Stage(
+            seq_len=48,
+            batch_size=4,
+            steps=3,
+            shortest=32,
+            growing=(0.3, 0.7),
+            settings=blocks(4, 2, 8, 4, 8),
+        ),
+        Stage(
+            seq_len=96,
+            batch_size=4,
+            steps=4,
+            shortest=32,
+            growing=(0.0, 0.4),
+            settings=blocks(8, 4, 8, 4, 16),
+        ),
     ),
     pass_mark=0.0,
     settings={
@@ -120,11 +156,6 @@ TINY = Preset(
         "model.d_k": 16,
         "model.d_v": 16,
         "model.tie_embeddings": True,
-        "nsa.l": 8,
-        "nsa.d": 4,
-        "nsa.l_sel": 8,
-        "nsa.n_sel": 4,
-        "nsa.w": 16,
         "train.optimizer": "muon",
         "train.lr": 1e-2,
         "train.log_every": 1,

@@ -1,7 +1,8 @@
 """Right answers in held-out training rows, by the distance between a needle and its question.
 
 The grid asks at the ends of long texts; here are the questions of training, over short distances,
-too: where a model does not retrieve, this says from which distance on.
+too: where a model does not retrieve, this says from which distance on. Of NSA it also says whether
+the block of the needle was among those that were read: if not, nothing could be copied from there.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nsa.model import TinyLM
 from studies.long_context.results import Probe
 from studies.long_context.task import Document
+from studies.recorder import SelectionRecorder
 
 SHORTEST = 16
 """Tokens up to which all distances count as one."""
@@ -27,22 +30,39 @@ def probe(model: TinyLM, rows: Sequence[Document], name: str, batch_tokens: int)
     seq_len = len(rows[0].ids)
     device = model.embed.weight.device
     found: list[bool] = []
+    chosen: list[bool] = []
     size = max(1, batch_tokens // seq_len)
     for first in range(0, len(rows), size):
         batch = rows[first : first + size]
         ids = torch.from_numpy(np.stack([row.ids for row in batch])).to(device)
-        hidden = model.hidden(ids)
+        recorder = SelectionRecorder()
+        hidden = model.hidden(ids, stats=recorder)
         places = [(i, place) for i, row in enumerate(batch) for place in row.answers]
         row, place = torch.tensor(places, device=device).reshape(-1, 2).unbind(1)
+        told = place - torch.tensor([x for r in batch for x in r.distances], device=device)
+        if recorder.layers:
+            chosen += _reads(recorder, row, place - 1, told).tolist()
         found += (model.head(hidden[row, place - 1]).argmax(-1) == ids[row, place]).tolist()
     distances = [distance for row in rows for distance in row.distances]
     limits = [max(SHORTEST, 1 << (distance - 1).bit_length()) for distance in distances]
     kinds = sorted(set(limits))
+
+    def count(of: list[bool]) -> list[int]:
+        return [sum(f for f, x in zip(of, limits, strict=True) if x == kind) for kind in kinds]
+
     return Probe(
         model=name,
         seq_len=seq_len,
         distances=kinds,
-        right=[sum(f for f, x in zip(found, limits, strict=True) if x == kind) for kind in kinds],
+        right=count(found),
+        chosen=count(chosen) if chosen else None,
         asked=[limits.count(kind) for kind in kinds],
         seconds=round(time.perf_counter() - start, 3),
     )
+
+
+def _reads(recorder: SelectionRecorder, row: Tensor, query: Tensor, told: Tensor) -> Tensor:
+    """Whether each query reads, in any layer, the block of the token that it is to tell."""
+    block = (told // recorder.block_tokens)[:, None, None]
+    reads = [(ids[row, query] == block).any(-1).any(-1) for ids in recorder.layers]
+    return torch.stack(reads).any(0)

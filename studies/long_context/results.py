@@ -6,9 +6,11 @@ Schema, version 2, one JSON object:
   settings     the preset, by name
   models       by attention (nsa, dense): what training left (parameters, steps, tokens, seconds,
                tokens_per_s, loss, val_loss): sums over all stages, and the last one's losses
-  probes       [{model, seq_len, distances, right, asked, seconds}, ...], one for each stage:
-               answers in held-out training rows, counted by the tokens between needle and answer;
-               each of `distances` is the largest of its class
+  probes       [{model, seq_len, distances, right, asked, seconds, chosen}, ...], one for each
+               stage: answers in held-out training rows, counted by the tokens between needle and
+               answer; each of `distances` is the largest of its class; `chosen` counts those whose
+               needle lies in a block that NSA selected in any layer (null: it has none, or nobody
+               has looked)
   grids        [{model, task, rope, way, length, depths, right, asked, seconds}, ...]: `right` and
                `asked` have a count for each of `depths` (0 is the start of the text, 1 its end);
                `rope` is one of none, linear, base; `way` is forward (one pass over the context)
@@ -71,10 +73,12 @@ class Probe:
     right: list[int]
     asked: list[int]
     seconds: float
+    chosen: list[int] | None = None
 
     def __post_init__(self) -> None:
-        if not len(self.distances) == len(self.right) == len(self.asked):
-            raise ValueError(f"probe of {self.model}: distances, right and asked differ in length")
+        counts = [self.right, self.asked, *([self.chosen] if self.chosen is not None else [])]
+        if any(len(count) != len(self.distances) for count in counts):
+            raise ValueError(f"probe of {self.model}: distances and counts differ in length")
 
     @property
     def accuracy(self) -> float:
@@ -84,7 +88,11 @@ class Probe:
     def __str__(self) -> str:
         cells = zip(self.distances, self.right, self.asked, strict=True)
         by = ", ".join(f"{right / asked:.0%} up to {limit}" for limit, right, asked in cells)
-        return f"{self.accuracy:.1%} of {sum(self.asked)} answers ({by} tokens away)"
+        text = f"{self.accuracy:.1%} of {sum(self.asked)} answers ({by} tokens away)"
+        if self.chosen is None:
+            return text
+        shares = [f"{chosen / of:.0%}" for chosen, of in zip(self.chosen, self.asked, strict=True)]
+        return f"{text}; blocks of the needles chosen: {', '.join(shares)}"
 
 
 @dataclass(kw_only=True)

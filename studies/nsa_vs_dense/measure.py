@@ -14,9 +14,9 @@ from nsa import BlockSpec
 from nsa.config import Config
 from nsa.data import Data
 from nsa.model import TinyLM
-from nsa.model.stats import AttentionStats
 from nsa.train.runtime import Runtime
 from studies.nsa_vs_dense.selection_stats import describe_selection
+from studies.recorder import SelectionRecorder
 
 POSITION_BINS = 16
 STATISTICS_TOKENS = 32768
@@ -67,28 +67,8 @@ def record_selection(
     with runtime.compute():
         model.hidden(rows[:, :-1], stats=recorder)
     spec = BlockSpec(cfg.nsa.l, cfg.nsa.d, cfg.nsa.l_sel, cfg.nsa.n_sel, cfg.nsa.w)
-    layers = [recorder.selections[layer] for layer in sorted(recorder.selections)]
-    first = torch.stack([ids[0] for ids in layers]).cpu()
-    return describe_selection(layers, spec), first, spec
-
-
-class SelectionRecorder(AttentionStats):
-    """Keeps the selection of every layer instead of numbers about it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.selections: dict[int, Tensor] = {}
-
-    def record(
-        self,
-        layer: int,
-        gates: Tensor,  # [B, S, Hq, 3]
-        selection: Tensor,  # [B, S, Hkv, n_sel] int32
-        *,
-        block_tokens: int,
-        cu_seqlens: Tensor | None = None,
-    ) -> None:
-        self.selections[layer] = selection
+    first = torch.stack([ids[0] for ids in recorder.layers]).cpu()
+    return describe_selection(recorder.layers, spec), first, spec
 
 
 def _token_losses(model: TinyLM, rows: Tensor, runtime: Runtime) -> Tensor:  # [B, S+1] -> [B, S]

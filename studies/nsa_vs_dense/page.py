@@ -88,9 +88,10 @@ def _cost(calls: Sequence[dict[str, Any]]) -> str:
 
 def _comparison(name: str, arms: list[dict[str, Any]], pictures: dict[str, str]) -> str:
     parts = [f"## {name}", final_table(arms), _verdict(arms)]
-    for kind, alt in (("curves", "losses"), ("positions", "loss by position")):
-        if file := pictures.get(f"{kind}-{name}"):
-            parts.append(f"![{name}: {alt}]({file})")
+    for part in (name, f"{name}-diagnosis"):
+        for kind, alt in (("curves", "losses"), ("positions", "loss by position")):
+            if file := pictures.get(f"{kind}-{part}"):
+                parts.append(f"![{part}: {alt}]({file})")
     return "\n\n".join(part for part in parts if part)
 
 

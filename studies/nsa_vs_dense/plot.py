@@ -69,13 +69,25 @@ def draw_all(arms: list[dict[str, Any]], shown: dict[str, Any] | None, out: Path
 
     for name, group in groupby(arms, key=lambda arm: arm["comparison"]):
         members = list(group)
-        draw(f"curves-{name}", pictures.draw_curves, members)
-        draw(f"positions-{name}", pictures.draw_positions, members)
+        for part, those in split_diagnoses(members).items():
+            draw(f"curves-{name}{part}", pictures.draw_curves, those)
+            draw(f"positions-{name}{part}", pictures.draw_positions, those)
     if shown is not None:
         draw("gates", pictures.draw_gates, shown)
         draw("distances", pictures.draw_distances, shown)
         draw("overlap", pictures.draw_overlap, shown)
     return files
+
+
+def split_diagnoses(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The arms of a comparison by picture: diagnoses have their own, beside dense and NSA."""
+    usual = [arm for arm in arms if arm["variant"] in pictures.COLOURS]
+    others = [arm for arm in arms if arm not in usual]
+    if not usual or not others:
+        return {"": arms}
+    seeds = {arm["seed"] for arm in others}
+    twins = [arm for arm in usual if arm["variant"] in ("dense", "nsa") and arm["seed"] in seeds]
+    return {"": usual, "-diagnosis": twins + others}
 
 
 def _parser() -> argparse.ArgumentParser:
