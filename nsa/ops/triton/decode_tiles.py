@@ -49,7 +49,7 @@ class Cut(NamedTuple):
 FEW = Cut(512, 64, 512, 64, 64, 4, 3)
 FEW_LONG = FEW._replace(shortest=128)
 NARROW = Cut(512, 64, 512, 128, 64, 2, 3)
-NARROW_LONG = Cut(264, 64, 256, 512, 64, 4, 3)
+NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2)
 """Best of those that were timed on an H200 (132 processors); docs/kernels.md has the others.
