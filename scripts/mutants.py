@@ -30,6 +30,7 @@ TESTS = (
     "test_causality",
     "test_nan",
     "test_gradients",
+    "test_dense",
 )
 NUM_PARALLEL = 2
 
@@ -44,7 +45,7 @@ class Mutant(NamedTuple):
 
 ROWS, SELECT, ATTEND = (f"ops/eager/{name}.py" for name in ("rows", "select", "attend"))
 LAUNCH, CACHED = "ops/eager/launch.py", "ops/eager/cached.py"
-CACHE, ATTENTION = "model/cache.py", "model/attention.py"
+CACHE, ATTENTION, DENSE = (f"model/{name}.py" for name in ("cache", "attention", "dense"))
 
 TORCH_PATH = (
     Mutant("visibility-early", ROWS, (("+ spec.l - 1 <= t", "+ spec.l - 2 <= t"),)),
@@ -70,17 +71,6 @@ TORCH_PATH = (
             ("outs[1] * gates[..., 1, None]", "outs[1] * gates[..., 0, None]"),
         ),
     ),
-    Mutant(
-        "rope-misses-a-head",
-        ATTENTION,
-        (
-            (
-                "torch.cat([rotated, heads[:, :, self._num_rotated :]], dim=2)",
-                "torch.cat([heads[:, :, :1], rotated[:, :, 1:], heads[:, :, self._num_rotated :]], "
-                "dim=2)",
-            ),
-        ),
-    ),
     Mutant("no-group-sum", SELECT, (("in per_head[1:]", "in per_head[:0]"),)),
     Mutant(
         "current-block-dropped",
@@ -97,6 +87,68 @@ TORCH_PATH = (
         (("i * spec.d + spec.l - 1 <= t", "(i * spec.d + spec.l - 1 <= t) | (i >= 0)"),),
     ),
     Mutant("gate-gradient-lost", ATTEND, (("    probs.mul_(gate[..., None])\n", ""),)),
+)
+
+ROTATION = (
+    Mutant(
+        "rope-misses-a-query-head",
+        ATTENTION,
+        (
+            (
+                "rotated = apply_rope(heads[:, :, : self._num_rotated], rope)",
+                "rotated = torch.cat([heads[:, :, :1], "
+                "apply_rope(heads[:, :, 1 : self._num_rotated], rope)], dim=2)",
+            ),
+        ),
+    ),
+    Mutant(
+        "rope-misses-a-query-head-of-mlp",
+        ATTENTION,
+        (
+            (
+                "torch.cat([rotated, heads[:, :, self._num_rotated :]], dim=2)",
+                "torch.cat([heads[:, :, :1], rotated[:, :, 1:], heads[:, :, self._num_rotated :]], "
+                "dim=2)",
+            ),
+        ),
+    ),
+    Mutant(
+        "rope-misses-a-window-key-of-mlp",
+        ATTENTION,
+        (
+            (
+                "torch.cat([rotated, heads[:, :, self._num_rotated :]], dim=2)",
+                "torch.cat([rotated[:, :, :-1], heads[:, :, self._num_rotated - 1 :]], dim=2)",
+            ),
+        ),
+    ),
+    Mutant(
+        "rope-misses-compressed-keys",
+        ATTENTION,
+        (('(2 if self.phi == "mlp" else 3)', "2"),),
+    ),
+    Mutant(
+        "rope-misses-compressed-keys-of-mlp",
+        ATTENTION,
+        (
+            (
+                "return apply_rope(self.phi_k(k, doc_lens), rope), self",
+                "return self.phi_k(k, doc_lens), self",
+            ),
+        ),
+    ),
+    Mutant(
+        "rope-misses-a-dense-key",
+        DENSE,
+        (
+            (
+                "rotated = apply_rope(heads.unflatten(-1, (num_keys, self.d_k)), rope)",
+                "heads = heads.unflatten(-1, (num_keys, self.d_k))\n"
+                "        rotated = torch.cat([apply_rope(heads[:, :, :-1], rope), "
+                "heads[:, :, -1:]], dim=2)",
+            ),
+        ),
+    ),
 )
 
 DECODE = (
@@ -179,6 +231,8 @@ DECODE = (
     ),
 )
 
+MUTANTS = TORCH_PATH + ROTATION + DECODE
+
 
 class Result(NamedTuple):
     """What the tests said about a mutant."""
@@ -191,7 +245,7 @@ class Result(NamedTuple):
 
 def main(names: list[str]) -> int:
     """Run the untouched copy and the mutants, print a table, return the exit code."""
-    known = {mutant.name: mutant for mutant in TORCH_PATH + DECODE}
+    known = {mutant.name: mutant for mutant in MUTANTS}
     for name in names:
         if name not in known:
             print(f"mutants: no mutant {name!r}; the known ones are {', '.join(known)}")
@@ -201,7 +255,7 @@ def main(names: list[str]) -> int:
         results = list(pool.map(_run, mutants))
     for result in results:
         verdict = f"caught by {result.caught_by}" if result.caught_by else "all tests pass"
-        print(f"{result.name:32s} {verdict}  ({result.seconds:.0f} s)")
+        print(f"{result.name:36s} {verdict}  ({result.seconds:.0f} s)")
     untouched, planted = results[0], results[1:]
     num_caught = sum(bool(result.caught_by) for result in planted)
     print(f"{num_caught} of {len(planted)} mutants caught")

@@ -3,10 +3,10 @@
 import pytest
 
 from nsa.tests.conftest import REPOSITORY
-from scripts.mutants import DECODE, TORCH_PATH
+from scripts.mutants import MUTANTS
 
 
-@pytest.mark.parametrize("mutant", TORCH_PATH + DECODE, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_planted_bug_has_exactly_one_place(mutant):
     text = (REPOSITORY / "nsa" / mutant.file).read_text(encoding="utf-8")
     for old, new in mutant.edits:
@@ -15,4 +15,4 @@ def test_every_planted_bug_has_exactly_one_place(mutant):
 
 
 def test_no_bug_is_planted_in_the_oracle():
-    assert not any("reference" in mutant.file for mutant in TORCH_PATH + DECODE)
+    assert not any("reference" in mutant.file for mutant in MUTANTS)

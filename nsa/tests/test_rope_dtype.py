@@ -40,13 +40,17 @@ def test_casting_a_module_keeps_its_positions_exact():
     assert not list(module.buffers())
 
 
+@pytest.mark.parametrize("phi", ["avg", "mlp"])
 @pytest.mark.parametrize("head", range(6))
-def test_every_query_head_is_rotated_like_its_keys(head):
+def test_every_query_head_is_rotated_like_its_keys(head, phi):
     """q.k depends on the distance only: equal tokens give equal logits along each diagonal."""
-    module = make_module()
+    module = make_module(phi=phi)
     x = torch.randn(1, 1, 24, dtype=torch.float64).expand(1, 40, 24)
     with torch.no_grad():
         q, keys, _, _ = module._project(x, module.rope(torch.arange(40), x.dtype))
+    if phi == "mlp":  # it rotates what it makes of them
+        k_cmp, *keys = keys
+        torch.testing.assert_close(k_cmp, k_cmp[:, :1].expand_as(k_cmp))
     for k in keys:
         logits = q[0, :, head] @ k[0, :, head // 3].T
         for distance in (0, 1, 7, 30):

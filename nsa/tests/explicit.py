@@ -1,0 +1,64 @@
+"""NSAAttention written out from its weights.
+
+Nothing is shared with how the layer projects, rotates and gates: a mistake there cannot be on both
+sides of a comparison.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nsa import NSAAttention, nsa_attention
+
+
+def explicit_attention(module: NSAAttention, x: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, dim]
+    """The layer on one document: each query and key turned by its position, then the oracle.
+
+    The mean of a block is taken of turned keys; the learned phi turns what it makes of a block, by
+    the position of the block's first token.
+    """
+    q, k_sel, k_win, k_cmp, v_cmp, v_sel, v_win = _streams(module, x)
+    token = torch.arange(x.shape[1])
+    start = torch.arange(module.spec.num_cmp(x.shape[1])) * module.spec.d
+    turn, blocks = partial(_turn, module), partial(_compress, module, start.tolist())
+    learned = module.phi == "mlp"
+    k_cmp = turn(blocks(k_cmp, "phi_k"), start) if learned else blocks(turn(k_cmp, token))
+    v_cmp = blocks(v_cmp, "phi_v") if learned else blocks(v_cmp)
+    q, k_sel, k_win = (turn(heads, token) for heads in (q, k_sel, k_win))
+    logits = (x @ module.gate.weight.T + module.gate.bias).unflatten(-1, (-1, 3))
+    gates = logits.softmax(dim=-1) if module.gate_kind == "softmax" else logits.sigmoid()
+    streams = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    out = nsa_attention(*streams, module.spec, backend="reference")
+    return out.flatten(2) @ module.out.weight.T
+
+
+def _streams(module: NSAAttention, x: Tensor) -> list[Tensor]:
+    """q, k_sel, k_win, k_cmp, v_cmp, v_sel, v_win, each [B, S, H, D]: the columns of qkv."""
+    heads = [module.num_heads] + 6 * [module.num_groups]
+    dims = 4 * [module.d_k] + 3 * [module.d_v]
+    sizes = [h * dim for h, dim in zip(heads, dims, strict=True)]
+    columns = (x @ module.qkv.weight.T).split(sizes, dim=-1)
+    return [y.unflatten(-1, (-1, dim)) for y, dim in zip(columns, dims, strict=True)]
+
+
+def _compress(
+    module: NSAAttention, starts: list[int], x: Tensor, phi: str | None = None
+) -> Tensor:  # [B, S, H, D] -> [B, N, H, D]
+    """Block by block: the learned phi of that name, or the mean."""
+    length, made = module.spec.l, [x[:, :0]]
+    for start in starts:
+        block = x[:, start : start + length]
+        made.append(getattr(module, phi)(block, [length]) if phi else block.mean(1, keepdim=True))
+    return torch.cat(made, dim=1)
+
+
+def _turn(module: NSAAttention, x: Tensor, positions: Tensor) -> Tensor:
+    """All heads of [B, S, H, Dk]: its halves are complex numbers, multiplied by e^(i angle)."""
+    half = module.d_k // 2
+    frequency = module.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = positions[:, None, None] / module.rope_scale * frequency  # [S, 1, Dk / 2]
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angle)
+    return torch.cat([turned.real, turned.imag], dim=-1)
