@@ -29,6 +29,7 @@ from studies.long_context.results import (
     Grid,
     Probe,
     Results,
+    merge,
     read_results,
     write_results,
 )
@@ -340,6 +341,28 @@ def grid_of(**changes: Any) -> Grid:
 
 
 PROBE = Probe(model="nsa", seq_len=32, distances=[16, 32], right=[2, 1], asked=[2, 3], seconds=0.1)
+
+
+def test_results_of_models_that_ran_apart_are_merged(tmp_path: Path) -> None:
+    env = {"device": "cpu", "torch": "2", "commit": "test"}
+    recipe: dict[str, Any] = {"stages": [{"seq_len": 64}]}
+    ours = Results(environment=env, settings=recipe, models={"nsa": {"steps": 3}})
+    ours.grids, ours.probes = [grid_of(), grid_of(length=128)], [PROBE]
+    theirs = Results(environment=env, settings=recipe, models={"dense": {"steps": 3}})
+    theirs.grids = [grid_of(model="dense"), grid_of(right=[2, 2])]
+    both = merge([ours, theirs])
+    assert set(both.models) == {"nsa", "dense"} and both.probes == [PROBE]
+    assert both.grids == [grid_of(right=[2, 2]), grid_of(length=128), grid_of(model="dense")]
+    with pytest.raises(ValueError, match="of other settings"):
+        merge([ours, dataclasses.replace(theirs, settings={})])
+    folders = []
+    for name, part in {"a": ours, "b": theirs}.items():
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        write_results(folders[-1], part)
+    assert plot.main([*map(str, folders), "--out", str(tmp_path)]) == 0
+    table = (tmp_path / "table.md").read_text()
+    assert "| NSA |" in table and "| dense |" in table
 
 
 def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:

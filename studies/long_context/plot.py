@@ -1,8 +1,8 @@
-"""Draw the needle grids of a result, and print its accuracies by length as a Markdown table.
+"""Draw the needle grids of results, and print their accuracies by length as a Markdown table.
 
-`python studies/long_context/plot.py RESULT.json --out DIR` writes DIR/needle.png, multi.png and
-passkey.png: context by depth, a row of panels for each model, a column for each scaling of the
-positions. Lengths within those of training are the same in all columns.
+`python studies/long_context/plot.py RESULT.json [RESULT.json] --out DIR` writes DIR/needle.png,
+multi.png and passkey.png: context by depth, a row of panels for each model, a column for each
+scaling of the positions. Lengths within those of training are the same in all columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from nsa.config import BAD_INPUT, StrictParser
 from nsa.telemetry.atomic import replacing, write_text
 from studies.long_context.evaluate import ROPES
-from studies.long_context.results import Grid, Results, read_results
+from studies.long_context.results import Grid, Results, merge, read_results
 
 TABLE = "table.md"
 MODEL_NAMES = {"nsa": "NSA", "dense": "dense"}
@@ -29,11 +29,12 @@ ROPE_NAMES = {"none": "positions as trained", "linear": "divided positions", "ba
 def main(argv: list[str] | None = None) -> int:
     """Draw every task that the result has; print and write the table."""
     parser = StrictParser(prog="plot", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("result", type=Path, help="a results.json, or its folder")
+    one = "a results.json, or its folder; of models that ran apart, those of each"
+    parser.add_argument("result", type=Path, nargs="+", metavar="RESULT", help=one)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the pictures")
     args = parser.parse_args(argv)
     try:
-        results = read_results(args.result)
+        results = merge([read_results(result) for result in args.result])
     except ValueError as error:
         print(f"plot: error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,23 @@ class Results:
         return next(
             (probe for probe in self.probes if (probe.model, probe.seq_len) == wanted), None
         )
+
+
+def merge(parts: Sequence[Results]) -> Results:
+    """The results of several folders as one; what comes twice is the later one's."""
+    first, *others = parts
+    if any(part.settings != first.settings for part in others):
+        raise ValueError("the results are of other settings; give those of one recipe")
+    grids = {grid.name: grid for part in parts for grid in part.grids}
+    probes = {(probe.model, probe.seq_len): probe for part in parts for probe in part.probes}
+    return Results(
+        environment=first.environment,
+        settings=first.settings,
+        models={name: model for part in parts for name, model in part.models.items()},
+        probes=list(probes.values()),
+        grids=list(grids.values()),
+        seconds={name: spent for part in parts for name, spent in part.seconds.items()},
+    )
 
 
 def write_results(folder: Path, results: Results) -> Path:
