@@ -286,19 +286,34 @@ def test_probe_finds_nothing_where_the_model_guesses() -> None:
 
 
 def test_probe_counts_the_needles_whose_blocks_are_read() -> None:
-    """With few blocks to read, far needles are missed; with as many as there are, none."""
+    """Three blocks are the forced ones, whatever the weights; as many as there are miss nothing."""
     rows = [make_row(i, VAL, Mixture(seq_len=128), HAY, WORDS, EOS, seed=3) for i in range(6)]
 
-    def chosen(n_sel: int) -> list[float]:
+    def found(n_sel: int) -> Probe:
         torch.manual_seed(0)
         model = TinyLM(VOCAB, 16, 1, 2, 1, 8, 8, l=8, d=4, l_sel=8, n_sel=n_sel, w=16)
-        found = probe(model.eval(), rows, "nsa", batch_tokens=256)
-        assert found.chosen is not None and "blocks of the needles chosen: " in str(found)
-        return [some / of for some, of in zip(found.chosen, found.asked, strict=True)]
+        return probe(model.eval(), rows, "nsa", batch_tokens=256)
 
-    assert chosen(16) == [1.0] * 4
-    near, *_, far = chosen(3)  # the forced ones: a question and its own block, the one before
-    assert far < 0.5 < near
+    def is_forced(place: int, distance: int) -> bool:
+        own, block = (place - 1) // 8, (place - distance) // 8
+        return block in (0, own - 1, own)
+
+    everything, forced = found(16), found(3)
+    assert everything.chosen == everything.asked
+    assert str(everything).endswith("blocks of the needles chosen: 100%, 100%, 100%, 100%")
+    questions = [q for row in rows for q in zip(row.answers, row.distances, strict=True)]
+    far = [is_forced(*question) for question in questions if question[1] > 64]
+    assert forced.chosen is not None and forced.chosen[-1] == sum(far) < len(far)
+    assert sum(forced.chosen) == sum(is_forced(*question) for question in questions)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_blocks_must_be_chosen_in_the_rows_of_every_stage(name: str) -> None:
+    for stage in PRESETS[name].stages:
+        n_sel, l_sel, w = (
+            int(str(stage.settings[f"nsa.{key}"])) for key in ("n_sel", "l_sel", "w")
+        )
+        assert n_sel * l_sel + w < stage.seq_len
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

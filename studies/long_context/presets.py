@@ -71,7 +71,7 @@ FULL = Preset(
             steps=1500,
             shortest=32,
             growing=(0.2, 0.6),
-            settings=blocks(8, 4, 16, 4, 16) | {"train.lr": 4.0e-3, "train.warmup_steps": 60},
+            settings=blocks(8, 4, 16, 4, 16) | {"train.lr": 4.0e-3},
         ),
         Stage(
             seq_len=512,
@@ -79,7 +79,7 @@ FULL = Preset(
             steps=1500,
             shortest=64,
             growing=(0.0, 0.4),
-            settings=blocks(16, 8, 32, 4, 32) | {"train.lr": 3.0e-3, "train.warmup_steps": 60},
+            settings=blocks(16, 8, 32, 4, 32) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=2048,
@@ -87,7 +87,7 @@ FULL = Preset(
             steps=1500,
             shortest=128,
             growing=(0.0, 0.4),
-            settings=blocks(32, 16, 64, 8, 128) | {"train.lr": 3.0e-3, "train.warmup_steps": 60},
+            settings=blocks(32, 16, 64, 8, 128) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=8192,
@@ -95,7 +95,7 @@ FULL = Preset(
             steps=2000,
             shortest=256,
             growing=(0.0, 0.3),
-            settings=blocks(32, 16, 64, 16, 512) | {"train.lr": 2.0e-3, "train.warmup_steps": 60},
+            settings=blocks(32, 16, 64, 16, 512) | {"train.lr": 2.0e-3},
         ),
     ),
     pass_mark=0.3,
@@ -110,6 +110,7 @@ FULL = Preset(
         "model.embed_std": 0.04,
         "model.rope_base": 1.0e6,
         "train.optimizer": "muon",
+        "train.warmup_steps": 60,
         "train.log_every": 50,
         "train.eval_every": 500,
         "train.eval_batches": 4,

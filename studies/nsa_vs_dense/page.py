@@ -51,10 +51,11 @@ def _where(results: dict[str, Any]) -> str:
         f"torch {m['torch']}, triton {m['triton']}, Python {m['python']}" for m in machines
     )
     commits = _all((m["commit"] or "unknown")[:12] for m in machines)
+    days = _all(call["started"][:10] for call in calls)
     data = arms[0]["data"]
     seconds = sum(call["seconds"] for call in calls)
     lines = [
-        f"{cards}; {versions}; commit {commits}; {calls[0]['started'][:10]}.",
+        f"{cards}; {versions}; commit {commits}; {days}.",
         f"Data: {data['training_tokens']:,} training and {data['held_out_tokens']:,} held-out "
         f"tokens ({data['tokenizer']}, {data['vocab']:,} ids), manifest {data['sha256'][:12]}. "
         "Arms of a comparison differ in the attention alone: same data, order, steps, optimizer, "
