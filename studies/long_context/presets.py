@@ -76,15 +76,15 @@ FULL = Preset(
         Stage(
             seq_len=512,
             batch_size=64,
-            steps=1500,
+            steps=2000,
             shortest=64,
             growing=(0.0, 0.4),
-            settings=blocks(16, 8, 32, 4, 32) | {"train.lr": 3.0e-3},
+            settings=blocks(16, 8, 32, 6, 32) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=2048,
             batch_size=16,
-            steps=1500,
+            steps=2000,
             shortest=128,
             growing=(0.0, 0.4),
             settings=blocks(32, 16, 64, 8, 128) | {"train.lr": 3.0e-3},
