@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from nsa.ops.spec import BlockSpec
+from nsa.ops.spec import NUM_FORCED, BlockSpec
 from nsa.ops.triton.decode_tiles import decode_tiles
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score, token
 from nsa.ops.triton.tiles import padded, parts_of
@@ -44,7 +44,8 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
     blocks = dict(L=SPEC.l, STEP=SPEC.d, L_SEL=SPEC.l_sel)
     num_parts = -(-num_cmp // tiles.CMP_PART)
-    num_more = -(-SPEC.w // tiles.WIN_PART) + -(-SPEC.n_sel // tiles.PER_PART)
+    num_more = -(-SPEC.w // tiles.WIN_PART) + -(-NUM_FORCED // tiles.PER_PART)
+    num_more += -(-(SPEC.n_sel - NUM_FORCED) // tiles.PER_PART)
     last = dict(EARLY=early, BM=tiles.BM)
     choice = dict(N_SEL=16, N_SEL_PAD=16, LEVELS=2)
     yield (

@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.attend import KeyValues
-from nsa.ops.spec import BlockSpec
+from nsa.ops.spec import NUM_FORCED, BlockSpec
 from nsa.ops.triton.decode_tiles import DecodeTiles, decode_tiles
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score
 from nsa.ops.triton.problem import LOG2_E
@@ -79,8 +79,12 @@ class Decoder:
         self.tiles = self._tiles()
         self.cmp_parts = ceil_div(self.num_cmp, self.tiles.CMP_PART)
         self.win_parts = ceil_div(self.window, self.tiles.WIN_PART)
-        self.sel_parts = ceil_div(min(spec.n_sel, self.num_blocks), self.tiles.PER_PART)
-        self.num_parts = self.cmp_parts + self.win_parts + self.sel_parts
+        self.forced_parts = ceil_div(NUM_FORCED, self.tiles.PER_PART)
+        num_free = min(spec.n_sel, self.num_blocks) - NUM_FORCED
+        # One even where all are forced: it counts what was read.
+        self.free_parts = max(ceil_div(num_free, self.tiles.PER_PART), 1)
+        self.token_parts = self.win_parts + self.forced_parts + self.free_parts
+        self.num_parts = self.cmp_parts + self.token_parts
         self.levels = 1 + ceil_div(spec.l // spec.d - 1, spec.l_sel // spec.d)
         self.memo: Memo = {}
         self._allocate(workspace)
@@ -196,10 +200,11 @@ class Decoder:
                 self.selection, caches.reads, caches.last_reads, self.current, self._table,
             ),
             lambda: Launch(
-                (self.segments, self.win_parts + self.sel_parts),
+                (self.segments, self.token_parts),
                 (
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
-                    self.win_parts, self.num_blocks, self.max_len, self.window,
+                    self.win_parts, self.win_parts + self.forced_parts,
+                    self.num_blocks, self.max_len, self.window,
                     self.scale * LOG2_E, self._table_width, q.stride(0), q.stride(2),
                     caches.sel.k.stride(0), caches.sel.v.stride(0), caches.sel.k.shape[2],
                 ),
@@ -224,7 +229,8 @@ class Decoder:
                 (self.per_group, self.segments),
                 (
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
-                    self.cmp_parts + self.win_parts, self.num_cmp, self.max_len, self.window,
+                    self.cmp_parts + self.win_parts, self.num_parts - self.free_parts,
+                    self.num_cmp, self.max_len, self.window,
                     gates.stride(0), gates.stride(2), out.stride(0), out.stride(2),
                 ),
                 {"DV": self.d_v, "DV_PAD": padded(self.d_v), "L": spec.l, "STEP": spec.d}

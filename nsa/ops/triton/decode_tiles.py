@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa.ops.spec import BlockSpec
+from nsa.ops.spec import NUM_FORCED, BlockSpec
 from nsa.ops.triton.tiles import padded, parts_of
 
 
@@ -21,7 +21,7 @@ class DecodeTiles(NamedTuple):
     CMP_PART: int
     WIN_PART: int
     PER_PART: int
-    """Selected blocks of a part."""
+    """Selected blocks of a part, all forced or none."""
     BLOCKS: int
     """Blocks that a program scores."""
     SUMS: bool
@@ -91,9 +91,10 @@ def decode_tiles(
     tile = cut.keys if fits and (not sums or 64 * strides >= cut.keys) else keys
     cmp_part = max(num_cmp // max(cut.cmp_programs // segments, 1), cut.shortest)
     cmp_part = _up(max(cmp_part, _up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
-    per_part = max(1, spec.n_sel // max(cut.sel_programs // segments, 1))
+    per_part = max(1, -(-(spec.n_sel - NUM_FORCED) // max(cut.sel_programs // segments - 1, 1)))
     win_part = max(keys, cut.win_part)
-    num_parts = -(-num_cmp // cmp_part) + -(-window // win_part) + -(-spec.n_sel // per_part)
+    num_parts = -(-num_cmp // cmp_part) + -(-window // win_part)
+    num_parts += -(-NUM_FORCED // per_part) + -(-(spec.n_sel - NUM_FORCED) // per_part)
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
     return DecodeTiles(
         BM=rows,

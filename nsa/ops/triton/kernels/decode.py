@@ -4,7 +4,7 @@ Names as in tile.py; a segment is a sequence and a KV head. Where a sequence end
 device, so that a captured CUDA graph can be replayed as it grows. Work is split over the keys into
 parts of fixed size, merged in the order of their index: results repeat bit for bit. A part holds
 its output [G, DV] and its log-sum-exp (base 2), parts of one segment lie together: those of the
-compressed branch first, then the window's, then the selected ones.
+compressed branch first, then the window's, those of the forced blocks, and those of the others.
 
 The caches are [B, Hkv, tokens, D]; the window's is a ring. With a page table, the selected and the
 compressed cache are [pages, Hkv, tokens of a page, D], and the table [B, pages of a sequence] says
@@ -13,7 +13,8 @@ which page holds each block.
 EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
 where it begins to read them. By then that one has itself waited, in all of its programs: what lies
 further back is there already and is taken before the wait, from the L2 cache, since it is the wait
-that makes the L1 cache forget. So the window is read while the blocks are still being scored.
+that makes the L1 cache forget. So the window and the forced blocks, which need no score, are read
+while the blocks are still being scored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.kernels.decode_score import _choose, _store_sums
-from nsa.ops.triton.kernels.tile import _dot, _dot_add, _wait
+from nsa.ops.triton.kernels.tile import FORCED, _dot, _dot_add, _wait
 
 AVERAGED = tl.constexpr(32)
 """Raw tokens that are averaged at a time."""
@@ -258,7 +259,7 @@ def attend_compressed(
 def attend_tokens(
     p_q, p_k_sel, p_v_sel, p_k_win, p_v_win, p_scores, p_part, p_part_lse, p_selection,
     p_reads, p_last_reads, p_current, p_table,
-    Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
+    Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
     s_table, s_qb, s_qh, s_sel_k, s_sel_v, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
@@ -266,24 +267,25 @@ def attend_tokens(
     WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A part of the window, or PER_PART of the chosen blocks of a segment.
+    """A part of the window, or PER_PART of the forced or of the other blocks of a segment.
 
-    Every part of the latter chooses by itself, and all of a segment choose the same. Parts of the
-    window come first in the grid and, where they are read AHEAD, do not wait for the scores. What
-    was read is counted here, and nowhere else: tokens of the compressed, selected and window
-    branch.
+    Every part of the last kind chooses by itself, and all of a segment choose the same. The first
+    WIN_PARTS of the grid are those of the window; all of the first AHEAD_PARTS need no score and,
+    where they are read AHEAD, do not wait. What was read is counted here, and nowhere else: tokens
+    of the compressed, selected and window branch.
     """
     i_seg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
-    in_sel, in_win = tl.program_id(1) >= WIN_PARTS, tl.program_id(1) < WIN_PARTS
-    part = tl.program_id(1) - tl.where(in_win, 0, WIN_PARTS)
+    in_win, in_sel = tl.program_id(1) < WIN_PARTS, tl.program_id(1) >= WIN_PARTS
+    in_free = tl.program_id(1) >= AHEAD_PARTS
+    part = tl.program_id(1) - tl.where(in_win, 0, tl.where(in_free, AHEAD_PARTS, WIN_PARTS))
     length = tl.load(p_current + i_b, cache_modifier=".cg") + 1
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
     if AHEAD:
-        if in_sel:
+        if in_free:
             _wait(EARLY)
     else:
         _wait(EARLY)
@@ -291,10 +293,11 @@ def attend_tokens(
         return
     num_win = tl.minimum(length, WIN)
     current = (length - 1) // L_SEL
-    num_chosen = tl.minimum(current + 1, N_SEL)
+    num_forced = tl.minimum(current + 1, FORCED)
+    num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
     p_ids = p_selection + i_seg * N_SEL
-    counts = (part == 0) & in_sel
-    if in_sel:
+    counts = (part == 0) & in_free
+    if in_free:
         p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
         _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
         tl.debug_barrier()  # the ids are read by other threads than wrote them
@@ -313,17 +316,20 @@ def attend_tokens(
     num_keys = tl.where(in_win, num_win, length)
     # One loop for both: two would each get shared memory of their own.
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
-    first = part * tl.where(in_win, WIN_PART // BN, PER_PART * STEPS)
-    stop_win = tl.minimum(first + WIN_PART // BN, tl.cdiv(num_win, BN))
-    stop_sel = tl.minimum(first + PER_PART * STEPS, num_chosen * STEPS)
-    for i in range(first, tl.where(in_win, stop_win, stop_sel)):
-        block = tl.load(p_ids + tl.where(in_win, 0, i // STEPS), mask=in_sel, other=0)
+    size = tl.where(in_win, WIN_PART // BN, PER_PART * STEPS)
+    end = tl.where(in_win, tl.cdiv(num_win, BN), num_blocks * STEPS)
+    for i in range(part * size, tl.minimum(part * size + size, end)):
+        # In ascending order, the forced blocks are the first of all and the last ones.
+        place = i // STEPS
+        block = tl.where(place == 0, 0, current + 1 - num_forced + place)
+        block = tl.load(p_ids + 1 + place, mask=in_free, other=block)
         in_block = i % STEPS * BN + o_n
         o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)
         m_k = (o_k < num_keys) & (in_win | (in_block < L_SEL))
         if PER_PAGE > 0:
             p_pages = p_table + i_b * s_table + o_k // PER_PAGE
-            page = tl.load(p_pages, mask=m_k & in_sel, other=0).to(tl.int64)
+            page = tl.load(p_pages, mask=m_k & in_sel, other=0, cache_modifier=".cg")
+            page = page.to(tl.int64)
             row = tl.where(in_win, o_k, o_k % PER_PAGE)
             base_k, base_v = page * s_sel_k + row * DK, page * s_sel_v + row * DV
         else:

@@ -8,27 +8,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.kernels.tile import _wait
+from nsa.ops.triton.kernels.tile import FORCED, _wait
 
 
 @triton.jit
-def _stops(
-    t, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN,
+def _num_parts(
+    t, NUM_CMP, WIN,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     PER_PART: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
 ):  # fmt: skip
-    """Where the parts of the token at t end: of the compressed, selected and window branch."""
+    """Parts of the token at t: of the compressed branch, window, forced blocks, other blocks."""
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
-    num_chosen = tl.minimum(t // L_SEL + 1, N_SEL)
-    stop_win = CMP_PARTS + tl.cdiv(tl.minimum(t + 1, WIN), WIN_PART)
-    return tl.cdiv(num_cmp, CMP_PART), FIRST_SEL + tl.cdiv(num_chosen, PER_PART), stop_win
+    num_win = tl.minimum(t + 1, WIN)
+    num_forced = tl.minimum(t // L_SEL + 1, FORCED)
+    num_free = tl.minimum(t // L_SEL + 1, N_SEL) - num_forced
+    return (
+        tl.cdiv(num_cmp, CMP_PART), tl.cdiv(num_win, WIN_PART),
+        tl.cdiv(num_forced, PER_PART), tl.cdiv(num_free, PER_PART),
+    )  # fmt: skip
 
 
 @triton.jit
-def _in_branches(o_p, stop_cmp, stop_sel, stop_win, CMP_PARTS, FIRST_SEL):
-    """Which parts hold something of the compressed branch, the selected one, the window."""
-    in_sel = (o_p >= FIRST_SEL) & (o_p < stop_sel)
-    return o_p < stop_cmp, in_sel, (o_p >= CMP_PARTS) & (o_p < stop_win)
+def _among(o_p, first, num):
+    return (o_p >= first) & (o_p < first + num)
 
 
 @triton.jit
@@ -65,7 +67,8 @@ def _weights(lse, p_gate, m_h, in_cmp, in_sel, in_win):
 @triton.jit
 def merge_parts(
     p_part, p_part_lse, p_gates, p_out, p_lengths, p_current,
-    Hkv, G, NUM_PARTS, CMP_PARTS, FIRST_SEL, NUM_CMP, MAX_LEN, WIN, s_gb, s_gh, s_ob, s_oh,
+    Hkv, G, NUM_PARTS, FIRST_WIN, FIRST_FORCED, FIRST_FREE, NUM_CMP, MAX_LEN, WIN,
+    s_gb, s_gh, s_ob, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
     CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr,
@@ -78,11 +81,12 @@ def merge_parts(
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = tl.load(p_current + i_b, cache_modifier=".cg")
-    stop_cmp, stop_sel, stop_win = _stops(
-        t, CMP_PARTS, FIRST_SEL, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
+    num_cmp, num_win, num_forced, num_free = _num_parts(
+        t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
     )
     o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
-    in_cmp, in_sel, in_win = _in_branches(o_p, stop_cmp, stop_sel, stop_win, CMP_PARTS, FIRST_SEL)
+    in_cmp, in_win = _among(o_p, 0, num_cmp), _among(o_p, FIRST_WIN, num_win)
+    in_sel = _among(o_p, FIRST_FORCED, num_forced) | _among(o_p, FIRST_FREE, num_free)
     o_h = tl.program_id(0) + tl.arange(0, 1)
     rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
     m_rows = in_cmp[:, None] & (t < MAX_LEN)

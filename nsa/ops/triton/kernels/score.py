@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.kernels.tile import _band, _dot, _dot_add, _rows
+from nsa.ops.triton.kernels.tile import FORCED, _band, _dot, _dot_add, _rows
 
 FIRST_GUESS = tl.constexpr(2 << 23)
 """Two in the exponent of an fp32 number: a factor of 4."""
@@ -120,7 +120,7 @@ def _chosen(scores, o_j, current, N_SEL: tl.constexpr):
     ranked = legal & (forced == 0)
     scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
     key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
-    num_forced = tl.minimum(current + 1, 3)
+    num_forced = tl.minimum(current + 1, FORCED)
     need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
     # The largest `low` that at least `need` keys reach; of all candidates, 0 will do. It is likely
     # to lie above a quarter of the largest, which is tried first.

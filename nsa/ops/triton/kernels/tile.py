@@ -24,6 +24,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nsa.ops.spec import NUM_FORCED
+
+FORCED = tl.constexpr(NUM_FORCED)
+
 
 @triton.jit
 def _dot(a, b, UPCAST: tl.constexpr):
