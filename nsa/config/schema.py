@@ -349,7 +349,6 @@ class Config:
         obstacles = (
             (self.runtime.precision == "fp16", "runtime.precision=fp16: the host scales its loss"),
             (self.runtime.backend == "reference", "runtime.backend=reference"),
-            (self.train.optimizer == "muon", "train.optimizer=muon"),
             (self.data.respect_documents, "data.respect_documents=true: the borders change"),
         )
         for there, what in obstacles:

@@ -229,7 +229,6 @@ COMBINATIONS = {
         ["model.attention=dense", "runtime.backend=triton"],
         "auto or torch for model.attention=dense",
     ),
-    "a graph of Muon": (["runtime.cuda_graph=true", "train.optimizer=muon"], "muon"),
     "a graph of fp16": (["runtime.cuda_graph=true", "runtime.precision=fp16"], "scales its loss"),
     "a graph of the reference": (
         ["runtime.cuda_graph=true", "runtime.backend=reference"],

@@ -110,9 +110,12 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor(tiny_config: BuildConfig)
     assert optimizer.param_groups[1]["lr"] == 0.5
 
 
-def test_a_checkpoint_of_a_graph_is_loaded_by_an_eager_run(tiny_config: BuildConfig) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_of_a_graph_is_loaded_by_an_eager_run(
+    optimizer: str, tiny_config: BuildConfig
+) -> None:
     """Its rate is a tensor, and its optimizer was built for graphs; neither goes over."""
-    cfg = tiny_config()
+    cfg = tiny_config(f"train.optimizer={optimizer}")
     captured, eager = (
         build_optimizer(TinyLM.from_config(cfg, 256), cfg.train, capturable=graph)
         for graph in (True, False)
@@ -133,16 +136,23 @@ ON_GPU = (
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("precision", "rounding"), [("fp32", 1e-4), ("bf16", 5e-3)])
 @pytest.mark.gpu
 @needs_gpu[1]
 def test_a_graph_has_the_losses_of_the_eager_loop(
-    attention: str, accumulate: int, precision: str, rounding: float, tiny_config: BuildConfig
+    attention: str,
+    optimizer: str,
+    accumulate: int,
+    precision: str,
+    rounding: float,
+    tiny_config: BuildConfig,
 ) -> None:
     cfg = tiny_config(
         *ON_GPU,
         *(f"model.attention={attention}", f"runtime.precision={precision}"),
+        f"train.optimizer={optimizer}",
         *("model.dim=64", "model.n_heads=4", "model.n_kv_groups=2", "model.d_k=16"),
         *("model.d_v=16", "nsa.l=16", "nsa.d=8", "nsa.l_sel=16", "nsa.n_sel=8", "nsa.w=32"),
         f"train.accumulate_grad_batches={accumulate}",

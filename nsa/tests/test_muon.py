@@ -66,6 +66,30 @@ def test_weight_decay_is_apart_from_the_gradient() -> None:
     assert torch.allclose(parameter, before * 0.95)
 
 
+def test_a_rate_on_the_device_does_the_same_update() -> None:
+    """A captured update reads its rate from a tensor."""
+    found = []
+    for rate in (0.5, torch.tensor(0.5)):
+        parameter = matrix_with_gradient(8, 12)
+        muon = Muon([parameter], lr=0.1, weight_decay=0.1, capturable=True)
+        muon.param_groups[0]["lr"] = rate
+        muon.step()
+        found.append(parameter.detach())
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], matrix_with_gradient(8, 12))
+
+
+def test_momentum_of_an_older_checkpoint_is_loaded() -> None:
+    """Its groups do not say whether they can be captured."""
+    old, new = (Muon([matrix_with_gradient(4, 4)], lr=0.1, weight_decay=0.0) for _ in range(2))
+    old.step()
+    state = old.state_dict()
+    del state["param_groups"][0]["capturable"]
+    new.load_state_dict(state)
+    assert new.param_groups[0]["capturable"] is False
+    assert new.state_dict()["state"][0]["momentum"].abs().sum() > 0
+
+
 def test_momentum_remembers_and_points_ahead() -> None:
     """After a turn of the gradient the update lies between the old way and the new one."""
     parameter = nn.Parameter(torch.zeros(2, 2))

@@ -140,6 +140,5 @@ def _check(optimizer: Optimizer, runtime: Runtime) -> None:
         )
     if not all(group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(
-            "the optimizer was not built for CUDA graphs; use AdamW, by "
-            "build_optimizer(..., capturable=True)"
+            "the optimizer was not built for CUDA graphs; use build_optimizer(..., capturable=True)"
         )

@@ -29,17 +29,33 @@ EPS = 1e-7
 
 
 class Muon(Optimizer):
-    """For matrices alone. `skip`, a number on the device, leaves everything as it is where 1."""
+    """For matrices alone. `skip`, a number on the device, leaves everything as it is where 1.
 
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+    The rate may be a tensor. `capturable` is a word for those who ask: nothing reads the device.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        *,
+        capturable: bool = False,
+    ) -> None:
         for parameter in params:
             if parameter.ndim != 2:
                 raise ValueError(
                     f"Muon got a parameter of shape {list(parameter.shape)}; it takes matrices: "
                     "give the others to AdamW"
                 )
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "weight_decay": weight_decay, "capturable": capturable}
+        super().__init__(params, defaults)
         self.skip: Tensor | None = None  # [] fp32, 0 or 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("capturable", False)  # checkpoints had no such word at first
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -51,7 +67,7 @@ class Muon(Optimizer):
             for _, same in groupby(found, key=_shape):
                 self._update(list(same), group["lr"], group["weight_decay"])
 
-    def _update(self, params: list[Tensor], lr: float, weight_decay: float) -> None:
+    def _update(self, params: list[Tensor], lr: float | Tensor, weight_decay: float) -> None:
         """Ranks that share matrices out update their parts; to be orthogonal takes whole ones."""
         gradients = [part(p.grad) for p in params if p.grad is not None]
         kept, held = [part(self._momentum(p)) for p in params], [part(p) for p in params]
@@ -62,7 +78,7 @@ class Muon(Optimizer):
         mine = [cut(x, p) for x, p in zip(updates, params, strict=True)]
         rate = lr * RMS * math.sqrt(max(params[0].shape))
         news = torch._foreach_mul(held, 1 - lr * weight_decay)
-        torch._foreach_add_(news, mine, alpha=-rate)
+        torch._foreach_add_(news, torch._foreach_mul(mine, -rate))
         for old, new in zip([*held, *kept], [*news, *momenta], strict=True):
             old.copy_(new if self.skip is None else torch.where(self.skip > 0, old, new))
 

@@ -85,7 +85,10 @@ def build_optimizer(
     adamw = SkippingAdamW(
         [group for group in groups if group["params"]], train.lr, capturable=capturable
     )
-    return MuonAndAdamW(Muon(hidden, train.lr, train.weight_decay), adamw) if hidden else adamw
+    if not hidden:
+        return adamw
+    muon = Muon(hidden, train.lr, train.weight_decay, capturable=capturable)
+    return MuonAndAdamW(muon, adamw)
 
 
 def skipped(optimizer: Optimizer) -> Tensor | None:  # [] fp32, 0 or 1
