@@ -135,7 +135,7 @@ class Decoder:
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
         self._attend_compressed(token, key)
         self._score(key)
-        self._attend_tokens(token.q, key)
+        self._attend_tokens(token, key)
         if read("NSA_STRICT_ASSERTS") and not torch.cuda.is_current_stream_capturing():
             for i, length in enumerate(self.current):
                 assert_selection(self.selection[i : i + 1, :, None], length[None], self.spec)
@@ -191,13 +191,15 @@ class Decoder:
             ),
         )  # fmt: skip
 
-    def _attend_tokens(self, q: Tensor, key: Any) -> None:
+    def _attend_tokens(self, token: Token, key: Any) -> None:
         caches, tiles, spec = self.caches, self.tiles, self.spec
+        news = (token.k[1], token.v[1], token.k[2], token.v[2])
         start(
             self.memo, ("tokens", key), decode.attend_tokens,
             (
-                q, *caches.sel[:2], *caches.win[:2], self.scores, self.part, self.part_lse,
-                self.selection, caches.reads, caches.last_reads, self.current, self._table,
+                token.q, *news, *caches.sel[:2], *caches.win[:2], self.scores,
+                self.part, self.part_lse, self.selection,
+                caches.reads, caches.last_reads, caches.lengths, self._table,
             ),
             lambda: Launch(
                 (self.segments, self.token_parts),
@@ -205,7 +207,8 @@ class Decoder:
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
                     self.win_parts, self.win_parts + self.forced_parts,
                     self.num_blocks, self.max_len, self.window,
-                    self.scale * LOG2_E, self._table_width, q.stride(0), q.stride(2),
+                    self.scale * LOG2_E, self._table_width,
+                    *(x.stride(i) for x in (token.q, token.k[1], token.v[1]) for i in (0, 2)),
                     caches.sel.k.stride(0), caches.sel.v.stride(0), caches.sel.k.shape[2],
                 ),
                 self._dims()

@@ -44,11 +44,12 @@ class Cut(NamedTuple):
     keys: int
     warps: int
     stages: int
+    token_warps: int = 4
 
 
 FEW = Cut(512, 64, 512, 64, 64, 4, 3)
 FEW_LONG = FEW._replace(shortest=128)
-NARROW = Cut(512, 64, 512, 128, 64, 2, 3)
+NARROW = Cut(512, 64, 512, 128, 64, 2, 3, 2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2)
@@ -107,7 +108,7 @@ def decode_tiles(
         SUMS=sums,
         cmp_warps=cut.warps if fits else 4,
         cmp_stages=cut.stages if fits else 3,
-        tok_warps=4,
+        tok_warps=cut.token_warps if fits else 4,
         tok_stages=2,
         merge_warps=min(8, max(1, padded(num_parts) * padded(d_v) // MERGED_BY_A_WARP)),
     )

@@ -11,10 +11,10 @@ compressed cache are [pages, Hkv, tokens of a page, D], and the table [B, pages 
 which page holds each block.
 
 EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
-where it begins to read them. By then that one has itself waited, in all of its programs: what lies
-further back is there already and is taken before the wait, from the L2 cache, since it is the wait
-that makes the L1 cache forget. So the window and the forced blocks, which need no score, are read
-while the blocks are still being scored.
+where it begins to read them. What was there before that one began is taken before the wait, from
+the L2 cache, since it is the wait that makes the L1 cache forget. The window and the forced blocks
+need no score: they are read beside the end of the compressed branch. The new token, which that
+branch stores, they take from where it came.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.kernels.decode_score import _choose, _store_sums
-from nsa.ops.triton.kernels.tile import FORCED, _dot, _dot_add, _wait
+from nsa.ops.triton.kernels.tile import FORCED, _dot, _dot_add, _let_next_come, _wait
 
 AVERAGED = tl.constexpr(32)
 """Raw tokens that are averaged at a time."""
@@ -43,6 +43,14 @@ def _new(p, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
     """A head of the new token, where the program stores it."""
     o_d = tl.arange(0, D_PAD)
     return tl.load(p + o_d, mask=(o_d < D) & is_mine, other=0.0)
+
+
+@triton.jit
+def _new_row(p, is_mine, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Columns of a head of the new token from `column` on, fp32 [1, D_PAD]; 0 where not mine."""
+    o_d = column + tl.arange(0, D_PAD)
+    b = tl.load(p + o_d, mask=(o_d < D) & is_mine, other=0.0, cache_modifier=".cg")
+    return b.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -167,6 +175,7 @@ def attend_compressed(
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     part = tl.program_id(0)
     _wait(EARLY)
+    _let_next_come(EARLY)
     t = tl.load(p_lengths + i_b)
     stores = part == 0
     tl.store(p_current + i_b, t, mask=stores)
@@ -257,10 +266,10 @@ def attend_compressed(
 
 @triton.jit
 def attend_tokens(
-    p_q, p_k_sel, p_v_sel, p_k_win, p_v_win, p_scores, p_part, p_part_lse, p_selection,
-    p_reads, p_last_reads, p_current, p_table,
+    p_q, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel, p_k_win, p_v_win,
+    p_scores, p_part, p_part_lse, p_selection, p_reads, p_last_reads, p_lengths, p_table,
     Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
-    s_table, s_qb, s_qh, s_sel_k, s_sel_v, s_head_sel,
+    s_table, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_sel_k, s_sel_v, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
@@ -271,15 +280,17 @@ def attend_tokens(
 
     Every part of the last kind chooses by itself, and all of a segment choose the same. The first
     WIN_PARTS of the grid are those of the window; all of the first AHEAD_PARTS need no score and,
-    where they are read AHEAD, do not wait. What was read is counted here, and nowhere else: tokens
-    of the compressed, selected and window branch.
+    where they are read AHEAD, do not wait. The first part of either takes the new token from its
+    source, and no part takes it from the cache. What was read is counted here, and nowhere else:
+    tokens of the compressed, selected and window branch.
     """
     i_seg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     in_win, in_sel = tl.program_id(1) < WIN_PARTS, tl.program_id(1) >= WIN_PARTS
     in_free = tl.program_id(1) >= AHEAD_PARTS
     part = tl.program_id(1) - tl.where(in_win, 0, tl.where(in_free, AHEAD_PARTS, WIN_PARTS))
-    length = tl.load(p_current + i_b, cache_modifier=".cg") + 1
+    t = tl.load(p_lengths + i_b, cache_modifier=".cg")
+    length = t + 1
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
@@ -289,10 +300,12 @@ def attend_tokens(
             _wait(EARLY)
     else:
         _wait(EARLY)
+    if in_free:
+        _let_next_come(EARLY)
     if length > MAX_LEN:
         return
     num_win = tl.minimum(length, WIN)
-    current = (length - 1) // L_SEL
+    current = t // L_SEL
     num_forced = tl.minimum(current + 1, FORCED)
     num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
     p_ids = p_selection + i_seg * N_SEL
@@ -305,9 +318,16 @@ def attend_tokens(
     p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
     ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
     b_sums = tl.load(p_sums, mask=m_c, other=0)
-    top = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    has_new = (part == 0) & (tl.program_id(1) < AHEAD_PARTS)
+    p_k_new = tl.where(in_win, p_k_win_new, p_k_sel_new) + i_b * s_kb + i_g * s_kh
+    p_v_new = tl.where(in_win, p_v_win_new, p_v_sel_new) + i_b * s_vb + i_g * s_vh
+    top = tl.sum(b_q.to(tl.float32) * _new_row(p_k_new, has_new, 0, DK, DK1), axis=1)
+    if DK2 > 0:
+        top += tl.sum(b_q2.to(tl.float32) * _new_row(p_k_new, has_new, DK1, DK, DK2), axis=1)
+    top = tl.where(has_new, top * scale_log2, float("-inf"))
+    total = tl.where(has_new, tl.full([BM], 1.0, tl.float32), 0.0)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32) + _new_row(p_v_new, has_new, 0, DV, DV_PAD)
+    newest = tl.where(in_win, t % WIN, t)
     own = 0 if PER_PAGE > 0 else i_b
     p_k = p_k_sel + own * s_sel_k + i_g * s_head_sel * DK
     p_v = p_v_sel + own * s_sel_v + i_g * s_head_sel * DV
@@ -325,7 +345,7 @@ def attend_tokens(
         block = tl.load(p_ids + 1 + place, mask=in_free, other=block)
         in_block = i % STEPS * BN + o_n
         o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)
-        m_k = (o_k < num_keys) & (in_win | (in_block < L_SEL))
+        m_k = (o_k < num_keys) & (o_k != newest) & (in_win | (in_block < L_SEL))
         if PER_PAGE > 0:
             p_pages = p_table + i_b * s_table + o_k // PER_PAGE
             page = tl.load(p_pages, mask=m_k & in_sel, other=0, cache_modifier=".cg")

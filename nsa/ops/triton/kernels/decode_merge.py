@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.kernels.tile import FORCED, _wait
+from nsa.ops.triton.kernels.tile import FORCED, _let_next_come, _wait
 
 
 @triton.jit
@@ -92,6 +92,7 @@ def merge_parts(
     m_rows = in_cmp[:, None] & (t < MAX_LEN)
     b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
     _wait(EARLY)
+    _let_next_come(EARLY)
     if t >= MAX_LEN:
         return
     b_more, more_lse = _parts(p_part, p_part_lse, rows, (in_sel | in_win)[:, None], DV, DV_PAD)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.kernels.score import _chosen
-from nsa.ops.triton.kernels.tile import _wait
+from nsa.ops.triton.kernels.tile import _let_next_come, _wait
 
 
 @triton.jit
@@ -159,6 +159,7 @@ def score_blocks(
     i_seg = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * NB
     length = tl.load(p_lengths + i_seg // Hkv, cache_modifier=".cg") + 1
+    _let_next_come(EARLY)  # what it reads before it waits in turn was there before this step
     _wait(EARLY)
     if (first * L_SEL >= length) | (length > MAX_LEN):
         return

@@ -151,7 +151,13 @@ def _stats(p_stats, rows, m_r):
 
 @triton.jit
 def _wait(EARLY: tl.constexpr):
-    """Wait for what earlier kernels wrote; let the next one come and wait in turn."""
+    """Wait for what earlier kernels wrote."""
     if EARLY:
         gdc_wait()
+
+
+@triton.jit
+def _let_next_come(EARLY: tl.constexpr):
+    """Let the next kernel start, as soon as all programs have come here."""
+    if EARLY:
         gdc_launch_dependents()
