@@ -16,6 +16,8 @@ class Stage:
     steps: int
     shortest: int
     """Tokens of the shortest document."""
+    num_keys: int
+    """Keys that its needles have, the rarest words first; the hay has none of them."""
     growing: tuple[float, float]
     """Shares of its steps between which documents grow from the shortest to the length of a row."""
     settings: dict[str, object] = field(default_factory=dict)
@@ -29,7 +31,6 @@ class Preset:
     vocab: int
     digits: int
     """Digits of a value; all such numbers are tokens."""
-    num_keys: int
     text_chars: int
     """Characters of text to hide needles in."""
     stages: tuple[Stage, ...]
@@ -48,6 +49,11 @@ class Preset:
     seed: int = 1
 
     @property
+    def num_keys(self) -> int:
+        """Keys of the grid: those of the last stage."""
+        return self.stages[-1].num_keys
+
+    @property
     def seq_len(self) -> int:
         """Tokens of a row in the last stage: the longest context that was trained."""
         return self.stages[-1].seq_len
@@ -62,38 +68,41 @@ def blocks(l: int, d: int, l_sel: int, n_sel: int, w: int) -> dict[str, object]:
 FULL = Preset(
     vocab=8192,
     digits=2,
-    num_keys=512,
     text_chars=24_000_000,
     stages=(
         Stage(
             seq_len=128,
             batch_size=256,
-            steps=1500,
+            steps=3000,
             shortest=32,
-            growing=(0.2, 0.6),
-            settings=blocks(8, 4, 16, 4, 16) | {"train.lr": 4.0e-3},
+            num_keys=32,
+            growing=(0.4, 0.7),
+            settings=blocks(8, 4, 16, 4, 16) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=512,
             batch_size=64,
-            steps=2000,
+            steps=1500,
             shortest=64,
+            num_keys=128,
             growing=(0.0, 0.4),
             settings=blocks(16, 8, 32, 6, 32) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=2048,
             batch_size=16,
-            steps=2000,
+            steps=1500,
             shortest=128,
+            num_keys=256,
             growing=(0.0, 0.4),
             settings=blocks(32, 16, 64, 8, 128) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=8192,
             batch_size=4,
-            steps=2000,
+            steps=1500,
             shortest=256,
+            num_keys=512,
             growing=(0.0, 0.3),
             settings=blocks(32, 16, 64, 16, 512) | {"train.lr": 2.0e-3},
         ),
@@ -110,12 +119,13 @@ FULL = Preset(
         "model.embed_std": 0.04,
         "model.rope_base": 1.0e6,
         "train.optimizer": "muon",
-        "train.warmup_steps": 60,
+        "train.warmup_steps": 100,
         "train.log_every": 50,
         "train.eval_every": 500,
         "train.eval_batches": 4,
         "runtime.precision": "bf16",
         "runtime.compile": True,
+        "runtime.cuda_graph": True,
     },
     lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
     depths=11,
@@ -128,7 +138,6 @@ FULL = Preset(
 TINY = Preset(
     vocab=1024,
     digits=2,
-    num_keys=64,
     text_chars=400_000,
     stages=(
         Stage(
@@ -136,6 +145,7 @@ TINY = Preset(
             batch_size=4,
             steps=3,
             shortest=32,
+            num_keys=32,
             growing=(0.3, 0.7),
             settings=blocks(4, 2, 8, 4, 8),
         ),
@@ -144,6 +154,7 @@ TINY = Preset(
             batch_size=4,
             steps=4,
             shortest=32,
+            num_keys=64,
             growing=(0.0, 0.4),
             settings=blocks(8, 4, 8, 4, 16),
         ),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,8 @@ from studies.long_context.text import TOKENIZER, Say, read_hay
 from studies.long_context.training_rows import Mixture, make_row
 from studies.long_context.vocabulary import Words, find_words
 
-CHUNK_ROWS = 64
-"""Rows that a process makes at a time."""
+CHUNK_TOKENS = 65536
+"""Tokens of the rows that a process makes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,19 @@ class RowMaker:
     """Of the rows, and of the trainer that shuffles them."""
 
 
-def write_shards(folder: Path, maker: RowMaker, num_rows: dict[str, int], say: Say) -> None:
+def write_shards(
+    folder: Path, maker: RowMaker, num_rows: dict[str, int], say: Say, pool: Executor | None = None
+) -> None:
     """One shard for each side and the manifest last; a folder that is complete stays.
 
-    Each side gets a row more than it is asked for, for the last target of the row before it.
+    Each side gets a row more than it is asked for, for the last target of the row before it. The
+    rows are made by the processes of `pool`, or here.
     """
     if (folder / FILE_NAME).is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = HFTokenizer(maker.text / TOKENIZER)
-    shards = [_write_side(folder, side, maker, num_rows[side], tokenizer) for side in num_rows]
+    shards = [_write_side(folder, side, maker, num_rows[side], pool) for side in num_rows]
     documents = {shard.side: shard.documents for shard in shards}
     manifest = Manifest(
         tokenizer=tokenizer.name,
@@ -74,10 +77,11 @@ def place_of(turn: int, side: str, num_rows: int, seed: int) -> int:
 
 
 def _write_side(
-    folder: Path, side: str, maker: RowMaker, num_rows: int, tokenizer: HFTokenizer
+    folder: Path, side: str, maker: RowMaker, num_rows: int, pool: Executor | None
 ) -> Shard:
+    tokenizer = HFTokenizer(maker.text / TOKENIZER)
     rows = np.empty((num_rows + 1, maker.mixture.seq_len), id_type(tokenizer.vocab))
-    for places, made in _make(maker, side, num_rows):
+    for places, made in _make(maker, side, num_rows, pool):
         rows[places] = made
     name = f"{side}-00000.bin"
     with DurableFile(folder / name) as file:
@@ -95,18 +99,13 @@ Made = tuple[list[int], Ids]
 """Places, and the row for each: [rows, S]."""
 
 
-def _make(maker: RowMaker, side: str, num_rows: int) -> Iterable[Made]:
-    """All rows in chunks, from many processes where there are many."""
-    starts = range(0, num_rows + 1, CHUNK_ROWS)
-    chunks = [range(start, min(start + CHUNK_ROWS, num_rows + 1)) for start in starts]
-    if len(chunks) < 4:
-        made = _Maker(maker, side, num_rows)
-        yield from map(made.rows, chunks)
-        return
-    with ProcessPoolExecutor(
-        mp_context=get_context("spawn"), initializer=_open, initargs=(maker, side, num_rows)
-    ) as pool:
-        yield from pool.map(_make_chunk, chunks)
+def _make(maker: RowMaker, side: str, num_rows: int, pool: Executor | None) -> Iterable[Made]:
+    """All rows in chunks."""
+    size = max(1, CHUNK_TOKENS // maker.mixture.seq_len)
+    starts = range(0, num_rows + 1, size)
+    chunks = [range(start, min(start + size, num_rows + 1)) for start in starts]
+    make = partial(_make_chunk, maker, side, num_rows)
+    return map(make, chunks) if pool is None else pool.map(make, chunks)
 
 
 class _Maker:
@@ -135,13 +134,10 @@ class _Maker:
         ).ids
 
 
-_maker: list[_Maker] = []
-"""What a process makes rows with."""
+@lru_cache(maxsize=2)
+def _open(maker: RowMaker, side: str, num_rows: int) -> _Maker:
+    return _Maker(maker, side, num_rows)
 
 
-def _open(maker: RowMaker, side: str, num_rows: int) -> None:
-    _maker.append(_Maker(maker, side, num_rows))
-
-
-def _make_chunk(turns: range) -> Made:
-    return _maker[0].rows(turns)
+def _make_chunk(maker: RowMaker, side: str, num_rows: int, turns: range) -> Made:
+    return _open(maker, side, num_rows).rows(turns)

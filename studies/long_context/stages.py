@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ from studies.long_context.vocabulary import find_words
 
 VAL_BATCHES = 16
 """Held-out batches of a stage, for the loss that the trainer measures."""
+LITTLE = 1_000_000
+"""Tokens of rows that are not worth other processes."""
 PROBE_TOKENS = 131072
 """Tokens of the held-out rows that a model is probed with."""
 
@@ -32,16 +36,19 @@ def make_data(source: Path | None, out: Path, preset: Preset, say: Say) -> Path:
     text = out / "text"
     vocab, digits, chars = preset.vocab, preset.digits, preset.text_chars
     prepare_text(source, text, vocab=vocab, digits=digits, chars=chars, say=say)
-    for number, stage in enumerate(preset.stages):
-        maker = RowMaker(
-            text=text,
-            mixture=mixture_of(preset, number),
-            digits=digits,
-            num_keys=preset.num_keys,
-            seed=preset.seed,
-        )
-        num_rows = {TRAIN: stage.steps * stage.batch_size, VAL: VAL_BATCHES * stage.batch_size}
-        write_shards(shards_folder(out, preset, number), maker, num_rows, say)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # starts nobody unasked
+        for number, stage in enumerate(preset.stages):
+            maker = RowMaker(
+                text=text,
+                mixture=mixture_of(preset, number),
+                digits=digits,
+                num_keys=stage.num_keys,
+                seed=preset.seed,
+            )
+            tokens = stage.steps * stage.batch_size * stage.seq_len
+            num_rows = {TRAIN: stage.steps * stage.batch_size, VAL: VAL_BATCHES * stage.batch_size}
+            many = pool if tokens > LITTLE else None
+            write_shards(shards_folder(out, preset, number), maker, num_rows, say, many)
     return text
 
 
@@ -61,7 +68,7 @@ def probe_stage(attention: str, preset: Preset, number: int, out: Path, text: Pa
     """Ask the model of a stage for all answers in held-out rows of that stage."""
     model, _ = load_stage(attention, preset, number, out)
     tokenizer = HFTokenizer(text / TOKENIZER)
-    words = find_words(tokenizer, preset.digits, preset.num_keys)
+    words = find_words(tokenizer, preset.digits, preset.stages[number].num_keys)
     mixture, hay = mixture_of(preset, number), read_hay(text, VAL, words)
     num = max(1, min(PROBE_TOKENS, preset.batch_tokens) // mixture.seq_len)
     rows = [make_row(i, VAL, mixture, hay, words, tokenizer.eos, preset.seed) for i in range(num)]

@@ -28,7 +28,7 @@ class Mixture:
     they may be as long as a row; in between they grow by as many powers of two in equal times."""
     whole: float = 0.3
     """Share of rows that are a single document, when documents are fully grown."""
-    single: float = 0.25
+    single: float = 0.1
     """Share of documents with one needle, and again half as many with a pass key; the others have
     two or more, as many as there is room for, every power of two as likely."""
     asks: int = 3
