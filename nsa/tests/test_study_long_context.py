@@ -23,7 +23,7 @@ from nsa.telemetry import read_metrics
 from studies.long_context import plot, run
 from studies.long_context.evaluate import ANSWERERS, ROPES, Exam, ask, scale_rope
 from studies.long_context.presets import FULL, PRESETS, TINY
-from studies.long_context.probe import probe
+from studies.long_context.probe import best_head, probe
 from studies.long_context.results import (
     NAME,
     Grid,
@@ -300,11 +300,17 @@ def test_probe_counts_the_needles_whose_blocks_are_read() -> None:
 
     everything, forced = found(16), found(3)
     assert everything.chosen == everything.asked
-    assert str(everything).endswith("blocks of the needles chosen: 100%, 100%, 100%, 100%")
+    assert str(everything).endswith("chosen by the best head: 100%, 100%, 100%, 100%")
     questions = [q for row in rows for q in zip(row.answers, row.distances, strict=True)]
     far = [is_forced(*question) for question in questions if question[1] > 64]
     assert forced.chosen is not None and forced.chosen[-1] == sum(far) < len(far)
     assert sum(forced.chosen) == sum(is_forced(*question) for question in questions)
+
+
+def test_probe_follows_one_head_and_not_whoever_was_lucky() -> None:
+    """Two heads, each with half of the needles: together they have all, none of them more."""
+    reads = torch.tensor([[True, False], [False, True], [True, False], [False, False]])
+    assert best_head(reads) == [True, False, True, False]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -9,8 +9,8 @@ Schema, version 2, one JSON object:
   probes       [{model, seq_len, distances, right, asked, seconds, chosen}, ...], one for each
                stage: answers in held-out training rows, counted by the tokens between needle and
                answer; each of `distances` is the largest of its class; `chosen` counts those whose
-               needle lies in a block that NSA selected in any layer (null: it has none, or nobody
-               has looked)
+               needle lies in a block that NSA selected, by the KV head, of all layers, that
+               selects most of them (null: it has none, or nobody has looked)
   grids        [{model, task, rope, way, length, depths, right, asked, seconds}, ...]: `right` and
                `asked` have a count for each of `depths` (0 is the start of the text, 1 its end);
                `rope` is one of none, linear, base; `way` is forward (one pass over the context)
@@ -93,7 +93,7 @@ class Probe:
         if self.chosen is None:
             return text
         shares = [f"{chosen / of:.0%}" for chosen, of in zip(self.chosen, self.asked, strict=True)]
-        return f"{text}; blocks of the needles chosen: {', '.join(shares)}"
+        return f"{text}; blocks of the needles chosen by the best head: {', '.join(shares)}"
 
 
 @dataclass(kw_only=True)

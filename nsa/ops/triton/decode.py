@@ -186,7 +186,8 @@ class Decoder:
                 {"L": self.spec.l, "STEP": self.spec.d, "L_SEL": self.spec.l_sel}
                 | {"CMP_PART": tiles.CMP_PART, "PARTS": padded(self.cmp_parts)}
                 | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "SUMS": tiles.SUMS}
-                | {"EARLY": self.early, "BM": tiles.BM, "BN": tiles.BN, "NB": tiles.BLOCKS},
+                | {"EARLY": self.early, "BESIDE": tiles.BESIDE, "BM": tiles.BM, "BN": tiles.BN}
+                | {"NB": tiles.BLOCKS},
                 self._options(4),
             ),
         )  # fmt: skip

@@ -26,6 +26,9 @@ class DecodeTiles(NamedTuple):
     """Blocks that a program scores."""
     SUMS: bool
     """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
+    BESIDE: bool
+    """Whether window and forced blocks are read beside the end of the compressed branch, or after
+    it, beside the scoring."""
     cmp_warps: int
     cmp_stages: int
     tok_warps: int
@@ -45,14 +48,15 @@ class Cut(NamedTuple):
     warps: int
     stages: int
     token_warps: int = 4
+    beside: bool = False
 
 
 FEW = Cut(512, 64, 512, 64, 64, 4, 3)
 FEW_LONG = FEW._replace(shortest=128)
 NARROW = Cut(512, 64, 512, 128, 64, 2, 3, 2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
-WIDE = Cut(264, 256, 512, 256, 64, 4, 3)
-WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2)
+WIDE = Cut(264, 256, 512, 256, 64, 4, 3, beside=True)
+WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)
 """Best of those that were timed on an H200 (132 processors); docs/kernels.md has the others.
 
 A GPU that is full at once, with programs that end together, beats several rounds: two or three
@@ -106,6 +110,7 @@ def decode_tiles(
         PER_PART=per_part,
         BLOCKS=scored if sums else 32 if segments < FEW_SEGMENTS else 64,
         SUMS=sums,
+        BESIDE=cut.beside,
         cmp_warps=cut.warps if fits else 4,
         cmp_stages=cut.stages if fits else 3,
         tok_warps=cut.token_warps if fits else 4,

@@ -153,14 +153,17 @@ def score_blocks(
     Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, MAX_LEN, s_logits,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
     PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, SUMS: tl.constexpr,
-    EARLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NB: tl.constexpr,
+    EARLY: tl.constexpr, BESIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NB: tl.constexpr,
 ):  # fmt: skip
     """Parts of the scores of NB blocks up to the end: fp32 [segments, LEVELS, NUM_BLOCKS]."""
     i_seg = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * NB
     length = tl.load(p_lengths + i_seg // Hkv, cache_modifier=".cg") + 1
-    _let_next_come(EARLY)  # what it reads before it waits in turn was there before this step
+    # What the next one reads before it waits in turn was there before this step.
+    _let_next_come(EARLY and BESIDE)
     _wait(EARLY)
+    _let_next_come(EARLY and not BESIDE)
     if (first * L_SEL >= length) | (length > MAX_LEN):
         return
     num_cmp = tl.minimum(tl.maximum((length - L + STEP) // STEP, 0), NUM_CMP)
