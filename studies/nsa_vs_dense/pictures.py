@@ -12,7 +12,7 @@ from studies.nsa_vs_dense.results import dense_twin
 
 # Colours that stay apart for colour-blind readers.
 COLOURS = {"dense": "#333333", "nsa": "#0072b2", "nsa-mlp": "#d55e00", "nsa-sigmoid": "#cc79a7"}
-OTHERS = ("#009e73", "#e69f00", "#56b4e9", "#8c6d31")
+OTHERS = ("#009e73", "#e69f00", "#56b4e9", "#8c6d31", "#9467bd")
 SEEDS = ("-", (0, (4, 1.5)), ":")
 BRANCHES = ("compressed", "selected", "window")
 GOAL = 0.02
