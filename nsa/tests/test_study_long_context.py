@@ -19,6 +19,7 @@ from nsa.data.hf_tokenizer import HFTokenizer
 from nsa.data.local import TRAIN, VAL
 from nsa.data.open import open_data
 from nsa.data.shards import verify_shards
+from nsa.ops.spec import NUM_FORCED
 from nsa.telemetry import read_metrics
 from studies.long_context import plot, run
 from studies.long_context.evaluate import ANSWERERS, ROPES, Exam, ask, scale_rope
@@ -314,8 +315,11 @@ def test_probe_follows_one_head_and_not_whoever_was_lucky() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_blocks_must_be_chosen_in_the_rows_of_every_stage(name: str) -> None:
-    for stage in PRESETS[name].stages:
+def test_rows_of_every_stage_are_more_than_what_is_read(name: str) -> None:
+    """And before the last, only the compressed branch sees the rest."""
+    stages = PRESETS[name].stages
+    assert {stage.settings["nsa.n_sel"] for stage in stages[:-1]} == {NUM_FORCED}
+    for stage in stages:
         n_sel, l_sel, w = (
             int(str(stage.settings[f"nsa.{key}"])) for key in ("n_sel", "l_sel", "w")
         )

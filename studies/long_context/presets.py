@@ -60,8 +60,9 @@ class Preset:
 
 
 def blocks(l: int, d: int, l_sel: int, n_sel: int, w: int) -> dict[str, object]:
-    """Sizes of NSA. A stage of shorter rows has smaller ones: a row of any stage is more than its
-    window and the blocks that a query reads, so that blocks must be chosen from the start."""
+    """Sizes of NSA. A stage of shorter rows has smaller ones, so that a row of any stage is more
+    than its window and the blocks that a query reads. Before the last stage these are the forced
+    ones alone: what lies further back comes through the compressed branch, or not at all."""
     return {"nsa.l": l, "nsa.d": d, "nsa.l_sel": l_sel, "nsa.n_sel": n_sel, "nsa.w": w}
 
 
@@ -77,7 +78,7 @@ FULL = Preset(
             shortest=32,
             num_keys=32,
             growing=(0.4, 0.7),
-            settings=blocks(8, 4, 16, 4, 16) | {"train.lr": 3.0e-3},
+            settings=blocks(8, 4, 16, 3, 16) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=512,
@@ -86,7 +87,7 @@ FULL = Preset(
             shortest=64,
             num_keys=128,
             growing=(0.0, 0.4),
-            settings=blocks(16, 8, 32, 6, 32) | {"train.lr": 3.0e-3},
+            settings=blocks(16, 8, 32, 3, 32) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=2048,
@@ -95,7 +96,7 @@ FULL = Preset(
             shortest=128,
             num_keys=256,
             growing=(0.0, 0.4),
-            settings=blocks(32, 16, 64, 8, 128) | {"train.lr": 3.0e-3},
+            settings=blocks(32, 16, 64, 3, 128) | {"train.lr": 3.0e-3},
         ),
         Stage(
             seq_len=8192,
@@ -147,7 +148,7 @@ TINY = Preset(
             shortest=32,
             num_keys=32,
             growing=(0.3, 0.7),
-            settings=blocks(4, 2, 8, 4, 8),
+            settings=blocks(4, 2, 8, 3, 8),
         ),
         Stage(
             seq_len=96,
