@@ -61,7 +61,7 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         decode_score.score_blocks,
         blocks
         | dict(PARTS=padded(num_parts), STRIDES_PAD=4, NB=tiles.BLOCKS, SUMS=tiles.SUMS)
-        | dict(CMP_PART=tiles.CMP_PART, LEVELS=2)
+        | dict(CMP_PART=tiles.CMP_PART, LEVELS=2, BESIDE=tiles.BESIDE)
         | last
         | dict(BN=tiles.BN),
         dict(num_warps=4),
@@ -83,6 +83,9 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
     )
 
 
+ORDER = ("wait", "launch_dependents")
+
+
 @pytest.mark.parametrize(("capability", "segments"), [(80, 4), (90, 4), (90, 128)])
 @pytest.mark.parametrize(("d_k", "d_v", "per_group"), HEADS)
 def test_decode_kernels_compile_and_fit(d_k, d_v, per_group, segments, capability):
@@ -92,7 +95,11 @@ def test_decode_kernels_compile_and_fit(d_k, d_v, per_group, segments, capabilit
         assert compiled.metadata.shared <= MAX_SHARED_BYTES[capability], kernel.__name__
         if capability == 90:
             assert stack_bytes(compiled) <= MAX_STACK_BYTES, kernel.__name__
-            assert "griddepcontrol.wait" in compiled.asm["ptx"]
+            ptx = compiled.asm["ptx"]
+            waits, lets_come = (ptx.index(f"griddepcontrol.{word}") for word in ORDER)
+            # The next kernel reads ahead beside the one before this, or beside this one.
+            ahead = kernel is decode_score.score_blocks and constants["BESIDE"]
+            assert (lets_come < waits) == ahead, kernel.__name__
         if kernel is decode.attend_tokens:
             # What is read before the wait must not come from the L1 cache.
             assert "cp.async.cg" in compiled.asm["ptx"] and "cp.async.ca" not in compiled.asm["ptx"]

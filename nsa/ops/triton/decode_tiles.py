@@ -53,7 +53,7 @@ class Cut(NamedTuple):
 
 FEW = Cut(512, 64, 512, 64, 64, 4, 3)
 FEW_LONG = FEW._replace(shortest=128)
-NARROW = Cut(512, 64, 512, 128, 64, 2, 3, 2)
+NARROW = Cut(512, 64, 512, 128, 64, 2, 3, token_warps=2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3, beside=True)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)

@@ -13,8 +13,8 @@ which page holds each block.
 EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
 where it begins to read them. What was there before that one began is taken before the wait, from
 the L2 cache, since it is the wait that makes the L1 cache forget. The window and the forced blocks
-need no score: they are read beside the end of the compressed branch. The new token, which that
-branch stores, they take from where it came.
+need no score: they are read while the others are being scored or, BESIDE, already beside the end of
+the compressed branch. The new token, which that branch stores, they take from where it came.
 """
 
 from __future__ import annotations
