@@ -152,6 +152,17 @@ def test_finished_arms_are_not_trained_again(place, results, capsys):
     assert again == results
 
 
+def test_arms_of_an_earlier_study_are_known_on_another_machine(place, results, tmp_path, capsys):
+    known = ["--known", str(place / "out" / "results.json"), "--arms", "tiny-dense-s1,tiny-nsa-s1"]
+    where = ["--data", str(place / "shards"), "--table", str(place / "arms.toml")]
+    assert study.main([*where, "--out", str(tmp_path / "new"), *known]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and all("finished before" in line for line in said)
+    more = ["--set", "nsa.w=4", "--arms", "tiny-nsa-s1", "--budget-seconds", "0.001"]
+    assert study.main([*where, "--out", str(tmp_path / "other"), *known, *more]) == 0
+    assert "not started: tiny-nsa-s1" in capsys.readouterr().out, "that is another arm"
+
+
 def test_an_arm_with_other_settings_or_data_is_not_finished(place, results):
     parser = study._parser()
     where = ["--data", str(place / "shards"), "--out", str(place / "out")]

@@ -27,13 +27,21 @@ from nsa.data.local import TRAIN, VAL
 from nsa.data.manifest import read_manifest
 from studies.nsa_vs_dense.arms import Arm, choose, read_table
 from studies.nsa_vs_dense.processes import Job, start_job, stop_jobs
-from studies.nsa_vs_dense.results import IDENTITY, NAME, read_arm, read_results, write_results
+from studies.nsa_vs_dense.results import (
+    IDENTITY,
+    NAME,
+    read_arm,
+    read_results,
+    write_arm,
+    write_results,
+)
 from studies.nsa_vs_dense.speed import LEAST_STEPS, untimed
 from studies.nsa_vs_dense.train_arm import Task
 
 HERE = Path(__file__).resolve().parent
 LOOK_S = 0.2
 """Between two looks at who has ended."""
+RESULT = ".result.json"
 SPEED = ".speed"
 """Added to the name of an arm, in files and where it failed: the updates that time it alone."""
 
@@ -79,6 +87,7 @@ class Study:
             "price_per_hour": price,
             "cost": None,
         }
+        self.known = read_results(Path(args.known))["arms"] if args.known else []
         self.table = table.name
         self.calls: list[dict[str, Any]] = []
         self.failed: dict[str, str] = {}
@@ -90,6 +99,11 @@ class Study:
     def run(self) -> int:
         """Train the arms, then time those that have no speed, where that was asked for."""
         self.out.mkdir(parents=True, exist_ok=True)
+        self.work.mkdir(parents=True, exist_ok=True)
+        for arm in self.known:
+            path = self.work / f"{arm['name']}{RESULT}"
+            if not path.exists():
+                write_arm(path, arm)
         self.train()
         if self.speed_steps is not None:
             self.time_alone(self.speed_steps)
@@ -216,7 +230,7 @@ class Study:
 
     def result_of(self, arm: Arm) -> Path:
         """Where the result of an arm is; it outlives the run folder."""
-        return self.work / f"{arm.name}.result.json"
+        return self.work / f"{arm.name}{RESULT}"
 
     def finished(self, arm: Arm) -> bool:
         """Whether there is a result of this very arm on this very data."""
@@ -282,6 +296,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--speed", type=_positive, metavar="N", help="then time who has no speed: N updates alone"
     )
+    known = "results.json of arms that need not be trained again where --work is new"
+    parser.add_argument("--known", metavar="FILE", help=known)
     parser.add_argument("--keep-weights", action="store_true", help="also keep model.pt")
     parser.add_argument("--price", type=float, metavar="P", help="of an hour (NSA_PRICE_PER_H)")
     parser.add_argument("--commit", metavar="NAME", help="what to record (git says)")
