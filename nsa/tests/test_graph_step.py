@@ -121,6 +121,7 @@ def test_a_checkpoint_of_a_graph_is_loaded_by_an_eager_run(
         for graph in (True, False)
     )
     for group in captured.param_groups:
+        assert group["capturable"]
         group["lr"] = torch.tensor(0.25)
 
     load_optimizer(eager, captured.state_dict())

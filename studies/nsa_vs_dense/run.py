@@ -42,6 +42,7 @@ HERE = Path(__file__).resolve().parent
 LOOK_S = 0.2
 """Between two looks at who has ended."""
 RESULT = ".result.json"
+"""Added to the name of an arm: what came of it."""
 SPEED = ".speed"
 """Added to the name of an arm, in files and where it failed: the updates that time it alone."""
 
