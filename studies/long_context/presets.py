@@ -74,7 +74,7 @@ FULL = Preset(
         Stage(
             seq_len=128,
             batch_size=256,
-            steps=3000,
+            steps=2000,
             shortest=32,
             num_keys=32,
             growing=(0.4, 0.7),
@@ -83,7 +83,7 @@ FULL = Preset(
         Stage(
             seq_len=512,
             batch_size=64,
-            steps=1500,
+            steps=2000,
             shortest=64,
             num_keys=128,
             growing=(0.0, 0.4),
@@ -92,7 +92,7 @@ FULL = Preset(
         Stage(
             seq_len=2048,
             batch_size=16,
-            steps=1500,
+            steps=2000,
             shortest=128,
             num_keys=256,
             growing=(0.0, 0.4),
