@@ -35,6 +35,7 @@ TINY_CASES = [
     ),  # the last sees none
     Case(BlockSpec(l=16, d=4, l_sel=64, n_sel=3, w=200), S=70, Hkv=1, G=4),  # w > S, one block
     Case(BlockSpec(l=4, d=4, l_sel=4, n_sel=40, w=3), S=38, Hkv=1, G=2),  # n * l' > S
+    Case(BlockSpec(l=4, d=2, l_sel=8, n_sel=3, w=8), S=64, B=2, Hkv=2, G=4),  # no free blocks
 ]
 PAPER = BlockSpec()
 LARGE_CASES = [
