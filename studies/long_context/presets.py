@@ -110,8 +110,8 @@ FULL = Preset(
         Stage(
             seq_len=8192,
             batch_size=4,
-            steps=1500,
-            shortest=256,
+            steps=2000,
+            shortest=32,
             num_keys=512,
             growing=(0.0, 0.3),
             settings=blocks(32, 16, 64, 16, 512) | {"train.lr": 2.0e-3},
