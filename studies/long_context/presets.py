@@ -74,7 +74,7 @@ FULL = Preset(
         Stage(
             seq_len=64,
             batch_size=512,
-            steps=1500,
+            steps=1000,
             shortest=32,
             num_keys=32,
             growing=(0.0, 0.3),
@@ -83,7 +83,7 @@ FULL = Preset(
         Stage(
             seq_len=256,
             batch_size=128,
-            steps=1500,
+            steps=800,
             shortest=48,
             num_keys=64,
             growing=(0.0, 0.3),
@@ -92,8 +92,8 @@ FULL = Preset(
         Stage(
             seq_len=1024,
             batch_size=32,
-            steps=2500,
-            shortest=96,
+            steps=1500,
+            shortest=64,
             num_keys=128,
             growing=(0.0, 0.3),
             settings=blocks(16, 8, 32, 3, 64) | {"train.lr": 3.0e-3},
@@ -101,8 +101,8 @@ FULL = Preset(
         Stage(
             seq_len=4096,
             batch_size=8,
-            steps=2500,
-            shortest=192,
+            steps=1300,
+            shortest=64,
             num_keys=256,
             growing=(0.0, 0.3),
             settings=blocks(32, 16, 64, 3, 128) | {"train.lr": 3.0e-3},
@@ -110,7 +110,7 @@ FULL = Preset(
         Stage(
             seq_len=8192,
             batch_size=4,
-            steps=2000,
+            steps=1000,
             shortest=32,
             num_keys=512,
             growing=(0.0, 0.3),
