@@ -37,6 +37,7 @@ from studies.long_context.results import (
     write_results,
 )
 from studies.long_context.shards import RowMaker, write_shards
+from studies.long_context.stages import mixture_of
 from studies.long_context.task import TASKS, Document, build, crop, draw_secrets, generator_of
 from studies.long_context.text import TOKENIZER, prepare_text, read_hay
 from studies.long_context.train import stage_folder
@@ -342,6 +343,20 @@ def test_rows_of_every_stage_are_more_than_what_is_read(name: str) -> None:
             int(str(stage.settings[f"nsa.{key}"])) for key in ("n_sel", "l_sel", "w")
         )
         assert n_sel * l_sel + w < stage.seq_len
+
+
+@pytest.mark.parametrize("number", range(len(FULL.stages)))
+def test_every_stage_asks_over_every_distance(number: int) -> None:
+    """From next to the question to a whole row: what is not asked for is forgotten."""
+    mixture = mixture_of(FULL, number)
+    words = dataclasses.replace(WORDS, keys=np.arange(1000, 1000 + FULL.stages[number].num_keys))
+    rows = [
+        make_row(i, VAL, mixture, HAY, words, EOS, 1) for i in range(200_000 // mixture.seq_len)
+    ]
+    distances = np.array([distance for row in rows for distance in row.distances])
+    limits = 2 ** np.arange(4, np.log2(mixture.seq_len) + 1)
+    _, counts = np.unique(np.searchsorted(limits, distances), return_counts=True)
+    assert len(counts) == len(limits) and counts.min() >= 0.01 * len(distances)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

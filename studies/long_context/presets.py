@@ -14,8 +14,6 @@ class Stage:
     seq_len: int
     batch_size: int
     steps: int
-    shortest: int
-    """Tokens of the shortest document."""
     num_keys: int
     """Keys that its needles have, the rarest words first; the hay has none of them."""
     growing: tuple[float, float]
@@ -75,7 +73,6 @@ FULL = Preset(
             seq_len=64,
             batch_size=512,
             steps=1000,
-            shortest=32,
             num_keys=32,
             growing=(0.0, 0.3),
             settings=blocks(4, 2, 8, 3, 8) | {"train.lr": 4.0e-3},
@@ -84,7 +81,6 @@ FULL = Preset(
             seq_len=256,
             batch_size=128,
             steps=800,
-            shortest=48,
             num_keys=64,
             growing=(0.0, 0.3),
             settings=blocks(8, 4, 16, 3, 32) | {"train.lr": 3.0e-3},
@@ -93,7 +89,6 @@ FULL = Preset(
             seq_len=1024,
             batch_size=32,
             steps=1500,
-            shortest=64,
             num_keys=128,
             growing=(0.0, 0.3),
             settings=blocks(16, 8, 32, 3, 64) | {"train.lr": 3.0e-3},
@@ -101,8 +96,7 @@ FULL = Preset(
         Stage(
             seq_len=4096,
             batch_size=8,
-            steps=1300,
-            shortest=64,
+            steps=1500,
             num_keys=256,
             growing=(0.0, 0.3),
             settings=blocks(32, 16, 64, 3, 128) | {"train.lr": 3.0e-3},
@@ -110,8 +104,7 @@ FULL = Preset(
         Stage(
             seq_len=8192,
             batch_size=4,
-            steps=1000,
-            shortest=32,
+            steps=1500,
             num_keys=512,
             growing=(0.0, 0.3),
             settings=blocks(32, 16, 64, 16, 512) | {"train.lr": 2.0e-3},
@@ -154,7 +147,6 @@ TINY = Preset(
             seq_len=48,
             batch_size=4,
             steps=3,
-            shortest=32,
             num_keys=32,
             growing=(0.3, 0.7),
             settings=blocks(4, 2, 8, 3, 8),
@@ -163,7 +155,6 @@ TINY = Preset(
             seq_len=96,
             batch_size=4,
             steps=4,
-            shortest=32,
             num_keys=64,
             growing=(0.0, 0.4),
             settings=blocks(8, 4, 8, 4, 16),

@@ -55,7 +55,7 @@ def make_data(source: Path | None, out: Path, preset: Preset, say: Say) -> Path:
 def mixture_of(preset: Preset, number: int) -> Mixture:
     """What the rows of a stage are made of."""
     stage = preset.stages[number]
-    return Mixture(seq_len=stage.seq_len, shortest=stage.shortest, growing=stage.growing)
+    return Mixture(seq_len=stage.seq_len, growing=stage.growing)
 
 
 def load_stage(attention: str, preset: Preset, number: int, out: Path) -> tuple[TinyLM, Config]:
