@@ -104,7 +104,7 @@ FULL = Preset(
         Stage(
             seq_len=8192,
             batch_size=4,
-            steps=1500,
+            steps=2000,
             num_keys=512,
             growing=(0.0, 0.3),
             settings=blocks(32, 16, 64, 16, 512) | {"train.lr": 2.0e-3},
