@@ -359,6 +359,16 @@ def test_every_stage_asks_over_every_distance(number: int) -> None:
     assert len(counts) == len(limits) and counts.min() >= 0.01 * len(distances)
 
 
+def test_needles_lie_at_both_ends_of_documents_as_often_as_they_should() -> None:
+    mixture = Mixture(seq_len=256, ends=0.2)
+    rows = [make_row(i, TRAIN, mixture, HAY, WORDS, EOS, seed=6) for i in range(1000)]
+    depths = [depth for row in rows for depth in row.depths]
+    for end in (0.0, 1.0):
+        assert depths.count(end) / len(depths) == pytest.approx(0.2, abs=0.02)
+    within = [depth for depth in depths if 0.0 < depth < 1.0]
+    assert np.histogram(within, 4, (0, 1))[0] == pytest.approx([len(within) / 4] * 4, rel=0.1)
+
+
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_decoded_answers_are_those_of_the_forward_pass(attention: str) -> None:
     """An untrained model is asked for its own answers: both ways must find them right."""

@@ -31,6 +31,8 @@ class Mixture:
     single: float = 0.1
     """Share of documents with one needle, and again half as many with a pass key; the others have
     two or more, as many as there is room for, every power of two as likely."""
+    ends: float = 0.1
+    """Share of needles at the very beginning of a document, and again at its end."""
     asks: int = 3
     """Most questions for a needle: they are much of what there is to learn in a document."""
 
@@ -76,7 +78,8 @@ def _draw_document(
     num = min(num, room, len(keys))
     if not num:  # every key has been used
         return Document(crop(hay, length, draw), [], [], []), 0
-    secrets = draw_secrets(task, draw.random(num).tolist(), words, keys, draw)
+    depths = ((draw.random(num) - mixture.ends) / (1 - 2 * mixture.ends)).clip(0, 1)
+    secrets = draw_secrets(task, depths.tolist(), words, keys, draw)
     needles = sum(len(s.needle) + 1 for s in secrets)
     questions = sum(len(s.question) + 1 + len(words.end) for s in secrets)
     asks = int(draw.integers(1, mixture.asks + 1))
