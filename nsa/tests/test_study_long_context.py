@@ -22,7 +22,7 @@ from nsa.data.local import TRAIN, VAL
 from nsa.data.open import open_data
 from nsa.data.shards import verify_shards
 from nsa.ops.spec import NUM_FORCED
-from nsa.telemetry import read_metrics
+from nsa.telemetry import read_config, read_metrics
 from studies.long_context import plot, run, shards
 from studies.long_context.evaluate import ANSWERERS, ROPES, Exam, ask, scale_rope
 from studies.long_context.presets import FULL, PRESETS, TINY
@@ -369,6 +369,17 @@ def test_needles_lie_at_both_ends_of_documents_as_often_as_they_should() -> None
     assert np.histogram(within, 4, (0, 1))[0] == pytest.approx([len(within) / 4] * 4, rel=0.1)
 
 
+def test_documents_are_of_each_kind_as_often_as_they_should() -> None:
+    """Every row of this mixture is a single document."""
+    mixture = Mixture(seq_len=128, shortest=128, whole=1.0, single=0.2, passkey=0.3)
+    rows = [make_row(i, TRAIN, mixture, HAY, WORDS, EOS, seed=6) for i in range(2000)]
+    told = [np.isin(row.ids, WORDS.keys).sum() - len(row.answers) for row in rows]
+    passed = [WORDS.pass_key[-2] in row.ids for row in rows]
+    assert np.mean(passed) == pytest.approx(0.3, abs=0.03)
+    assert np.mean([num == 1 for num in told]) == pytest.approx(0.2, abs=0.03)
+    assert np.mean([num > 1 for num in told]) == pytest.approx(0.5, abs=0.03)
+
+
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_decoded_answers_are_those_of_the_forward_pass(attention: str) -> None:
     """An untrained model is asked for its own answers: both ways must find them right."""
@@ -481,7 +492,7 @@ def test_study_runs_stops_goes_on_and_is_drawn(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    arguments = ["--tiny", "--out", str(out), "--commit", "test", "--models", "nsa"]
+    arguments = ["--tiny", "--out", str(out), "--commit", "test", "--models", "nsa", "--seed", "3"]
     assert run.main([*arguments, "--budget-seconds", "0"]) == run.UNFINISHED
     assert run.main(arguments) == 0
     results = read_results(out)
@@ -493,8 +504,10 @@ def test_study_runs_stops_goes_on_and_is_drawn(
     assert results.environment["commit"] == "test"
     assert run.main(arguments) == 0, "there is nothing left to do"
     assert read_results(out).grids == results.grids
-    assert run.main([*arguments, "--set", "train.lr=0.1"]) == 2
-    assert "other settings" in capfd.readouterr().err
+    assert read_config(stage_folder(out, "nsa", TINY, 0)).train.seed == 3
+    for other in (["--set", "train.lr=0.1"], ["--seed", "2"]):
+        assert run.main([*arguments, *other]) == 2
+        assert "other settings" in capfd.readouterr().err
     assert plot.main([str(out), "--out", str(tmp_path / "pictures")]) == 0
     pictures = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert pictures == ["multi.png", "needle.png", "passkey.png", "table.md"]
@@ -520,7 +533,9 @@ def test_model_that_does_not_retrieve_in_short_rows_is_not_trained_on(
         (["--models", "mamba"], "no mamba; use nsa and dense"),
         (["--steps", "0"], "--steps 0 is below 1"),
         (["--set", "train.lr"], "--set train.lr has no value"),
-        (["--set", "train.seed=2"], "--set train.seed: the rows are made for the preset's"),
+        (["--seed", "-1"], "--seed -1 is below 0"),
+        (["--set", "train.seed=2"], "--set train.seed: the rows are made for the preset's; give"),
+        (["--set", "train.steps=9"], "made for the preset's; leave it"),
     ],
 )
 def test_wrong_arguments_are_refused(

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(args.models.split(",")) - set(MODELS):
         parser.error(f"--models {args.models}: no {min(unknown)}; use {' and '.join(MODELS)}")
     try:
-        preset = _preset(args.tiny, args.steps, args.set)
+        preset = _preset(args.tiny, args.steps, args.seed, args.set)
     except ValueError as error:
         parser.error(str(error))
     given = sys.argv[1:] if argv is None else argv
@@ -105,6 +105,7 @@ def _parser() -> StrictParser:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of all files")
     parser.add_argument("--budget-seconds", type=float, default=540.0, metavar="N", help="(540)")
     parser.add_argument("--steps", type=int, metavar="N", help="updates of the last stage")
+    parser.add_argument("--seed", type=int, metavar="N", help="of weights, rows and questions (1)")
     more = "a setting of the trainer, of both models; may come again"
     parser.add_argument("--set", action="append", default=[], metavar="group.key=value", help=more)
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...", help="(all)")
@@ -113,18 +114,23 @@ def _parser() -> StrictParser:
     return parser
 
 
-def _preset(tiny: bool, steps: int | None, more: list[str]) -> Preset:
+def _preset(tiny: bool, steps: int | None, seed: int | None, more: list[str]) -> Preset:
     preset = PRESETS["tiny" if tiny else "full"]
     if steps is not None and steps < 1:
         raise ValueError(f"--steps {steps} is below 1; give 1 or more")
+    if seed is not None and seed < 0:
+        raise ValueError(f"--seed {seed} is below 0; give 0 or more")
     pairs = [setting.partition("=") for setting in more]
     if wrong := [setting for setting, (_, sign, _) in zip(more, pairs, strict=True) if not sign]:
         raise ValueError(f"--set {wrong[0]} has no value; write group.key=value")
     if fixed := [key for key, _, _ in pairs if key in DECIDED]:
-        raise ValueError(f"--set {fixed[0]}: the rows are made for the preset's; leave it")
+        hint = "give --seed" if fixed[0] == "train.seed" else "leave it"
+        raise ValueError(f"--set {fixed[0]}: the rows are made for the preset's; {hint}")
     settings = preset.settings | {key: value for key, _, value in pairs}
     last = dataclasses.replace(preset.stages[-1], steps=steps or preset.stages[-1].steps)
-    return dataclasses.replace(preset, stages=(*preset.stages[:-1], last), settings=settings)
+    seed = preset.seed if seed is None else seed
+    stages = (*preset.stages[:-1], last)
+    return dataclasses.replace(preset, stages=stages, settings=settings, seed=seed)
 
 
 def _open(out: Path, preset: Preset, given: list[str], commit: str | None) -> Results:

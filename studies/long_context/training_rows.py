@@ -29,8 +29,10 @@ class Mixture:
     whole: float = 0.3
     """Share of rows that are a single document, when documents are fully grown."""
     single: float = 0.1
-    """Share of documents with one needle, and again half as many with a pass key; the others have
-    two or more, as many as there is room for, every power of two as likely."""
+    """Share of documents with one needle."""
+    passkey: float = 0.1
+    """Share of documents with a pass key; those of neither kind have two needles or more, as many
+    as there is room for, every power of two as likely."""
     ends: float = 0.1
     """Share of needles at the very beginning of a document, and again at its end."""
     asks: int = 3
@@ -69,8 +71,9 @@ def _draw_document(
     length: int, mixture: Mixture, hay: Ids, words: Words, keys: Ids, draw: np.random.Generator
 ) -> tuple[Document, int]:
     """A document, and how many keys it has used."""
-    kind = draw.random() / mixture.single
-    task = "needle" if kind < 1 else "passkey" if kind < 1.5 else "multi"
+    kind = draw.random()
+    alone = kind < mixture.single + mixture.passkey
+    task = "multi" if not alone else "needle" if kind < mixture.single else "passkey"
     phrases = (words.opening, words.owner, words.end, words.ask, words.end)
     cost = sum(map(len, phrases)) + 5  # twice key and value, and a token of text
     room = max(1, length // cost)
