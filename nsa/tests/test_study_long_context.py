@@ -24,15 +24,16 @@ from nsa.data.shards import verify_shards
 from nsa.ops.spec import NUM_FORCED
 from nsa.telemetry import read_config, read_metrics
 from studies.long_context import plot, run, shards
-from studies.long_context.evaluate import ANSWERERS, ROPES, Exam, ask, scale_rope
+from studies.long_context.evaluate import ANSWERERS, Exam, ask, scale_rope
 from studies.long_context.presets import FULL, PRESETS, TINY
 from studies.long_context.probe import best_head, probe
 from studies.long_context.results import (
     NAME,
+    ROPES,
     Grid,
     Probe,
     Results,
-    merge,
+    merge_grids,
     read_results,
     write_results,
 )
@@ -422,18 +423,17 @@ def grid_of(**changes: Any) -> Grid:
 PROBE = Probe(model="nsa", seq_len=32, distances=[16, 32], right=[2, 1], asked=[2, 3], seconds=0.1)
 
 
-def test_results_of_models_that_ran_apart_are_merged(tmp_path: Path) -> None:
+def test_grids_of_models_that_ran_apart_are_merged(tmp_path: Path) -> None:
     env = {"device": "cpu", "torch": "2", "commit": "test"}
     recipe: dict[str, Any] = {"stages": [{"seq_len": 64}]}
-    ours = Results(environment=env, settings=recipe, models={"nsa": {"steps": 3}})
-    ours.grids, ours.probes = [grid_of(), grid_of(length=128)], [PROBE]
-    theirs = Results(environment=env, settings=recipe, models={"dense": {"steps": 3}})
+    ours = Results(environment=env, settings=recipe)
+    ours.grids = [grid_of(), grid_of(length=128)]
+    theirs = Results(environment=env, settings=recipe)
     theirs.grids = [grid_of(model="dense"), grid_of(right=[2, 2])]
-    both = merge([ours, theirs])
-    assert set(both.models) == {"nsa", "dense"} and both.probes == [PROBE]
+    both = merge_grids([ours, theirs])
     assert both.grids == [grid_of(right=[2, 2]), grid_of(length=128), grid_of(model="dense")]
     with pytest.raises(ValueError, match="of other settings"):
-        merge([ours, dataclasses.replace(theirs, settings={})])
+        merge_grids([ours, dataclasses.replace(theirs, settings={})])
     folders = []
     for name, part in {"a": ours, "b": theirs}.items():
         folders.append(tmp_path / name)
@@ -442,6 +442,18 @@ def test_results_of_models_that_ran_apart_are_merged(tmp_path: Path) -> None:
     assert plot.main([*map(str, folders), "--out", str(tmp_path)]) == 0
     table = (tmp_path / "table.md").read_text()
     assert "| NSA |" in table and "| dense |" in table
+
+
+def test_grids_of_several_seeds_are_added() -> None:
+    parts = []
+    for seed, right in ((1, [0, 0]), (2, [2, 2]), (1, [1, 0])):  # the last instead of the first
+        part = Results(environment={"commit": f"tree {seed}"}, settings={"vocab": 64, "seed": seed})
+        part.grids = [grid_of(right=right)]
+        parts.append(part)
+    both = merge_grids(parts)
+    assert both.grids == [grid_of(right=[3, 2], asked=[4, 4], seconds=1.0)]
+    assert both.environment["commit"] == "tree 1, tree 2"
+    assert both.settings == {"vocab": 64}
 
 
 def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -474,6 +486,12 @@ def test_other_files_are_refused_as_results(tmp_path: Path, content: str, reason
 def test_grid_with_more_answers_than_questions_is_refused() -> None:
     with pytest.raises(ValueError, match="more right answers"):
         grid_of(right=[3, 0])
+
+
+@pytest.mark.parametrize("change", [{"model": "mamba"}, {"rope": "yarn"}, {"way": "guess"}])
+def test_grid_of_an_unknown_name_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"a grid of '{next(iter(change.values()))}', where one"):
+        grid_of(**change)
 
 
 def test_plan_asks_every_length_and_scales_positions_beyond_training_alone() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa.config import ModelConfig
 from nsa.model import TinyLM
-from studies.long_context.results import Grid
+from studies.long_context.results import ROPES, WAYS, Grid
 from studies.long_context.task import (
     Document,
     Ids,
@@ -26,9 +26,6 @@ from studies.long_context.task import (
     generator_of,
 )
 from studies.long_context.vocabulary import Words
-
-ROPES = ("none", "linear", "base")
-WAYS = ("forward", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Draw the needle grids of results, and print their accuracies by length as a Markdown table.
 
-`python studies/long_context/plot.py RESULT.json [RESULT.json] --out DIR` writes DIR/needle.png,
+`python studies/long_context/plot.py RESULT.json [RESULT.json ...] --out DIR` writes DIR/needle.png,
 multi.png and passkey.png: context by depth, a row of panels for each model, a column for each
-scaling of the positions. Lengths within those of training are the same in all columns.
+scaling of the positions. Lengths within those of training are the same in all columns. The
+answers of several seeds are counted together.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import numpy as np
 
 from nsa.config import BAD_INPUT, StrictParser
 from nsa.telemetry.atomic import replacing, write_text
-from studies.long_context.evaluate import ROPES
-from studies.long_context.results import Grid, Results, merge, read_results
+from studies.long_context.results import ROPES, Grid, Results, merge_grids, read_results
 
 TABLE = "table.md"
 MODEL_NAMES = {"nsa": "NSA", "dense": "dense"}
@@ -29,12 +29,12 @@ ROPE_NAMES = {"none": "positions as trained", "linear": "divided positions", "ba
 def main(argv: list[str] | None = None) -> int:
     """Draw every task that the result has; print and write the table."""
     parser = StrictParser(prog="plot", description=(__doc__ or "").splitlines()[0])
-    one = "a results.json, or its folder; of models that ran apart, those of each"
+    one = "a results.json, or its folder; of models or seeds that ran apart, those of each"
     parser.add_argument("result", type=Path, nargs="+", metavar="RESULT", help=one)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the pictures")
     args = parser.parse_args(argv)
     try:
-        results = merge([read_results(result) for result in args.result])
+        results = merge_grids([read_results(result) for result in args.result])
     except ValueError as error:
         print(f"plot: error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -57,7 +57,7 @@ def table(results: Results) -> str:
     for task, model, rope, way in sorted(names, key=_order):
         found = [results.find(model, task, rope, way, length) for length in lengths]
         cells = ["" if grid is None else f"{grid.accuracy:.1%}" for grid in found]
-        lines.append(_line([task, MODEL_NAMES.get(model, model), ROPE_NAMES[rope], way, *cells]))
+        lines.append(_line([task, MODEL_NAMES[model], ROPE_NAMES[rope], way, *cells]))
     return "\n".join(lines) + "\n"
 
 
@@ -67,7 +67,8 @@ def draw(results: Results, task: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    models = list(dict.fromkeys(grid.model for grid in results.grids))
+    measured = {grid.model for grid in results.grids}
+    models = [model for model in MODEL_NAMES if model in measured]
     figure = Figure(figsize=(4.4 * len(ROPES) + 0.8, 3.1 * len(models) + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
     shared: dict[str, Any] = dict(sharex=True, sharey=True)
@@ -98,7 +99,7 @@ def _panel(ax: Any, results: Results, model: str, task: str, rope: str) -> Any:
         and grid.rope == ("none" if grid.length <= trained else rope)
     ]
     grids.sort(key=lambda grid: grid.length)
-    ax.set_title(f"{MODEL_NAMES.get(model, model)}, {ROPE_NAMES[rope]}", fontsize=10)
+    ax.set_title(f"{MODEL_NAMES[model]}, {ROPE_NAMES[rope]}", fontsize=10)
     if not grids:
         ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
         return None
@@ -124,9 +125,16 @@ def _title(results: Results, task: str) -> str:
     env = results.environment
     return (
         f"{task}: right answers by context and depth. Trained on {_trained(results)} "
-        f"tokens (left of the dashed line). {env['device']}, torch {env['torch']}, "
-        f"{env['commit'][:12]}"
+        f"tokens (left of the dashed line), {_asked(results, task)} questions in each cell. "
+        f"{env['device']}, torch {env['torch']}, {env['commit']}"
     )
+
+
+def _asked(results: Results, task: str) -> str:
+    """Questions for one depth of a length, as drawn; the least and the most where they differ."""
+    drawn = [g for g in results.grids if (g.task, g.way) == (task, "forward")]
+    counts = {count for grid in drawn for count in grid.asked}
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
 def _trained(results: Results) -> int:

@@ -28,9 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from nsa.telemetry.atomic import write_text
+from studies.long_context.presets import MODELS
 
 VERSION = 2
 NAME = "results.json"
+ROPES = ("none", "linear", "base")
+WAYS = ("forward", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,9 @@ class Grid:
     seconds: float
 
     def __post_init__(self) -> None:
+        for name, allowed in ((self.model, MODELS), (self.rope, ROPES), (self.way, WAYS)):
+            if name not in allowed:
+                raise ValueError(f"a grid of {name!r}, where one of {', '.join(allowed)} is needed")
         if not len(self.depths) == len(self.right) == len(self.asked):
             raise ValueError(f"{self.name}: depths, right and asked differ in length")
         if any(not 0 <= r <= a for r, a in zip(self.right, self.asked, strict=True)):
@@ -120,20 +126,36 @@ class Results:
         )
 
 
-def merge(parts: Sequence[Results]) -> Results:
-    """The results of several folders as one; what comes twice is the later one's."""
-    first, *others = parts
-    if any(part.settings != first.settings for part in others):
+def merge_grids(parts: Sequence[Results]) -> Results:
+    """The grids of several files as one: those of other seeds are added to each other, and of a
+    grid that comes twice with one seed, the later one counts."""
+    first = parts[0]
+    if any(_recipe(part) != _recipe(first) for part in parts):
         raise ValueError("the results are of other settings; give those of one recipe")
-    grids = {grid.name: grid for part in parts for grid in part.grids}
-    probes = {(probe.model, probe.seq_len): probe for part in parts for probe in part.probes}
+    latest = {(part.settings.get("seed"), g.name): g for part in parts for g in part.grids}
+    by_name: dict[tuple[str, str, str, str, int], list[Grid]] = {}
+    for (_, name), grid in latest.items():
+        by_name.setdefault(name, []).append(grid)
+    commits = dict.fromkeys(part.environment["commit"][:12] for part in parts)
     return Results(
-        environment=first.environment,
-        settings=first.settings,
-        models={name: model for part in parts for name, model in part.models.items()},
-        probes=list(probes.values()),
-        grids=list(grids.values()),
-        seconds={name: spent for part in parts for name, spent in part.seconds.items()},
+        environment=first.environment | {"commit": ", ".join(commits)},
+        settings=_recipe(first),
+        grids=[_sum(grids) for grids in by_name.values()],
+    )
+
+
+def _recipe(results: Results) -> dict[str, Any]:
+    """All settings but the seed."""
+    return {name: value for name, value in results.settings.items() if name != "seed"}
+
+
+def _sum(grids: Sequence[Grid]) -> Grid:
+    """All answers to the questions of one name."""
+    return dataclasses.replace(
+        grids[0],
+        right=[sum(counts) for counts in zip(*(grid.right for grid in grids), strict=True)],
+        asked=[sum(counts) for counts in zip(*(grid.asked for grid in grids), strict=True)],
+        seconds=sum(grid.seconds for grid in grids),
     )
 
 

@@ -25,9 +25,9 @@ from bench.train_report import describe_machine, new_result
 from nsa.config import BAD_INPUT, StrictParser
 from nsa.data.hf_tokenizer import HFTokenizer
 from nsa.data.local import VAL
-from studies.long_context.evaluate import ROPES, Exam, ask, scale_rope
+from studies.long_context.evaluate import Exam, ask, scale_rope
 from studies.long_context.presets import MODELS, PRESETS, Preset
-from studies.long_context.results import NAME, Results, read_results, write_results
+from studies.long_context.results import NAME, ROPES, Results, read_results, write_results
 from studies.long_context.stages import load_stage, make_data, probe_stage
 from studies.long_context.text import TOKENIZER, read_hay
 from studies.long_context.train import OutOfTime, TrainingFailed, total, train_stage
