@@ -533,6 +533,21 @@ def test_study_runs_stops_goes_on_and_is_drawn(
     assert "| needle | NSA | larger base | decode |" in table
 
 
+def test_data_of_a_study_that_was_killed_is_not_taken_for_that_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def killed(*args: object) -> None:
+        assert (tmp_path / NAME).is_file(), "a kill in here would leave data of unknown settings"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "make_data", killed)
+    arguments = ["--tiny", "--out", str(tmp_path), "--commit", "test"]
+    with pytest.raises(KeyboardInterrupt):
+        run.main(arguments)
+    assert run.main([*arguments, "--seed", "2"]) == 2
+    assert "other settings" in capfd.readouterr().err
+
+
 def test_model_that_does_not_retrieve_in_short_rows_is_not_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,13 +134,18 @@ def _preset(tiny: bool, steps: int | None, seed: int | None, more: list[str]) ->
 
 
 def _open(out: Path, preset: Preset, given: list[str], commit: str | None) -> Results:
-    """Those of the folder, if it has some; those of other settings are refused."""
+    """Those of the folder, if it has some; those of other settings are refused.
+
+    New ones are written at once: whatever the folder gets is known to be of these settings.
+    """
     settings = dataclasses.asdict(preset)
     command = ["python", "studies/long_context/run.py", *given]
     environment = new_result(command, commit)["environment"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = Results(environment=environment | describe_machine(device), settings=settings)
     if not (out / NAME).is_file():
+        out.mkdir(parents=True, exist_ok=True)
+        write_results(out, results)
         return results
     found = read_results(out / NAME)
     if found.settings != json.loads(json.dumps(settings)):
