@@ -322,22 +322,26 @@ def test_the_run_folder_is_not_touched(recorder: Recorder) -> None:
 
 def test_the_command_listens_without_torch_and_ends_by_ctrl_c(recorder: Recorder) -> None:
     code = (
-        "import sys, nsa.cli\n"
+        "import signal, sys, nsa.cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `&` ignores it\n"
         f"code = nsa.cli.main(['dashboard', {str(recorder.folder)!r}, '--port', '0'])\n"
         "sys.exit(99 if 'torch' in sys.modules else code)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        port = int(line.rpartition(":")[2].partition("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        connection.request("GET", "/api/runs")
-        assert json.loads(connection.getresponse().read())["runs"][0]["name"] == "run"
-        connection.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            port = int(line.rpartition(":")[2].partition("/")[0])
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("GET", "/api/runs")
+            assert json.loads(connection.getresponse().read())["runs"][0]["name"] == "run"
+            connection.close()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 def test_reading_a_run_folder_needs_no_torch() -> None:
