@@ -522,7 +522,13 @@ def test_study_runs_stops_goes_on_and_is_drawn(
     assert results.environment["commit"] == "test"
     assert run.main(arguments) == 0, "there is nothing left to do"
     assert read_results(out).grids == results.grids
-    assert read_config(stage_folder(out, "nsa", TINY, 0)).train.seed == 3
+    cfg = read_config(stage_folder(out, "nsa", TINY, 0))
+    data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
+    tokenizer = HFTokenizer(out / "text" / TOKENIZER)
+    words = find_words(tokenizer, TINY.digits, TINY.stages[0].num_keys)
+    hay = read_hay(out / "text", TRAIN, words)
+    drawn = make_row(0, TRAIN, mixture_of(TINY, 0), hay, words, tokenizer.eos, 3, 0.0)
+    assert (data.train.batch(0, 1).numpy()[0, :-1] == drawn.ids).all(), "rows of another seed"
     for other in (["--set", "train.lr=0.1"], ["--seed", "2"]):
         assert run.main([*arguments, *other]) == 2
         assert "other settings" in capfd.readouterr().err

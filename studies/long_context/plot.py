@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"plot: error: {error}", file=sys.stderr)
         return BAD_INPUT
     args.out.mkdir(parents=True, exist_ok=True)
-    for task in dict.fromkeys(grid.task for grid in results.grids):
+    for task in dict.fromkeys(grid.task for grid in results.grids if grid.way == "forward"):
         draw(results, task, args.out / f"{task}.png")
         print(f"wrote {args.out / f'{task}.png'}")
     text = table(results)

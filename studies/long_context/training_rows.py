@@ -71,9 +71,8 @@ def _draw_document(
     length: int, mixture: Mixture, hay: Ids, words: Words, keys: Ids, draw: np.random.Generator
 ) -> tuple[Document, int]:
     """A document, and how many keys it has used."""
-    kind = draw.random()
-    alone = kind < mixture.single + mixture.passkey
-    task = "multi" if not alone else "needle" if kind < mixture.single else "passkey"
+    kind = draw.random() - mixture.single
+    task = "needle" if kind < 0 else "passkey" if kind < mixture.passkey else "multi"
     phrases = (words.opening, words.owner, words.end, words.ask, words.end)
     cost = sum(map(len, phrases)) + 5  # twice key and value, and a token of text
     room = max(1, length // cost)
