@@ -85,3 +85,17 @@ def stack_bytes(compiled: Any) -> int:
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (stack,) = re.findall(r"STACK:(\d+)", output)
     return int(stack)
+
+
+def shared_addresses(compiled: Any) -> list[str]:
+    """Addresses that wgmma operands of two layouts share, as registers of the PTX.
+
+    A descriptor is an address of shared memory plus a constant whose upper half names the layout.
+    ptxas 12.8 (in Triton 3.6 and 3.7) computes some of the second operand's descriptors from a
+    register that does not hold the address: docs/kernels.md, "Wrong code".
+    """
+    layouts: dict[str, set[int]] = {}
+    made = r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{10,});"
+    for base, constant in re.findall(made, compiled.asm["ptx"]):
+        layouts.setdefault(base, set()).add((int(constant) % (1 << 64)) >> 32)
+    return [base for base, kinds in layouts.items() if len(kinds) > 1]

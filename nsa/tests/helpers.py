@@ -78,6 +78,14 @@ def make_inputs(
     return {name: x.requires_grad_(grad) for name, x in tensors.items()}
 
 
+def careless_selection(case: Case) -> Tensor:  # [B, S, Hkv, n_sel] int32
+    """Blocks named by lot: repeated, in no order, some of the future, some places empty."""
+    generator = torch.Generator().manual_seed(7)
+    num_blocks = case.spec.num_blocks(max(case.doc_lens))
+    size = (case.B, case.S, case.Hkv, case.spec.n_sel)
+    return torch.randint(-1, num_blocks, size, generator=generator, dtype=torch.int32)
+
+
 def run(case: Case, inputs: dict[str, Any], backend: str, **options: Any) -> Any:
     """nsa_attention on a case; with return_selection=True a pair."""
     return nsa_attention(

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from nsa import BlockSpec, select_blocks
-from nsa.tests.helpers import BACKENDS, Case, assert_near, make_inputs, run
+from nsa.tests.helpers import (
+    BACKENDS,
+    NAMES,
+    Case,
+    assert_near,
+    careless_selection,
+    make_inputs,
+    run,
+    run_with_gradients,
+    torch_path,
+)
 
 CASE = Case(BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11), S=150, docs=(3, 40, 8, 99), G=3)
 
@@ -44,3 +54,16 @@ def test_attention_of_packed_documents_equals_theirs_alone(backend):
     packed = run(CASE, inputs, backend)
     alone = torch.cat([run(case, part, backend) for case, part in _documents(inputs)], dim=1)
     assert_near(packed, alone, 1e-12)
+
+
+@pytest.mark.parametrize("order", ["prefix", "gather"])
+def test_a_given_selection_is_a_set_of_blocks_on_the_torch_path(order, monkeypatch):
+    inputs, selection = make_inputs(CASE), careless_selection(CASE)
+    expected, expected_grads = run_with_gradients(CASE, inputs, "reference", selection=selection)
+    with torch_path(monkeypatch, order=order, chunk=32):
+        out, grads = run_with_gradients(CASE, inputs, "torch", selection=selection)
+        _, returned = run(CASE, inputs, "torch", selection=selection, return_selection=True)
+    assert torch.equal(returned, selection)
+    assert_near(out, expected, 1e-10)
+    for name in NAMES:
+        assert_near(grads[name], expected_grads[name], 1e-10, f"gradient of {name}")

@@ -11,11 +11,13 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, select_blocks
 from nsa.ops.triton import band, by_block, inverse, launch, problem, select
+from nsa.tests.gpu import forward_backward
 from nsa.tests.helpers import (
     NAMES,
     Case,
     assert_fair_selection,
     assert_near,
+    careless_selection,
     make_inputs,
     run,
     run_with_gradients,
@@ -197,16 +199,20 @@ def test_a_planted_future_block_raises_under_strict_asserts(monkeypatch):
         run(case, inputs, "triton")
 
 
-def test_repeated_and_future_blocks_of_a_given_selection_are_not_read(force_order):
-    case = Case(SMALL, S=40, Hkv=1, G=2)
-    inputs = to_device(make_inputs(case, torch.float32))
-    _, selection = run(case, inputs, "reference", return_selection=True)
-    expected = run(case, inputs, "reference", selection=selection)
-    selection[0, 9, 0, 2] = 4  # a block of the future, in an empty place
-    selection[0, 12, 0, 2] = 1  # block 1 once more
+@pytest.mark.parametrize("docs", [(), (3, 17, 25)], ids=["one-document", "packed"])
+def test_a_given_selection_is_a_set_of_blocks_in_all_orders(docs, force_order):
+    """Repeated, in any order, with blocks of the future: as the oracle reads it."""
+    case = Case(SMALL, S=45, Hkv=2, G=2, docs=docs)
+    inputs = make_inputs(case, torch.float32)
+    selection = careless_selection(case)
+    expected, expected_grads = run_with_gradients(case, inputs, "reference", selection=selection)
+    inputs, selection = to_device(inputs), selection.to(DEVICE)
     for order in ORDERS:
         force_order(order)
-        assert_near(run(case, inputs, "triton", selection=selection), expected, 1e-5)
+        out, grads = run_with_gradients(on_device(case), inputs, "triton", selection=selection)
+        assert_near(out.cpu(), expected, 1e-5, order)
+        for name in NAMES:
+            assert_near(grads[name].cpu(), expected_grads[name], 1e-4, f"{order}: {name}")
 
 
 def test_batches_that_a_grid_cannot_hold_are_cut(monkeypatch):
@@ -287,6 +293,33 @@ def test_a_nan_shows_in_its_own_group_and_nowhere_else(name, order, force_order)
     assert torch.equal(poisoned[1, :, 0], clean[1, :, 0])
     reads_it = {"q": [1], "k_cmp": [11, 17], "v_cmp": [11, 17]}.get(name, [1, 11])
     assert poisoned[1, reads_it, 1].isnan().any(dim=-1).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_not_finite_stays_in_its_document(order, force_order):
+    """Outputs and gradients of the documents beside it are those of finite inputs."""
+    force_order(order)
+    case = on_device(Case(SMALL, S=48, Hkv=1, G=2, docs=(20, 9, 19)))
+    bad_rows, bad_blocks = slice(20, 29), slice(4, 5)  # of the second document
+    inputs, dout = to_device(make_inputs(case, torch.float32)), torch.ones(1, 48, 2, 8)
+    _, selection = run(case, inputs, "triton", return_selection=True)
+    expected = forward_backward(case, inputs, dout.to(DEVICE), selection=selection)
+    for name in (*NAMES, "dout"):
+        for bad in (torch.nan, torch.inf):
+            tensors = inputs | {"dout": dout.to(DEVICE)}
+            tensors[name] = tensors[name].clone()
+            tensors[name][:, bad_blocks if name.endswith("cmp") else bad_rows] = bad
+            out, grads = forward_backward(case, tensors, tensors.pop("dout"), selection=selection)
+            for what, actual, clean in [
+                ("out", out, expected[0]),
+                *((x, grads[x], expected[1][x]) for x in NAMES),
+            ]:
+                part = bad_blocks if what.endswith("cmp") else bad_rows
+                beside = torch.ones(actual.shape[1], dtype=torch.bool)
+                beside[part] = False
+                assert_near(actual[:, beside], clean[:, beside], 1e-6, f"{bad} in {name}: {what}")
+            if name != "dout":
+                assert not out[:, bad_rows].isfinite().all(), name  # and it is not hidden
 
 
 def test_strided_inputs_are_read_where_they_lie():

@@ -20,6 +20,7 @@ from nsa.ops.eager.rows import (
     compressed_keys,
     forward_rows,
 )
+from nsa.ops.eager.select import distinct_blocks
 from nsa.ops.ranges import nvtx
 from nsa.ops.spec import BlockSpec
 
@@ -66,7 +67,7 @@ def nsa_attention(
         out, chosen = _Attention.apply(
             q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, selection, problem
         )
-    return out, chosen
+    return out, chosen if selection is None else selection
 
 
 @torch.no_grad()
@@ -130,7 +131,9 @@ def _forward(
     for doc in documents(problem.doc_lens, spec):
         branches = _branches(tensors, doc, dtype)
         for rows, first in chunks(doc.rows, batch * num_heads):
-            given = None if selection is None else selection[:, rows].transpose(1, 2)
+            given = None
+            if selection is not None:
+                given = distinct_blocks(selection[:, rows].transpose(1, 2))
             q_rows = split_heads(q[:, rows], num_groups, dtype)
             chunk = forward_rows(q_rows, branches, first, spec, problem.scale, given)
             gate = split_heads(gates[:, rows], num_groups, dtype)

@@ -58,6 +58,15 @@ def choose_blocks(
     return torch.nn.functional.pad(chosen, (0, missing), value=-1) if missing else chosen
 
 
+def distinct_blocks(
+    selection: Tensor,  # [..., n_sel] int32, in any order
+) -> Tensor:  # [..., n_sel] int32
+    """A given selection with every block once: what is named again becomes -1."""
+    ordered = selection.sort(dim=-1).values
+    again = ordered[..., 1:] == ordered[..., :-1]
+    return ordered.masked_fill(torch.nn.functional.pad(again, (1, 0)), -1)
+
+
 def current_block(first: int, num_queries: int, spec: BlockSpec, device: torch.device) -> Tensor:
     """Block of each query of a chunk: [T]."""
     return torch.arange(first, first + num_queries, device=device) // spec.l_sel

@@ -26,7 +26,7 @@ ALIGNMENT = 16
 """Bytes of the widest load: kernels are compiled apart for pointers that allow it or not."""
 
 Memo = dict[Any, "Known"]
-"""By place, how a kernel was started there."""
+"""By place, how a kernel was started there; apart for addresses that are aligned otherwise."""
 
 
 class Known(NamedTuple):
@@ -81,10 +81,12 @@ def start(
     memo: Memo, place: Any, kernel: Any, tensors: tuple[Any, ...], launch: Callable[[], Launch]
 ) -> None:
     """Start `kernel` on the current stream; `launch` is asked when the place is new to the memo."""
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+    place = place, _misaligned(addresses)
     known = memo.get(place)
     if known is not None:
         if known.compiled is not None:
-            _start_again(known, tensors)
+            _start_again(known, tensors, addresses)
         return
     one = launch()
     first, second, third = (*one.grid, 1, 1)[:3]
@@ -99,13 +101,23 @@ def start(
         memo[place] = Known(compiled, run, (first, second, third), rest, device)
 
 
-def _start_again(known: Known, tensors: tuple[Any, ...]) -> None:
+def _misaligned(addresses: list[Any]) -> tuple[bool, ...] | None:
+    """Which pointers forbid the widest loads; None if all allow them, as almost always."""
+    bits = 0
+    for x in addresses:
+        if type(x) is int:
+            bits |= x
+    if bits % ALIGNMENT == 0:
+        return None
+    return tuple(type(x) is int and x % ALIGNMENT != 0 for x in addresses)
+
+
+def _start_again(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
     """What `compiled[grid](...)` does, without asking for the device, hooks and pointers anew."""
     compiled, run, grid, rest, device = known
     if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
         compiled[grid](*tensors, *rest)  # a profiler wants to know
         return
-    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
     stream = torch._C._cuda_getCurrentRawStream(device)
     run(
         *(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None),

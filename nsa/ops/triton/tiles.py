@@ -67,7 +67,7 @@ def dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
         return Tiles(64, 64, 4, 3, 168)
     if wide <= 128:
         return Tiles(64, 64, 4, 2)
-    return Tiles(32, 64, 4, 3) if wide <= 192 else Tiles(32, 32, 8, 1)
+    return Tiles(32, 64, 4, 3) if wide <= 192 else Tiles(32, 32, 8, 2)
 
 
 def dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
@@ -77,7 +77,7 @@ def dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
         return Tiles(32, 32, 4, 2) if wide <= 128 else Tiles(16, 16, 4, 1)
     if wide <= 128:
         return Tiles(64, 64, 4, 3 if wide <= 64 else 2)
-    return Tiles(128, 64, 8, 2) if wide <= 192 else Tiles(32, 32, 8, 1)
+    return Tiles(128, 64, 8, 2) if wide <= 192 else Tiles(32, 32, 8, 2)
 
 
 def score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
@@ -91,12 +91,14 @@ def score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
 
 
 def fits_blocks(d_k: int, d_v: int, l_sel: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels that go to the selected blocks take them: wider tiles spill registers.
+    """Whether the kernels that go to the selected blocks take them: larger tiles spill registers.
 
-    With 256 numbers in a head, block_backward compiled to wrong code (docs/kernels.md).
+    A tile holds a whole block, so long blocks need narrow heads.
     """
     wide = _wide(d_k, d_v)
-    return wide <= 64 or (l_sel <= 64 and wide <= (128 if dtype == torch.float32 else 192))
+    if l_sel > 64:
+        return wide <= 64 and padded(l_sel) <= 256
+    return wide <= (128 if dtype == torch.float32 else 192)
 
 
 def fits_dq(d_k: int, d_v: int) -> bool:
@@ -109,11 +111,15 @@ def block_tiles(
 ) -> Tiles:
     """Tiles of block_forward and block_backward (purpose: forward, backward, dkv alone).
 
-    Rows are (query, head) pairs, keys one selection block.
+    Rows are (query, head) pairs, keys one selection block. Products of 16 bit need two stages or
+    more: with one, two operands may share an address, and ptxas compiles that to wrong code
+    (docs/kernels.md). Those of fp32 use no tensor cores.
     """
     wide, keys = _wide(d_k, d_v), padded(l_sel)
-    if dtype == torch.float32 or l_sel > 64:
+    if dtype == torch.float32:
         tiles = Tiles(32, keys, 4, 1)
+    elif l_sel > 64:
+        tiles = Tiles(64 if purpose == "forward" else 32, keys, 8, 2)
     elif wide <= 64:
         tiles = Tiles(64, keys, 4, 2)
     elif purpose == "forward":

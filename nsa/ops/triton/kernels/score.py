@@ -204,13 +204,18 @@ def choose_blocks(
 
 
 @triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
 def pack_selection(
     p_selection, p_legal, p_num_chosen, p_bits, p_before, p_row_start, p_row_block,
     S, Hkv, NUM_WORDS,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     NW: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One query's given ids without repeated blocks and blocks of the future, and their bits."""
+    """One query's given ids, in any order, as a selection: each block once, none of the future."""
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
     t = tl.program_id(0)
@@ -218,22 +223,25 @@ def pack_selection(
     if HAS_DOCS:
         position = t - tl.load(p_row_start + t)
         base_block = tl.load(p_row_block + t)
-    o_n = tl.arange(0, N_SEL_PAD)
+    o_n, o_w, o_bit = tl.arange(0, N_SEL_PAD), tl.arange(0, NW), tl.arange(0, 32)
     row = ((i_b * S + t) * Hkv + i_g) * N_SEL
     ids = tl.load(p_selection + row + o_n, mask=o_n < N_SEL, other=-1)
-    previous = tl.load(p_selection + row + o_n - 1, mask=(o_n > 0) & (o_n < N_SEL), other=-1)
-    legal = ((ids >= 0) & (ids <= position // L_SEL) & (ids != previous)).to(tl.int32)
-    num_chosen = tl.sum(legal, axis=0)
+    legal = (ids >= 0) & (ids <= position // L_SEL)
+    block = base_block + tl.where(legal, ids, 0)
+    here = legal[None, :] & ((block // 32)[None, :] == o_w[:, None])
+    # Or-ed, not added: a block may be named twice. All else is read from the bits.
+    words = tl.reduce(tl.where(here, 1 << (block % 32)[None, :], 0), 1, _or)  # [NW]
+    chosen = (words[:, None] >> o_bit[None, :]) & 1  # [NW, 32]
+    counts = tl.sum(chosen, axis=1)
+    before = tl.cumsum(counts, axis=0) - counts
+    num_chosen = tl.sum(counts, axis=0)
     tl.store(p_num_chosen + i_bg * S + t, num_chosen)
-    tl.store(p_legal + row + tl.cumsum(legal, axis=0) - 1, ids, mask=legal != 0)
+    place = before[:, None] + tl.cumsum(chosen, axis=1) - 1
+    id = o_w[:, None] * 32 + o_bit[None, :] - base_block
+    tl.store(p_legal + row + place, id, mask=chosen != 0)
     unused = (o_n >= num_chosen) & (o_n < N_SEL)
     tl.store(p_legal + row + o_n, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
-    block = base_block + tl.maximum(ids, 0)
-    o_w = tl.arange(0, NW)
-    here = (legal != 0)[None, :] & ((block // 32)[None, :] == o_w[:, None])
-    words = tl.sum(tl.where(here, 1 << (block % 32)[None, :], 0), axis=1)
-    counts = tl.sum(here.to(tl.int32), axis=1)
     at = (i_bg * NUM_WORDS + o_w) * S + t
-    tl.store(p_bits + at, words, mask=o_w < NUM_WORDS)
-    before = (tl.cumsum(counts, axis=0) - counts).to(tl.int16)
-    tl.store(p_before + at, before, mask=o_w < NUM_WORDS)
+    m_w = o_w < NUM_WORDS
+    tl.store(p_bits + at, words, mask=m_w)
+    tl.store(p_before + at, before.to(tl.int16), mask=m_w)
