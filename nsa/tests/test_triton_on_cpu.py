@@ -152,7 +152,7 @@ SMALL_KERNELS = [
     (index.list_choices, dict(SUBS=8, BQ=128)),
     (index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
     (sums.sum_parts, dict(BLOCK=1024)),
-    (loss.softmax_loss, dict(BLOCK=4096, WITH_GRAD=True)),
+    (loss.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
     (mean.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
