@@ -41,7 +41,10 @@ MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("file", ["test_triton.py", "test_triton_decode.py", "test_decode_ways.py"])
+@pytest.mark.parametrize(
+    "file",
+    ["test_triton.py", "test_triton_decode.py", "test_decode_ways.py", "test_launch_device.py"],
+)
 def test_kernels_equal_the_oracle_in_the_interpreter(file):
     """A process of its own: the switch counts at import, and a bad pointer would be a crash."""
     command = ["env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest"]
