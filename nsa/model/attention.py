@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.config.env import read
-from nsa.model.cache import DecodedCache, NSACache, check_one_token
+from nsa.model.cache import DecodedCache, NSACache, cache_dtype, check_one_token
 from nsa.model.compression import PHIS, BlockMLP
 from nsa.model.paged import PagedCache, Pages
 from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
@@ -121,7 +121,7 @@ class NSAAttention(Rotary):
             num_groups=self.num_groups,
             d_k=self.d_k,
             d_v=self.d_v,
-            dtype=weight.dtype,
+            dtype=cache_dtype(weight),
             device=weight.device,
         )
 
@@ -134,7 +134,7 @@ class NSAAttention(Rotary):
             num_groups=self.num_groups,
             d_k=self.d_k,
             d_v=self.d_v,
-            dtype=weight.dtype,
+            dtype=cache_dtype(weight),
             device=weight.device,
         )
 
@@ -158,9 +158,9 @@ class NSAAttention(Rotary):
         check_one_token(x)
         cache.check(x)
         rope = rope or self.rope_of_each(cache.lengths, x.dtype)
-        if self.decodes_by_kernels(x, cache):
+        if self.decodes_by_kernels(cache):
             with nvtx("projections+rope"):
-                token = self._project_token(x, rope)
+                token = self._in_dtype(cache, *self._project_token(x, rope))
             out = self._decode(*token, cache)
         elif isinstance(cache, PagedCache):
             raise ValueError(
@@ -170,7 +170,7 @@ class NSAAttention(Rotary):
             )
         else:
             with nvtx("projections+rope"):
-                q, k, v, gates = self._project(x, rope)
+                q, k, v, gates = self._in_dtype(cache, *self._project(x, rope))
             cache.store_raw(k[0], v[0], self._compress)
             cache.store_selected(k[1], v[1])
             cache.store_window(k[2], v[2])
@@ -181,18 +181,17 @@ class NSAAttention(Rotary):
             cache.reads += reads
         return self.out(out.flatten(2))
 
-    def decodes_by_kernels(self, like: Tensor, cache: DecodedCache) -> bool:
-        """Whether the decode kernels run a step on tensors like this one: where Triton runs
-        attention."""
-        plan = self._plan_of(like)
+    def decodes_by_kernels(self, cache: DecodedCache) -> bool:
+        """Whether the decode kernels run steps with this cache: where Triton runs attention."""
+        plan = self._plan_of(cache)
         if plan.backend != "triton" or plan.selection != "fast":
             return False
         from nsa.ops.triton.decode import fits_decode  # Triton exists for Linux only
 
         return fits_decode(self.spec, cache.max_len)
 
-    def _plan_of(self, like: Tensor) -> Plan:
-        return plan_attention(like.device, like.dtype, self.backend, (self.d_k, self.d_v))
+    def _plan_of(self, cache: DecodedCache) -> Plan:
+        return plan_attention(cache.device, cache.dtype, self.backend, (self.d_k, self.d_v))
 
     def _decode(
         self,
@@ -222,10 +221,11 @@ class NSAAttention(Rotary):
             return self.step(x, cache)
         first, num_tokens = cache.length, x.shape[1]
         with nvtx("projections+rope"):
-            q, k, v, gates = self._project(x, self._rope_from(first, num_tokens, x))
+            projected = self._project(x, self._rope_from(first, num_tokens, x))
+            q, k, v, gates = self._in_dtype(cache, *projected)
         cache.store_raw(k[0], v[0], self._compress)
         cache.store_selected(k[1], v[1])
-        if self._plan_of(q).backend == "triton":
+        if self._plan_of(cache).backend == "triton":
             out = self._continue(q, (k[2], v[2]), gates, cache)
             cache.store_window(k[2], v[2])
         else:
@@ -301,6 +301,20 @@ class NSAAttention(Rotary):
             heads, rope, self.gate(x), self._num_rotated, softmax=softmax
         )
         return *self._split(rotated, values), gates
+
+    def _in_dtype(
+        self,
+        cache: DecodedCache,
+        q: Tensor,
+        k: tuple[Tensor, ...],
+        v: tuple[Tensor, ...],
+        gates: Tensor,
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """The projections in the dtype of the cache, which attention is then computed in."""
+        if q.dtype == cache.dtype:
+            return q, k, v, gates
+        q, *kv, gates = cache.in_dtype(self.qkv.weight, q, *k, *v, gates)
+        return q, tuple(kv[: len(k)]), tuple(kv[len(k) :]), gates
 
     @property
     def _num_rotated(self) -> int:

@@ -29,11 +29,11 @@ Phi = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 class Cache:
     """Room for the tokens of `batch` sequences of equal length, at most `max_len`."""
 
-    def __init__(self, batch: int, max_len: int, device: torch.device) -> None:
+    def __init__(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         for name, value in (("batch", batch), ("max_len", max_len)):
             if value < 1:
                 raise ValueError(f"cache {name}={value}; give at least 1")
-        self.batch, self.max_len = batch, max_len
+        self.batch, self.max_len, self.dtype = batch, max_len, dtype
         self.device = torch.empty(0, device=device).device  # with its number
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         """Tokens of each sequence, as kernels read and advance them."""
@@ -48,8 +48,21 @@ class Cache:
 
     @length.setter
     def length(self, value: int) -> None:
+        """More tokens than before: whoever says so has filled the buffers."""
+        self._check_length(value)
         self._length = value
         self.lengths.fill_(value)
+
+    def _check_length(self, value: int) -> None:
+        if not 0 <= value <= self.max_len:
+            raise ValueError(
+                f"length={value} of a cache for {self.max_len} tokens; give 0 to {self.max_len}"
+            )
+
+    def clear(self) -> None:
+        """Forget all tokens; the memory can take another prompt."""
+        self._length = 0
+        self.lengths.zero_()
 
     def advanced(self) -> None:
         """Kernels have appended a token to every sequence, and counted it in `lengths`."""
@@ -70,6 +83,33 @@ class Cache:
             )
         if x.device != self.device:
             raise ValueError(f"tokens on {x.device}, cache on {self.device}; use one device")
+
+    def in_dtype(self, weight: Tensor, *projected: Tensor) -> tuple[Tensor, ...]:
+        """What a product with `weight` gave, in the dtype of the cache.
+
+        Under autocast a product is narrower than its weight. A cache of the weight's dtype, made
+        outside, takes it without a loss; any other mix is refused, and nothing has changed yet.
+        """
+        given = projected[0].dtype
+        if given == self.dtype:
+            return projected
+        holds_all = torch.promote_types(given, self.dtype) == self.dtype
+        if self.dtype != weight.dtype or not holds_all:
+            raise ValueError(
+                f"keys and values of {given} (weights: {weight.dtype}) given to a cache of "
+                f"{self.dtype}; make the cache with new_cache() of this model, under the autocast "
+                f"that it is used with"
+            )
+        return tuple(x.to(self.dtype) for x in projected)
+
+
+def cache_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of products with a weight, hence of a cache that is made here: autocast's, where it
+    is on (it leaves float64 alone), or the weight's."""
+    kind = weight.device.type
+    if weight.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return weight.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def new_buffer(
@@ -160,7 +200,7 @@ class NSACache(DecodedCache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(batch, max_len, device)
+        super().__init__(batch, max_len, dtype, device)
         self.spec = spec
 
         def buffer(length: int) -> KeyValues:
@@ -171,6 +211,15 @@ class NSACache(DecodedCache):
         self.win = buffer(min(spec.w, max_len))  # token t at t % its size
         self.raw = buffer(spec.l)  # token t at t % l
         self._count_reads(num_groups)
+
+    def _check_length(self, value: int) -> None:
+        super()._check_length(value)
+        if value < self.length:
+            raise ValueError(
+                f"length={value} of a cache that holds {self.length} tokens; the rings of the "
+                f"window and of the raw tokens have lost what a shorter sequence needs: call "
+                f"clear() and prefill the {value} tokens again"
+            )
 
     @property
     def num_cmp(self) -> int:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config.env import read
 from nsa.model.attention import check_sizes
-from nsa.model.cache import Cache, check_one_token
+from nsa.model.cache import Cache, cache_dtype, check_one_token
 from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops.checks import check_documents
@@ -38,7 +38,7 @@ class DenseCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(batch, max_len, device)
+        super().__init__(batch, max_len, dtype, device)
         size = (batch, num_groups, max_len)
         self.k = torch.empty(*size, d_k, dtype=dtype, device=device)
         self.v = torch.empty(*size, d_v, dtype=dtype, device=device)
@@ -115,7 +115,7 @@ class DenseAttention(Rotary):
             num_groups=self.num_groups,
             d_k=self.d_k,
             d_v=self.d_v,
-            dtype=weight.dtype,
+            dtype=cache_dtype(weight),
             device=weight.device,
         )
 
@@ -138,7 +138,8 @@ class DenseAttention(Rotary):
         cache.check(x)
         first, num_tokens = cache.length, x.shape[1]
         positions = document_positions(num_tokens, None, x.device, first)
-        q, k, v = self._project(x, rope or self.rope(positions, x.dtype))
+        projected = self._project(x, rope or self.rope(positions, x.dtype))
+        q, k, v = cache.in_dtype(self.qkv.weight, *projected)
         k, v = cache.append(k, v)
         if num_tokens == 1:
             return self._merge(_attend(q, k, v))  # the newest token sees all

@@ -44,6 +44,11 @@ class ModelCache:
         """Tokens it can hold."""
         return self.layers[0].max_len
 
+    def clear(self) -> None:
+        """Forget all tokens; the memory can take another prompt."""
+        for layer in self.layers:
+            layer.clear()
+
     def nbytes(self) -> int:
         """Memory of all layers."""
         return sum(layer.nbytes() for layer in self.layers)
@@ -202,7 +207,10 @@ class TinyLM(nn.Module):
         return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
     def new_cache(self, batch: int, max_len: int) -> ModelCache:
-        """An empty cache for `batch` sequences of at most `max_len` tokens."""
+        """An empty cache for `batch` sequences of at most `max_len` tokens.
+
+        Its dtype is that of the keys that the model computes: autocast's where it is on.
+        """
         return ModelCache([block.attn.new_cache(batch, max_len) for block in self.layers])
 
     def new_paged_cache(self, num_places: int, max_len: int, num_pages: int) -> PagedModelCache:

@@ -81,7 +81,7 @@ class PagedCache(DecodedCache):
         device: torch.device,
     ) -> None:
         num_places = len(pages.table)
-        super().__init__(num_places, pages.max_len, device)
+        super().__init__(num_places, pages.max_len, dtype, device)
         self.spec, self.pages, self.table = spec, pages, pages.table
         sizes = (d_k, d_v, dtype, device)
         self.sel = new_buffer((pages.num_pages, num_groups, spec.l_sel), *sizes)
@@ -104,6 +104,10 @@ class PagedCache(DecodedCache):
             f"length={value}: the sequences of a paged cache have lengths of their own; use open "
             f"and close"
         )
+
+    def clear(self) -> None:
+        """Not here: the pages belong to all layers."""
+        raise AttributeError("the sequences of a paged cache end one by one; use close")
 
     def check(self, x: Tensor) -> None:
         """Refuse another batch or device, and make room for a token of every sequence."""
@@ -134,6 +138,11 @@ class PagedCache(DecodedCache):
             raise ValueError(
                 f"place {place} takes one sequence, and only while it has none; got a cache of "
                 f"{cache.batch}; close the place first, or choose another"
+            )
+        if cache.dtype != self.dtype:
+            raise ValueError(
+                f"a cache of {cache.dtype} given to pages of {self.dtype}; make both with the same "
+                f"model, under the same autocast"
             )
         self.pages.make_room(place, length)
         pages = torch.tensor(self.pages.held(place), dtype=torch.int64, device=self.device)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.eager.launch import compute_dtype
 
 
@@ -92,9 +93,10 @@ def document_positions(
     seq_len: int, cu_seqlens: Tensor | None, device: torch.device, first: int = 0
 ) -> Tensor:
     """Positions [S] from `first`, counted from the start of each packed document."""
-    token = torch.arange(first, first + seq_len, device=device)
     if cu_seqlens is None:
-        return token
+        return torch.arange(first, first + seq_len, device=device)
+    refuse_captured_documents(device)
+    token = torch.arange(first, first + seq_len, device=device)
     if device.type == "cuda" and not cu_seqlens.is_cuda:
         cu_seqlens = cu_seqlens.pin_memory()  # so that the copy does not wait for the device
     cu_seqlens = cu_seqlens.to(device, non_blocking=True)

@@ -196,6 +196,24 @@ def check_documents(
     return doc_lens
 
 
+def refuse_captured_documents(device: torch.device) -> None:
+    """Refuse packed documents while a CUDA graph is being captured on a device.
+
+    Their borders are copied from host memory that is given back at once: every replay would copy
+    whatever lies there by then.
+    """
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise ValueError(
+            "packed documents in a CUDA graph that is being captured; their borders are read on "
+            "the host and would be frozen in the graph: run packed documents without a graph, or "
+            "capture one document without cu_seqlens"
+        )
+
+
 def assert_selection(
     selection: Tensor,  # [B, Hkv, T, n_sel] int32
     positions: Tensor,  # [T]

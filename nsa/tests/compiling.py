@@ -32,11 +32,13 @@ def compile_kernel(
     constants: dict[str, object],
     dtype: str = "bf16",
     pointers: dict[str, str] | None = None,
+    strides_aligned: bool = True,
     **options: int,
 ) -> Any:
     """Compile for a GPU that is not here; every argument gets the type that the launcher gives.
 
-    `pointers` are the types of those that differ from the table.
+    `pointers` are the types of those that differ from the table. Strides are multiples of 16, as
+    Triton then knows, or `strides_aligned` is False.
     """
     types = {name: kind for kind, names in POINTERS.items() for name in names}
     types = {name: kind.replace("bf16", dtype) for name, kind in types.items()}
@@ -59,7 +61,7 @@ def compile_kernel(
     attributes = {
         (i,): aligned
         for i, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.startswith("s_")
+        if kind.startswith("*") or (strides_aligned and name.startswith("s_"))
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

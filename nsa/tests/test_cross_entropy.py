@@ -35,6 +35,34 @@ def test_loss_and_gradients_equal_whole_logits(
         torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    "targets", [[1, -100, 4, -100], [-100, -100], []], ids=["some", "all", "no rows"]
+)
+def test_ignored_targets_are_left_out_as_in_torch(targets: list[int]) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(len(targets), 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor(targets, dtype=torch.int64)
+    expected = F.cross_entropy(hidden @ weight.t(), ids)
+    expected_grads = torch.autograd.grad(expected, (hidden, weight))
+    for dtype in (torch.int64, torch.int32):
+        loss = linear_cross_entropy(hidden, weight, ids.to(dtype), torch.float64)
+        grads = torch.autograd.grad(loss, (hidden, weight))
+        torch.testing.assert_close(loss, expected.float(), equal_nan=True)
+        for grad, wanted in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("wrong", [5, -1, -101, 1 << 40])
+def test_a_target_outside_the_vocabulary_is_refused_with_its_number(wrong: int) -> None:
+    hidden, weight = torch.randn(3, 8), torch.randn(5, 8)
+    targets = torch.tensor([0, wrong, -100])
+    with pytest.raises(IndexError):
+        F.cross_entropy(hidden @ weight.t(), targets)
+    with pytest.raises(IndexError, match=rf"target {wrong} .* vocabulary of 5 ids; give 0 to 4"):
+        linear_cross_entropy(hidden, weight, targets, torch.float32)
+
+
 def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "PART_NUMBERS", 40 * 10)
     largest = 0
@@ -72,7 +100,7 @@ def test_the_kernel_equals_torch_in_the_interpreter() -> None:
     command += ["-W", "ignore::RuntimeWarning", "nsa/tests/test_loss_kernel.py"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "17 passed" in done.stdout
+    assert "18 passed" in done.stdout
 
 
 def test_padded_rows_of_the_matrix_are_zero_and_have_no_gradient() -> None:

@@ -1,6 +1,8 @@
-"""The decode kernels compile for sm_80 and sm_90, and fit."""
+"""The decode kernels compile for sm_80 and sm_90, fit, and read past L1 before they wait."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import NUM_FORCED, BlockSpec
-from nsa.ops.triton.decode_tiles import decode_tiles
+from nsa.ops.triton.decode_tiles import decode_tiles, reads_pass_l1
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score, token
 from nsa.ops.triton.tiles import padded, parts_of
 from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
@@ -30,22 +32,29 @@ POINTERS = {
 """Those whose types are not those of the other kernels."""
 
 
-def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool, paged: bool):
-    """By kernel: its constants and options."""
-    num_cmp, num_blocks = SPEC.num_cmp(65536), SPEC.num_blocks(65536)
-    tiles = decode_tiles(
-        *(d_k, d_v, per_group, torch.bfloat16),
+def tiles_of(d_k: int, d_v: int, per_group: int, segments: int, dtype=torch.bfloat16, spec=SPEC):
+    return decode_tiles(
+        *(d_k, d_v, per_group, dtype),
         segments=segments,
-        num_cmp=num_cmp,
-        window=SPEC.w,
-        spec=SPEC,
+        num_cmp=spec.num_cmp(65536),
+        window=spec.w,
+        spec=spec,
     )
+
+
+def constants_of(
+    d_k: int, d_v: int, per_group: int, segments: int, early: bool, paged: bool,
+    dtype=torch.bfloat16, spec=SPEC,
+):  # fmt: skip
+    """By kernel: its constants and options."""
+    num_cmp, num_blocks = spec.num_cmp(65536), spec.num_blocks(65536)
+    tiles = tiles_of(d_k, d_v, per_group, segments, dtype, spec)
     main, rest = parts_of(d_k)
     dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
-    blocks = dict(L=SPEC.l, STEP=SPEC.d, L_SEL=SPEC.l_sel)
+    blocks = dict(L=spec.l, STEP=spec.d, L_SEL=spec.l_sel)
     num_parts = -(-num_cmp // tiles.CMP_PART)
-    num_more = -(-SPEC.w // tiles.WIN_PART) + -(-NUM_FORCED // tiles.PER_PART)
-    num_more += -(-(SPEC.n_sel - NUM_FORCED) // tiles.PER_PART)
+    num_more = -(-spec.w // tiles.WIN_PART) + -(-NUM_FORCED // tiles.PER_PART)
+    num_more += -(-(spec.n_sel - NUM_FORCED) // tiles.PER_PART)
     last = dict(EARLY=early, BM=tiles.BM)
     choice = dict(N_SEL=16, N_SEL_PAD=16, LEVELS=2)
     yield (
@@ -66,7 +75,7 @@ def constants_of(d_k: int, d_v: int, per_group: int, segments: int, early: bool,
         | dict(BN=tiles.BN),
         dict(num_warps=4),
     )
-    each = dict(PER_PAGE=64 * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
+    each = dict(PER_PAGE=spec.l_sel * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
     each |= dict(NB=padded(num_blocks), AHEAD=True, UPCAST=False)
     yield (
         decode.attend_tokens,
@@ -100,9 +109,43 @@ def test_decode_kernels_compile_and_fit(d_k, d_v, per_group, segments, capabilit
             # The next kernel reads ahead beside the one before this, or beside this one.
             ahead = kernel is decode_score.score_blocks and constants["BESIDE"]
             assert (lets_come < waits) == ahead, kernel.__name__
-        if kernel is decode.attend_tokens:
             # What is read before the wait must not come from the L1 cache.
+            loads = re.findall(r"ld\.global[.\w:]*", ptx[:waits])
+            assert all(".cg" in load for load in loads), kernel.__name__
+        if kernel is decode.attend_tokens:
             assert "cp.async.cg" in compiled.asm["ptx"] and "cp.async.ca" not in compiled.asm["ptx"]
+
+
+AHEAD = {  # Dk, Dv, dtype, l_sel, paged: whether all copies have 16 bytes
+    (8, 8, "bf16", 64, False): True,  # Hkv * max_len * D need not be a multiple of 16
+    (8, 8, "bf16", 64, True): True,
+    (20, 12, "fp32", 64, False): True,
+    (64, 64, "bf16", 64, False): True,
+    (16, 16, "bf16", 32, False): False,  # too small a tile: 8 bytes for each thread
+    (80, 80, "bf16", 32, False): False,  # of the second part of the keys
+    (80, 80, "bf16", 32, True): False,
+    (20, 12, "bf16", 64, False): False,  # rows of 40 and of 24 bytes
+}
+
+
+def test_decode_reads_ahead_exactly_where_the_compiler_reads_past_l1():
+    """With strides of which nothing is known, as those of a cache of odd length."""
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    for (d_k, d_v, name, l_sel, paged), ahead in AHEAD.items():
+        heads, spec = (d_k, d_v, 6, 4), BlockSpec(l_sel=l_sel)
+        tiles = tiles_of(*heads, dtypes[name], spec)
+        case = f"{d_k}, {d_v}, {name}, {l_sel}, paged {paged}"
+        assert reads_pass_l1(d_k, d_v, dtypes[name], tiles) == ahead, case
+        kernels = constants_of(*heads, True, paged, dtypes[name], spec)
+        constants, options = next(rest for k, *rest in kernels if k is decode.attend_tokens)
+        pointers = {key: kind.replace("bf16", name) for key, kind in POINTERS.items()}
+        compiled = compile_kernel(
+            *(decode.attend_tokens, 90, constants, name), pointers=pointers, strides_aligned=False,
+            **options,
+        )  # fmt: skip
+        ptx = compiled.asm["ptx"]
+        through_l1 = "cp.async.ca" in ptx or re.search(r"ld\.global[.\w:]*evict_first", ptx)
+        assert bool(through_l1) != ahead, case
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -25,6 +25,71 @@ def test_language_model_decodes_what_forward_computes(prefilled, phi):
     assert cache.length == 60
 
 
+@pytest.mark.parametrize("kind", [dict(), dict(phi="mlp", gate="sigmoid"), dict(attention="dense")])
+def test_decode_under_autocast_is_forward_under_autocast(kind):
+    """A cache that is made there is as narrow; one that was made outside is fp32, and serves."""
+    torch.manual_seed(0)
+    model = TinyLM(**MODEL, **BLOCKS, **kind).eval()
+    ids = torch.randint(0, 50, (2, 40))
+    for dtype, rounding in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+        outside = model.new_cache(2, 40)
+        with torch.autocast("cpu", dtype):
+            with torch.no_grad():
+                expected = model(ids)
+            inside = model.new_cache(2, 40)
+            for cache, tolerance in ((inside, 4 * rounding), (outside, 32 * rounding)):
+                outs = [model.prefill(part, cache) for part in ids[:, :33].split([20, 12, 1], 1)]
+                outs += [model.step(ids[:, t], cache)[:, None] for t in range(33, 40)]
+                assert_near(torch.cat(outs, dim=1).float(), expected.float(), tolerance)
+        assert (inside.layers[0].dtype, outside.layers[0].dtype) == (dtype, torch.float32)
+        assert inside.nbytes() == outside.nbytes() / 2
+
+
+def test_a_cache_whose_dtype_does_not_fit_is_refused_and_not_changed():
+    x, ids = torch.randn(1, 3, 24), torch.zeros(1, 3, dtype=torch.int64)
+    module, half = make_module().float(), make_module().bfloat16()
+    dense = TinyLM(**MODEL, attention="dense")
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow, narrow_dense = module.new_cache(1, 8), dense.new_cache(1, 8)
+    wrong = "torch.float32 .* given to a cache of torch.bfloat16; make the cache with new_cache"
+    with pytest.raises(ValueError, match=wrong):
+        module.prefill(x, narrow)
+    with pytest.raises(ValueError, match=wrong):
+        module.step(x[:, :1], narrow)
+    with pytest.raises(ValueError, match=wrong):
+        dense.prefill(ids, narrow_dense)
+    with pytest.raises(ValueError, match="torch.bfloat16 .* given to a cache of torch.float32"):
+        half.prefill(x.bfloat16(), module.new_cache(1, 8))
+    assert narrow.length == narrow_dense.length == 0
+    module.double()
+    with torch.autocast("cpu", torch.bfloat16):  # it leaves float64 alone
+        assert module.new_cache(1, 8).dtype == torch.float64
+
+
+def test_a_cache_is_never_cut_but_can_be_cleared():
+    torch.manual_seed(0)
+    module = make_module()
+    x = torch.randn(1, 40, 24, dtype=torch.float64)
+    cache = module.new_cache(1, 40)
+    expected = module.prefill(x, cache)
+    for length in (39, 20, 0):
+        with pytest.raises(ValueError, match=rf"length={length} of a cache that holds 40 tokens"):
+            cache.length = length
+    for length in (41, -1):
+        with pytest.raises(ValueError, match=rf"length={length} of a cache for 40 tokens"):
+            cache.length = length
+    assert (cache.length, cache.lengths.tolist()) == (40, [40])
+    cache.clear()
+    assert (cache.length, cache.lengths.tolist()) == (0, [0])
+    assert torch.equal(module.prefill(x, cache), expected)
+    dense = TinyLM(**MODEL, attention="dense").eval()  # has no rings: it can be cut
+    ids = torch.randint(0, 50, (1, 20))
+    whole = dense.new_cache(1, 20)
+    expected = dense.prefill(ids, whole)
+    whole.layers[0].length, whole.layers[1].length, whole.layers[2].length = 5, 5, 5
+    assert_near(dense.prefill(ids[:, 5:], whole), expected[:, 5:], 1e-5)
+
+
 def test_buffers_are_allocated_once_and_never_replaced():
     module = make_module()
     cache = module.new_cache(1, 64)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,10 +14,10 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.triton.loss import BLOCK, losses_and_gradient
 from nsa.ops.triton.start import INTERPRETED
-from nsa.tests.gpu import DEVICE
+from nsa.tests.gpu import DEVICE, on_gpu
 from nsa.tests.helpers import assert_near
 from nsa.train import cross_entropy
-from nsa.train.cross_entropy import linear_cross_entropy
+from nsa.train.cross_entropy import IGNORED, linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,6 +72,60 @@ def test_a_row_that_is_not_finite_has_no_finite_loss_and_leaves_the_others(poiso
     torch.testing.assert_close(losses[::2], expected[::2], rtol=1e-5, atol=1e-5)
 
 
+def test_an_ignored_row_has_neither_loss_nor_gradient_whatever_its_logits_are() -> None:
+    logits, targets = make(4, 70, 128)
+    expected = F.cross_entropy(logits[:, :70], targets, reduction="none")
+    targets[1], targets[2] = IGNORED, IGNORED
+    logits[2, 20] = torch.nan
+    losses = torch.empty(4, device=DEVICE)
+    losses_and_gradient(logits, targets, losses, 70, ignored=IGNORED, with_grad=True)
+    torch.testing.assert_close(losses[::3], expected[::3], rtol=1e-5, atol=1e-5)
+    assert (losses[1:3] == 0).all() and (logits[1:3] == 0).all() and (logits[::3] != 0).any()
+
+
+@on_gpu
+def test_a_captured_loss_replays_with_other_targets() -> None:
+    hidden = torch.randn(40, 64, device=DEVICE, requires_grad=True)
+    weight = torch.randn(1031, 64, device=DEVICE, requires_grad=True)
+    targets = torch.randint(1031, (40,), device=DEVICE)
+
+    def loss_and_gradients() -> list[Tensor]:
+        loss = linear_cross_entropy(hidden, weight, targets, torch.bfloat16)
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loss_and_gradients()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = loss_and_gradients()
+    targets[::3] = IGNORED
+    graph.replay()
+    for replayed, eager in zip(captured, loss_and_gradients(), strict=True):
+        torch.testing.assert_close(replayed, eager)
+
+
+@on_gpu
+@pytest.mark.parametrize("wrong", [1031, -1])
+def test_a_target_outside_the_vocabulary_stops_a_gpu_as_in_torch(wrong: int) -> None:
+    """In a process of its own, which cannot use its GPU afterwards."""
+    code = f"""if True:
+        import torch
+        from nsa.train.cross_entropy import linear_cross_entropy
+        hidden, weight = torch.randn(8, 64).cuda(), torch.randn(1031, 64).cuda()
+        targets = torch.arange(8).cuda()
+        linear_cross_entropy(hidden, weight, targets, torch.bfloat16).item()
+        print("right ids pass")
+        targets[3] = {wrong}
+        print(linear_cross_entropy(hidden, weight, targets, torch.bfloat16).item())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0 and done.stdout.split("\n") == ["right ids pass", ""]
+    assert "device-side assert" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 2e-3)],  # fp32: TF32 products
@@ -85,6 +142,7 @@ def test_the_loss_of_a_head_equals_float64(
     hidden = torch.randn(60, 64, device=DEVICE, requires_grad=True)
     weight = (0.3 * torch.randn(1031, 64, device=DEVICE)).requires_grad_()
     targets = torch.randint(1031, (60,), device=DEVICE)
+    targets[::7] = IGNORED
     assert cross_entropy.is_fused(hidden.device, dtype)
     exact = F.cross_entropy(hidden.double() @ weight.double().t(), targets)
     expected = torch.autograd.grad(exact * 3, (hidden, weight))

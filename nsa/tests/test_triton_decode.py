@@ -199,13 +199,37 @@ def test_a_module_decodes_what_the_torch_path_does(shape: dict[str, Any], total,
         module.prefill(x[:, :prefilled], cache)
         wide.prefill(x[:, :prefilled].double(), wide_cache)
     module.backend = "triton"
-    assert module.decodes_by_kernels(x, cache)
+    assert module.decodes_by_kernels(cache)
     for t in range(prefilled, total):
         out = module.step(x[:, t : t + 1], cache)
         assert_near(out, wide.step(x[:, t : t + 1].double(), wide_cache), 1e-4)
     assert torch.equal(cache.reads, wide_cache.reads)
     assert torch.equal(cache.last_reads, wide_cache.last_reads)
     assert (cache.length, cache.lengths.tolist()) == (total, [total, total])
+
+
+@pytest.mark.parametrize("phi", ["avg", pytest.param("mlp", marks=on_gpu)])
+def test_kernels_under_autocast_do_what_the_torch_path_does(phi):
+    """fp32 weights; caches that were made there, narrow, and outside, fp32."""
+    torch.manual_seed(0)
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter has no bf16
+    module = NSAAttention(**TINY, phi=phi, backend="triton").to(DEVICE).eval()
+    x = torch.randn(1, 24, TINY["dim"], device=DEVICE)
+    outside = module.new_cache(1, 24)
+    with torch.autocast(DEVICE, dtype):
+        module.backend = "torch"
+        with torch.no_grad():
+            expected = module(x)
+        module.backend = "triton"
+        for cache in (module.new_cache(1, 24), outside):
+            outs = [module.prefill(part, cache) for part in x[:, :22].split([12, 10], dim=1)]
+            outs += [module.step(x[:, t : t + 1], cache) for t in range(22, 24)]
+            assert_near(torch.cat(outs, dim=1), expected, 8 * TOLERANCE[dtype])
+            assert cache.length == 24
+        assert cache.dtype == torch.float32
+    wrong = "given to a cache of torch.float32"
+    with torch.autocast(DEVICE, enabled=False), pytest.raises(ValueError, match=wrong):
+        module.to(dtype).step(x[:, :1].to(dtype), NSAAttention(**TINY).to(DEVICE).new_cache(1, 24))
 
 
 def test_a_step_reads_nothing_that_it_does_not_count():

@@ -41,7 +41,10 @@ MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("file", ["test_triton.py", "test_triton_decode.py", "test_decode_ways.py"])
+@pytest.mark.parametrize(
+    "file",
+    ["test_triton.py", "test_triton_decode.py", "test_decode_ways.py", "test_launch_device.py"],
+)
 def test_kernels_equal_the_oracle_in_the_interpreter(file):
     """A process of its own: the switch counts at import, and a bad pointer would be a crash."""
     command = ["env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest"]
@@ -152,7 +155,7 @@ SMALL_KERNELS = [
     (index.list_choices, dict(SUBS=8, BQ=128)),
     (index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
     (sums.sum_parts, dict(BLOCK=1024)),
-    (loss.softmax_loss, dict(BLOCK=4096, WITH_GRAD=True)),
+    (loss.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
     (mean.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),

@@ -24,15 +24,22 @@ FUSED_PART_NUMBERS = FUSED_PART
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH_STEP = 64
 """The kernel's logits have a width that is a multiple of this."""
+IGNORED = -100
+"""A target that is left out of the mean, as torch does by default."""
 
 
 def linear_cross_entropy(
     hidden: Tensor,  # [N, dim]
     weight: Tensor,  # [V, dim]
-    targets: Tensor,  # [N] integer
+    targets: Tensor,  # [N] integer: 0 .. V - 1, or IGNORED
     dtype: torch.dtype,
 ) -> Tensor:  # [] fp32
-    """Mean cross-entropy in nats of softmax(hidden @ weight.T), with products in `dtype`."""
+    """Mean cross-entropy in nats of softmax(hidden @ weight.T), with products in `dtype`.
+
+    Over the targets that are not IGNORED; NaN where there are none.
+    """
+    targets = targets.long()
+    _check_targets(targets, weight.shape[0])
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, dtype)
     return loss
 
@@ -40,6 +47,20 @@ def linear_cross_entropy(
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel computes the loss of a part."""
     return device.type == "cuda" and dtype in FUSED_DTYPES and find_spec("triton") is not None
+
+
+def _check_targets(targets: Tensor, vocab: int) -> None:
+    """Refuse ids that are not in the vocabulary. On a GPU by an assertion on the device, as torch
+    does: nobody waits for the answer, and a CUDA graph that is captured holds it."""
+    known = ((targets >= 0) & (targets < vocab)) | (targets == IGNORED)
+    if targets.device.type != "cpu":
+        torch._assert_async(known.all(), f"a target is outside [0, {vocab}) and not {IGNORED}")
+    elif not known.all():
+        wrong = int(targets[~known][0])
+        raise IndexError(
+            f"target {wrong} is outside the vocabulary of {vocab} ids; give 0 to {vocab - 1}, or "
+            f"{IGNORED} to leave a token out of the loss"
+        )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -67,16 +88,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_rows[span] = d_logits @ matrix
             share = d_logits.t() @ rows[span]
             d_matrix = share.float() if d_matrix is None else d_matrix.add_(share)
-        if d_rows is not None and d_matrix is not None:
-            ctx.save_for_backward(d_rows, d_matrix[:vocab])
-        return losses.mean()
+        num_counted = (targets != IGNORED).sum()
+        if d_rows is not None:
+            if d_matrix is None:  # no rows at all
+                d_matrix = torch.zeros_like(matrix, dtype=torch.float32)
+            ctx.save_for_backward(d_rows, d_matrix[:vocab], num_counted)
+        return losses.sum() / num_counted
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        d_rows, d_matrix = ctx.saved_tensors
+        d_rows, d_matrix, num_counted = ctx.saved_tensors
         rows_dtype, matrix_dtype = ctx.dtypes
-        share = grad / d_rows.shape[0]
+        share = grad / num_counted.clamp(min=1)  # none counted: no gradient, as in torch
         return (d_rows * share).to(rows_dtype), (d_matrix * share).to(matrix_dtype), None, None
 
 
@@ -99,14 +123,15 @@ def _plain_part(
 
     It is not divided by the number of rows here: fp16 has no such numbers.
     """
-    wide, column = logits.float(), targets[:, None]
+    wide, left_out = logits.float(), targets == IGNORED
+    column = targets.masked_fill(left_out, 0)[:, None]
     norm = wide.logsumexp(dim=-1, keepdim=True)
-    losses.copy_((norm - wide.gather(1, column))[:, 0])
+    losses.copy_((norm - wide.gather(1, column))[:, 0].masked_fill_(left_out, 0.0))
     if not wanted:
         return logits
     probs = wide.sub_(norm).exp_()
-    probs[torch.arange(len(targets), device=logits.device), targets] -= 1.0
-    return probs.to(logits.dtype)
+    probs[torch.arange(len(targets), device=logits.device), column[:, 0]] -= 1.0
+    return probs.masked_fill_(left_out[:, None], 0.0).to(logits.dtype)
 
 
 def _fused_part(
@@ -115,5 +140,5 @@ def _fused_part(
     """The same by the kernel, in the memory of the logits."""
     from nsa.ops.triton.loss import losses_and_gradient
 
-    losses_and_gradient(logits, targets, losses, vocab, with_grad=wanted)
+    losses_and_gradient(logits, targets, losses, vocab, ignored=IGNORED, with_grad=wanted)
     return logits

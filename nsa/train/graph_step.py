@@ -57,7 +57,8 @@ class GraphStep(EagerStep):
         self._check_form(batches)
         self._hold_lr()
         if self._graph is None:
-            self._capture(rows)
+            with torch.cuda.device(self.runtime.device):
+                self._capture(rows)
         assert self._graph is not None and self._found is not None
         limit = self.spikes.limit()
         self._lr.fill_(lr)

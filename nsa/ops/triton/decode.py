@@ -17,7 +17,7 @@ from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.attend import KeyValues
 from nsa.ops.spec import NUM_FORCED, BlockSpec
-from nsa.ops.triton.decode_tiles import DecodeTiles, decode_tiles
+from nsa.ops.triton.decode_tiles import DecodeTiles, decode_tiles, reads_pass_l1
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score
 from nsa.ops.triton.problem import LOG2_E
 from nsa.ops.triton.start import INTERPRETED, Launch, Memo, ceil_div, form, start
@@ -67,6 +67,7 @@ class Decoder:
         self, caches: Caches, spec: BlockSpec, max_len: int, num_heads: int, scale: float,
         workspace: Workspace,
     ) -> None:  # fmt: skip
+        assert all(x.is_contiguous() for kv in caches[:4] for x in kv[:2])
         self.caches, self.spec, self.max_len, self.scale = caches, spec, max_len, scale
         self.batch, self.num_groups = caches.win.k.shape[:2]
         self.per_group = num_heads // self.num_groups
@@ -160,7 +161,7 @@ class Decoder:
                     self.max_len, self.window, self.scale * LOG2_E,
                     self._table_width, self.logits.stride(1),
                     *(x.stride(i) for x in (token.q, token.k[0], token.v[0]) for i in (0, 2)),
-                    *(x.stride(0) for kv in (caches.cmp, caches.sel) for x in kv[:2]),
+                    *(self.num_groups * kv.k.shape[2] for kv in (caches.cmp, caches.sel)),
                     caches.cmp.k.shape[2], caches.sel.k.shape[2],
                 ),
                 self._dims()
@@ -210,14 +211,14 @@ class Decoder:
                     self.num_blocks, self.max_len, self.window,
                     self.scale * LOG2_E, self._table_width,
                     *(x.stride(i) for x in (token.q, token.k[1], token.v[1]) for i in (0, 2)),
-                    caches.sel.k.stride(0), caches.sel.v.stride(0), caches.sel.k.shape[2],
+                    self.num_groups * caches.sel.k.shape[2], caches.sel.k.shape[2],
                 ),
                 self._dims()
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "N_SEL": spec.n_sel}
                 | {"N_SEL_PAD": padded(spec.n_sel)}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
-                | {"NB": padded(self.num_blocks), "AHEAD": self._reads_pass_l1}
+                | {"NB": padded(self.num_blocks), "AHEAD": self.reads_ahead}
                 | {"EARLY": self.early, "UPCAST": INTERPRETED}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
                 self._options(tiles.tok_warps, tiles.tok_stages),
@@ -254,11 +255,10 @@ class Decoder:
         """As Triton calls them."""
         return {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": self.early}
 
-    @property
-    def _reads_pass_l1(self) -> bool:
-        """Whether rows are read 16 bytes at a time: such copies come from the L2 cache."""
-        row = {size * self.dtype.itemsize % 16 for size in (self.d_k, self.d_v)}
-        return row == {0}
+    @cached_property
+    def reads_ahead(self) -> bool:
+        """Whether the window and the forced blocks are read before the wait."""
+        return reads_pass_l1(self.d_k, self.d_v, self.dtype, self.tiles)
 
     @property
     def _strides_pad(self) -> int:

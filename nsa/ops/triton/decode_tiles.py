@@ -73,6 +73,10 @@ MERGED_BY_A_WARP = 2048
 MAX_CMP_PARTS = 128
 """Parts whose log-sum-exp a program can hold at a time."""
 
+COPIED_BYTES = 16
+"""What a thread copies at a time past the L1 cache."""
+THREADS_PER_WARP = 32
+
 
 def decode_tiles(
     d_k: int,
@@ -117,6 +121,20 @@ def decode_tiles(
         tok_stages=2,
         merge_warps=min(8, max(1, padded(num_parts) * padded(d_v) // MERGED_BY_A_WARP)),
     )
+
+
+def reads_pass_l1(d_k: int, d_v: int, dtype: torch.dtype, tiles: DecodeTiles) -> bool:
+    """Whether keys and values of the window and of blocks are read past the L1 cache.
+
+    They are copied asynchronously; only copies of 16 bytes can be asked to come from L2, and the
+    compiler makes them of that size where rows are multiples of it and every thread has as much to
+    copy in each tile. Shorter copies come through L1, which may still hold an earlier step's bytes
+    where nobody has waited.
+    """
+    rows = all(size * dtype.itemsize % COPIED_BYTES == 0 for size in (d_k, d_v))
+    widths = (width for width in (*parts_of(d_k), padded(d_v)) if width)
+    smallest = min(widths) * tiles.TOKENS * dtype.itemsize
+    return rows and smallest >= COPIED_BYTES * THREADS_PER_WARP * tiles.tok_warps
 
 
 def _cut(is_few: bool, is_long: bool, is_wide: bool) -> Cut:

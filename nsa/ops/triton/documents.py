@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.spec import BlockSpec
 
 
@@ -29,14 +30,12 @@ class Documents(NamedTuple):
 def index_documents(doc_lens: list[int], spec: BlockSpec, device: torch.device) -> Documents:
     """Build the index on the host, where the lengths are, and copy it in one piece.
 
-    The layers of a step ask for the same one; it is kept for them, except from a CUDA graph, whose
-    memory is its own.
+    The layers of a step ask for the same one; it is kept for them.
     """
     wanted = tuple(doc_lens), spec, device
     if device.type != "cuda":
         return _kept_index(*wanted, stream=0)
-    if torch.cuda.is_current_stream_capturing():
-        return _index(*wanted)
+    refuse_captured_documents(device)
     return _kept_index(*wanted, stream=torch.cuda.current_stream(device).cuda_stream)
 
 
@@ -45,10 +44,6 @@ def _kept_index(
     doc_lens: tuple[int, ...], spec: BlockSpec, device: torch.device, stream: int
 ) -> Documents:
     """`stream`: another one could read the index before it has been copied."""
-    return _index(doc_lens, spec, device)
-
-
-def _index(doc_lens: tuple[int, ...], spec: BlockSpec, device: torch.device) -> Documents:
     lengths = torch.tensor(doc_lens)
     num_cmp = torch.tensor([spec.num_cmp(length) for length in doc_lens])
     num_blocks = torch.tensor([spec.num_blocks(length) for length in doc_lens])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -85,9 +85,9 @@ class Problem:
             return True
         return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
 
-    @cached_property
+    @property
     def long(self) -> bool:
-        """cuDNN takes the compressed branch, and is able to."""
+        """cuDNN takes the compressed branch, and is able to: asked anew by every call."""
         if self.packed or self.seq_len < LONG_FROM or self.num_cmp == 0:
             return False
         return cudnn_runs(self.device, self.dtype, self.d_k, self.d_v)
@@ -151,9 +151,12 @@ class Problem:
         return INTERPRETED
 
 
-@lru_cache
 def cudnn_runs(device: torch.device, dtype: torch.dtype, d_k: int, d_v: int) -> bool:
-    """Whether cuDNN has faster attention kernels for such heads here: for D=64 it has not."""
+    """Whether cuDNN has faster attention kernels for such heads here: for D=64 it has not.
+
+    The answer also depends on switches of torch that a caller may turn between two calls
+    (torch.backends.cuda.enable_cudnn_sdp, sdpa_kernel), so it is never kept.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     if dtype not in (torch.bfloat16, torch.float16) or not d_k == d_v == 128:

@@ -9,6 +9,7 @@ kernel) is worked out once for each place in the code; tensors alone change from
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,10 @@ class Launch(NamedTuple):
 def start(
     memo: Memo, place: Any, kernel: Any, tensors: tuple[Any, ...], launch: Callable[[], Launch]
 ) -> None:
-    """Start `kernel` on the current stream; `launch` is asked when the place is new to the memo."""
+    """Start `kernel` on the tensors' device, on the stream that is current there.
+
+    `launch` is asked when the place is new to the memo.
+    """
     addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
     place = place, _misaligned(addresses)
     known = memo.get(place)
@@ -89,13 +93,14 @@ def start(
             _start_again(known, tensors, addresses)
         return
     one = launch()
+    device = _device_of(tensors)
     first, second, third = (*one.grid, 1, 1)[:3]
     compiled = None
     if 0 not in one.grid:
         checked = (_descriptor(x) if isinstance(x, Rows) else x for x in tensors)
-        compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
+        with _current(device):
+            compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
     if not INTERPRETED:
-        device = torch.cuda.current_device()
         rest = (*one.numbers, *one.constants.values())
         run = None if compiled is None else compiled.run
         memo[place] = Known(compiled, run, (first, second, third), rest, device)
@@ -112,7 +117,31 @@ def _misaligned(addresses: list[Any]) -> tuple[bool, ...] | None:
     return tuple(type(x) is int and x % ALIGNMENT != 0 for x in addresses)
 
 
+def _device_of(tensors: tuple[Any, ...]) -> int:
+    """Number of the CUDA device that the tensors are on; -1 is the CPU, in the interpreter."""
+    first = next(x for x in tensors if x is not None)
+    return int((first.base if isinstance(first, Rows) else first).get_device())
+
+
+def _current(device: int) -> AbstractContextManager[Any]:
+    """A device made current: Triton, like CUDA, launches on that one, whatever the tensors say."""
+    return nullcontext() if INTERPRETED else torch.cuda.device(device)
+
+
+def _is_current(device: int) -> bool:
+    return torch._C._cuda_getDevice() == device
+
+
 def _start_again(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+    """Start what was started before; the usual case, in which its device is current, is quick."""
+    if _is_current(known.device):
+        _run(known, tensors, addresses)
+        return
+    with _current(known.device):
+        _run(known, tensors, addresses)
+
+
+def _run(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
     """What `compiled[grid](...)` does, without asking for the device, hooks and pointers anew."""
     compiled, run, grid, rest, device = known
     if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:

@@ -33,9 +33,9 @@ AVERAGED = tl.constexpr(32)
 def _base(p_table, i_b, o_token, s_page, s_table, D: tl.constexpr, PER_PAGE: tl.constexpr):
     """Where tokens of a sequence begin in a cache; PER_PAGE = 0: it is not paged."""
     if PER_PAGE == 0:
-        return i_b * s_page + o_token.to(tl.int64) * D
+        return (i_b * s_page + o_token) * D
     page = tl.load(p_table + i_b * s_table + o_token // PER_PAGE).to(tl.int64)
-    return page * s_page + (o_token % PER_PAGE).to(tl.int64) * D
+    return (page * s_page + o_token % PER_PAGE) * D
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def attend_compressed(
     p_logits, p_tops, p_part, p_part_lse, p_lengths, p_current, p_table,
     Hkv, G, NUM_CMP, NUM_PARTS, MAX_LEN, WIN, scale_log2,
     s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
-    s_cmp_k, s_cmp_v, s_sel_k, s_sel_v, s_head_cmp, s_head_sel,
+    s_cmp, s_sel, s_head_cmp, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
@@ -168,8 +168,8 @@ def attend_compressed(
 
     The query sees every compressed token: neither an order nor a mask is needed, only their count.
     One that the new token completes is not in the cache yet: whoever needs it makes it, and stores
-    it. The first part stores the new token. s_cmp_k ... are the strides of a page, or of a
-    sequence, and s_head_* its tokens.
+    it. The first part stores the new token. s_cmp and s_sel are the tokens of all heads of a page,
+    or of a sequence, and s_head_* those of a head: times D, they keep the alignment of a row.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -210,8 +210,8 @@ def attend_compressed(
     p_k_cmp += i_g * s_head_cmp * DK
     p_v_cmp += i_g * s_head_cmp * DV
     if (newest >= first) & (newest < stop):
-        p_k = p_k_cmp + _base(p_table, i_b, newest, s_cmp_k, s_table, DK, per_page)
-        p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp_v, s_table, DV, per_page)
+        p_k = p_k_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DK, per_page)
+        p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DV, per_page)
         b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
         b_v = _completed(p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE)
         top = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32)[None, :], axis=1)
@@ -228,16 +228,16 @@ def attend_compressed(
         b_out += b_v.to(tl.float32)[None, :]
     logit = top
     if not PAGED:
-        p_k_cmp += i_b * s_cmp_k
-        p_v_cmp += i_b * s_cmp_v
+        p_k_cmp += i_b * s_cmp * DK
+        p_v_cmp += i_b * s_cmp * DV
     for k0 in range(first, stop, BN):
         o_k = k0 + o_n
         m_k = (o_k < stop) & (o_k != newest)
         if PAGED:
             p_pages = p_table + i_b * s_table + o_k // per_page
             page = tl.load(p_pages, mask=m_k, other=0).to(tl.int64)
-            row = o_k % per_page
-            base_k, base_v = page * s_cmp_k + row * DK, page * s_cmp_v + row * DV
+            row = page * s_cmp + o_k % per_page
+            base_k, base_v = row * DK, row * DV
         else:
             base_k, base_v = o_k * DK, o_k * DV
         b_out, top, total, b_s, b_p = _tile(
@@ -254,9 +254,9 @@ def attend_compressed(
             p_rows = p_logits + (i_seg * G + o_h)[:, None] * s_logits + o_k[None, :]
             tl.store(p_rows, b_s, mask=m_h[:, None])
     _store_part(p_part, p_part_lse, b_out, top, total, i_seg * NUM_PARTS + part, G, DV, DV_PAD, BM)
-    at = _base(p_table, i_b, t, s_sel_k, s_table, DK, L_SEL if PAGED else 0)
+    at = _base(p_table, i_b, t, s_sel, s_table, DK, L_SEL if PAGED else 0)
     _put(p_k_sel, at + i_g * s_head_sel * DK, b_k_sel, stores, DK, DK_PAD)
-    at = _base(p_table, i_b, t, s_sel_v, s_table, DV, L_SEL if PAGED else 0)
+    at = _base(p_table, i_b, t, s_sel, s_table, DV, L_SEL if PAGED else 0)
     _put(p_v_sel, at + i_g * s_head_sel * DV, b_v_sel, stores, DV, DV_PAD)
     _put(p_k_win, (i_seg * WIN + t % WIN) * DK, b_k_win, stores, DK, DK_PAD)
     _put(p_v_win, (i_seg * WIN + t % WIN) * DV, b_v_win, stores, DV, DV_PAD)
@@ -269,7 +269,7 @@ def attend_tokens(
     p_q, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel, p_k_win, p_v_win,
     p_scores, p_part, p_part_lse, p_selection, p_reads, p_last_reads, p_lengths, p_table,
     Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
-    s_table, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_sel_k, s_sel_v, s_head_sel,
+    s_table, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
@@ -329,8 +329,8 @@ def attend_tokens(
     b_out = tl.zeros([BM, DV_PAD], tl.float32) + _new_row(p_v_new, has_new, 0, DV, DV_PAD)
     newest = tl.where(in_win, t % WIN, t)
     own = 0 if PER_PAGE > 0 else i_b
-    p_k = p_k_sel + own * s_sel_k + i_g * s_head_sel * DK
-    p_v = p_v_sel + own * s_sel_v + i_g * s_head_sel * DV
+    p_k = p_k_sel + (own * s_sel + i_g * s_head_sel) * DK
+    p_v = p_v_sel + (own * s_sel + i_g * s_head_sel) * DV
     p_k = tl.where(in_win, p_k_win + i_seg * WIN * DK, p_k)
     p_v = tl.where(in_win, p_v_win + i_seg * WIN * DV, p_v)
     num_keys = tl.where(in_win, num_win, length)
@@ -350,8 +350,8 @@ def attend_tokens(
             p_pages = p_table + i_b * s_table + o_k // PER_PAGE
             page = tl.load(p_pages, mask=m_k & in_sel, other=0, cache_modifier=".cg")
             page = page.to(tl.int64)
-            row = tl.where(in_win, o_k, o_k % PER_PAGE)
-            base_k, base_v = page * s_sel_k + row * DK, page * s_sel_v + row * DV
+            row = page * s_sel + tl.where(in_win, o_k, o_k % PER_PAGE)
+            base_k, base_v = row * DK, row * DV
         else:
             base_k, base_v = o_k * DK, o_k * DV
         b_out, top, total, _, _ = _tile(

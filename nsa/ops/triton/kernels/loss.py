@@ -9,15 +9,17 @@ import triton.language as tl
 @triton.jit
 def softmax_loss(
     p_logits, p_targets, p_losses, s_logits, V, V_PAD,
-    BLOCK: tl.constexpr, WITH_GRAD: tl.constexpr,
+    IGNORED: tl.constexpr, BLOCK: tl.constexpr, WITH_GRAD: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss in nats; its V logits become softmax minus one-hot, those behind them 0.
 
-    Two passes over the row, the second from the cache. A row with a NaN or inf has a NaN loss.
+    Two passes over the row, the second from the cache. A row with a NaN or inf has a NaN loss. A
+    row whose target is IGNORED has neither loss nor gradient, whatever its logits are.
     """
     i_r = tl.program_id(0).to(tl.int64)
     p_row = p_logits + i_r * s_logits
     target = tl.load(p_targets + i_r)
+    counts = target != IGNORED
     largest = -float("inf")
     total = 0.0
     at_target = 0.0
@@ -29,10 +31,11 @@ def softmax_loss(
         at_target += tl.sum(tl.where(o_v == target, b_x, 0.0), axis=0)
         largest = higher
     lse = largest + tl.log(total)
-    tl.store(p_losses + i_r, lse - at_target)
+    tl.store(p_losses + i_r, tl.where(counts, lse - at_target, 0.0))
     if WITH_GRAD:
         for first in range(0, V_PAD, BLOCK):
             o_v = first + tl.arange(0, BLOCK)
             b_x = tl.load(p_row + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
             b_d = tl.exp(b_x - lse) - tl.where(o_v == target, 1.0, 0.0)
+            b_d = tl.where(counts, b_d, 0.0)
             tl.store(p_row + o_v, b_d.to(p_logits.dtype.element_ty), mask=o_v < V_PAD)
