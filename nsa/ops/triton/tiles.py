@@ -76,7 +76,7 @@ def room_of(capability: Capability) -> int:
 def shared_bytes(
     kernel: str, tiles: Tiles, d_k: int, d_v: int, dtype: torch.dtype, capability: Capability
 ) -> int:
-    """Upper bound of the shared memory that a kernel asks for, by compiling it for every GPU.
+    """Upper bound of the shared memory that a kernel asks for, found by compiling for these GPUs.
 
     Some tiles stay, others come in by the loop and are there once for every stage. The tensor cores
     of sm_90 and sm_100 read them where they lie, which takes one more than the older ones, whose
@@ -102,13 +102,17 @@ def shared_bytes(
         in_place = in_place and dtype != torch.float32 and tiles.BM >= 64
     copies = tiles.num_stages if in_place else max(tiles.num_stages - 1, 1)
     products = tiles.BM * keys
+    if kernel == "decode" and in_place:  # the logits are kept, as fp32
+        products = 4 * tiles.BM * tiles.BN
     if capability[0] in TENSOR_MEMORY:
         # What stays is there in a second arrangement; results come back as fp32.
         sums = tiles.BN * max(parts_of(d_k)[0], padded(d_v)) if stays == k + v else 0
         products = stays + 4 * max(tiles.BM * tiles.BN, sums)
         copies *= 2 if kernel == "group_scores" else 1  # its two loops share nothing
-    if kernel == "block_backward":  # the gradient of q is turned
-        products += 4 * tiles.BM * sum(parts_of(d_k))
+    if kernel == "block_backward":
+        # The gradient of q is turned, and so are the keys, unless wgmma reads them as they lie.
+        turned = 0 if (in_place and parts_of(d_k)[0] >= 64) or dtype == torch.float32 else k
+        products += max(4 * tiles.BM * sum(parts_of(d_k)), turned)
     return stays + copies * comes + products + SPARE_BYTES
 
 
@@ -145,10 +149,10 @@ def fitting(
 
 def _halved(tiles: Tiles, least_rows: int, least_keys: int) -> Tiles:
     """Half of the longer side of the tiles, unless that would be too short."""
-    can_rows, can_keys = tiles.BM >= 2 * least_rows, tiles.BN >= 2 * least_keys
-    if can_rows and (tiles.BM >= tiles.BN or not can_keys):
-        return tiles._replace(BM=tiles.BM // 2)
-    return tiles._replace(BN=tiles.BN // 2) if can_keys else tiles
+    rows, keys = tiles.BM // 2, tiles.BN // 2
+    if rows >= least_rows and (rows >= keys or keys < least_keys):
+        return tiles._replace(BM=rows)
+    return tiles._replace(BN=keys) if keys >= least_keys else tiles
 
 
 def _fitted(
@@ -185,9 +189,7 @@ def _forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles
     return Tiles(64, 32, 8, 2)
 
 
-def dkv_tiles(
-    d_k: int, d_v: int, dtype: torch.dtype, capability: Capability = H200
-) -> Tiles:
+def dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
     """Tiles of band_dkv."""
     return _fitted("band_dkv", _dkv_tiles(d_k, d_v, dtype), d_k, d_v, dtype, capability)
 
@@ -203,9 +205,7 @@ def _dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     return Tiles(32, 64, 4, 3) if wide <= 192 else Tiles(32, 32, 8, 1)
 
 
-def dq_tiles(
-    d_k: int, d_v: int, dtype: torch.dtype, capability: Capability = H200
-) -> Tiles:
+def dq_tiles(d_k: int, d_v: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
     """Tiles of band_dq."""
     return _fitted("band_dq", _dq_tiles(d_k, d_v, dtype), d_k, d_v, dtype, capability)
 
