@@ -57,8 +57,9 @@ class Shape:
         seq_len = sum(lens)
         pairs = [self.keys(1, n) for n in (num_cmp, seq_len, seq_len)]
         q, gates = (self.zeros(1, seq_len, self.group, n) for n in (self.d_k, 3))
-        tensors: Any = [x.requires_grad_() for x in (q, *(x for kv in pairs for x in kv), gates)]
-        out, _ = nsa_attention(*tensors, self.spec, scale=0.1, doc_lens=lens, selection=None)
+        tensors = [x.requires_grad_() for x in (q, *(x for kv in pairs for x in kv), gates)]
+        given: list[Any] = [*tensors, self.spec]
+        out, _ = nsa_attention(*given, scale=0.1, doc_lens=lens, selection=None)
         out.backward(torch.zeros_like(out))
 
     def attend_masked(self) -> None:
