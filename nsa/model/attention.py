@@ -18,9 +18,11 @@ from nsa.ops import BlockSpec, compress, nsa_attention
 from nsa.ops.checks import check_documents
 from nsa.ops.eager.cached import attend_cached
 from nsa.ops.eager.launch import compute_dtype
-from nsa.ops.fallbacks import in_layer
-from nsa.ops.plan import Plan, plan_attention
+from nsa.ops.fallbacks import in_layer, record
+from nsa.ops.plan import Plan, cannot_run, machine_of, plan_attention
 from nsa.ops.ranges import nvtx
+from nsa.ops.triton.decode_tiles import decode_obstacle
+from nsa.ops.triton.tiles import H200, query_obstacle
 
 GATES = ("softmax", "sigmoid")
 BRANCHES = ("cmp", "sel", "win")
@@ -165,10 +167,12 @@ class NSAAttention(Rotary):
         elif isinstance(cache, PagedCache):
             raise ValueError(
                 f"a cache in pages on {x.device} with backend={self.backend!r}: only the decode "
-                f"kernels read pages; use a CUDA device and backend 'auto' or 'triton', or a cache "
-                f"of new_cache()"
+                f"kernels read pages, and they do not run ({self._decode_obstacle(cache)}); "
+                f"use a CUDA device and backend 'auto' or 'triton', or a cache of new_cache()"
             )
         else:
+            if self._plan_of(cache).selection == "fast":  # else somebody asked for this
+                self._count(x, self._decode_obstacle(cache))
             with nvtx("projections+rope"):
                 q, k, v, gates = self._in_dtype(cache, *self._project(x, rope))
             cache.store_raw(k[0], v[0], self._compress)
@@ -182,13 +186,39 @@ class NSAAttention(Rotary):
         return self.out(out.flatten(2))
 
     def decodes_by_kernels(self, cache: DecodedCache) -> bool:
-        """Whether the decode kernels run steps with this cache: where Triton runs attention."""
-        plan = self._plan_of(cache)
-        if plan.backend != "triton" or plan.selection != "fast":
-            return False
-        from nsa.ops.triton.decode import fits_decode  # Triton exists for Linux only
+        """Whether the decode kernels run steps with this cache: where Triton runs attention, and
+        they fit."""
+        return not self._decode_obstacle(cache)
 
-        return fits_decode(self.spec, cache.max_len)
+    def _decode_obstacle(self, cache: DecodedCache) -> str:
+        """Why the decode kernels do not run; a backend that was named runs or raises."""
+        plan = self._plan_of(cache)
+        if plan.backend != "triton":
+            return plan.reason
+        if plan.selection != "fast":
+            return "NSA_SEL_RANGES_V2=0 asks for the reference selection"
+        sizes = (self.d_k, self.d_v, self.num_heads // self.num_groups, cache.dtype)
+        obstacle = decode_obstacle(*sizes, self.spec, cache.max_len, _capability(cache.device))
+        return self._refused(obstacle)
+
+    def _continue_obstacle(self, cache: DecodedCache) -> str:
+        """Why the kernels cannot continue a cached sequence, many tokens at a time."""
+        plan = self._plan_of(cache)
+        if plan.backend != "triton":
+            return plan.reason
+        per_group = self.num_heads // self.num_groups
+        sizes = (self.d_k, self.d_v, per_group, self.spec.l_sel, cache.dtype)
+        return self._refused(query_obstacle(*sizes, _capability(cache.device)))
+
+    def _refused(self, obstacle: str) -> str:
+        if obstacle and self.backend == "triton":
+            raise cannot_run(obstacle)
+        return obstacle
+
+    def _count(self, like: Tensor, obstacle: str) -> None:
+        """Count a way past the kernels that nobody asked for."""
+        if like.is_cuda and self.backend == "auto":
+            record("all", obstacle)
 
     def _plan_of(self, cache: DecodedCache) -> Plan:
         return plan_attention(cache.device, cache.dtype, self.backend, (self.d_k, self.d_v))
@@ -225,10 +255,12 @@ class NSAAttention(Rotary):
             q, k, v, gates = self._in_dtype(cache, *projected)
         cache.store_raw(k[0], v[0], self._compress)
         cache.store_selected(k[1], v[1])
-        if self._plan_of(cache).backend == "triton":
+        obstacle = self._continue_obstacle(cache)
+        if not obstacle:
             out = self._continue(q, (k[2], v[2]), gates, cache)
             cache.store_window(k[2], v[2])
         else:
+            self._count(q, obstacle)
             branches = cache.branches_with_window(k[2], v[2], compute_dtype(q.dtype))
             cache.store_window(k[2], v[2])
             out, _ = attend_cached(q, branches, gates, first, self.spec, 1 / math.sqrt(self.d_k))
@@ -371,6 +403,10 @@ class NSAAttention(Rotary):
 
     def _rope_from(self, first: int, num_tokens: int, x: Tensor) -> Rope:
         return self.rope(document_positions(num_tokens, None, x.device, first), x.dtype)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return machine_of(device).capability or H200
 
 
 def check_sizes(

@@ -20,7 +20,7 @@ from nsa.config.env import read
 from nsa.ops import checks, fallbacks, reference
 from nsa.ops.eager import compress as eager_compress
 from nsa.ops.eager import launch as eager_launch
-from nsa.ops.plan import Plan, audit_sdpa, choose_backend, plan_attention
+from nsa.ops.plan import Plan, audit_sdpa, choose_backend, machine_of, plan_attention
 from nsa.ops.spec import BlockSpec
 
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
@@ -101,7 +101,7 @@ def nsa_attention(
     }
     doc_lens = checks.check_attention(tensors, spec, scale, cu_seqlens, selection)
     head_dims = (q.shape[-1], v_sel.shape[-1])
-    plan = _resolve(q.device.type, q.dtype, backend, head_dims, len(doc_lens) > 1)
+    plan = _resolve(q.device, q.dtype, backend, head_dims, len(doc_lens) > 1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if selection is not None and read("NSA_STRICT_ASSERTS"):
         positions = torch.cat([torch.arange(n, device=q.device) for n in doc_lens])
@@ -123,7 +123,7 @@ def compress(
 ) -> Tensor:  # [B, N, H, D]
     """Compressed tokens by phi = avg: the mean of every complete block of l tokens, stride d."""
     doc_lens = checks.check_compress(x, spec, cu_seqlens)
-    runs = _backend(x.device.type, x.dtype, backend, (x.shape[-1],))
+    runs = _backend(x.device, x.dtype, backend, (x.shape[-1],))
     return _path(COMPRESSION, runs).compress(x, spec, doc_lens=doc_lens)
 
 
@@ -139,7 +139,7 @@ def select_blocks(
     """The blocks each KV head reads: the forced ones, then the best scores."""
     doc_lens = checks.check_scoring(q, k_cmp, spec, scale, cu_seqlens)
     fast = read("NSA_SEL_RANGES_V2")
-    runs = _backend(q.device.type, q.dtype, backend, (q.shape[-1],))
+    runs = _backend(q.device, q.dtype, backend, (q.shape[-1],))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     path = _path(ATTENTION, runs if fast else "reference")
     return path.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
@@ -147,20 +147,26 @@ def select_blocks(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _resolve(
-    kind: str, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...], packed: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    head_dims: tuple[int, ...],
+    packed: bool,
 ) -> Plan:
     """The plan of a call; counts what it falls back from. A compiled graph keeps it."""
-    plan = plan_attention(kind, dtype, backend, head_dims, packed=packed)
+    plan = plan_attention(device, dtype, backend, head_dims, packed=packed)
     for branch, reason in plan.fallbacks:
         fallbacks.record(branch, reason)
     if plan.audit:
-        audit_sdpa(kind, dtype, head_dims)
+        audit_sdpa(device.type, dtype, head_dims)
     return plan
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _backend(kind: str, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]) -> str:
-    return choose_backend(kind, dtype, backend, head_dims)[0]
+def _backend(
+    device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
+) -> str:
+    return choose_backend(machine_of(device), dtype, backend, head_dims)[0]
 
 
 def _path(modules: dict[str, Any], backend: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -17,14 +18,18 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_DIM = 256
 """Largest head dim that the kernels take."""
+TRITON_OLDEST = (3, 6)
+"""Triton 3.3 lacks what the kernels import, and 3.4 fails at the second launch of a kernel."""
+TORCH_OLDEST = (2, 11)
+"""The torch that Triton 3.6 belongs to; pyproject.toml names the same versions."""
+TRITON_CAPABILITY = (8, 0)
+"""Oldest GPU that the kernels run on: products of bf16, and copies beside the arithmetic."""
 OWN, FLASH = "own kernels", "flash: torch"
 """What computes a branch: this package, or the flash kernels that are built into torch."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_MAX_DIM = 256
 FLASH_DIM_STEP = 8
 """Heads of other dims are padded with zeros up to a multiple of this."""
-FLASH_CAPABILITY = (8, 0)
-"""Oldest GPU that the flash kernels run on."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,20 @@ class Plan:
         return ", ".join(parts)
 
 
+class Machine(NamedTuple):
+    """What decides about Triton beside the tensors: the device, and what is installed."""
+
+    kind: str
+    """cuda, cpu, ..."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the GPU; None: there is none to ask."""
+    rocm: bool = False
+    """Whether torch is built for AMD's GPUs, which it calls cuda, too."""
+    torch: tuple[int, int] = TORCH_OLDEST
+    triton: tuple[int, int] | None = TRITON_OLDEST
+    """Major and minor version; None: not installed. Only asked for where there is a GPU."""
+
+
 class Switches(NamedTuple):
     """The environment variables that a plan depends on, resolved."""
 
@@ -88,12 +107,49 @@ def plan_attention(
     head_dims: tuple[int, ...] = (64,),
     *,
     packed: bool = False,
+    machine: Machine | None = None,
 ) -> Plan:
     """Resolve `backend` for tensors of this kind; an explicit backend runs or raises.
 
-    `head_dims` are Dk and Dv; `packed` says that several documents share a row.
+    `head_dims` are Dk and Dv; `packed` says that several documents share a row. `machine` is the
+    one of `device` unless another is given.
     """
-    return _plan(torch.device(device).type, dtype, backend, head_dims, packed, read_switches())
+    machine = machine or machine_of(torch.device(device))
+    return _plan(machine, dtype, backend, head_dims, packed, read_switches())
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The facts of a device; looked up once for each."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _machine_of(device)
+
+
+@cache
+def _machine_of(device: torch.device) -> Machine:
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return Machine(
+        device.type,
+        torch.cuda.get_device_capability(device) if there else None,
+        rocm=torch.version.hip is not None,
+        torch=_version(torch.__version__),
+        triton=_triton_version() if device.type == "cuda" else None,
+    )
+
+
+def _triton_version() -> tuple[int, int] | None:
+    """Of the package as it would be imported: CUDA builds of torch bring their own."""
+    if find_spec("triton") is None:
+        return None
+    import triton
+
+    return _version(triton.__version__)
+
+
+def _version(text: str) -> tuple[int, int]:
+    """Major and minor: `2.14.0a0+git1234` is (2, 14)."""
+    major, minor = re.findall(r"\d+", text)[:2]
+    return int(major), int(minor)
 
 
 def read_switches() -> Switches:
@@ -130,18 +186,18 @@ def flash_asked() -> tuple[bool, bool]:
 
 @lru_cache(maxsize=256)
 def _plan(
-    kind: str,
+    machine: Machine,
     dtype: torch.dtype,
     backend: str,
     head_dims: tuple[int, ...],
     packed: bool,
     switches: Switches,
 ) -> Plan:
-    chosen, reason = choose_backend(kind, dtype, backend, head_dims)
+    chosen, reason = choose_backend(machine, dtype, backend, head_dims)
     fallbacks = []
-    if backend == "auto" and kind == "cuda" and chosen != "triton":
+    if backend == "auto" and machine.kind == "cuda" and chosen != "triton":
         fallbacks.append(("all", reason))
-    obstacle = _flash_obstacle(chosen, kind, dtype, head_dims, packed, switches)
+    obstacle = _flash_obstacle(chosen, machine, dtype, head_dims, packed, switches)
     asked = {"cmp": switches.flash_cmp, "win": switches.flash_win}
     routes = {name: FLASH if asked[name] and not obstacle else OWN for name in asked}
     for name in (name for name in asked if asked[name] and obstacle):
@@ -167,7 +223,7 @@ def _plan(
 
 @lru_cache(maxsize=256)
 def choose_backend(
-    kind: str, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
+    machine: Machine, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
 ) -> tuple[str, str]:
     """The backend that runs, and why; no switch changes it."""
     if backend not in BACKENDS:
@@ -179,12 +235,9 @@ def choose_backend(
         return backend, "named by the caller; float64 and quadratic, for checking only"
     if backend == "torch":
         return backend, "named by the caller"
-    obstacle = _triton_obstacle(kind, dtype, head_dims, interpreter=backend == "triton")
+    obstacle = _triton_obstacle(machine, dtype, head_dims, interpreter=backend == "triton")
     if backend == "triton" and obstacle:
-        raise ValueError(
-            f"backend='triton' cannot run: {obstacle}; use backend='torch', or 'auto' to take "
-            f"the best there is"
-        )
+        raise cannot_run(obstacle)
     if backend == "triton":
         return backend, "named by the caller"
     return (
@@ -192,19 +245,29 @@ def choose_backend(
         if obstacle
         else (
             "triton",
-            f"the fastest on {kind}",
+            f"the fastest on {machine.kind}",
         )
     )
 
 
+def cannot_run(obstacle: str) -> ValueError:
+    """What a caller gets who has named the Triton backend."""
+    return ValueError(
+        f"backend='triton' cannot run: {obstacle}; use backend='torch', or 'auto' to take "
+        f"the best there is"
+    )
+
+
 def _triton_obstacle(
-    kind: str, dtype: torch.dtype, head_dims: tuple[int, ...], *, interpreter: bool
+    machine: Machine, dtype: torch.dtype, head_dims: tuple[int, ...], *, interpreter: bool
 ) -> str:
     """Why the Triton kernels cannot take such tensors; empty when they can."""
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
-    if kind != "cuda" and not (interpreter and _interpreted()):
-        return f"the tensors are on {kind}, the kernels need a CUDA device"
+    if machine.kind == "cuda":
+        obstacle = machine_obstacle(machine)
+        if obstacle:
+            return obstacle
+    elif not (interpreter and _interpreted()):
+        return f"the tensors are on {machine.kind}, the kernels need a CUDA device"
     if dtype not in TRITON_DTYPES:
         return f"the kernels have no {dtype}"
     for dim in head_dims:
@@ -213,9 +276,35 @@ def _triton_obstacle(
     return ""
 
 
+def machine_obstacle(machine: Machine) -> str:
+    """Why no Triton kernel of this package runs here, whatever the tensors; empty when they do."""
+    if machine.rocm:
+        return "torch is built for ROCm, the kernels are for NVIDIA's GPUs"
+    if machine.triton is None:
+        return "the package triton is not installed"
+    for name, found, oldest in (
+        ("Triton", machine.triton, TRITON_OLDEST),
+        ("torch", machine.torch, TORCH_OLDEST),
+    ):
+        if found < oldest:
+            return f"{name} is {_dotted(found)}, the kernels need {_dotted(oldest)} or later"
+    if machine.capability is not None and machine.capability < TRITON_CAPABILITY:
+        return (
+            f"the GPU has compute capability {_dotted(machine.capability)}, the kernels need "
+            f"{_dotted(TRITON_CAPABILITY)} or later"
+        )
+    return ""
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
 @cache
 def _interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
+    if (_triton_version() or (0, 0)) < TRITON_OLDEST:
+        return False
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
@@ -223,7 +312,7 @@ def _interpreted() -> bool:
 
 def _flash_obstacle(
     backend: str,
-    kind: str,
+    machine: Machine,
     dtype: torch.dtype,
     head_dims: tuple[int, ...],
     packed: bool,
@@ -233,8 +322,8 @@ def _flash_obstacle(
     dims = {-(-dim // FLASH_DIM_STEP) * FLASH_DIM_STEP for dim in head_dims}
     if switches.no_flash:
         return "NSA_SDPA_NO_FLASH=1 forbids it"
-    if kind != "cuda":
-        return f"the tensors are on {kind}, flash kernels need a CUDA device"
+    if machine.kind != "cuda":
+        return f"the tensors are on {machine.kind}, flash kernels need a CUDA device"
     if backend != "triton":
         return f"only the triton backend can hand a branch over, and {backend} runs"
     if dtype not in FLASH_DTYPES:
@@ -245,8 +334,6 @@ def _flash_obstacle(
         return f"a head dim is {max(dims)}, flash kernels take up to {FLASH_MAX_DIM}"
     if packed:
         return "documents are packed"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
-        return "the GPU is older than the flash kernels"
     return ""
 
 

@@ -1,20 +1,31 @@
-"""Compiling kernels for GPUs that are not here."""
+"""Compiling kernels for GPUs that are not here: by hand, or as the package launches them."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
+from nsa.ops import plan
+from nsa.ops.triton import start
 from nsa.ops.triton.kernels import by_query
 
-MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+MAX_SHARED_BYTES |= {100: 227 << 10, 120: 99 << 10}
+"""By compute capability; from NVIDIA's table of them, not from the code that is tested."""
+MAX_TENSOR_MEMORY = 512
+"""Columns, on the GPUs that have one."""
 POINTERS = {
     "*bf16": ("p_part", "p_q", "p_k", "p_v", "p_o", "p_out", "p_dout", "p_x", "p_dx", "p_dq")
     + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits"),
@@ -101,3 +112,60 @@ def shared_addresses(compiled: Any) -> list[str]:
     for base, constant in re.findall(made, compiled.asm["ptx"]):
         layouts.setdefault(base, set()).add((int(constant) % (1 << 64)) >> 32)
     return [base for base, kinds in layouts.items() if len(kinds) > 1]
+
+
+class Started(NamedTuple):
+    """A kernel that the package wanted to start."""
+
+    name: str
+    constants: dict[str, Any]
+    compiled: Any  # None: not asked for
+
+
+class _Driver:
+    """What Triton asks of a GPU before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def starting_on(capability: int, kernels: Collection[str] | None = None) -> Iterator[list[Started]]:
+    """Launches within are for a GPU that is not here, with CPU tensors: what would be started is
+    compiled as it would be there (`kernels`: only those of these names) and noted, not run."""
+    started: list[Started] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        asked = kernels is None or self.__name__ in kernels
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs) if asked else None
+        started.append(Started(self.__name__, kwargs, compiled))
+
+    machine = plan.Machine("cuda", divmod(capability, 10))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", _Driver(capability))
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(plan, "_machine_of", lambda device: machine)
+        # Nothing is remembered: a memo holds what the driver has loaded.
+        patch.setattr(start, "INTERPRETED", True)
+        yield started
+
+
+def assert_fits(started: Started, capability: int) -> None:
+    """The compiled kernel asks for no more than the GPU has."""
+    metadata = started.compiled.metadata
+    told = {key: started.constants[key] for key in TOLD if key in started.constants}
+    assert metadata.shared <= MAX_SHARED_BYTES[capability], (started.name, told, metadata.shared)
+    assert (metadata.tmem_size or 0) <= MAX_TENSOR_MEMORY, (started.name, told, metadata.tmem_size)
+
+
+TOLD = ("BM", "BN", "num_warps", "num_stages", "SELECT", "NB")

@@ -113,10 +113,7 @@ WIDEST = {
 def test_attention_kernels_compile_and_fit(name, capability):
     kernel, constants, tiles = CASES[name]
     sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
-    options = tiles.options
-    if capability == 80:
-        options["num_stages"] = 1  # it has less shared memory
-    compiled = compile_kernel(kernel, capability, sized, **options)
+    compiled = compile_kernel(kernel, capability, sized, **tiles.options)
     assert compiled.metadata.shared <= MAX_SHARED_BYTES[capability]
     if capability == 90:
         instruction = "mma.sync" if tiles.BM < 64 and kernel in ROWS_FIRST else "wgmma.mma_async"

@@ -11,13 +11,13 @@ matrix is padded with zero rows, because products of an odd width are slow.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.model.memory import FUSED_PART, PART
+from nsa.ops.plan import machine_obstacle, machine_of
 
 PART_NUMBERS = PART
 FUSED_PART_NUMBERS = FUSED_PART
@@ -46,7 +46,9 @@ def linear_cross_entropy(
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel computes the loss of a part."""
-    return device.type == "cuda" and dtype in FUSED_DTYPES and find_spec("triton") is not None
+    if device.type != "cuda" or dtype not in FUSED_DTYPES:
+        return False
+    return not machine_obstacle(machine_of(device))
 
 
 def _check_targets(targets: Tensor, vocab: int) -> None:

@@ -20,7 +20,7 @@ from nsa.ops.triton.kernels import by_block
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
 from nsa.ops.triton.start import Launch, ceil_div, start
-from nsa.ops.triton.tiles import Tiles, block_tiles, padded
+from nsa.ops.triton.tiles import Tiles, fitted_block_tiles, padded
 
 WIDE = 1 << 31
 """Offsets from here on need 64 bits."""
@@ -305,8 +305,9 @@ def _sizes(problem: Problem, inverse: Inverse, group: Group) -> tuple[int, ...]:
 
 
 def _tiles(problem: Problem, purpose: str = "forward") -> Tiles:
-    sizes = (problem.d_k, problem.d_v, problem.per_group, problem.spec.l_sel)
-    return block_tiles(*sizes, problem.dtype, purpose)
+    tiles = fitted_block_tiles(*problem.sizes, purpose, problem.capability)
+    assert tiles is not None, "a problem whose blocks do not fit is masked"
+    return tiles
 
 
 def _constants(problem: Problem, *gathered: Tensor) -> dict[str, Any]:

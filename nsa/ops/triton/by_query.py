@@ -82,8 +82,7 @@ def backward_q(
 
 
 def _tiles(problem: Problem, *, backward: bool = False) -> Tiles:
-    sizes = (problem.d_k, problem.d_v, problem.per_group, problem.spec.l_sel)
-    return query_tiles(*sizes, problem.dtype, backward=backward)
+    return query_tiles(*problem.sizes, problem.capability, backward=backward)
 
 
 def _constants(problem: Problem) -> dict[str, Any]:

@@ -19,13 +19,10 @@ from nsa.ops.eager.attend import KeyValues
 from nsa.ops.spec import NUM_FORCED, BlockSpec
 from nsa.ops.triton.decode_tiles import DecodeTiles, decode_tiles, reads_pass_l1
 from nsa.ops.triton.kernels import decode, decode_merge, decode_score
-from nsa.ops.triton.problem import LOG2_E
+from nsa.ops.triton.problem import LOG2_E, capability_of
 from nsa.ops.triton.start import INTERPRETED, Launch, Memo, ceil_div, form, start
 from nsa.ops.triton.tiles import padded, parts_of
 from nsa.ops.workspace import Workspace
-
-MAX_BLOCKS = 16384
-"""Selection blocks of a sequence that fit the registers of the program that chooses among them."""
 
 LOGITS_STEP = 32
 """Rows of logits are multiples of this, so that wide loads and stores are aligned."""
@@ -53,11 +50,6 @@ class Token(NamedTuple):
     gates: Tensor  # [B, 1, Hq, 3]
     made: tuple[Tensor, Tensor] | None = None
     """Compressed k, v [B, 1, Hkv, D] of the block that ends here, if one does; None: the mean."""
-
-
-def fits_decode(spec: BlockSpec, max_len: int) -> bool:
-    """Whether the kernels take sequences as long as this."""
-    return spec.num_blocks(max_len) <= MAX_BLOCKS
 
 
 class Decoder:
@@ -92,7 +84,7 @@ class Decoder:
 
     def _tiles(self) -> DecodeTiles:
         return decode_tiles(
-            *(self.d_k, self.d_v, self.per_group, self.dtype),
+            *(self.d_k, self.d_v, self.per_group, self.dtype, capability_of(self.device)),
             segments=self.segments, num_cmp=self.num_cmp, window=self.window, spec=self.spec,
         )  # fmt: skip
 
@@ -249,7 +241,7 @@ class Decoder:
     @cached_property
     def early(self) -> bool:
         """Whether a kernel can start before the one before it has ended."""
-        return not INTERPRETED and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        return not INTERPRETED and capability_of(self.device) >= (9, 0)
 
     def _options(self, num_warps: int, num_stages: int = 1) -> dict[str, int]:
         """As Triton calls them."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from nsa.ops.spec import NUM_FORCED, BlockSpec
-from nsa.ops.triton.tiles import padded, parts_of
+from nsa.ops.triton.tiles import (
+    H200,
+    SMALLEST,
+    Capability,
+    Tiles,
+    fitting,
+    group_obstacle,
+    padded,
+    parts_of,
+)
 
 
 class DecodeTiles(NamedTuple):
@@ -72,6 +82,41 @@ MERGED_BY_A_WARP = 2048
 """Numbers of all parts of a head."""
 MAX_CMP_PARTS = 128
 """Parts whose log-sum-exp a program can hold at a time."""
+MAX_WIN_PARTS = 128
+"""Parts of the window that a program merges at a time, beside those of the other branches."""
+MAX_SCORED = 1 << 17
+"""Logits that a program scores at a time: heads times compressed tokens of its blocks."""
+MAX_BLOCKS = 16384
+"""Selection blocks of a sequence that fit the registers of the program that chooses among them."""
+
+
+@lru_cache(maxsize=256)
+def decode_obstacle(
+    d_k: int,
+    d_v: int,
+    per_group: int,
+    dtype: torch.dtype,
+    spec: BlockSpec,
+    max_len: int,
+    capability: Capability,
+) -> str:
+    """Why the decode kernels cannot take such caches; empty when they can."""
+    if spec.num_blocks(max_len) > MAX_BLOCKS:
+        return (
+            f"{max_len} tokens are {spec.num_blocks(max_len)} selection blocks, the decode kernels "
+            f"take up to {MAX_BLOCKS}"
+        )
+    rows = padded(per_group)
+    if _fitting(Tiles(rows, SMALLEST, 4, 1), d_k, d_v, dtype, capability, SMALLEST) is None:
+        return group_obstacle(d_k, d_v, per_group, dtype, capability)
+    if rows * _strides_pad(spec) > MAX_SCORED:
+        return (
+            f"{per_group} query heads to a KV head and {spec.l_sel // spec.d} compressed tokens to "
+            f"a selection block (l_sel={spec.l_sel}, d={spec.d}) are more than a decode kernel "
+            f"scores at a time"
+        )
+    return ""
+
 
 COPIED_BYTES = 16
 """What a thread copies at a time past the L1 cache."""
@@ -83,13 +128,14 @@ def decode_tiles(
     d_v: int,
     per_group: int,
     dtype: torch.dtype,
+    capability: Capability = H200,
     *,
     segments: int,
     num_cmp: int,
     window: int,
     spec: BlockSpec,
 ) -> DecodeTiles:
-    """Tiles of the decode kernels."""
+    """Tiles of the decode kernels, for what `decode_obstacle` lets pass."""
     wide = max(sum(parts_of(d_k)), padded(d_v))
     fits = dtype != torch.float32 and wide <= 128
     cut = _cut(segments < FEW_SEGMENTS, num_cmp > LONG, wide > 64)
@@ -101,24 +147,32 @@ def decode_tiles(
     cmp_part = max(num_cmp // max(cut.cmp_programs // segments, 1), cut.shortest)
     cmp_part = _up(max(cmp_part, _up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
     per_part = max(1, -(-(spec.n_sel - NUM_FORCED) // max(cut.sel_programs // segments - 1, 1)))
-    win_part = max(keys, cut.win_part)
+    win_part = max(keys, cut.win_part, _up(-(-window // MAX_WIN_PARTS), keys))
     num_parts = -(-num_cmp // cmp_part) + -(-window // win_part)
     num_parts += -(-NUM_FORCED // per_part) + -(-(spec.n_sel - NUM_FORCED) // per_part)
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
+    # Halved as often as they must be, the tiles still divide the parts.
+    sizes = (d_k, d_v, dtype, capability)
+    cmp = Tiles(rows, tile, cut.warps if fits else 4, cut.stages if fits else 3)
+    whole = _fitting(cmp, *sizes, max(strides, SMALLEST)) if sums else None
+    cmp = whole or _fitting(cmp, *sizes, SMALLEST) or cmp
+    tokens = Tiles(rows, min(keys, padded(spec.l_sel)), cut.token_warps if fits else 4, 2)
+    tokens = _fitting(tokens, *sizes, SMALLEST) or tokens
+    logits = min(32 if segments < FEW_SEGMENTS else 64, MAX_SCORED // (rows * _strides_pad(spec)))
     return DecodeTiles(
         BM=rows,
-        BN=tile,
-        TOKENS=min(keys, padded(spec.l_sel)),
+        BN=cmp.BN,
+        TOKENS=tokens.BN,
         CMP_PART=cmp_part,
         WIN_PART=win_part,
         PER_PART=per_part,
-        BLOCKS=scored if sums else 32 if segments < FEW_SEGMENTS else 64,
-        SUMS=sums,
+        BLOCKS=scored if whole else logits,
+        SUMS=whole is not None,
         BESIDE=cut.beside,
-        cmp_warps=cut.warps if fits else 4,
-        cmp_stages=cut.stages if fits else 3,
-        tok_warps=cut.token_warps if fits else 4,
-        tok_stages=2,
+        cmp_warps=cmp.num_warps,
+        cmp_stages=cmp.num_stages,
+        tok_warps=tokens.num_warps,
+        tok_stages=tokens.num_stages,
         merge_warps=min(8, max(1, padded(num_parts) * padded(d_v) // MERGED_BY_A_WARP)),
     )
 
@@ -135,6 +189,19 @@ def reads_pass_l1(d_k: int, d_v: int, dtype: torch.dtype, tiles: DecodeTiles) ->
     widths = (width for width in (*parts_of(d_k), padded(d_v)) if width)
     smallest = min(widths) * tiles.TOKENS * dtype.itemsize
     return rows and smallest >= COPIED_BYTES * THREADS_PER_WARP * tiles.tok_warps
+
+
+def _fitting(
+    tiles: Tiles, d_k: int, d_v: int, dtype: torch.dtype, capability: Capability, least_keys: int
+) -> Tiles | None:
+    """Tiles of the two kernels that attend, as small as this GPU wants them; None: never."""
+    least = Tiles(tiles.BM, least_keys, tiles.num_warps, 1)
+    return fitting("decode", tiles, d_k, d_v, dtype, capability, least)
+
+
+def _strides_pad(spec: BlockSpec) -> int:
+    """Compressed tokens that start in a selection block, as a power of two."""
+    return 1 << (spec.l_sel // spec.d - 1).bit_length()
 
 
 def _cut(is_few: bool, is_long: bool, is_wide: bool) -> Cut:

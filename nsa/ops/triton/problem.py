@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops.plan import machine_of
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
 from nsa.ops.triton.start import INTERPRETED, Memo, Rows, ceil_div, form
-from nsa.ops.triton.tiles import fits_blocks, fits_dq, padded, parts_of
+from nsa.ops.triton.tiles import H200, Capability, fits_dq, fits_selected, padded, parts_of
 
 MAX_TOKENS = 1 << 24
 """The index of a row travels beside its statistics as fp32, which is exact up to here."""
@@ -81,7 +82,7 @@ class Problem:
     @cached_property
     def masked(self) -> bool:
         """The selected branch masks the whole past instead of going to its blocks."""
-        if not fits_blocks(self.d_k, self.d_v, self.spec.l_sel, self.dtype):
+        if not fits_selected(*self.sizes, self.capability, by_query=self._large):
             return True
         return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
 
@@ -94,8 +95,20 @@ class Problem:
 
     @cached_property
     def by_query(self) -> bool:
-        large = self.per_group >= BY_QUERY_FROM or not fits_dq(self.d_k, self.d_v)
-        return large and not self.masked
+        return self._large and not self.masked
+
+    @property
+    def _large(self) -> bool:
+        return self.per_group >= BY_QUERY_FROM or not fits_dq(self.d_k, self.d_v)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, torch.dtype]:
+        """What the tiles of the selected branch depend on, beside the GPU."""
+        return self.d_k, self.d_v, self.per_group, self.spec.l_sel, self.dtype
+
+    @cached_property
+    def capability(self) -> Capability:
+        return capability_of(self.device)
 
     @cached_property
     def documents(self) -> Documents | None:
@@ -151,13 +164,18 @@ class Problem:
         return INTERPRETED
 
 
+def capability_of(device: torch.device) -> Capability:
+    """Of the GPU; in the interpreter, which has none, that of the table of tiles."""
+    return machine_of(device).capability or H200
+
+
 def cudnn_runs(device: torch.device, dtype: torch.dtype, d_k: int, d_v: int) -> bool:
     """Whether cuDNN has faster attention kernels for such heads here: for D=64 it has not.
 
     The answer also depends on switches of torch that a caller may turn between two calls
     (torch.backends.cuda.enable_cudnn_sdp, sdpa_kernel), so it is never kept.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if device.type != "cuda" or capability_of(device) < (9, 0):
         return False
     if dtype not in (torch.bfloat16, torch.float16) or not d_k == d_v == 128:
         return False

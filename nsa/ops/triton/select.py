@@ -13,7 +13,7 @@ from nsa.ops.ranges import nvtx
 from nsa.ops.triton.kernels import score
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.start import Launch, ceil_div, start
-from nsa.ops.triton.tiles import padded, parts_of, score_tiles
+from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles
 
 SCORE_BYTES = 256 << 20
 """Workspace for the scores; longer sequences go in chunks of queries."""
@@ -69,7 +69,7 @@ def _score(
     chunk: Chunk,
     levels: int,
 ) -> None:
-    tiles = score_tiles(problem.d_k, problem.dtype)
+    tiles = _tiles(problem)
     start(
         problem.memo,
         ("score", chunk),
@@ -144,6 +144,10 @@ def given(problem: Problem, selection: Tensor) -> Selection:
     return chosen
 
 
+def _tiles(problem: Problem) -> Tiles:
+    return score_tiles(problem.d_k, problem.dtype, problem.capability)
+
+
 def _strides(problem: Problem, levels: int) -> dict[str, int]:
     spec = problem.spec
     return {"STRIDES": spec.l_sel // spec.d, "OVERLAP": spec.l // spec.d, "LEVELS": levels}
@@ -156,7 +160,7 @@ def _num_levels(problem: Problem) -> int:
     """
     spec = problem.spec
     strides, overlap = spec.l_sel // spec.d, spec.l // spec.d
-    in_step = strides & (strides - 1) == 0 and strides <= score_tiles(problem.d_k, problem.dtype).BN
+    in_step = strides & (strides - 1) == 0 and strides <= _tiles(problem).BN
     return 1 + ceil_div(overlap - 1, strides) if in_step and not problem.packed else 0
 
 

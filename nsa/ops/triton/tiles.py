@@ -1,10 +1,37 @@
-"""Tile sizes by static shape: a fixed table, never tuned at run time and never by data."""
+"""Tile sizes by static shape and GPU: a fixed table, never tuned at run time and never by data.
+
+The table was measured on an H200. Where its tiles need more shared memory than a GPU has, they are
+made smaller, by an upper bound of what a kernel needs (`shared_bytes`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+Capability = tuple[int, int]
+H200: Capability = (9, 0)
+SHARED_KIB = {
+    (8, 0): 163,
+    (8, 6): 99,
+    (8, 7): 163,
+    (8, 9): 99,
+    (9, 0): 227,
+    (10, 0): 227,
+    (10, 3): 227,
+    (11, 0): 227,
+    (12, 0): 99,
+    (12, 1): 99,
+}
+"""Shared memory that a program can ask for, by compute capability; others count as the smallest."""
+SPARE_BYTES = 3072
+"""Barriers, and what sums and maxima over a tile pass between warps."""
+TENSOR_MEMORY = (10, 11)
+"""Major capabilities whose tensor cores keep results in a memory of their own."""
+SMALLEST = 16
+"""Sides of a tile are at least this: the tensor cores take no less."""
 
 
 class Tiles(NamedTuple):
@@ -41,11 +68,115 @@ def _wide(d_k: int, d_v: int) -> int:
     return max(sum(parts_of(d_k)), padded(d_v))
 
 
-def forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles:
+def room_of(capability: Capability) -> int:
+    """Bytes of shared memory that a program can have."""
+    return SHARED_KIB.get(capability, min(SHARED_KIB.values())) << 10
+
+
+def shared_bytes(
+    kernel: str, tiles: Tiles, d_k: int, d_v: int, dtype: torch.dtype, capability: Capability
+) -> int:
+    """Upper bound of the shared memory that a kernel asks for, found by compiling for these GPUs.
+
+    Some tiles stay, others come in by the loop and are there once for every stage. The tensor cores
+    of sm_90 and sm_100 read them where they lie, which takes one more than the older ones, whose
+    operands are in registers while the next tile arrives. Products pass from one to the other.
+    """
+    keys, rows = tiles.BN * dtype.itemsize, tiles.BM * dtype.itemsize
+    k, v = keys * sum(parts_of(d_k)), keys * padded(d_v)
+    q, o = rows * sum(parts_of(d_k)), rows * padded(d_v)
+    stays, comes = {
+        "band_forward": (q, k + v),
+        "band_dkv": (k + v, q + o),
+        "band_dq": (q + o, k + v),
+        "group_scores": (k, q),
+        "block_forward": (k + v, q),
+        "block_backward": (k + v, q + o),
+        "block_dkv": (k + v, q + o),
+        "query_forward": (q, k + v),
+        "query_dq": (q + o, k + v),
+        "decode": (q, k + v),
+    }[kernel]
+    in_place = capability[0] in (9, *TENSOR_MEMORY) or dtype == torch.float32
+    if kernel == "decode":  # by pointers, and rarely with the 64 rows that it takes
+        in_place = in_place and dtype != torch.float32 and tiles.BM >= 64
+    copies = tiles.num_stages if in_place else max(tiles.num_stages - 1, 1)
+    products = tiles.BM * keys
+    if kernel == "decode" and in_place:  # the logits are kept, as fp32
+        products = 4 * tiles.BM * tiles.BN
+    if capability[0] in TENSOR_MEMORY:
+        # What stays is there in a second arrangement; results come back as fp32.
+        sums = tiles.BN * max(parts_of(d_k)[0], padded(d_v)) if stays == k + v else 0
+        products = stays + 4 * max(tiles.BM * tiles.BN, sums)
+        copies *= 2 if kernel == "group_scores" else 1  # its two loops share nothing
+    if kernel == "block_backward":
+        # The gradient of q is turned, and so are the keys, unless wgmma reads them as they lie.
+        turned = 0 if (in_place and parts_of(d_k)[0] >= 64) or dtype == torch.float32 else k
+        products += max(4 * tiles.BM * sum(parts_of(d_k)), turned)
+    return stays + copies * comes + products + SPARE_BYTES
+
+
+def fitting(
+    kernel: str,
+    tiles: Tiles,
+    d_k: int,
+    d_v: int,
+    dtype: torch.dtype,
+    capability: Capability,
+    least: Tiles,
+) -> Tiles | None:
+    """The tiles, made smaller until they fit, but not below `least`; None: they never do.
+
+    First a third stage goes, then the longer side is halved down to 32, then the second stage.
+    """
+    room = room_of(capability)
+    steps: tuple[Callable[[Tiles], Tiles], ...] = (
+        lambda t: t._replace(num_stages=max(min(t.num_stages, 2), least.num_stages)),
+        lambda t: _halved(t, max(least.BM, 32), max(least.BN, 32)),
+        lambda t: t._replace(num_stages=least.num_stages),
+        lambda t: _halved(t, least.BM, least.BN),
+    )
+    for step in steps:
+        while shared_bytes(kernel, tiles, d_k, d_v, dtype, capability) > room:
+            less = step(tiles)
+            if less == tiles:
+                break
+            tiles = less
+        else:
+            return tiles
+    return None
+
+
+def _halved(tiles: Tiles, least_rows: int, least_keys: int) -> Tiles:
+    """Half of the longer side of the tiles, unless that would be too short."""
+    rows, keys = tiles.BM // 2, tiles.BN // 2
+    if rows >= least_rows and (rows >= keys or keys < least_keys):
+        return tiles._replace(BM=rows)
+    return tiles._replace(BN=keys) if keys >= least_keys else tiles
+
+
+def _fitted(
+    kernel: str, tiles: Tiles, d_k: int, d_v: int, dtype: torch.dtype, capability: Capability
+) -> Tiles:
+    """Tiles of a band kernel, which fit every GPU once they are small enough."""
+    least = Tiles(SMALLEST, SMALLEST, tiles.num_warps, 1)
+    fitted = fitting(kernel, tiles, d_k, d_v, dtype, capability, least)
+    assert fitted is not None, (kernel, tiles, d_k, d_v, capability)
+    return fitted
+
+
+def forward_tiles(
+    d_k: int, d_v: int, dtype: torch.dtype, branch: int, capability: Capability = H200
+) -> Tiles:
     """Tiles of band_forward; measured on an H200, docs/kernels.md has the alternatives.
 
     Branch 0 is the compressed one, with the longest loops, 2 the window with the shortest.
     """
+    tiles = _forward_tiles(d_k, d_v, dtype, branch)
+    return _fitted("band_forward", tiles, d_k, d_v, dtype, capability)
+
+
+def _forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles:
     wide = _wide(d_k, d_v)
     if dtype == torch.float32:
         return Tiles(64, 32, 4, 2) if wide <= 128 else Tiles(32, 16, 4, 2)
@@ -58,8 +189,12 @@ def forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles:
     return Tiles(64, 32, 8, 2)
 
 
-def dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
+def dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
     """Tiles of band_dkv."""
+    return _fitted("band_dkv", _dkv_tiles(d_k, d_v, dtype), d_k, d_v, dtype, capability)
+
+
+def _dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     wide = _wide(d_k, d_v)
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2) if wide <= 128 else Tiles(16, 16, 4, 1)
@@ -70,8 +205,12 @@ def dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     return Tiles(32, 64, 4, 3) if wide <= 192 else Tiles(32, 32, 8, 2)
 
 
-def dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
+def dq_tiles(d_k: int, d_v: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
     """Tiles of band_dq."""
+    return _fitted("band_dq", _dq_tiles(d_k, d_v, dtype), d_k, d_v, dtype, capability)
+
+
+def _dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     wide = _wide(d_k, d_v)
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2) if wide <= 128 else Tiles(16, 16, 4, 1)
@@ -80,8 +219,12 @@ def dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     return Tiles(128, 64, 8, 2) if wide <= 192 else Tiles(32, 32, 8, 2)
 
 
-def score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
+def score_tiles(d_k: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
     """Tiles of group_scores."""
+    return _fitted("group_scores", _score_tiles(d_k, dtype), d_k, d_k, dtype, capability)
+
+
+def _score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
     wide = sum(parts_of(d_k))
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2)
@@ -131,16 +274,109 @@ def block_tiles(
     return tiles._replace(BM=max(tiles.BM, padded(per_group)))
 
 
+def fitted_block_tiles(
+    d_k: int,
+    d_v: int,
+    per_group: int,
+    l_sel: int,
+    dtype: torch.dtype,
+    purpose: str,
+    capability: Capability = H200,
+) -> Tiles | None:
+    """The block tiles on this GPU, with fewer rows where they must; None: they do not fit.
+
+    Forms that were never checked are not entered: docs/kernels.md, wrong code.
+    """
+    tiles = block_tiles(d_k, d_v, per_group, l_sel, dtype, purpose)
+    if capability[0] in TENSOR_MEMORY and tiles.BM > 64:
+        return None  # four results of that many rows may be more than the tensor memory holds
+    kernel = f"block_{purpose}"
+    least = tiles
+    if tiles.num_stages > 1:
+        rows = min(tiles.BM, max(padded(per_group), 32))
+        least = tiles._replace(BM=rows, num_stages=2)
+    return fitting(kernel, tiles, d_k, d_v, dtype, capability, least)
+
+
+def fits_selected(
+    d_k: int,
+    d_v: int,
+    per_group: int,
+    l_sel: int,
+    dtype: torch.dtype,
+    capability: Capability = H200,
+    *,
+    by_query: bool,
+) -> bool:
+    """Whether the selected branch can go to its blocks on this GPU, forward and backward."""
+    sizes = (d_k, d_v, per_group, l_sel, dtype)
+    purposes = ("dkv",) if by_query else ("forward", "backward")
+    blocks = (fitted_block_tiles(*sizes, purpose, capability) for purpose in purposes)
+    fits = fits_blocks(d_k, d_v, l_sel, dtype) and None not in blocks
+    queries = (_query(*sizes, capability, backward=back) for back in (False, True))
+    return fits and (not by_query or None not in queries)
+
+
+def query_obstacle(
+    d_k: int,
+    d_v: int,
+    per_group: int,
+    l_sel: int,
+    dtype: torch.dtype,
+    capability: Capability = H200,
+) -> str:
+    """Why query_forward cannot take such heads; empty when it can."""
+    fits = _query(d_k, d_v, per_group, l_sel, dtype, capability, backward=False) is not None
+    return "" if fits else group_obstacle(d_k, d_v, per_group, dtype, capability)
+
+
+def group_obstacle(
+    d_k: int, d_v: int, per_group: int, dtype: torch.dtype, capability: Capability
+) -> str:
+    """Why kernels that take a whole group at a time cannot; the sentence for the caller."""
+    major, minor = capability
+    return (
+        f"{per_group} query heads to a KV head, with Dk={d_k} and Dv={d_v} in {dtype}, do not fit "
+        f"the {room_of(capability) >> 10} KiB of shared memory of this GPU (sm_{major}{minor})"
+    )
+
+
 def query_tiles(
     d_k: int,
     d_v: int,
     per_group: int,
     l_sel: int,
     dtype: torch.dtype,
+    capability: Capability = H200,
     *,
     backward: bool = False,
 ) -> Tiles:
     """Tiles of query_forward and query_dq: rows are the heads of a group."""
+    tiles = _query(d_k, d_v, per_group, l_sel, dtype, capability, backward=backward)
+    assert tiles is not None, group_obstacle(d_k, d_v, per_group, dtype, capability)
+    return tiles
+
+
+def _query(
+    d_k: int,
+    d_v: int,
+    per_group: int,
+    l_sel: int,
+    dtype: torch.dtype,
+    capability: Capability,
+    *,
+    backward: bool,
+) -> Tiles | None:
+    """The same, or None where no tiles fit."""
+    tiles = _query_tiles(d_k, d_v, per_group, l_sel, dtype, backward)
+    kernel = "query_dq" if backward else "query_forward"
+    least = Tiles(tiles.BM, SMALLEST, tiles.num_warps, 1)
+    return fitting(kernel, tiles, d_k, d_v, dtype, capability, least)
+
+
+def _query_tiles(
+    d_k: int, d_v: int, per_group: int, l_sel: int, dtype: torch.dtype, backward: bool
+) -> Tiles:
     wide = _wide(d_k, d_v)
     rows, short = padded(per_group), dtype == torch.float32 or wide > 192
     if rows == 16 and wide <= 128 and not short:
