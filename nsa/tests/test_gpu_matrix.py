@@ -5,10 +5,11 @@ import torch
 
 from nsa import BlockSpec, select_blocks
 from nsa.ops import plan_attention
-from nsa.tests.gpu import DEVICE, compare, device_inputs, needs_gpu, on_device
+from nsa.tests import matrix
+from nsa.tests.gpu import DEVICE, compare, device_inputs, needs_gpu, on_device, on_gpu
 from nsa.tests.helpers import Case
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = matrix.DTYPES
 TABLE = """
 dtype     S  B  Hkv   G   Dk   Dv   l   d  l_sel  n_sel     w  docs
 bf16      1  2    2   6   64   64  32  16     64     16   512  -
@@ -59,6 +60,14 @@ fp32   4100  1    1  12  256  256  16   8     64     33     1  -
 bf16   4100  1    2  24   96   32  32   8    128      8  2048  -
 bf16   4100  1    1  32   64  128  48  16    128      3   512  31+4069
 bf16   4100  1    1   6   64   64  32  16     64      4   512  -
+bf16   4100  1    1   4   64   64  32  16     96      3    64  -
+bf16   4100  1    2   1   64   64  32  16    128      8    64  -
+fp16   4100  1    1   8   32   64  32  16    192      3    64  -
+bf16   4100  1    1   6   64   64  32  16    256      3    64  -
+fp32   4100  1    1   4   64   64  32  16    256      3    64  -
+bf16   4100  1    1   4   64   64  32  16    512      3    64  -
+bf16   4100  1    1   4   64   64  32  32   1024      3    64  -
+bf16   1000  1    1   4   64   64   2   1      1     16    64  300+700
 bf16   4100  1    2  16  128  128  32  16     64      4   512  -
 """
 """Every value of every column meets every dtype; what a query selects goes from a small part of
@@ -167,3 +176,12 @@ def test_batch_times_heads_may_exceed_what_a_grid_holds(dtype, case):
 def no_blocks(case: Case) -> torch.Tensor:
     size = (case.B, case.S, case.Hkv, case.spec.n_sel)
     return torch.full(size, -1, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.timeout(1200)
+def test_shapes_drawn_at_random_equal_float64_each_in_a_process():
+    """`python -m nsa.tests.matrix --cases 400` draws more."""
+    results = matrix.run_all(matrix.draw(seed=1, count=24), workers=8, seconds=900)
+    assert not {case: verdict for case, verdict in results.items() if verdict}

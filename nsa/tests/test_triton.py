@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, select_blocks
 from nsa.ops.triton import band, by_block, inverse, launch, problem, select
+from nsa.tests import matrix
 from nsa.tests.gpu import forward_backward
 from nsa.tests.helpers import (
     NAMES,
@@ -115,6 +116,11 @@ def force_order(monkeypatch):
 def test_float32_equals_the_oracle_in_outputs_and_gradients(case, order, force_order):
     force_order(order)
     compare(case, torch.float32, "reference", 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("drawn", matrix.draw(3, 6, small=True), ids=str)
+def test_shapes_drawn_at_random_equal_float64(drawn):
+    matrix.check(drawn)
 
 
 def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
