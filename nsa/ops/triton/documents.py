@@ -1,4 +1,4 @@
-"""Where packed documents and their blocks start and end, as the kernels look it up."""
+"""Packed documents: where they and their blocks start and end, and how a NaN stays in its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from torch import Tensor
 
 from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.spec import BlockSpec
+from nsa.ops.triton.kernels import documents
+from nsa.ops.triton.start import Launch, Memo, ceil_div, form, start
+from nsa.ops.triton.tiles import padded
+
+ROWS_PER_PROGRAM = 16
+MAX_KEPT = 256
+"""Launches remembered; beyond, all are forgotten and made again."""
+
+_memo: Memo = {}
 
 
 class Documents(NamedTuple):
@@ -72,3 +81,38 @@ def _kept_index(
         packed = packed.pin_memory()  # so that the copy does not wait for the device
     packed = packed.to(device, non_blocking=True)
     return Documents(*packed.split([len(row) for row in rows]))
+
+
+def finite_only(
+    index: Documents,
+    tensors: tuple[Tensor, ...],  # each [1, S or N, H, D]
+    num_tokens: int,
+) -> tuple[list[Tensor], Tensor]:  # the tensors, [S] bool
+    """Copies without what is not finite, and the queries of whose past something was taken out.
+
+    These are all queries of a document from the first one on that sees it; the caller makes their
+    results NaN. Nothing waits for the device.
+    """
+    first_bad = torch.full_like(index.row_start, num_tokens)
+    clean = [_clean_copy(index, x, first_bad) for x in tensors]
+    return clean, index.raw_first >= first_bad[index.row_start]
+
+
+def _clean_copy(index: Documents, x: Tensor, first_bad: Tensor) -> Tensor:
+    _, num_rows, num_heads, dim = x.shape
+    copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    compressed = num_rows != len(first_bad)
+    if len(_memo) >= MAX_KEPT:
+        _memo.clear()
+    start(
+        _memo,
+        (form(x), compressed),
+        documents.finite_rows,
+        (x, copy, first_bad, index.row_start, index.cmp_first if compressed else first_bad),
+        lambda: Launch.plain(
+            (ceil_div(num_rows * num_heads, ROWS_PER_PROGRAM),),
+            (num_rows, num_heads, *x.stride()[1:3]),
+            {"D": dim, "D_PAD": padded(dim), "COMPRESSED": compressed, "BM": ROWS_PER_PROGRAM},
+        ),
+    )
+    return copy

@@ -26,6 +26,7 @@ from torch import Tensor
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import attention, band, mean, select
 from nsa.ops.triton.attention import Inputs, Results, Saved
+from nsa.ops.triton.documents import finite_only
 from nsa.ops.triton.inverse import empty_inverse
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.start import describable
@@ -75,7 +76,24 @@ def _attention(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     selection, *static = args[NUM_INPUTS:]
     problem = _problem(inputs, inputs, *static)
+    inputs, _ = _apart(problem, inputs)
     return tuple(attention.forward(problem, inputs, selection))
+
+
+def _apart(
+    problem: Problem, inputs: Inputs, dout: Tensor | None = None
+) -> tuple[Inputs, Tensor | None]:
+    """Inputs of packed documents whose tiles may meet: what is not finite becomes a NaN gate.
+
+    A gate belongs to one query, so its NaN reaches nothing but that query's output, and the
+    gradients of what the query sees.
+    """
+    if problem.documents is None:
+        return inputs, dout
+    tensors = inputs[:-1] if dout is None else (*inputs[:-1], dout)
+    clean, is_bad = finite_only(problem.documents, tensors, problem.seq_len)
+    gates = inputs.gates.masked_fill(is_bad[None, :, None, None], torch.nan)
+    return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), None if dout is None else clean[-1]
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -106,8 +124,10 @@ def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
     dout, *static = args[NUM_INPUTS + NUM_SAVED :]
-    dout = describable(dout)
-    problem = _problem((*inputs, dout), inputs, *static)
+    problem = _problem((*inputs, describable(dout)), inputs, *static)
+    inputs, apart = _apart(problem, inputs, describable(dout))
+    assert apart is not None
+    dout = apart
     return tuple(attention.backward(problem, inputs, saved, dout))
 
 

@@ -14,7 +14,6 @@ from nsa.ops.triton.kernels.tile import (
     _band,
     _dot,
     _dot_add,
-    _finite,
     _is_selected,
     _load,
     _rows,
@@ -90,15 +89,7 @@ def band_forward(
             shrink = tl.math.exp2(top - safe_top)
             total = total * shrink + tl.sum(b_p, axis=1)
             b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
-            b_out = b_out * shrink[:, None]
-            if HAS_DOCS and (SELECT or part != 1):
-                # The tile may hold several documents: only rows that see a bad value get its NaN.
-                b_clean = _finite(b_v)
-                bad = tl.max((b_clean != b_v).to(tl.int32), axis=1)  # [BN]; NaN != NaN
-                sees_bad = tl.max((visible & (bad[None, :] != 0)).to(tl.int32), axis=1)
-                b_out += tl.where(sees_bad != 0, float("nan"), 0.0)[:, None]
-                b_v = b_clean
-            b_out = _dot_add(b_out, b_p.to(b_v.dtype), b_v, UPCAST)
+            b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
             top = new_top
 
     sees_none = total == 0.0

@@ -12,7 +12,6 @@ from nsa.ops.triton.kernels.tile import (
     _band,
     _dot,
     _dot_add,
-    _finite,
     _is_selected,
     _load,
     _rows,
@@ -101,6 +100,7 @@ def band_dkv(
                 b_q2 = _rows(t_q2, i_b, t0, i_h, DK1, BM, DK2)
                 b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
             lse, delta, gate, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + o_t, m_t)
+            # A gate may be NaN: the mask comes after it, and keeps it in its document.
             b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :]) * gate[None, :]
             if part != 1:
                 first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
@@ -111,21 +111,11 @@ def band_dkv(
                         L_SEL, BN, HAS_DOCS,
                     )  # fmt: skip
                     visible = visible & tl.trans(selected)
-                if HAS_DOCS:
-                    b_p += 0.0 * delta[None, :]  # NaN where dout has one, which is taken out below
                 b_p = tl.where(visible, b_p, 0.0)
             b_dout = _rows(t_dout, i_b, t0, i_h, 0, BM, DV_PAD)
-            if HAS_DOCS:
-                b_dout = _finite(b_dout)
             b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
             b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)  # [BN, BM]
-            b_ds = b_p * (b_dp - delta[None, :])
-            if HAS_DOCS:
-                b_ds = tl.where(visible, b_ds, 0.0)
-                b_q = _finite(b_q)
-                if DK2 > 0:
-                    b_q2 = _finite(b_q2)
-            b_ds = b_ds.to(b_q.dtype)
+            b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
             b_dk = _dot_add(b_dk, b_ds, b_q, UPCAST)
             if DK2 > 0:
                 b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
@@ -187,13 +177,7 @@ def _branch_dq(
                 b_p = tl.where(visible, b_p, 0.0)
             b_p = b_p * gate[:, None]
             b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
-            b_ds = b_p * (b_dp - delta[:, None])
-            if HAS_DOCS and (SELECT or part != 1):
-                b_ds = tl.where(visible, b_ds, 0.0)
-                b_k = _finite(b_k)
-                if DK2 > 0:
-                    b_k2 = _finite(b_k2)
-            b_ds = b_ds.to(b_k.dtype)
+            b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)
             b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
             if DK2 > 0:
                 b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)

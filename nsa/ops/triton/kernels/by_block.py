@@ -88,8 +88,6 @@ def block_forward(
     o_k = k0 + tl.arange(0, BN)
     b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
     b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
-    if HAS_DOCS:  # the rows behind a block may be another document's, and 0 * NaN is NaN
-        b_v = tl.where((o_k < k_stop)[:, None], b_v, 0.0)
     if DK2 > 0:
         o_dk2 = DK1 + tl.arange(0, DK2)
         b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)

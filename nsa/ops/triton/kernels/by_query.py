@@ -63,8 +63,6 @@ def query_forward(
         b_p = tl.math.exp2(b_s * scale_log2 - safe_top[:, None])
         shrink = tl.math.exp2(top - safe_top)
         total = total * shrink + tl.sum(b_p, axis=1)
-        if HAS_DOCS:  # the rows behind a block may be another document's
-            b_v = tl.where(m_k[:, None], b_v, 0.0)
         b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
         top = new_top
     sees_none = total == 0.0
@@ -122,13 +120,7 @@ def query_dq(
         b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
         b_p = tl.where(m_k[None, :], tl.math.exp2(b_s * scale_log2 - lse[:, None]), 0.0)
         b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
-        b_ds = b_p * (b_dp - delta[:, None])
-        if HAS_DOCS:
-            b_ds = tl.where(m_k[None, :], b_ds, 0.0)
-            b_k = tl.where(m_k[:, None], b_k, 0.0)
-            if DK2 > 0:
-                b_k2 = tl.where(m_k[:, None], b_k2, 0.0)
-        b_ds = b_ds.to(b_k.dtype)
+        b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)
         b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
         if DK2 > 0:
             b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)

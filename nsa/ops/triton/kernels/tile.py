@@ -71,16 +71,6 @@ def _load(p, m_rows, o_d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
-def _finite(b):
-    """b with 0 in place of what is not finite.
-
-    A mask makes a probability 0, and 0 * NaN is NaN: with packed documents, what a tile multiplies
-    by its probabilities goes through here, or a NaN would cross into the next document.
-    """
-    return tl.where(tl.abs(b.to(tl.float32)) < float("inf"), b, 0.0)
-
-
-@triton.jit
 def _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS: tl.constexpr):
     """First and last visible key of each query (last < first: none)."""
     if HAS_DOCS:
