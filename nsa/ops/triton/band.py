@@ -45,7 +45,8 @@ def forward(
     if k.shape[1] == 0:  # nobody sees anything
         lse.fill_(torch.inf)
         return out.zero_()
-    tiles = forward_tiles(problem.d_k, v.shape[3], problem.dtype, branch, problem.capability)
+    sizes = (problem.d_k, v.shape[3], problem.dtype, branch, problem.capability)
+    tiles = forward_tiles(*sizes, words=bits is not None and problem.words)
     rest = (q,) * 4 if gated is None else gated
     start(
         problem.memo,
@@ -83,7 +84,8 @@ def backward_kv(
     num_keys = k.shape[1]
     if num_keys == 0:
         return torch.zeros_like(k), torch.zeros_like(v)
-    tiles = dkv_tiles(problem.d_k, problem.d_v, problem.dtype, problem.capability)
+    words = problem.bands[branch].SELECT and problem.words
+    tiles = dkv_tiles(*problem.heads, problem.capability, words=words)
     num_tiles = ceil_div(num_keys, tiles.BN) * problem.num_segments
     shares, slices = _parts(problem, branch, num_tiles, tiles.BM)
     parts = shares * slices
@@ -129,7 +131,8 @@ def backward_q(
 
     `dq_more` is what branches got elsewhere; `skip_cmp`: the compressed one did.
     """
-    tiles = dq_tiles(problem.d_k, problem.d_v, problem.dtype, problem.capability)
+    words = dq_sel is None and problem.words
+    tiles = dq_tiles(*problem.heads, problem.capability, words=words)
     dq = problem.empty(*q.shape)
     has_cmp = keys[0][0].shape[1] > 0 and not skip_cmp
     # An empty tensor has no descriptor; what stands for it is not read.

@@ -13,7 +13,15 @@ from nsa.ops.plan import machine_of
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
 from nsa.ops.triton.start import INTERPRETED, Memo, Rows, ceil_div, form
-from nsa.ops.triton.tiles import H200, Capability, fits_dq, fits_selected, padded, parts_of
+from nsa.ops.triton.tiles import (
+    H200,
+    Capability,
+    fits_dq,
+    fits_selected,
+    needs_words,
+    padded,
+    parts_of,
+)
 
 MAX_TOKENS = 1 << 24
 """The index of a row travels beside its statistics as fp32, which is exact up to here."""
@@ -105,6 +113,16 @@ class Problem:
     def sizes(self) -> tuple[int, int, int, int, torch.dtype]:
         """What the tiles of the selected branch depend on, beside the GPU."""
         return self.d_k, self.d_v, self.per_group, self.spec.l_sel, self.dtype
+
+    @property
+    def heads(self) -> tuple[int, int, torch.dtype]:
+        """What the tiles of the band kernels depend on, beside the GPU and `words`."""
+        return self.d_k, self.d_v, self.dtype
+
+    @property
+    def words(self) -> bool:
+        """Whether the mask of the selected branch takes a word for every query and key."""
+        return needs_words(self.spec.l_sel, packed=self.packed)
 
     @cached_property
     def capability(self) -> Capability:

@@ -74,13 +74,21 @@ def room_of(capability: Capability) -> int:
 
 
 def shared_bytes(
-    kernel: str, tiles: Tiles, d_k: int, d_v: int, dtype: torch.dtype, capability: Capability
+    kernel: str,
+    tiles: Tiles,
+    d_k: int,
+    d_v: int,
+    dtype: torch.dtype,
+    capability: Capability,
+    *,
+    words: bool = False,
 ) -> int:
     """Upper bound of the shared memory that a kernel asks for, found by compiling for these GPUs.
 
     Some tiles stay, others come in by the loop and are there once for every stage. The tensor cores
     of sm_90 and sm_100 read them where they lie, which takes one more than the older ones, whose
     operands are in registers while the next tile arrives. Products pass from one to the other.
+    `words`: a mask of the selected branch with a word for every pair of a query and a key.
     """
     keys, rows = tiles.BN * dtype.itemsize, tiles.BM * dtype.itemsize
     k, v = keys * sum(parts_of(d_k)), keys * padded(d_v)
@@ -113,6 +121,8 @@ def shared_bytes(
         # The gradient of q is turned, and so are the keys, unless wgmma reads them as they lie.
         turned = 0 if (in_place and parts_of(d_k)[0] >= 64) or dtype == torch.float32 else k
         products += max(4 * tiles.BM * sum(parts_of(d_k)), turned)
+    if words:
+        products += 4 * tiles.BM * tiles.BN * (tiles.num_stages - 1)
     return stays + copies * comes + products + SPARE_BYTES
 
 
@@ -124,6 +134,8 @@ def fitting(
     dtype: torch.dtype,
     capability: Capability,
     least: Tiles,
+    *,
+    words: bool = False,
 ) -> Tiles | None:
     """The tiles, made smaller until they fit, but not below `least`; None: they never do.
 
@@ -137,7 +149,7 @@ def fitting(
         lambda t: _halved(t, least.BM, least.BN),
     )
     for step in steps:
-        while shared_bytes(kernel, tiles, d_k, d_v, dtype, capability) > room:
+        while shared_bytes(kernel, tiles, d_k, d_v, dtype, capability, words=words) > room:
             less = step(tiles)
             if less == tiles:
                 break
@@ -155,25 +167,43 @@ def _halved(tiles: Tiles, least_rows: int, least_keys: int) -> Tiles:
     return tiles._replace(BN=keys) if keys >= least_keys else tiles
 
 
+def needs_words(l_sel: int, *, packed: bool) -> bool:
+    """Whether the keys of a tile may lie in several words of a query's selection, or in others than
+    those of its neighbours: a word has 32 blocks, a tile up to 128 keys."""
+    return packed or l_sel % 4 != 0
+
+
 def _fitted(
-    kernel: str, tiles: Tiles, d_k: int, d_v: int, dtype: torch.dtype, capability: Capability
+    kernel: str,
+    tiles: Tiles,
+    d_k: int,
+    d_v: int,
+    dtype: torch.dtype,
+    capability: Capability,
+    words: bool = False,
 ) -> Tiles:
     """Tiles of a band kernel, which fit every GPU once they are small enough."""
     least = Tiles(SMALLEST, SMALLEST, tiles.num_warps, 1)
-    fitted = fitting(kernel, tiles, d_k, d_v, dtype, capability, least)
+    fitted = fitting(kernel, tiles, d_k, d_v, dtype, capability, least, words=words)
     assert fitted is not None, (kernel, tiles, d_k, d_v, capability)
     return fitted
 
 
 def forward_tiles(
-    d_k: int, d_v: int, dtype: torch.dtype, branch: int, capability: Capability = H200
+    d_k: int,
+    d_v: int,
+    dtype: torch.dtype,
+    branch: int,
+    capability: Capability = H200,
+    *,
+    words: bool = False,
 ) -> Tiles:
     """Tiles of band_forward; measured on an H200, docs/kernels.md has the alternatives.
 
     Branch 0 is the compressed one, with the longest loops, 2 the window with the shortest.
     """
     tiles = _forward_tiles(d_k, d_v, dtype, branch)
-    return _fitted("band_forward", tiles, d_k, d_v, dtype, capability)
+    return _fitted("band_forward", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles:
@@ -189,9 +219,17 @@ def _forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles
     return Tiles(64, 32, 8, 2)
 
 
-def dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
+def dkv_tiles(
+    d_k: int,
+    d_v: int,
+    dtype: torch.dtype,
+    capability: Capability = H200,
+    *,
+    words: bool = False,
+) -> Tiles:
     """Tiles of band_dkv."""
-    return _fitted("band_dkv", _dkv_tiles(d_k, d_v, dtype), d_k, d_v, dtype, capability)
+    tiles = _dkv_tiles(d_k, d_v, dtype)
+    return _fitted("band_dkv", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
@@ -205,9 +243,17 @@ def _dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     return Tiles(32, 64, 4, 3) if wide <= 192 else Tiles(32, 32, 8, 2)
 
 
-def dq_tiles(d_k: int, d_v: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
+def dq_tiles(
+    d_k: int,
+    d_v: int,
+    dtype: torch.dtype,
+    capability: Capability = H200,
+    *,
+    words: bool = False,
+) -> Tiles:
     """Tiles of band_dq."""
-    return _fitted("band_dq", _dq_tiles(d_k, d_v, dtype), d_k, d_v, dtype, capability)
+    tiles = _dq_tiles(d_k, d_v, dtype)
+    return _fitted("band_dq", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
