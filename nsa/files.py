@@ -21,6 +21,21 @@ def put_in_place(temporary: Path, path: Path) -> None:
     _to_disk(path.parent)
 
 
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has this name; false where it was removed, moved or replaced."""
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # a network disk that stumbles has removed nothing
+        return True
+    try:
+        held = os.fstat(descriptor)
+    except OSError:  # stale: another machine has removed it, and what is there is another file
+        return False
+    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
+
 def _to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

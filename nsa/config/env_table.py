@@ -160,6 +160,7 @@ _DISTRIBUTED = (
     Variable("LOCAL_RANK", int, 0, "code", "number on this machine, set by torchrun: its GPU"),
     Variable("MASTER_ADDR", str, None, "code", "where ranks meet, set by torchrun"),
     Variable("MASTER_PORT", int, None, "code", "the port there, set by torchrun"),
+    Variable("TORCHELASTIC_RUN_ID", str, None, "code", "set by torchrun: its ranks end with it"),
     Variable("TORCHELASTIC_RESTART_COUNT", int, 0, "code", "set by torchrun, apart from the last"),
     Variable(
         "TORCH_BACKEND",

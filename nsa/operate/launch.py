@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from nsa.config.env import check_environment, in_effect, raw, read, with_package
 from nsa.operate import terminal
 from nsa.operate.launch_plan import Plan, check_requirements, choose_ranks, find_config
 from nsa.operate.machine import Machine, look
-from nsa.operate.phases import NO_GO, Phases
+from nsa.operate.phases import NO_GO, REFUSED, Phases
 from nsa.operate.process import why_not_ours
 from nsa.operate.profiles import Profile, load_profile, load_profiles
 from nsa.operate.report import parse_limits
@@ -21,9 +22,18 @@ from nsa.operate.snapshot import read_run
 from nsa.operate.trainer_command import Nodes
 from nsa.telemetry.run_info import NAME as RUN_INFO
 from nsa.telemetry.run_info import read_run_info
-from nsa.telemetry.sentinels import write_halt
+from nsa.telemetry.run_lock import (
+    LAUNCH,
+    RUN,
+    STOPPING_S,
+    FolderHeld,
+    FolderLock,
+    Holder,
+    held_by,
+    take_lock,
+)
+from nsa.telemetry.sentinels import read_halt, write_halt
 
-REFUSED = 3
 STOP_OLD_S = 600.0
 """For a run that is asked to make room; its last checkpoint takes time."""
 OWN = ("NP", "DATASET", "LOCAL_PATH", "OUT_DIR", "NSA_PHASE_STEPS")
@@ -110,39 +120,69 @@ def _too_few_gpus(plan: Plan, least: int) -> str:
 
 
 def _occupied(out_dir: Path, stop_old: bool) -> str:
-    """Why another run must not start in this folder; empty if it may."""
-    pids = _alive(out_dir)
-    if pids and stop_old:
-        _say(f"a run is at work in {out_dir} (process {pids[0]}); asking it to stop by .HALT")
-        write_halt(out_dir, "launcher: another launch takes its place")
-        end = time.monotonic() + STOP_OLD_S
-        while pids and time.monotonic() < end:
-            time.sleep(1.0)
-            pids = _alive(out_dir)
-    if pids:
+    """Why another launch must not start in this folder; empty if it may.
+
+    A run or a launch there that is stopping is waited for; with `stop_old` it is asked to stop.
+    """
+    who, is_ending = _at_work(out_dir)
+    if who:
+        then = "asking it to stop by .HALT" if stop_old else "waiting for its end" * is_ending
+        _say(f"a run is at work in {out_dir} ({who}); {then or 'refused'}")
+    end = time.monotonic() + (STOP_OLD_S if stop_old else STOPPING_S * is_ending)
+    while who and time.monotonic() < end:
+        if stop_old:
+            _ask_to_stop(out_dir)
+        time.sleep(1.0)
+        who, _ = _at_work(out_dir)
+    if who:
         return (
-            f"a run is at work in {out_dir} (process {pids[0]}); stop it with `touch "
+            f"a run is at work in {out_dir} ({who}); stop it with `touch "
             f"{out_dir}/.HALT` or --stop-old, or name another folder with --out-dir"
         )
     return ""
 
 
-def _alive(out_dir: Path) -> list[int]:
-    """The processes of the run in a folder, as far as they can be told from others."""
+def _at_work(out_dir: Path) -> tuple[str, bool]:
+    """Who launches or trains in a folder, empty if nobody is seen; and whether that is ending."""
     if not out_dir.is_dir():
-        return []
-    run = read_run(out_dir)
+        return "", False
+    for name, what in ((RUN, ""), (LAUNCH, "launcher: ")):
+        if holder := held_by(out_dir, name):
+            is_ending = isinstance(holder, Holder) and holder.is_ending
+            return f"{what}{holder}", is_ending or read_halt(out_dir) is not None
+    run = read_run(out_dir)  # a file system without locks: its heartbeats tell
     lasts = [rank.last for rank in run.ranks if rank.last is not None]
-    return [b.pid for b in lasts if b.pid is not None and not why_not_ours(b.pid, b.ts, run.env)]
+    pids = [b.pid for b in lasts if b.pid is not None and not why_not_ours(b.pid, b.ts, run.env)]
+    return (f"process {pids[0]}", False) if pids else ("", False)
+
+
+def _ask_to_stop(out_dir: Path) -> None:
+    """Write .HALT where a run is at work: in the folder itself, or in that of a phase."""
+    locks = [out_dir / RUN, *out_dir.glob(f"*/{RUN}")]
+    folders = [lock.parent for lock in locks if held_by(lock.parent)]
+    if not held_by(out_dir, LAUNCH):
+        folders = folders or [out_dir]  # no locks there: heartbeats have told
+    for folder in folders:
+        if read_halt(folder) is None:
+            write_halt(folder, "launcher: another launch takes its place")
 
 
 def _here(plan: Plan, args: argparse.Namespace) -> int:
-    _announce(plan)
-    limits = parse_limits(args.limit)
-    phases = Phases(plan, limits=limits, redo=args.redo, go_anyway=args.go_anyway)
-    if args.preflight and plan.nodes.rank == 0 and not phases.preflight():
-        return NO_GO
-    return phases.run()
+    """Through the phases; the first node holds the lock of the launch until the end."""
+    with ExitStack() as stack:
+        lock: FolderLock | None = None
+        if plan.nodes.rank == 0:
+            try:
+                lock = stack.enter_context(take_lock(plan.out_dir, LAUNCH, say=_say))
+            except (FolderHeld, OSError) as problem:
+                print(f"nsa: the lock of the launch: {problem}", file=sys.stderr)
+                return REFUSED
+        _announce(plan)
+        limits = parse_limits(args.limit)
+        phases = Phases(plan, lock, limits=limits, redo=args.redo, go_anyway=args.go_anyway)
+        if args.preflight and plan.nodes.rank == 0 and not phases.preflight():
+            return NO_GO
+        return phases.run()
 
 
 def _announce(plan: Plan) -> None:

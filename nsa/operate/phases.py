@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from nsa.operate.child import Child, Ended, Transcript
@@ -20,9 +21,10 @@ from nsa.telemetry.phase_file import NAME as VERDICT
 from nsa.telemetry.phase_file import PhaseVerdict, read_verdict, write_verdict
 from nsa.telemetry.run_info import NAME as RUN_INFO
 from nsa.telemetry.run_info import write_run_info
+from nsa.telemetry.run_lock import LAUNCH, RUN, STOPPING, FolderHeld, FolderLock, take_lock
 from nsa.telemetry.sentinels import HALT, read_halt, write_halt
 
-OK, NO_GO, FAILED = 0, 1, 1
+OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
 BY_STATUS = {"non_finite": 10, "no_data": 11}
 """Exit codes that torchrun hides: it ends with 1 whatever its ranks did."""
 NOT_AGAIN = (0, 2, 3, 10)
@@ -40,15 +42,17 @@ class Phases:
     def __init__(
         self,
         plan: Plan,
+        lock: FolderLock | None = None,
         *,
         limits: Mapping[str, float] | None = None,
         redo: bool = False,
         go_anyway: bool = False,
     ) -> None:
-        """`limits` replaces some of limits.toml. `redo`: verdicts of earlier launches do not count.
-        `go_anyway`: nor do those of now.
+        """`lock` is that of the launch, which its first node holds. `limits` replaces some of
+        limits.toml. `redo`: verdicts of earlier launches do not count. `go_anyway`: nor do those of
+        now.
         """
-        self._plan, self._limits = plan, dict(limits or {})
+        self._plan, self._lock, self._limits = plan, lock, dict(limits or {})
         self._redo, self._go_anyway = redo, go_anyway
         self._info = plan.info()
 
@@ -108,13 +112,28 @@ class Phases:
             if self._stands(phase):
                 self._say(transcript, f"phase {phase.name}: GO from before stands; not run again")
                 return OK, ""
-            self._say(transcript, f"phase {phase.name}: {plan.steps(phase)} steps in {folder}")
-            before = _stamp(folder)
-            ended = self._train(phase, transcript)
-            metrics = _metrics(folder) if _stamp(folder) != before else None
-            return self._judged(phase, transcript, ended, metrics)
+            with ExitStack() as stack:
+                try:
+                    self._keep_others_out(stack, folder, transcript)
+                except (FolderHeld, OSError) as problem:
+                    text = f"refused: {problem}; wait for its end, or use another --out-dir"
+                    return REFUSED, self._end(transcript, phase, text)
+                self._say(transcript, f"phase {phase.name}: {plan.steps(phase)} steps in {folder}")
+                before = _stamp(folder)
+                ended = self._train(phase, transcript)
+                metrics = _metrics(folder) if _stamp(folder) != before else None
+                return self._judged(phase, transcript, ended, metrics)
         finally:
             transcript.close()
+
+    def _keep_others_out(self, stack: ExitStack, folder: Path, transcript: Transcript) -> None:
+        """Lock the folder of a phase against other launches, and wait until no run is there."""
+        if self._lock is None:
+            return
+        if folder != self._plan.out_dir:
+            stack.enter_context(take_lock(folder, LAUNCH, say=transcript.say))
+        # The trainer takes it again; but torchrun would hide why its ranks were refused.
+        take_lock(folder, RUN, say=transcript.say).release()
 
     def _train(self, phase: Phase, transcript: Transcript) -> Ended:
         plan, folder = self._plan, self._plan.folder(phase)
@@ -129,7 +148,7 @@ class Phases:
                 command,
                 plan.environ,
                 transcript,
-                halt=lambda who: _ask_to_halt(folder, who),
+                halt=lambda who: self._ask_to_halt(folder, who),
                 timeout_s=timeout_s,
                 kill_last=alone,
             )
@@ -139,6 +158,12 @@ class Phases:
                 return ended
             left -= 1
             self._say(transcript, f"exit code {ended.code}; starting again, {left} times left")
+
+    def _ask_to_halt(self, folder: Path, who: str) -> None:
+        if self._lock is not None:
+            self._lock.mark(STOPPING)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_halt(folder, LAUNCHER + who)
 
     def _judged(
         self, phase: Phase, transcript: Transcript, ended: Ended, metrics: Metrics | None
@@ -196,11 +221,6 @@ class Phases:
             return False
         verdict = read_verdict(self._plan.folder(phase))
         return verdict is not None and verdict.go and verdict.launched == self._plan.launched(phase)
-
-
-def _ask_to_halt(folder: Path, who: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_halt(folder, LAUNCHER + who)
 
 
 def _take_back_halt(folder: Path) -> None:

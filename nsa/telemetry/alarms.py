@@ -1,4 +1,4 @@
-"""alarms.jsonl: what a watchdog saw in a run folder and what it did, one JSON object a line.
+"""alarms.jsonl: what a watchdog, or the run, saw in a run folder and did, one JSON object a line.
 
 Schema, version 1: the fields of Alarm, with `schema`, `ts` (Unix time, s) and `iso` (the same, UTC)
 before them. A line is written when an alarm begins, at every step that is taken because of it, and
@@ -34,6 +34,7 @@ TYPES = (
     "memory_creep",
     "fallbacks_rising",
     "disk_full",
+    "folder_removed",
 )
 ACTIONS = ("note", "halt", "dump", "term", "kill", "clear")
 """What was done: said; asked to stop; SIGUSR1; SIGTERM; SIGKILL; or: the alarm is over."""

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from nsa.files import is_at
+
 APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
@@ -57,6 +59,11 @@ class LineFile:
             if descriptor is not None:
                 with contextlib.suppress(OSError):  # nothing is buffered, nothing can be lost
                     os.close(descriptor)
+
+    def is_there(self) -> bool:
+        """Whether the file still has its name; one that is not open cannot have lost it."""
+        with self._lock:
+            return self._descriptor is None or is_at(self.path, self._descriptor)
 
     def __del__(self) -> None:
         self.close()

@@ -59,6 +59,11 @@ class CounterFiles:
         self.k_stats = CsvLog(KStatsRow, folder / K_STATS, resumed_at)
         self.fallbacks = CsvLog(FallbackRow, folder / FALLBACK_COUNTERS, resumed_at)
 
+    def renew(self) -> None:
+        """Write both files anew."""
+        self.k_stats.renew()
+        self.fallbacks.renew()
+
     def append(self, step: int, attention: Mapping[str, Any] | None) -> None:
         """Add the lines of a logged step; `attention` is AttentionStats.summary(), if collected."""
         if attention:

@@ -60,21 +60,30 @@ class CsvLog(Generic[Row]):
             return
         if resumed_at and path.exists():
             self.rows = [row for row in read_rows(kind, path) if row[0] <= resumed_at]
-        head = ",".join(kind._fields) + "\n"
+        self._head = ",".join(kind._fields) + "\n"
+        self._write(path)
+        self.file = LineFile(path, self._head)
+
+    def renew(self) -> None:
+        """Write the file anew with all rows, where it was removed; the next row opens it."""
+        if self.path is not None:
+            self.file.close()
+            self._write(self.path)
+
+    def _write(self, path: Path) -> None:
         with best_effort(path):
-            write_text(path, head + "".join(f"{_line(row)}\n" for row in self.rows))
-        self._file = LineFile(path, head)
+            write_text(path, self._head + "".join(f"{_line(row)}\n" for row in self.rows))
 
     @property
     def num_dropped(self) -> int:
         """Lines that could not be written."""
-        return 0 if self.path is None else self._file.num_dropped
+        return 0 if self.path is None else self.file.num_dropped
 
     def append(self, row: Row) -> None:
         """Add one row; its line reaches the file in one piece before this returns."""
         self.rows.append(row)
         if self.path is not None:
-            self._file.append(_line(row))
+            self.file.append(_line(row))
 
 
 def _line(row: NamedTuple) -> str:

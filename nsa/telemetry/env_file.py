@@ -101,7 +101,7 @@ def collect(
         platform=platform.platform(),
         hostname=platform.node(),
         git_commit=git_commit(Path(__file__).resolve().parents[2]),
-        argv=_hide_arguments(sys.argv if argv is None else argv),
+        argv=hide_arguments(sys.argv if argv is None else argv),
         env={
             name: HIDDEN if _is_secret(name) else value
             for name, value in env.recorded(NAMES, PREFIXES, environ).items()
@@ -154,7 +154,7 @@ def _is_secret(name: str) -> bool:
     return any(word in name.upper() for word in SECRETS)
 
 
-def _hide_arguments(argv: Sequence[str]) -> list[str]:
+def hide_arguments(argv: Sequence[str]) -> list[str]:
     """Hide what follows --api-key or api_key=; whole words only: data.tokenizer is no secret."""
     shown: list[str] = []
     hide_next = False

@@ -74,12 +74,12 @@ class Heartbeat:
         self.rank, self._every = rank, every
         self._clock = clock or (lambda: time.time())
         self.path = Path(out_dir) / NAME.format(rank=rank)
-        self._file = LineFile(self.path)
+        self.file = LineFile(self.path)
 
     @property
     def num_dropped(self) -> int:
         """Lines that could not be written."""
-        return self._file.num_dropped
+        return self.file.num_dropped
 
     def write(self, step: int, msg: str, extra: Mapping[str, Any] | None = None) -> None:
         """Append a line; `extra` may hold tensors and NaN, but none of the fields of every line."""
@@ -100,7 +100,7 @@ class Heartbeat:
                     "give the extra field another name"
                 )
             line |= strict(extra)
-        self._file.append(json.dumps(line, allow_nan=False, separators=(", ", ": ")))
+        self.file.append(json.dumps(line, allow_nan=False, separators=(", ", ": ")))
 
     def boot(self, step: int = 0) -> None:
         """The process is up; `step` is the update that it goes on from."""
@@ -175,8 +175,8 @@ class Heartbeat:
         self.write(step, WATCHDOG_DUMP, {"path": str(path)})
 
     def close(self) -> None:
-        """Give the file back."""
-        self._file.close()
+        """Give the file back; a later line would open it again, also in a new folder."""
+        self.file.close()
 
 
 def _by_field(layers: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:

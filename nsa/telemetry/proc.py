@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 PROC = Path("/proc")
-STATE, START_TICKS = 0, 19
-"""Fields after the name of the program: R, S, T and so on; clock ticks from boot to its start."""
+STATE, FLAGS, START_TICKS = 0, 6, 19
+"""Fields after the name of the program: R, S, T and so on; flags of the kernel; clock ticks from
+boot to its start."""
 
 
 def stat_fields(pid: int | str) -> list[str] | None:

@@ -63,7 +63,8 @@ RUN_FILES = (
     "mem_pre_step*",
     "mem_post_step*",
 )
-"""Patterns of what a run writes; other files, and a .HALT, which is an order, are not touched."""
+"""Patterns of what a run writes; other files, a .HALT, which is an order, and the locks
+are not touched."""
 
 
 class Folder(NamedTuple):
@@ -78,10 +79,7 @@ def open_folder(path: Path, *, resumed: bool = False) -> Folder:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"train.out_dir={path}: the folder cannot be made ({error.strerror}); "
-            "name one that can be written"
-        ) from None
+        raise not_made(path, error) from None
     old = [file for pattern in RUN_FILES for file in sorted(path.glob(pattern))]
     if resumed or not old:
         return Folder(path, None)
@@ -89,6 +87,14 @@ def open_folder(path: Path, *, resumed: bool = False) -> Folder:
     for file in old:
         file.rename(previous / file.name)
     return Folder(path, previous)
+
+
+def not_made(path: Path, error: OSError) -> ConfigError:
+    """What is wrong with a run folder that could not be made."""
+    return ConfigError(
+        f"train.out_dir={path}: the folder cannot be made ({error.strerror}); "
+        "name one that can be written"
+    )
 
 
 def _new_folder(parent: Path) -> Path:

@@ -60,6 +60,11 @@ class SelectionFile:
         content = {"schema": SCHEMA, "ts": ts, "step": step} | _content(maps)
         self._file.append(json.dumps(content, allow_nan=False, separators=(",", ":")))
 
+    def renew(self) -> None:
+        """Go on in a new file."""
+        if self._file is not None:
+            self._file.close()
+
 
 def _content(maps: Sequence[LayerMap]) -> dict[str, Any]:
     first = maps[0]

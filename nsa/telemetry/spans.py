@@ -68,7 +68,7 @@ class Spans:
     """The spans that the process is in, one inside the other."""
 
     def __init__(self) -> None:
-        self._head, self._descriptor = "", -1
+        self._head, self._descriptor, self._path = "", -1, Path()
         self._reset(LEAST_S)
 
     def _reset(self, least_s: float) -> None:
@@ -89,10 +89,15 @@ class Spans:
             f'{{"schema": {SCHEMA}, "rank": {rank}, "pid": {os.getpid()}, '
             f'"host": {json.dumps(platform.node()[:64])}, "started": {start_ticks()}, '
         )
-        path = folder / NAME.format(rank=rank)
-        with best_effort(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._path = folder / NAME.format(rank=rank)
+        self.renew()
+
+    def renew(self) -> None:
+        """Make the file anew where it was removed; what was measured stays."""
+        self.close()
+        with best_effort(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._changed()
 
     def close(self) -> None:

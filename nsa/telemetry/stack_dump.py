@@ -20,12 +20,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, count
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from nsa.files import is_at
 from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.heartbeat import iso
 
@@ -40,14 +41,14 @@ RAW = ".stackdump_raw_rank{rank}.txt"
 """What faulthandler leaves; not empty only where no dump could be written."""
 
 
-def install(out_dir: Path | str, rank: int = 0) -> Callable[[], None]:
-    """Answer SIGUSR1 from now on; call the result to stop that.
+def install(out_dir: Path | str, rank: int = 0) -> Installed | None:
+    """Answer SIGUSR1 from now on, until the result is uninstalled.
 
     Outside the main thread, where Python allows no handler, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
-        return _nothing
-    return _Installed(Path(out_dir), rank).uninstall
+        return None
+    return Installed(Path(out_dir), rank)
 
 
 def write_dump(
@@ -71,7 +72,7 @@ def write_dump(
     return None
 
 
-class _Installed:
+class Installed:
     """The parts that the answer is made of, and how they go again."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -95,10 +96,20 @@ class _Installed:
         self._mouth = -1
         self._thread.join(timeout=5)
         if self._raw is not None:
-            self._raw.close()
-            path = Path(self._raw.name)
-            if path.exists() and path.stat().st_size == 0:
-                path.unlink()
+            self._remove_raw(self._raw)
+
+    def renew(self) -> None:
+        """Make the hidden file anew in a folder that was removed; signals are answered on."""
+        before, self._raw = self._raw, self._register_raw()
+        if before is not None:
+            before.close()
+
+    def _remove_raw(self, raw: BinaryIO) -> None:
+        """Only if it is empty, and of this process: the folder may be another run's by now."""
+        path = Path(raw.name)
+        if os.fstat(raw.fileno()).st_size == 0 and is_at(path, raw.fileno()):
+            path.unlink()
+        raw.close()
 
     def _register_raw(self) -> BinaryIO | None:
         path = self._folder / RAW.format(rank=self._rank)
@@ -128,10 +139,6 @@ class _Installed:
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """The byte that the interpreter wrote into the pipe has done all."""
-
-
-def _nothing() -> None:
-    """Uninstall what was not installed."""
 
 
 def _create(folder: Path, stem: str) -> tuple[int, Path]:

@@ -58,6 +58,7 @@ class Tracker:
         say: Callable[[str], None] = print,
     ) -> None:
         self._name, self._process, self._log, self._say = name, process, log, say
+        self.tracked: Tracked | None = None
         self._waiting = bytearray()
         if process is not None and process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
@@ -77,6 +78,11 @@ class Tracker:
         """Add a point to each of these curves, without waiting."""
         if self._process is not None:
             self._send({"step": step, "values": dict(values)})
+
+    def renew(self) -> None:
+        """Write tracker.json again, into a folder that was removed."""
+        if self.tracked is not None and self._log is not None:
+            write_tracked(self._log.parent, self.tracked)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Hand over what waits, let the tracker finish, and end it if it does not."""
@@ -176,6 +182,7 @@ def open_tracker(
         return Tracker()
     say(f"[telemetry] {name} follows this run as {tracked.id}; what it prints is in {log}")
     tracker = Tracker(name, process, log, say)
+    tracker.tracked = tracked
     start = {"kind": name, "project": raw("WANDB_PROJECT") or PROJECT, "name": folder.name}
     start |= {"id": tracked.id, "folder": str(folder)}
     tracker._send(start | {"config": to_container(cfg)})

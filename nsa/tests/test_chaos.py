@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,8 +21,11 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.telemetry import TRAINING, read_heartbeat, read_metrics
+from nsa.telemetry import TRAINING, TrainingRow, read_heartbeat, read_metrics, read_rows
+from nsa.telemetry.alarms import last_alarms
+from nsa.telemetry.hang_call import kill
 from nsa.telemetry.hang_report import PATTERN, HangReport, read_report
+from nsa.telemetry.run_lock import take_lock
 from nsa.telemetry.sentinels import read_anomaly, read_halt
 from nsa.telemetry.spans import read_span
 from nsa.tests import launch
@@ -148,6 +152,90 @@ def test_sigterm_to_torchrun_stops_all_with_a_checkpoint(tmp_path: Path) -> None
     assert last_steps(folder) == [int(step)] * 2
     assert checkpoints(folder) == [int(step)]
     assert read_metrics(folder).status == "halted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+def test_ranks_whose_torchrun_is_killed_stop_with_a_checkpoint(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """SIGUSR1 goes to all that `pgrep -f scripts/train_showcase.py` finds, and ends torchrun."""
+    folder = tmp_path / "a" / "run"
+    process = launch.start("--config", write(tmp_path / "a", *LONG, "train.save_every=0"))
+    wait_until(lambda: step_of(folder, 1) > 3, process)
+    places = [place for rank in range(2) if (place := read_span(folder, rank)) is not None]
+    ranks = [place.pid for place in places]
+    for pid in (*ranks, process.pid) if number == signal.SIGUSR1 else (process.pid,):
+        os.kill(pid, number)
+    try:
+        code, printed = launch.finish(process)  # their output ends when the last rank has left
+    finally:
+        for place in places:  # where they have not stopped, nobody else ends them
+            kill(place)
+    assert code == -number
+    (step,) = re.findall(r"stopped by the end of torchrun after step (\d+)", printed)
+    assert "torchrun, which started these ranks, is gone" in printed
+    assert last_steps(folder) == [int(step)] * 2
+    assert checkpoints(folder) == [int(step)]
+    assert read_metrics(folder).status == "halted"
+    take_lock(folder, say=pytest.fail, patience_s=60).release()
+
+
+def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(
+    start: Callable[..., Ranks], nursery: Nursery, folder: Path, tmp_path: Path
+) -> None:
+    first = start(*LONG, "train.save_every=5", "train.keep_last=0")
+    first.wait_for("step 0006")
+    kept = checkpoints(folder)
+    codes, printed = nursery.start(
+        tmp_path / "second.txt", "--config", tmp_path / "a" / "config.yaml"
+    ).finish()
+    assert codes == [3, 3], printed
+    assert printed.count(f"{folder} is in use by process {first.pids[0]} on ") == 1
+    assert {*kept} <= {*checkpoints(folder)} and not (folder / "previous").exists()
+    (folder / ".HALT").touch()
+    codes, printed = first.finish()
+    assert codes == [0, 0], printed
+    steps = begun(read_heartbeat(folder / "heartbeat_rank0.jsonl"))
+    assert steps == sorted(set(steps)), "nobody else has written there"
+
+
+def test_a_folder_that_is_removed_under_a_run_is_made_anew_with_an_alarm(
+    start: Callable[..., Ranks], folder: Path
+) -> None:
+    ranks = start(*LONG, "train.save_every=1000")
+    ranks.wait_for("step 0004")
+    while folder.exists():  # the ranks write while it is being emptied
+        shutil.rmtree(folder, ignore_errors=True)
+    ranks.wait_for("[folder] ALARM")
+    (alarmed,) = re.findall(r"under the run, before update (\d+)", ranks.printed())
+    ranks.wait_for(f"step {int(alarmed) + 3:04d}")
+    (folder / ".HALT").touch()
+    codes, printed = ranks.finish()
+    assert codes == [0, 0] and printed.count("[folder]") == 1, printed
+    (alarm,) = last_alarms(folder, 9)
+    assert (alarm.type, alarm.step) == ("folder_removed", int(alarmed))
+    (last,) = re.findall(r"stopped by \.HALT after step (\d+)", printed)
+    assert last_steps(folder) == [int(last)] * 2, "the heartbeats of both ranks go on"
+    rows = read_rows(TrainingRow, folder / TRAINING)
+    assert [row.step for row in rows] == list(range(1, int(last) + 1))
+    assert checkpoints(folder) == [int(alarmed), int(last)]
+    assert {"config.yaml", "env.json", "metrics.json", ".lock"} <= {*os.listdir(folder)}
+    assert read_metrics(folder).status == "halted"
+
+
+def test_a_folder_that_another_run_has_taken_ends_all_and_is_left_alone(
+    start: Callable[..., Ranks], folder: Path, tmp_path: Path
+) -> None:
+    ranks = start(*LONG, "train.save_every=2")
+    ranks.wait_for("step 0004")
+    with take_lock(tmp_path / "theirs", say=pytest.fail):
+        folder.rename(tmp_path / "ours")
+        (tmp_path / "theirs").rename(folder)
+        codes, printed = ranks.finish()
+    assert codes == [3, 3], printed
+    assert printed.count(f"{folder} was removed, or moved away, under this run") == 1
+    assert f"in use by process {os.getpid()} on " in printed
+    assert os.listdir(folder) == [".lock"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from nsa.train.ddp import Ddp
 from nsa.train.process_group import translate_old_names
 from nsa.train.ranks import AUTO, OFF, ON
 from nsa.train.step import EagerStep, Updated
+from nsa.train.stop import ORPHANED, Stop, launcher_pid
 
 BuildConfig = Callable[..., Config]
 
@@ -36,6 +38,7 @@ TESTED = {
         "MASTER_ADDR",
         "MASTER_PORT",
         "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_RUN_ID",
     ),
     *("TORCH_BACKEND", "IB_DISABLE", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"),
 }
@@ -125,7 +128,7 @@ def test_the_timeout_is_that_of_the_group(
 
     one_of_one.setattr(Ddp, "patience_s", patience_s)
     assert "timeout_min=0.5\n" in train(tiny_config())
-    assert waits == [24.0]
+    assert waits == [24.0, 24.0], "for the lock of the folder, and for data"
     one_of_one.setenv("NSA_PG_TIMEOUT_MIN", "0")
     with pytest.raises(RunRefused, match="NSA_PG_TIMEOUT_MIN=0.*use minutes > 0"):
         train(tiny_config())
@@ -300,3 +303,19 @@ def test_old_names_are_translated(old: str, new: str, monkeypatch: pytest.Monkey
     monkeypatch.delenv(new)
     translate_old_names()
     assert raw(new) == "1"
+
+
+def test_only_ranks_of_torchrun_watch_their_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run under nohup, setsid or tmux outlives the shell that started it."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launcher_pid() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert launcher_pid() == os.getppid()
+    heard: list[bool] = []
+    stop = Stop(tmp_path, parent=os.getppid(), heard=lambda: heard.append(True))
+    assert stop.requested() == "" and not heard
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.requested() == ORPHANED and heard
+    assert Stop(tmp_path).requested() == ""

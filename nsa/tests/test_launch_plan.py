@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from nsa.operate.launch_plan import Plan, check_requirements, config_changes
 from nsa.operate.machine import Gpu, Machine, look
 from nsa.operate.profiles import load_profile, load_profiles
 from nsa.operate.trainer_command import SCRIPT, Nodes
+from nsa.telemetry import run_lock
+from nsa.telemetry.run_lock import LAUNCH, RUN, held_by, take_lock
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.launching import write_tiny
 
@@ -41,6 +44,27 @@ def flags(*arguments: str) -> argparse.Namespace:
 
 def plan(*arguments: str, gpus: int = 0, gpu: Gpu = A100) -> Plan:
     return make_plan(flags(*arguments), Machine([gpu] * gpus))
+
+
+@pytest.mark.parametrize("name", [RUN, LAUNCH])
+@pytest.mark.parametrize("place", ["run", "run/phase0"])
+def test_a_launch_is_refused_where_another_has_the_folder(
+    place: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_tiny(tmp_path)
+    monkeypatch.setattr(run_lock, "GRACE_S", 0.1)
+    launch = ("launch", "--profile", "rehearsal", "--config", "tiny.yaml", "--out-dir", "run")
+    with take_lock(tmp_path / place, name, say=pytest.fail):
+        assert main([*launch, "--where", "foreground"]) == 3
+        assert held_by(tmp_path / place, name)
+    printed = "".join(capsys.readouterr())
+    assert f"process {os.getpid()} on " in printed and "command:" not in printed
+    assert held_by(tmp_path / "run", LAUNCH) == "", "a launch that is refused lets go"
+    assert not (tmp_path / place / "training.csv").exists()
 
 
 @pytest.mark.parametrize("name", load_profiles())

@@ -55,6 +55,7 @@ from nsa.telemetry import (
     read_k_stats,
     read_memory,
     read_rows,
+    run_lock,
     scalars,
     sentinels,
     size_files,
@@ -514,11 +515,12 @@ def test_dumps_of_one_second_get_a_suffix(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_uninstalling_restores_the_handler_and_leaves_nothing(tmp_path: Path) -> None:
     before, threads = signal.getsignal(signal.SIGUSR1), threading.active_count()
-    uninstall = stack_dump.install(tmp_path)
+    installed = stack_dump.install(tmp_path)
+    assert installed is not None
     assert signal.getsignal(signal.SIGUSR1) is not before
 
-    uninstall()
-    uninstall()
+    installed.uninstall()
+    installed.uninstall()
 
     assert signal.getsignal(signal.SIGUSR1) is before
     assert threading.active_count() == threads and list(tmp_path.iterdir()) == []
@@ -526,7 +528,7 @@ def test_uninstalling_restores_the_handler_and_leaves_nothing(tmp_path: Path) ->
 
 def test_outside_the_main_thread_nothing_is_installed(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    thread = threading.Thread(target=lambda: stack_dump.install(tmp_path)())
+    thread = threading.Thread(target=stack_dump.install, args=(tmp_path,))
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGUSR1) is before and list(tmp_path.iterdir()) == []
@@ -727,6 +729,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
             *json.loads(gate_details.write_gate_details(folder, last).read_text())
         },
         "run_info.md": {*(field.name for field in dataclasses.fields(RunInfo))} - {"notes"},
+        "lock.md": {field.name for field in dataclasses.fields(run_lock.Holder)},
         "phase_json.md": {field.name for field in dataclasses.fields(PhaseVerdict)},
         "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
         "profiler_comparison.md": {

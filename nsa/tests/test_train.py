@@ -64,7 +64,7 @@ def test_run_leaves_every_file_and_each_reads_back(tiny_config: BuildConfig) -> 
     names |= {"model.pt", "loss_curve.png", "sample.txt"}
     beside = {"checkpoint_step2.json", "heartbeat_rank0.jsonl", "env.json", "tb"}
     beside |= {"k_stats.csv", "fallback_counters.csv", "dtypes_report.txt", "opt_state_mb.txt"}
-    beside |= {"selection.jsonl", "span_rank0.json"}
+    beside |= {"selection.jsonl", "span_rank0.json", ".lock"}
     assert {path.name for path in folder.iterdir()} == names | beside
     assert {path.name for path in result.files} == names
     assert all(str(path) in printed for path in result.files)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TextIO, cast
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from nsa.train.evaluate import Evaluation, evaluate
 from nsa.train.guard import LONG_STEPS, refuse_waste
 from nsa.train.loss import next_token_loss
 from nsa.train.optimizer import build_optimizer, clip_gradients, set_lr
-from nsa.train.progress import Progress, fill_lines
+from nsa.train.progress import Progress, Steady, fill_lines
 from nsa.train.runtime import resolve_runtime
 from nsa.train.schedule import lr_at
 from nsa.train.step_report import FetchTimes, StepReport, clock, step_line, step_numbers
@@ -331,6 +332,18 @@ def test_progress_in_a_terminal_cuts_no_number(
     bar, *numbers = (line for line in last if line)
     assert "━" in bar and "12340/50000" in bar and bar.endswith(f"eta {clock(shown.eta_s)}")
     assert " | ".join(line.rstrip() for line in numbers) == " | ".join(step_numbers(shown))
+
+
+def test_a_console_whose_reader_is_gone_does_not_end_the_run() -> None:
+    ear, mouth = os.pipe()
+    os.close(ear)
+    before = os.fstat(2)
+    with os.fdopen(mouth, "w", encoding="utf-8") as out:  # flushes what is left
+        steady = cast("TextIO", Steady(out))
+        with Progress(steady, steps=5) as progress:
+            progress.say("nobody reads this")
+        print("nor this", file=steady, flush=True)
+    assert os.path.samestat(os.fstat(2), before), "stderr is another stream"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ whole copies, `Fsdp` (fsdp.py) shares one model out.
 Every rank runs the same collectives in the same order, because whatever ends or changes a run is
 decided from values that all of them have: the mean loss, the gradient after its exchange, and one
 small exchange on the host before each update, in which a rank says that it was asked to stop, or
-that its data did not come.
+that its data did not come, or that the run folder was removed.
 """
 
 from __future__ import annotations
@@ -132,17 +132,20 @@ class Group(Alone):
         return cast("list[float]", sums.tolist())
 
     @contextmanager
-    def fetching(self, stop: Stop | None = None, *, started: bool = False) -> Iterator[None]:
+    def fetching(
+        self, stop: Stop | None = None, *, started: bool = False, seen: int = 0
+    ) -> Iterator[None]:
         problem: Exception | None = None
         try:
             yield
         except (SourceLost, DataError, LoaderFailed, WaitEnded) as error:
             problem = error
-        asked, ended, code, lost = self._highest(
+        asked, ended, code, lost, self.seen = self._highest(
             REASONS.index(stop.requested()) if stop else 0,
             int(isinstance(problem, WaitEnded)),
             _exit_code(problem),
             self.rank + 1 if _exit_code(problem) else 0,
+            seen,
         )
         self._agreed = REASONS[asked]
         if stop is not None and asked:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from nsa.files import is_at
 from nsa.telemetry import Heartbeat
 from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.flight_recorder import read_in_time
@@ -66,14 +67,13 @@ class HangWatch:
         self._explained = -1  # the count of this rank at the last report
         self._unheard: set[int] = set()  # ranks that have not answered the last call of this one
         self._raw: BinaryIO | None = None
+        self._is_stale = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=THREAD, daemon=True)
 
     def __enter__(self) -> HangWatch:
         if self._spans.least_s > 0:
-            path = self._folder / RAW.format(rank=self._ranks.rank)
-            with best_effort(path):
-                self._raw = path.open("wb", buffering=0)
+            self._open_raw()
             self._thread.start()
         return self
 
@@ -88,8 +88,14 @@ class HangWatch:
             self._thread.join(timeout=2 * GATHER_S)
         if self._raw is not None:
             faulthandler.cancel_dump_traceback_later()
+            path = Path(self._raw.name)
+            if is_at(path, self._raw.fileno()):  # the folder may be another run's by now
+                path.unlink(missing_ok=True)
             self._raw.close()
-            Path(self._raw.name).unlink(missing_ok=True)
+
+    def renew(self, step: int) -> None:
+        """The folder was removed, and made anew: the thread that uses the file opens it again."""
+        self._is_stale = True
 
     def _watch(self) -> None:
         slept = looked = time.monotonic()
@@ -217,8 +223,20 @@ class HangWatch:
         here = place.host == platform.node()
         return state == STOPPED or (state == SILENT and here and place.rank in self._unheard)
 
+    def _open_raw(self) -> None:
+        self._is_stale = False
+        before, self._raw = self._raw, None
+        if before is not None:
+            faulthandler.cancel_dump_traceback_later()
+            before.close()
+        path = self._folder / RAW.format(rank=self._ranks.rank)
+        with best_effort(path):
+            self._raw = path.open("wb", buffering=0)
+
     def _arm_raw(self) -> None:
         """Have faulthandler write the stacks if this thread does not come back in time."""
+        if self._is_stale:
+            self._open_raw()
         if self._raw is not None:
             faulthandler.cancel_dump_traceback_later()
             os.ftruncate(self._raw.fileno(), 0)

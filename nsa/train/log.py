@@ -85,6 +85,8 @@ class RunLog:
         self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
         self.folder, self._every = folder, train.log_every
         self._spike_rule = train.spike_rule
+        self.is_ours: Callable[[], bool] = lambda: True
+        """Whether the folder is still that of this run."""
         self.roll_back: Callable[[int, str], None] | None = None
         """Called with a step whose loss was a spike, where the rule is to go back; it may raise."""
         self._waiting: deque[HostCopy] = deque()  # loss, norm, limit of each step, stacked
@@ -200,10 +202,17 @@ class RunLog:
         self._since += seconds
         self.metrics.eval_and_save_s += seconds
 
+    def renew(self, step: int) -> None:
+        """Write everything anew, from its start, into a folder that was removed."""
+        self.training.renew()
+        self.val.renew()
+        self.write()
+
     def write(self) -> Path:
         """Replace metrics.json; where that fails the old one stays, and it is said once."""
         try:
-            self._ranks.on_first(write_metrics, self.folder, self.metrics)
+            if self.is_ours():
+                self._ranks.on_first(write_metrics, self.folder, self.metrics)
         except OSError as error:
             if not self._stale:
                 complain(self.folder / METRICS, error)

@@ -19,6 +19,7 @@ from nsa.telemetry.size_files import write_dtypes, write_opt_state
 from nsa.telemetry.spans import EVALUATE, SAVE, span
 from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
+from nsa.train.held import HeldFolder
 from nsa.train.log import RunLog
 from nsa.train.optimizer import TrainOptimizer
 from nsa.train.ranks import Alone, micro_positions
@@ -30,7 +31,7 @@ from nsa.train.schedule import lr_at
 from nsa.train.spikes import Spikes
 from nsa.train.state import capture, large_state
 from nsa.train.step import EagerStep, MicroBatch, Updated
-from nsa.train.stop import Stop
+from nsa.train.stop import ORPHANED, Stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,11 @@ class Trainer:
     stop: Stop
     identity: Identity
     """What decides the numbers of the run; it is kept in checkpoints."""
-    folder: Path
+    held: HeldFolder
+
+    @property
+    def folder(self) -> Path:
+        return self.held.path
 
     @property
     def runtime(self) -> Runtime:
@@ -75,8 +80,7 @@ class Trainer:
         wants_stats = has_stats and not read("NSA_DISABLE_AUX_STATS")
         self.log.roll_back = self.roll_back
         self.model.train()
-        parameters = self.model.named_parameters()
-        self.ranks.on_first(write_dtypes, self.folder, self.runtime.precision, parameters)
+        self.ranks.on_first(self.write_types)
         for step in range(done + 1, steps + 1):
             self.log.vitals.before_step(step)
             logs_stats = wants_stats and self.log.is_logged(step)
@@ -85,20 +89,28 @@ class Trainer:
             with self.obeying(step - 1):
                 updated = self.update(step, lr, stats)
             if step == done + 1:
-                self.ranks.on_first(write_opt_state, self.folder, self.optimizer.state_dict())
+                self.ranks.on_first(self.write_sizes)
                 if every_save and self.ranks.saves:
                     self.saver.memory.reserve(large_state(self))
             self.log.vitals.after_step(step)
             self.log.add(step, updated, lr, stats)
             if every_eval and (step % every_eval == 0 or step == steps):
                 self.evaluate(step)
-            if every_save and step % every_save == 0:
+            if every_save and (step % every_save == 0 or self.held.unsaved):
                 self.save(step)
             if asked := self.ranks.asked(self.stop, last=step == steps):
                 self.halt(step, asked)
         self.log.settle()
         self.saver.wait()
         return self.saver.written
+
+    def write_types(self) -> None:
+        """Write what types the weights have."""
+        write_dtypes(self.folder, self.runtime.precision, self.model.named_parameters())
+
+    def write_sizes(self) -> None:
+        """Write what the state of the optimizer takes."""
+        write_opt_state(self.folder, self.optimizer.state_dict())
 
     def position(self, step: int) -> int:
         """The first row of an update; data that a rollback has jumped over is not read again."""
@@ -113,8 +125,9 @@ class Trainer:
 
     def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
         """Do one optimizer update, with the mean gradient over all its micro-batches."""
-        with self.ranks.fetching(self.stop, started=True):
+        with self.ranks.fetching(self.stop, started=True, seen=self.held.look()):
             batches = [self.fetch(position) for position in self.positions(step)]
+        self.held.follow(self.ranks.seen, step)
         self.log.saw_input(step, batches[0].rows[:, :-1].shape)
         return self.step(batches, lr, stats)
 
@@ -155,6 +168,7 @@ class Trainer:
         """Start to write a checkpoint; pausing has made sure that all steps so far were finite."""
         with span(SAVE), self.log.paused():
             self.log.vitals.entering(step, SAVE)
+            self.held.unsaved = False
             if self.ranks.saves:
                 self.saver.wait()
                 self.saver.save(capture(self, step))
@@ -169,11 +183,13 @@ class Trainer:
 
     def halt(self, step: int, asked: str) -> NoReturn:
         """Obey: save where the last step was not saved already, and leave."""
+        self.held.stopping()
         self._say_halt(asked)
         raise Halted(f"stopped by {asked} after step {step}; {self.save_last(step)}")
 
     def save_last(self, step: int) -> str:
         """Save where the last step was not saved already, and say how the run can go on."""
+        self.held.settle(step)
         if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
             self.save(step)
         saved = self.saver.wait()
@@ -182,3 +198,8 @@ class Trainer:
     def _say_halt(self, asked: str) -> None:
         if asked == ".HALT":
             self.log.progress.say("[train] HALT file detected — stopping gracefully.")
+        elif asked == ORPHANED:
+            self.log.progress.say(
+                "[train] torchrun, which started these ranks, is gone: stopping with a checkpoint, "
+                "so that no orphans train on beside the next start"
+            )

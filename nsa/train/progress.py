@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TextIO
@@ -66,6 +68,48 @@ class Progress:
             self._bar.update(self._task, description=f"eta {clock(report.eta_s)}")
         else:
             self.say(step_line(report))
+
+
+class Steady(io.TextIOBase):
+    """A stream that may lose its other end: a terminal that was closed, a pipe without its reader.
+
+    What is written then goes nowhere, and the run goes on; so a run survives its shell.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._out.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._out.isatty()
+
+    def fileno(self) -> int:
+        return self._out.fileno()
+
+    def write(self, text: str) -> int:
+        try:
+            return self._out.write(text)
+        except OSError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._out.flush()
+        except OSError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Lead the descriptor, and stderr where it is the same stream, to nowhere."""
+        lost = os.fstat(self._out.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in {self._out.fileno(), 2}:
+            if os.path.samestat(os.fstat(descriptor), lost):
+                os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 class _Numbers:

@@ -42,6 +42,7 @@ class Alone:
     checkpoint_name = checkpoint.NAME
     gathers = False
     """Whether a forward pass waits for other ranks, whose parts of the weights it needs."""
+    seen = 0
     timeout_s: float | None = None
     """After this, waiting for another rank is an error; None where nobody is waited for."""
 
@@ -105,8 +106,14 @@ class Alone:
         return [value.item() if isinstance(value, Tensor) else float(value) for value in values]
 
     @contextmanager
-    def fetching(self, stop: Stop | None = None, *, started: bool = False) -> Iterator[None]:
-        """Around the wait for data: on all ranks it succeeds, or on none."""
+    def fetching(
+        self, stop: Stop | None = None, *, started: bool = False, seen: int = 0
+    ) -> Iterator[None]:
+        """Around the wait for data: on all ranks it succeeds, or on none.
+
+        Then `self.seen` is the highest `seen` of all ranks: what one has to tell the others.
+        """
+        self.seen = seen
         yield
 
     def patience_s(self, usual_s: float) -> float:

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from nsa.model import TinyLM
 from nsa.model.flops import peak_flops, training_flops_per_token
 from nsa.ops import fallbacks
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
+from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.hang_call import end_calls
 from nsa.telemetry.run_files import Folder
 from nsa.telemetry.sentinels import obeyed, write_anomaly
@@ -39,12 +40,13 @@ from nsa.train.fingerprint import fingerprint_of_rank
 from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import refuse_halted, refuse_waste
 from nsa.train.hang_watch import HangWatch
+from nsa.train.held import HeldFolder, hold
 from nsa.train.init_from import find_origin
 from nsa.train.log import RunLog
 from nsa.train.loop import Trainer
 from nsa.train.memory_advice import explain_memory
 from nsa.train.process_group import open_ranks
-from nsa.train.progress import Progress
+from nsa.train.progress import Progress, Steady
 from nsa.train.ranks import AUTO as AUTO_RANKS
 from nsa.train.ranks import Alone
 from nsa.train.resume import AUTO, INITIAL, find_start_together, global_batch, identity_of
@@ -52,7 +54,7 @@ from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, resolve_runtime
 from nsa.train.saver import new_saver
 from nsa.train.state import restore
-from nsa.train.stop import Stop
+from nsa.train.stop import Stop, launcher_pid
 from nsa.train.vitals import Vitals
 
 
@@ -93,14 +95,18 @@ def run(
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
     require_tracker(cfg.train.tracker)
-    say = partial(print, file=out or sys.stdout, flush=True)
+    steady = Steady(out or sys.stdout)
+    say = partial(print, file=steady, flush=True)
     fallbacks.reset()  # what a run counts is its own
-    with open_ranks(ddp, cfg, say) as ranks:
+    parent = launcher_pid()
+    with hold(Path(cfg.train.out_dir), say) as lock, open_ranks(ddp, cfg, say) as ranks:
         job = _Job(
             ranks=ranks,
+            held=lock(ranks),
+            parent=parent,
             config_path=config_path,
             steps=steps,
-            out=out or sys.stdout,
+            out=cast("TextIO", steady),
             model_path=model_path,
             sampler=sampler,
             resume=resume,
@@ -132,6 +138,9 @@ class _Job:
     """What was asked for beside the config; `run` explains it."""
 
     ranks: Alone
+    held: HeldFolder
+    parent: int | None
+    """The process of torchrun, if it started this rank."""
     config_path: str
     steps: int
     out: TextIO
@@ -143,7 +152,7 @@ class _Job:
 
 def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> TrainResult:
     """One attempt: `back` is where to go on after a loss spike, `fallback` why no data came."""
-    path, steps, ranks = Path(cfg.train.out_dir), job.steps, job.ranks
+    path, steps, ranks, held = job.held.path, job.steps, job.ranks, job.held
     ranks.from_first(partial(refuse_halted, path))
     heads = (cfg.model.d_k, cfg.model.d_v)
     runtime = resolve_runtime(ranks.place(cfg.runtime), heads, cfg.model.attention)
@@ -173,10 +182,10 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
         tracking = ranks.on_first(open_tracker, cfg, path, resumed=goes_on, say=progress.say)
         beats_from = done if goes_on else 0
         with (
-            Stop(folder.path) as stop,
+            Stop(path, parent=job.parent, heard=held.stopping) as stop,
             tracking or Tracker() as tracker,
             Vitals(path, runtime, beats_from, progress.say, tracker, rank=ranks.rank) as vitals,
-            HangWatch(path, ranks, vitals.heartbeat),
+            HangWatch(path, ranks, vitals.heartbeat) as hang_watch,
         ):
             log = RunLog(
                 *(folder.path, metrics, cfg.train, progress, vitals),
@@ -194,8 +203,9 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 stop=stop,
                 # The same; but a checkpoint knows its first weights even where their file is gone.
                 identity=start.content["identity"] if start else identity,
-                folder=folder.path,
+                held=held,
             )
+            _write_anew_where_removed(trainer, job.config_path, hang_watch)
             metrics.init_from = origin.path or None
             metrics.init_sha256 = trainer.identity.get(INITIAL)
             if start is None:
@@ -216,11 +226,30 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                     place = (done, trainer.positions(done + 1)[0])
                     fetch_first(loader, cfg, *place, job.loader, opened_s, vitals, progress.say)
                 files += trainer.train(steps, done)
+                ranks.from_first(partial(held.require, steps))
+            held.stopping()
     model = ranks.whole(model, cfg)
     model_path = job.model_path or path / MODEL
     files += ranks.on_first(finish, trainer, model, job.sampler, model_path) or []
     progress.say(summarize(metrics, files))
     return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
+
+
+def _write_anew_where_removed(trainer: Trainer, config_path: str, hang_watch: HangWatch) -> None:
+    """Tell the folder by which files its removal shows, and what is written again then."""
+    held, log, ranks = trainer.held, trainer.log, trainer.ranks
+
+    def write(step: int) -> None:
+        trainer.saver.written.clear()
+        with best_effort(held.path):
+            ranks.on_first(write_config, held.path, trainer.cfg, config_path)
+        ranks.on_first(trainer.write_types)
+        ranks.on_first(trainer.write_sizes)
+
+    log.is_ours = trainer.saver.is_ours = held.is_ours
+    csv = [log.training.file] if log.training.path is not None else []
+    held.watched = [log.vitals.heartbeat.file, *csv]
+    held.renewals = (write, log.vitals.renew, hang_watch.renew, log.renew)
 
 
 @contextmanager

@@ -34,6 +34,8 @@ class Saver:
         self.folder, self.written = folder, list[Path]()
         self.memory = HostMemory()
         """Of the state that is being written: `wait` before it is used again."""
+        self.is_ours: Callable[[], bool] = lambda: True
+        """Whether the folder is still that of this run; asked on the first rank."""
         self._ranks = ranks or Alone()
         self._keep, self._backup, self._say = keep, backup, say
         self._thread: threading.Thread | None = None
@@ -65,7 +67,10 @@ class Saver:
         name = self._ranks.checkpoint_name.format(step=content["step"])
         self._failed = True
         try:
+            if not self._ranks.gathers:  # else all ranks write, and none can stay away alone
+                self._require_folder()
             path = self._ranks.write_checkpoint(self.folder, content)
+            self._require_folder()
             self._failed = False
             if self._ranks.is_first:
                 self._tidy(path)
@@ -77,6 +82,11 @@ class Saver:
             back_up(path, self._backup)
         except (OSError, BadCheckpoint) as error:
             self._problems.append(f"{path.name}: no copy in {self._backup}: {_first_line(error)}")
+
+    def _require_folder(self) -> None:
+        """Raise where files of another run could be replaced or removed."""
+        if not self.is_ours():
+            raise OSError("the folder was removed, or moved away, under the run")
 
     def _tidy(self, path: Path) -> None:
         """Remove what the new checkpoint replaces, and those that are too old."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +18,7 @@ from nsa.telemetry.heartbeat import BEAT
 from nsa.telemetry.scalars import Scalars, attention_scalars, train_scalars, val_scalars
 from nsa.telemetry.selection_file import SelectionFile
 from nsa.telemetry.spans import here
-from nsa.telemetry.stack_dump import install
+from nsa.telemetry.stack_dump import Installed, install
 from nsa.telemetry.tracker import Tracker
 from nsa.train.evaluate import Evaluation
 from nsa.train.runtime import Runtime
@@ -43,9 +44,10 @@ class Vitals:
         self._rank = rank
         self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
         self.heartbeat = Heartbeat(folder, rank, every=read("NSA_HEARTBEAT_EVERY"))
-        self._board = open_tensorboard(
-            folder, rank=rank, disabled=read("NSA_TB_DISABLE"), resumed_at=resumed_at, say=say
+        self._open_board = partial(
+            open_tensorboard, folder, rank=rank, disabled=read("NSA_TB_DISABLE"), say=say
         )
+        self._board = self._open_board(resumed_at=resumed_at)
         self._tracker = tracker or Tracker()
         csv = rank == 0 and not read("NSA_DISABLE_CSV_LOGS")
         self._counters = CounterFiles(folder, resumed_at) if csv else None
@@ -53,12 +55,12 @@ class Vitals:
         every = read("NSA_MEM_DUMP_EVERY")
         self._memory = MemoryDumps(folder, runtime.device, every=every, rank=rank)
         self._fetches: deque[float] = deque(maxlen=FETCHES)
-        self._uninstall: Callable[[], None] | None = None
+        self._dumps: Installed | None = None
 
     def __enter__(self) -> Vitals:
         if self._rank == 0:
             write_env(self._folder)
-        self._uninstall = install(self._folder, self._rank)
+        self._dumps = install(self._folder, self._rank)
         here.open(self._folder, self._rank, read("NSA_HANG_LEAST_S"))
         self.heartbeat.boot(self._resumed_at)
         self._memory.boot()
@@ -70,11 +72,28 @@ class Vitals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._uninstall is not None:
-            self._uninstall()
+        if self._dumps is not None:
+            self._dumps.uninstall()
         here.close()
         self._board.close()
         self.heartbeat.close()
+
+    def renew(self, step: int) -> None:
+        """Write on in a folder that was removed, and made anew, in the update `step`."""
+        self.heartbeat.close()
+        self.heartbeat.boot(step - 1)
+        here.renew()
+        if self._dumps is not None:
+            self._dumps.renew()
+        if self._rank != 0:
+            return
+        write_env(self._folder)
+        self._tracker.renew()
+        self._board.close()
+        self._board = self._open_board(resumed_at=step - 1)
+        for file in (self._counters, self._selection):
+            if file is not None:
+                file.renew()
 
     def before_step(self, step: int) -> None:
         """An update begins."""
