@@ -16,10 +16,12 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -145,8 +147,15 @@ def measure(
     return {key: found[1:] for key, found in times.items()}
 
 
-def prepare(folder: Path, tree: Path = REPOSITORY) -> dict[str, str]:
-    """Make what the commands read: a config, a run, one without weights, shards, an archive."""
+def prepare(
+    folder: Path,
+    tree: Path = REPOSITORY,
+    do: Callable[[Start, Path, dict[str, str]], object] | None = None,
+) -> dict[str, str]:
+    """Make what the commands read: a config, a run, one without weights, shards, an archive.
+
+    `do` runs a command; by default in a process of its own.
+    """
     names = {name: str(folder / name) for name in ("run", "started", "texts", "shards")}
     names |= {"config": str(folder / "tiny.yaml"), "archive": str(folder / "run.tar.gz")}
     folder.mkdir(parents=True)
@@ -154,15 +163,14 @@ def prepare(folder: Path, tree: Path = REPOSITORY) -> dict[str, str]:
     Path(names["config"]).write_text(text, encoding="utf-8")
     Path(names["texts"]).mkdir()
     Path(names["texts"], "a.txt").write_text("to be or not to be\n" * 50, encoding="utf-8")
-    train = "nsa train --config {config} train.out_dir="
     for start in (
-        Start(train + "{run} train.save_every=3", TRAINS),
-        Start(train + "{started}", TRAINS),
+        Start("nsa train --config {config} train.out_dir={run} train.save_every=3", TRAINS),
         Start("nsa data prepare --input {texts} --output {shards}", FILES),
         Start("nsa handoff {run} --out {archive}", FILES, 1),
     ):
-        run(start, tree, names)
-    Path(names["started"], "model.pt").unlink()
+        (do or run)(start, tree, names)
+    weights = shutil.ignore_patterns("model.pt", "checkpoint_*")
+    shutil.copytree(names["run"], names["started"], ignore=weights)
     return names
 
 

@@ -165,6 +165,8 @@ def _newest(e: Evidence) -> Path | None:
 
 def _count_parameters(path: Path) -> int:
     """Build the model of a file; raises one of UNLOADABLE where that cannot be done."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
     from nsa.train.model_file import load_model  # torch takes seconds: only where there is a file
 
     model, _ = load_model(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -75,7 +76,10 @@ def test_a_folder_of_that_name_is_not_taken_for_the_package(
 HEAVY = ("numpy", "torch", "torch._dynamo")
 NEEDS_NUMPY = ("nsa data prepare", "python -c 'import nsa.web.dashboard'")
 RUN_ALL = """
-import contextlib, io, json, runpy, sys
+import json, os, runpy, sys
+
+results = os.fdopen(os.dup(1), "w")
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 def start(arguments):
     sys.argv = arguments[1:] if arguments[0] == "-m" else arguments
@@ -88,21 +92,24 @@ def start(arguments):
         runpy.run_path(arguments[0], run_name="__main__")
     return 0
 
-said = io.StringIO()
 for line, arguments in json.load(sys.stdin):
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        try:
-            code = start(arguments)
-        except SystemExit as end:
-            code = end.code or 0
-    print(json.dumps([line, code, [name for name in HEAVY if name in sys.modules]]), flush=True)
+    try:
+        code = start(arguments)
+    except SystemExit as end:
+        code = end.code or 0
+    loaded = [name for name in HEAVY if name in sys.modules]
+    print(json.dumps([line, code, loaded]), file=results, flush=True)
 """
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A tiny run, shards and an archive, for commands to read."""
-    return bench_startup.prepare(tmp_path_factory.mktemp("start") / "made")
+
+    def run_here(start: Start, tree: Path, names: dict[str, str]) -> None:
+        assert cli.main(bench_startup.argv_of(start, names)[2:]) == start.code, start.line
+
+    return bench_startup.prepare(tmp_path_factory.mktemp("start") / "made", do=run_here)
 
 
 def modules_after(starts: list[Start], made: dict[str, str]) -> dict[str, list[str]]:
@@ -182,17 +189,13 @@ def test_names_that_come_on_first_use_are_those_that_type_checkers_see(package: 
     tree = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name for node in block.body for alias in node.names}  # type: ignore[attr-defined]
-    found = run_python(
-        f"import {package} as p, sys\n"
-        f"assert 'torch' not in sys.modules\n"
-        f"for name in {sorted(seen)}: getattr(p, name)\n"
-        f"try: p.no_such_name\n"
-        f"except AttributeError as error: print(error)\n"
-    )
-    assert found.returncode == 0, found.stderr
-    assert f"module '{package}' has no attribute 'no_such_name'" in found.stdout
     held = {name for names in _first_use(tree).values() for name in names}
     assert held == seen
+    module = importlib.import_module(package)
+    for name in held:
+        assert getattr(module, name).__name__ == name
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'no_such_name'"):
+        module.no_such_name  # noqa: B018
     modules = {file.stem for file in folder.iterdir()}
     assert not held & modules, "the import of such a module would take the place of the name"
 
