@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +63,7 @@ def to_container(config: Config) -> dict[str, dict[str, Any]]:
     return dataclasses.asdict(config)
 
 
+@cache
 def known_keys() -> dict[str, type]:
     """Return every "group.key" of the tree with its type."""
     return {

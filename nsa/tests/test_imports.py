@@ -73,7 +73,7 @@ def test_a_folder_of_that_name_is_not_taken_for_the_package(
         need("nowhere_else", "a stream", extra="stream")
 
 
-HEAVY = ("numpy", "torch", "torch._dynamo")
+HEAVY = ("numpy", "torch", "sympy", "torch._dynamo")
 NEEDS_NUMPY = ("nsa data prepare", "python -c 'import nsa.web.dashboard'")
 RUN_ALL = """
 import json, os, runpy, sys
