@@ -368,7 +368,7 @@ def _data_prepare(args: argparse.Namespace) -> int:
 
 def _data_verify(args: argparse.Namespace) -> int:
     check_environment()
-    from nsa.data.shards import verify_shards
+    from nsa.data.manifest import verify_shards
 
     problems = verify_shards(Path(args.folder))
     for problem in problems:

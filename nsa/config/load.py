@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nsa.config.env import BOOLEANS, config_overrides
 from nsa.config.errors import ConfigError, nearest
 from nsa.config.schema import Config
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 INHERITS = "inherits"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,6 +41,8 @@ def load_config(
 
 def build(settings: Sequence[Setting]) -> Config:
     """Apply settings to the defaults, the last one wins, and check the result as a whole."""
+    from omegaconf import OmegaConf  # half of the start of a command that reads no config
+
     tree = OmegaConf.structured(Config)
     OmegaConf.set_readonly(tree, False)  # the dataclasses are frozen, the tree is not yet
     for group in tree:
@@ -61,6 +63,7 @@ def to_container(config: Config) -> dict[str, dict[str, Any]]:
     return dataclasses.asdict(config)
 
 
+@cache
 def known_keys() -> dict[str, type]:
     """Return every "group.key" of the tree with its type."""
     return {
@@ -86,6 +89,10 @@ def _from_yaml(path: Path, heirs: tuple[Path, ...]) -> Iterator[Setting]:
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file; {_existing(path)}")
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
@@ -124,6 +131,9 @@ def _split(text: str, origin: str) -> Setting:
 
 
 def _apply(tree: DictConfig, setting: Setting) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     kinds = known_keys()
     if setting.key not in kinds:
         known = nearest(setting.key, kinds)

@@ -20,10 +20,11 @@ from nsa.data.documents import Document
 from nsa.data.endless import EndlessDocuments, Place
 from nsa.data.errors import DataError, SourceLost
 from nsa.data.fingerprint import fingerprint_of
-from nsa.data.local import TRAIN, Counts, encode_sides
+from nsa.data.local import encode_sides
 from nsa.data.order import shuffled
 from nsa.data.report import Report
 from nsa.data.rows import State
+from nsa.data.split import TRAIN, Counts
 from nsa.data.tokenizer import Ids, Tokenizer
 
 MOST_ROWS, MOST_TOKENS = 256, 1 << 19

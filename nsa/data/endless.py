@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from nsa.data.documents import Document
-from nsa.data.local import Counts, encode_sides
-from nsa.data.split import is_held_out
+from nsa.data.local import encode_sides
+from nsa.data.split import Counts, is_held_out
 from nsa.data.tokenizer import Ids, Tokenizer, id_type
 
 

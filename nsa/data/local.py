@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,22 +10,8 @@ import numpy as np
 from nsa.data.ahead import map_in_order
 from nsa.data.documents import Document
 from nsa.data.errors import DataError
-from nsa.data.split import is_held_out
+from nsa.data.split import TRAIN, VAL, Counts, is_held_out
 from nsa.data.tokenizer import Ids, Tokenizer, id_type
-
-TRAIN, VAL = "train", "val"
-
-
-@dataclass(kw_only=True)
-class Counts:
-    """What became of the documents that were read."""
-
-    documents: int = 0
-    """On either side; empty ones are not counted here."""
-    empty: int = 0
-    """Dropped, because they hold nothing but white space."""
-    held_out: int = 0
-    """Those on the side that is never trained on."""
 
 
 def encode_sides(

@@ -1,5 +1,7 @@
 """manifest.json: what a folder of prepared shards holds. It is written last: without it, nothing.
 
+Whoever only reads or checks a folder needs neither numpy nor torch; shards.py maps its tokens.
+
 Schema, version 1, one JSON object:
   schema       1
   tokenizer    {"name": byte | gpt2 | hf, "fingerprint": sha256}
@@ -22,8 +24,7 @@ from typing import Any
 
 from nsa.data.durable import DurableFile
 from nsa.data.errors import DataError
-from nsa.data.local import TRAIN, VAL, Counts
-from nsa.data.tokenizer import id_type
+from nsa.data.split import TRAIN, VAL, Counts
 
 SCHEMA = 1
 FILE_NAME = "manifest.json"
@@ -57,16 +58,22 @@ class Manifest:
     @property
     def dtype(self) -> str:
         """The type of the tokens in every file."""
-        return id_type(self.vocab).name
+        return f"uint{8 * self.token_bytes}"
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token."""
-        return id_type(self.vocab).itemsize
+        return id_bytes(self.vocab)
 
     def of(self, side: str) -> list[Shard]:
         """Return the shards of a side, in the order of its stream."""
         return [shard for shard in self.shards if shard.side == side]
+
+
+def id_bytes(vocab: int) -> int:
+    """Return the bytes of the smallest unsigned integer that holds every id below `vocab`."""
+    assert 1 <= vocab <= 2**32, f"a vocabulary of {vocab} ids does not fit 32 bits"
+    return 1 if vocab <= 2**8 else 2 if vocab <= 2**16 else 4
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
@@ -102,6 +109,34 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
             "the shards again"
         ) from None
     return manifest, hashlib.sha256(content).hexdigest()
+
+
+def verify_shards(folder: Path) -> list[str]:
+    """Read every byte, and return what is wrong: an empty list means all is well."""
+    try:
+        manifest, _ = read_manifest(folder)
+    except DataError as error:
+        return [str(error)]
+    return [p for shard in manifest.shards if (p := _problem(folder, manifest, shard))]
+
+
+def _problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
+    if problem := size_problem(folder, manifest, shard):
+        return problem
+    with (folder / shard.file).open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != shard.sha256:
+        return f"{folder / shard.file}: sha256 is {found}, the manifest says {shard.sha256}"
+    return ""
+
+
+def size_problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
+    """Return what is wrong with the size of a shard: its bytes are not read."""
+    path, expected = folder / shard.file, shard.tokens * manifest.token_bytes
+    if not path.is_file():
+        return f"{path}: missing, the manifest says {expected} bytes"
+    found = path.stat().st_size
+    return "" if found == expected else f"{path}: expected {expected} bytes, found {found}"
 
 
 def _parse(content: dict[str, Any]) -> Manifest:

@@ -12,17 +12,17 @@ from nsa.config import DataConfig
 from nsa.config.env import read
 from nsa.data.block_rows import BlockRows
 from nsa.data.boundaries import packed_bounds
+from nsa.data.choose_tokenizer import open_tokenizer
 from nsa.data.corpus import read_works
 from nsa.data.documents import read_documents
 from nsa.data.endless import first_held_out
 from nsa.data.fingerprint import fingerprint_of
 from nsa.data.hub import HubDocuments
-from nsa.data.local import TRAIN, VAL, Counts, encode_all
-from nsa.data.open_tokenizer import open_tokenizer
+from nsa.data.local import encode_all
 from nsa.data.report import Report
 from nsa.data.rows import Rows, StreamRows, to_stream
 from nsa.data.shards import open_shards
-from nsa.data.split import split_works
+from nsa.data.split import TRAIN, VAL, Counts, split_works
 from nsa.data.stream import Stream
 from nsa.data.synthetic import CopyRows, SyntheticRows
 from nsa.data.tokenizer import Tokenizer

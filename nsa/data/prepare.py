@@ -9,8 +9,9 @@ from pathlib import Path
 from nsa.data.documents import read_documents
 from nsa.data.durable import DurableFile
 from nsa.data.errors import DataError
-from nsa.data.local import TRAIN, VAL, Counts, encode_sides
+from nsa.data.local import encode_sides
 from nsa.data.manifest import Manifest, Shard, write_manifest
+from nsa.data.split import TRAIN, VAL, Counts
 from nsa.data.tokenizer import Ids, Tokenizer, id_type
 
 SHARD_TOKENS = 100_000_000

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from nsa.data.errors import DataError
-from nsa.data.local import TRAIN, VAL
-from nsa.data.manifest import Manifest, Shard, read_manifest
+from nsa.data.manifest import Manifest, read_manifest, size_problem
+from nsa.data.split import TRAIN, VAL
 from nsa.data.stream import Stream
 from nsa.data.tokenizer import Tokenizer, id_type
 
@@ -37,41 +36,14 @@ def open_shards(folder: Path, tokenizer: Tokenizer) -> OpenShards:
     return OpenShards(sides[0], sides[1], sha256, manifest)
 
 
-def verify_shards(folder: Path) -> list[str]:
-    """Read every byte, and return what is wrong: an empty list means all is well."""
-    try:
-        manifest, _ = read_manifest(folder)
-    except DataError as error:
-        return [str(error)]
-    return [p for shard in manifest.shards if (p := _problem(folder, manifest, shard))]
-
-
 def _map_side(folder: Path, manifest: Manifest, side: str) -> Stream:
     parts, dtype = [], id_type(manifest.vocab)
     for shard in manifest.of(side):
-        if problem := _size_problem(folder, manifest, shard):
+        if problem := size_problem(folder, manifest, shard):
             raise DataError(f"{problem}; copy or prepare the shards again")
         mapped = np.memmap(folder / shard.file, dtype=dtype, mode="r", shape=(shard.tokens,))
         parts.append(np.asarray(mapped))  # the same pages, without memmap's slow slicing
     return Stream(parts)
-
-
-def _problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
-    if problem := _size_problem(folder, manifest, shard):
-        return problem
-    with (folder / shard.file).open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != shard.sha256:
-        return f"{folder / shard.file}: sha256 is {found}, the manifest says {shard.sha256}"
-    return ""
-
-
-def _size_problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
-    path, expected = folder / shard.file, shard.tokens * manifest.token_bytes
-    if not path.is_file():
-        return f"{path}: missing, the manifest says {expected} bytes"
-    found = path.stat().st_size
-    return "" if found == expected else f"{path}: expected {expected} bytes, found {found}"
 
 
 def _name(manifest: Manifest) -> str:

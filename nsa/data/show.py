@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nsa.config.describe import text_table
-from nsa.data.local import TRAIN, VAL
 from nsa.data.manifest import read_manifest
+from nsa.data.split import TRAIN, VAL
 
 
 def describe_shards(folder: Path) -> str:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
+TRAIN, VAL = "train", "val"
+"""Names of the two sides."""
 PIECE_CHARS = 8192
 """A piece ends with the paragraph that reaches this length: about a scene."""
 HELD_OUT_OF_256 = 13
 """Hash values out of 256 that are held out: 5 percent of the pieces."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What became of the documents that were read."""
+
+    documents: int = 0
+    """On either side; empty ones are not counted here."""
+    empty: int = 0
+    """Dropped, because they hold nothing but white space."""
+    held_out: int = 0
+    """Those on the side that is never trained on."""
 
 
 class Split(NamedTuple):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nsa.data.errors import DataError
 from nsa.data.fingerprint import fingerprint_of
+from nsa.data.manifest import id_bytes
 
 Ids = NDArray[np.unsignedinteger[Any]]
 """Token ids in the smallest type that holds the vocabulary."""
@@ -73,5 +74,4 @@ class ByteTokenizer:
 
 def id_type(vocab: int) -> np.dtype[np.unsignedinteger[Any]]:
     """Return the smallest little-endian type that holds every id below `vocab`."""
-    assert 1 <= vocab <= 2**32, f"a vocabulary of {vocab} ids does not fit 32 bits"
-    return np.dtype("u1" if vocab <= 2**8 else "<u2" if vocab <= 2**16 else "<u4")
+    return np.dtype(f"<u{id_bytes(vocab)}")

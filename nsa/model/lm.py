@@ -273,6 +273,8 @@ class TinyLM(nn.Module):
         nn.init.normal_(self.embed.weight, std=embed_std)
         if self.lm_head is not None:
             nn.init.normal_(self.lm_head.weight, std=EMBED_STD)
+        if self.embed.weight.is_meta:
+            return  # no numbers to scale, and torch would load sympy to say so
         with torch.no_grad():
             for block in self.layers:
                 block.attn.out.weight /= math.sqrt(2 * n_layers)

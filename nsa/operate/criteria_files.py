@@ -13,7 +13,6 @@ from nsa.operate.verdict import Row
 from nsa.telemetry import MODEL
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.train import checkpoint
-from nsa.train.model_file import load_model
 
 UNLOADABLE = (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 """What reading a file of weights can raise that is not what it should be."""
@@ -62,7 +61,7 @@ def loads(e: Evidence, limits: Limits) -> Row:
             "checkpoint loads", limit=limit, evidence=evidence, advice=todo, essential=True
         )
     try:
-        model, _ = load_model(path)
+        count = _count_parameters(path)
     except UNLOADABLE as error:
         return judged(
             "checkpoint loads",
@@ -72,7 +71,6 @@ def loads(e: Evidence, limits: Limits) -> Row:
             evidence=first_line(error),
             advice="use an older one; `nsa checkpoint verify RUN_FOLDER` looks at all",
         )
-    count = sum(p.numel() for p in model.parameters())
     value = f"{count / 1e6:.1f}M parameters, {size(path.stat().st_size)}"
     evidence = f"{path.name}, {checkpoint.manifest_path(path).name}"
     return judged("checkpoint loads", True, value, limit=limit, evidence=evidence)
@@ -129,11 +127,10 @@ def model_saved(e: Evidence, limits: Limits) -> Row:
         evidence = f"no {MODEL} yet"
         return missing("model", limit=limit, evidence=evidence, advice=todo, essential=True)
     try:
-        model, _ = load_model(path)
+        count = _count_parameters(path)
     except UNLOADABLE as error:
         advice = "`nsa checkpoint export` makes one of a checkpoint; --save may have put it away"
         return judged("model", False, "no", limit=limit, evidence=first_line(error), advice=advice)
-    count = sum(p.numel() for p in model.parameters())
     value = f"{count / 1e6:.1f}M parameters, {size(path.stat().st_size)}"
     return judged("model", True, value, limit=limit, evidence=MODEL)
 
@@ -164,3 +161,13 @@ def _newest(e: Evidence) -> Path | None:
         if checkpoint.manifest_path(path).exists():
             return path
     return None
+
+
+def _count_parameters(path: Path) -> int:
+    """Build the model of a file; raises one of UNLOADABLE where that cannot be done."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    from nsa.train.model_file import load_model  # torch takes seconds: only where there is a file
+
+    model, _ = load_model(path)
+    return sum(p.numel() for p in model.parameters())

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from nsa.config import load_config
 from nsa.config.env import read
+from nsa.operate.machine import look
 from nsa.operate.triage_report import Triage, as_text, conclusion, write_triage
 from nsa.operate.triage_run import TRAINER, Outcome, Trial, config_of, run_trial
 from nsa.operate.triage_toggles import BASELINE, Toggle, matrix
@@ -45,7 +44,7 @@ def command(args: argparse.Namespace) -> int:
 def chosen(trial: Trial, only: str | None) -> list[Toggle]:
     """The toggles of this run, or those of them that were named."""
     config = config_of(trial, BASELINE)
-    on_cuda = torch.cuda.is_available() and config.runtime.device != "cpu"
+    on_cuda = config.runtime.device != "cpu" and bool(look().gpus)
     toggles = matrix(config, trial.ranks, on_cuda=on_cuda)
     if only is None:
         return toggles

@@ -145,7 +145,6 @@ def select_blocks(
     return path.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _resolve(
     device: torch.device,
     dtype: torch.dtype,
@@ -153,7 +152,22 @@ def _resolve(
     head_dims: tuple[int, ...],
     packed: bool,
 ) -> Plan:
-    """The plan of a call; counts what it falls back from. A compiled graph keeps it."""
+    """The plan of a call. A compiled graph keeps it."""
+    if torch.compiler.is_compiling():
+        from nsa.ops import traced  # while a graph is traced, so that nobody else loads Dynamo
+
+        return traced.plan_call(device, dtype, backend, head_dims, packed)
+    return plan_call(device, dtype, backend, head_dims, packed)
+
+
+def plan_call(
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    head_dims: tuple[int, ...],
+    packed: bool,
+) -> Plan:
+    """The plan of a call; counts what it falls back from."""
     plan = plan_attention(device, dtype, backend, head_dims, packed=packed)
     for branch, reason in plan.fallbacks:
         fallbacks.record(branch, reason)
@@ -162,10 +176,21 @@ def _resolve(
     return plan
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _backend(
     device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
 ) -> str:
+    """The backend of a call that has no plan. A compiled graph keeps it."""
+    if torch.compiler.is_compiling():
+        from nsa.ops import traced
+
+        return traced.backend_of_call(device, dtype, backend, head_dims)
+    return backend_of_call(device, dtype, backend, head_dims)
+
+
+def backend_of_call(
+    device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
+) -> str:
+    """The backend that runs a call."""
     return choose_backend(machine_of(device), dtype, backend, head_dims)[0]
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -101,6 +100,7 @@ def _before(step: int, what: Callable[[], object]) -> None:
 
 def _in_source(step: int, what: Callable[[], object]) -> None:
     """Do something in the thread that reads ahead, where it reads the batch of an update."""
+    from nsa.train import full_run
     from nsa.train.feed import read_ahead
 
     def troubled(rows: Any, cfg: Any, *rest: Any) -> Any:
@@ -115,8 +115,7 @@ def _in_source(step: int, what: Callable[[], object]) -> None:
         rows.batch = batch
         return read_ahead(rows, cfg, *rest)
 
-    # By its full name: nsa.train.run is also the function in it.
-    mock.patch.object(import_module("nsa.train.run"), "read_ahead", troubled).start()
+    mock.patch.object(full_run, "read_ahead", troubled).start()
 
 
 def _lose() -> None:

@@ -15,6 +15,7 @@ import nsa
 from bench import (
     bench_overhead,
     bench_prefill,
+    bench_startup,
     bench_train,
     flops,
     measure,
@@ -608,3 +609,34 @@ def test_bench_ranks_measures_ours_and_plain_ddp_in_turns() -> None:
     assert (result["ranks"], result["pairs"]) == (2, 2)
     assert result["ours_ms"] > 0 and result["plain_ms"] > 0
     assert done.returncode == (0 if result["cost"] <= 0.03 else 1), done.stderr
+
+
+# --- bench_startup.py ---
+
+
+def test_a_start_is_held_to_the_goal_of_its_kind():
+    lines = {
+        bench_startup.PYTHON: 0.04,
+        bench_startup.TORCH: 2.0,
+        bench_startup.OPTIMIZER: 4.0,
+    }
+    times = {("", line): [bench_startup.Times(cpu_s, 9.0)] * 3 for line, cpu_s in lines.items()}
+    cases = [("files", 0.5, True), ("files", 0.51, False), ("operator", 2.3, True)]
+    cases += [("operator", 2.31, False), ("trains", 5.0, True)]
+    starts = []
+    for needs, cpu_s, _ in cases:
+        starts.append(bench_startup.Start(f"nsa {needs} {cpu_s}", needs))
+        found = [bench_startup.Times(t, 9.0) for t in (cpu_s, 0.0, 9.0)]  # the median counts
+        times |= {("here", starts[-1].line): found, ("against", starts[-1].line): found}
+
+    result = bench_startup.summarize(starts, times, ["here", "against"])
+
+    assert [row["met"] for row in result["commands"]] == [met for _, _, met in cases]
+    assert result["commands"][0]["per_python"] == 12.5
+    assert result["commands"][2]["per_torch"] == pytest.approx(1.15)
+    assert bench_startup.describe(result).count("MISSED") == 2
+
+
+def test_a_start_that_ends_otherwise_is_no_measurement():
+    with pytest.raises(RuntimeError, match="exit code 2, not 0"):
+        bench_startup.run(bench_startup.Start("nsa env --nonsense", "files"), REPOSITORY, {})

@@ -18,7 +18,7 @@ from nsa.cli import main
 from nsa.config import Config
 from nsa.operate.snapshot import read_run
 from nsa.train import BadCheckpoint, checkpoint, dcp, load_model, run, sharded, shelf
-from nsa.train.saver import Saver, back_up
+from nsa.train.saver import Saver
 
 BuildConfig = Callable[..., Config]
 
@@ -137,7 +137,7 @@ def test_a_backup_of_a_folder_is_a_verified_copy(
     tmp_path: Path, content: checkpoint.Content
 ) -> None:
     path = dcp.write(tmp_path, content)
-    copy = back_up(path, tmp_path / "copies")
+    copy = shelf.back_up(path, tmp_path / "copies")
     assert same(shelf.read(copy), shelf.read(path))
 
 

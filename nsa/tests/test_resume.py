@@ -31,7 +31,8 @@ from nsa.train import (
     shelf,
 )
 from nsa.train.loss import next_token_loss
-from nsa.train.saver import Saver, back_up
+from nsa.train.saver import Saver
+from nsa.train.shelf import back_up
 from nsa.train.step import Updated
 
 BuildConfig = Callable[..., Config]

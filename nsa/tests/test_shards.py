@@ -21,8 +21,8 @@ from nsa.config.load import REPOSITORY
 from nsa.data import ByteTokenizer, Data, DataError, open_data, prepare
 from nsa.data.ahead import AHEAD, map_in_order
 from nsa.data.gpt2_files import EOS_NAME
-from nsa.data.manifest import FILE_NAME, Manifest, read_manifest
-from nsa.data.shards import open_shards, verify_shards
+from nsa.data.manifest import FILE_NAME, Manifest, read_manifest, verify_shards
+from nsa.data.shards import open_shards
 from nsa.data.split import is_held_out
 from nsa.data.stream import Stream
 from nsa.tests.test_sources import TEXTS, read_side, write_jsonl

@@ -18,9 +18,9 @@ from nsa import TinyLM
 from nsa.config import DataConfig, ModelConfig
 from nsa.data.errors import DataError
 from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.local import TRAIN, VAL
+from nsa.data.manifest import verify_shards
 from nsa.data.open import open_data
-from nsa.data.shards import verify_shards
+from nsa.data.split import TRAIN, VAL
 from nsa.ops.spec import NUM_FORCED
 from nsa.telemetry import read_config, read_metrics
 from studies.long_context import plot, run, shards

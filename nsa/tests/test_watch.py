@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import io
 import json
 import os
@@ -37,7 +36,8 @@ from nsa.telemetry.gate_details import read_gate_details
 from nsa.telemetry.gpu import GpuReading
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.recording import GATES, Recorder
-from nsa.train import Halted, RunRefused, run
+from nsa.train import Halted, RunRefused, full_run, run
+from nsa.train.build import build_model
 
 BuildConfig = Callable[..., Config]
 
@@ -357,17 +357,15 @@ def test_a_real_run_that_goes_wrong_is_halted_and_a_restart_is_refused(
     tiny_config: BuildConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = importlib.import_module("nsa.train.run")  # the name nsa.train.run is its function
     cfg = tiny_config("train.steps=8")
     folder = Path(cfg.train.out_dir)
-    real = module.build_model
 
     def build(*args: Any) -> Any:
-        model = real(*args)
+        model = build_model(*args)
         spoil(model)
         return model
 
-    monkeypatch.setattr(module, "build_model", build)
+    monkeypatch.setattr(full_run, "build_model", build)
     look_at_each_step(Watch(folder, say=lambda text: None, adapt=roomy), monkeypatch)
     with pytest.raises(Halted, match=f"after step {at}"):
         run(cfg, config_path="tiny", out=io.StringIO())

@@ -28,8 +28,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from nsa.telemetry.atomic import replacing, write_text
 
 VERSION = 1
@@ -59,6 +57,8 @@ class BadCheckpoint(ValueError):
 
 def write(folder: Path, content: Content) -> Path:
     """Write a checkpoint and its manifest; neither name ever holds half a file."""
+    import torch  # to verify a checkpoint takes none of it
+
     path = folder / NAME.format(step=content["step"])
     with replacing(path) as temporary:
         torch.save({"version": VERSION, **content}, temporary)
@@ -70,6 +70,8 @@ def write(folder: Path, content: Content) -> Path:
 
 def read(path: Path) -> Content:
     """Read a checkpoint that has been verified."""
+    import torch
+
     verify(path)
     return check_content(torch.load(path, map_location="cpu", weights_only=True), path)
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-
 from nsa.train import checkpoint, sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint
-from nsa.train.export import write_safetensors
-from nsa.train.saver import back_up
 
 
 def verify(path: Path) -> int:
@@ -46,13 +42,17 @@ def show(path: Path) -> int:
 
 def backup(path: Path, to: Path) -> int:
     """Copy a checkpoint, or the newest one of a folder, elsewhere, and verify the copy."""
-    copy = back_up(_paths(path)[0], to)
+    copy = shelf.back_up(_paths(path)[0], to)
     print(f"{copy}: a verified copy")
     return 0
 
 
 def export(path: Path, to: Path) -> int:
     """Write the weights of a checkpoint or of model.pt as safetensors, with the config."""
+    import torch  # takes seconds: what only compares bytes goes without
+
+    from nsa.train.export import write_safetensors
+
     if path.is_dir():
         path = _paths(path)[0]
     if shelf.is_checkpoint(path):
@@ -90,6 +90,8 @@ def convert(path: Path, to: Path) -> int:
 
 def expected_bytes(content: checkpoint.Content) -> int:
     """Bytes of all tensors: a file of a checkpoint is a little larger, never smaller."""
+    import torch
+
     total, todo = 0, [content]
     while todo:
         value = todo.pop()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from nsa.config import Config, Setting, build, to_container
 from nsa.model import TinyLM
@@ -58,11 +59,25 @@ def load_model(path: Path) -> tuple[TinyLM, Config]:
     content = _read(path)
     weights, cfg = content["state_dict"], _config(content["cfg"], path)
     _check_layers(weights, cfg, path)
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         model = TinyLM.from_config(cfg, vocab=_vocab(weights, path))
     _check_shapes(weights, model.state_dict(), path)
     model.load_state_dict(weights, strict=True, assign=True)
     return model.float().requires_grad_().eval(), cfg
+
+
+class _Unfilled(TorchFunctionMode):
+    """Builds modules without drawing their first weights, which the file replaces.
+
+    On the device meta there is nothing to draw, and torch would load its compiler to find that out.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def weights_sha256(weights: dict[str, Tensor]) -> str:

@@ -17,7 +17,6 @@ from nsa.config.env import raw, read, set_default
 from nsa.data import SourceLost, within
 from nsa.train.ddp import Ddp, Group
 from nsa.train.errors import RunRefused
-from nsa.train.fsdp import Fsdp
 from nsa.train.ranks import AUTO, OFF, Alone
 
 
@@ -78,11 +77,19 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
         )
         control = dist.new_group(backend="gloo", timeout=timeout) if backend != "gloo" else None
         gpu = f"cuda:{torch.cuda.current_device()}" if cuda else None
-        kind = Fsdp if cfg.runtime.strategy == "fsdp" else Ddp
+        kind = _kind(cfg.runtime.strategy)
         with kind(rank, world_size, store, control, gpu, 60.0 * minutes, say_first) as ranks:
             yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _kind(strategy: str) -> type[Group]:
+    if strategy != "fsdp":
+        return Ddp
+    from nsa.train.fsdp import Fsdp  # takes a second to import
+
+    return Fsdp
 
 
 def _meet(timeout: timedelta) -> Store:

@@ -19,8 +19,8 @@ from nsa.config import Config
 from nsa.config.env import set_default
 from nsa.telemetry import MODEL, TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.telemetry.atomic import write_text
+from nsa.train.full_run import run
 from nsa.train.model_file import weights_sha256
-from nsa.train.run import run
 
 NAME = "resume_proof.json"
 VERSION = 1

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from nsa.config import TrainConfig
-from nsa.telemetry.atomic import replacing
 from nsa.telemetry.spans import SAVE, span
-from nsa.train import checkpoint, sharded, shelf
+from nsa.train import sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint, Content
 from nsa.train.host_memory import HostMemory
 from nsa.train.ranks import Alone
@@ -79,7 +77,7 @@ class Saver:
         if self._backup is None or self._failed or not self._ranks.is_first:
             return
         try:
-            back_up(path, self._backup)
+            shelf.back_up(path, self._backup)
         except (OSError, BadCheckpoint) as error:
             self._problems.append(f"{path.name}: no copy in {self._backup}: {_first_line(error)}")
 
@@ -106,22 +104,6 @@ def new_saver(
     if ranks is None or ranks.is_first:
         sharded.remove_leftovers(folder)
     return Saver(folder, keep=train.keep_last, backup=backup, say=say, ranks=ranks)
-
-
-def back_up(path: Path, folder: Path) -> Path:
-    """Copy a checkpoint and its manifest elsewhere, and hold the copy to the manifest."""
-    shelf.verify(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / path.name
-    if path.is_dir():
-        sharded.copy(path, copy)
-    else:
-        with replacing(copy) as temporary:
-            shutil.copyfile(path, temporary)
-        with replacing(checkpoint.manifest_path(copy)) as temporary:
-            shutil.copyfile(checkpoint.manifest_path(path), temporary)
-    shelf.verify(copy)
-    return copy
 
 
 def _first_line(error: BaseException) -> str:

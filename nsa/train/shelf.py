@@ -4,14 +4,16 @@ parts (sharded.py). Whoever looks for a checkpoint, or opens one, does it here.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nsa.telemetry.atomic import replacing
 from nsa.train import checkpoint, sharded
 from nsa.train.checkpoint import BadCheckpoint, Content
+
+if TYPE_CHECKING:
+    from torch import Tensor  # what only looks for checkpoints and verifies them needs none
 
 
 class Verified(NamedTuple):
@@ -82,6 +84,22 @@ def read(path: Path) -> Content:
     return fill(path, peek(path))
 
 
+def back_up(path: Path, folder: Path) -> Path:
+    """Copy a checkpoint and its manifest elsewhere, and hold the copy to the manifest."""
+    verify(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / path.name
+    if path.is_dir():
+        sharded.copy(path, copy)
+    else:
+        with replacing(copy) as temporary:
+            shutil.copyfile(path, temporary)
+        with replacing(checkpoint.manifest_path(copy)) as temporary:
+            shutil.copyfile(checkpoint.manifest_path(path), temporary)
+    verify(copy)
+    return copy
+
+
 def remove_old(folder: Path, keep: int) -> list[Path]:
     """Delete all but the newest `keep` checkpoints that match their manifests; 0 keeps all.
 
@@ -115,4 +133,4 @@ def _is_folder(path: Path) -> bool:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype)
+    return x.new_zeros(x.shape, device="cpu")

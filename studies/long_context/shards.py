@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from nsa.data.durable import DurableFile
 from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.local import TRAIN, VAL, Counts
 from nsa.data.manifest import FILE_NAME, Manifest, Shard, write_manifest
 from nsa.data.order import shuffled
+from nsa.data.split import TRAIN, VAL, Counts
 from nsa.data.tokenizer import id_type
 from studies.long_context.task import Ids
 from studies.long_context.text import TOKENIZER, Say, read_hay

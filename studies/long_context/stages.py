@@ -10,7 +10,7 @@ import torch
 
 from nsa.config import Config
 from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.local import TRAIN, VAL
+from nsa.data.split import TRAIN, VAL
 from nsa.model import TinyLM
 from nsa.telemetry import MODEL
 from nsa.train.model_file import load_model

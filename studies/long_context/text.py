@@ -16,8 +16,7 @@ from nsa.data.documents import read_documents
 from nsa.data.durable import DurableFile
 from nsa.data.errors import DataError
 from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.local import TRAIN, VAL
-from nsa.data.split import is_held_out, split_works
+from nsa.data.split import TRAIN, VAL, is_held_out, split_works
 from nsa.data.tokenizer import Ids
 from studies.long_context.vocabulary import Words, train_tokenizer
 
