@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, TypeVar
 
+from nsa.files import read_text
 from nsa.operate.process import is_gone
 from nsa.operate.typed import require_types
 from nsa.telemetry import (
@@ -48,8 +49,6 @@ RECENT_GAPS = 200
 SHOWN_ALARMS = 20
 START_LINES = 2
 """Lines at the start of a process, while memory and speed settle, that say nothing yet."""
-MOST_BYTES = 16 << 20
-"""Of a file that is read as a whole, where only plain files are."""
 T = TypeVar("T")
 
 
@@ -166,17 +165,17 @@ def read_run(
     *,
     now: float | None = None,
     tail_bytes: int = SEARCH_BYTES,
-    only_plain: bool = False,
 ) -> Run:
     """Read a run folder; of files that grow, at most `tail_bytes` from their end.
 
-    `only_plain`: nothing is read through a link, or from what is no plain file, and that is said.
+    A link, a pipe or a folder under the name of a file is not read, and that is said.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
-    attempt = _Attempt([], only_plain)
+    attempt = _Attempt([])
     now = time.time() if now is None else now
     table = folder / TRAINING
+    attempt(folder / HALT, partial(read_text, folder / HALT))  # it asks also where it is unreadable
     env = attempt(folder / ENV, lambda: _typed(read_env(folder), folder / ENV))
     return Run(
         folder=folder,
@@ -185,7 +184,7 @@ def read_run(
         env=env,
         ranks=_ranks(folder, env, tail_bytes, attempt),
         rows=attempt(table, lambda: last_rows(TrainingRow, table, ROWS)) or [],
-        checkpoints=attempt(folder, lambda: _checkpoints(folder, only_plain)) or [],
+        checkpoints=attempt(folder, lambda: _checkpoints(folder)) or [],
         halt=attempt(folder / HALT, lambda: read_halt(folder)),
         anomaly=attempt(folder / ANOMALY, lambda: read_anomaly(folder)),
         alarms=attempt(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS)) or [],
@@ -223,27 +222,10 @@ class _Attempt(NamedTuple):
     """Calls readers, and notes what they could not read."""
 
     problems: list[str]
-    only_plain: bool
 
     def __call__(self, path: Path, load: Callable[[], T]) -> T | None:
-        """What `try_read` gives; where only plain files may be read, others are a problem."""
-
-        def checked() -> T:
-            _require_plain(path, links=not self.only_plain)
-            return load()
-
-        return try_read(path, checked, self.problems)
-
-
-def _require_plain(path: Path, *, links: bool) -> None:
-    """Refuse pipes and devices, which would keep a reader waiting, and files that are read as a
-    whole but are too large; also links, where they are not allowed."""
-    status = path.stat() if links else path.lstat()
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        what = "no plain file" if links else "a link or no plain file"
-        raise ValueError(f"{path} is {what}; it is not read")
-    if path.name in (METRICS, ENV, ANOMALY, HALT) and status.st_size > MOST_BYTES:
-        raise ValueError(f"{path} has {status.st_size} bytes; at most {MOST_BYTES} are read")
+        """What `try_read` gives."""
+        return try_read(path, load, self.problems)
 
 
 def _ranks(
@@ -276,12 +258,12 @@ def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
     return [f"{path}: processes {pids} write it at the same time; end all but one of these runs"]
 
 
-def _checkpoints(folder: Path, only_plain: bool) -> list[Checkpoint]:
+def _checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
     for path in folder.glob("checkpoint_step*"):
         if match := CHECKPOINT.fullmatch(path.name):
             with suppress(FileNotFoundError):  # an old one may go while it is looked at
-                status = path.lstat() if only_plain else path.stat()
+                status = path.lstat()
                 if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
                     continue
                 files = list(path.iterdir()) if stat.S_ISDIR(status.st_mode) else [path]

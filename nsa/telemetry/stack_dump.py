@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from nsa.files import open_regular
 from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.heartbeat import iso
 
@@ -104,7 +105,7 @@ class _Installed:
         path = self._folder / RAW.format(rank=self._rank)
         with best_effort(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            raw = path.open("wb", buffering=0)
+            raw = open(path, "wb", buffering=0, opener=open_regular)  # noqa: SIM115
             # Only the thread that the signal interrupts: the stacks of others may change meanwhile.
             faulthandler.register(SIGNAL, file=raw, all_threads=False, chain=True)
             return raw

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nsa.telemetry import Beat, read_config
-from nsa.telemetry.follow import Follower, open_plain, read_plain
+from nsa.telemetry.follow import Follower
 from nsa.telemetry.selection_file import read_selection
 from nsa.tests.recording import Recorder
 from nsa.web import history
@@ -116,16 +116,6 @@ def test_a_follower_begins_near_the_end_and_holds_no_endless_line(
         file.write("xx\nafter\n")
     texts = [line.text for _ in range(3) for line in follower.read(100).lines]
     assert texts == ["after"]
-
-
-def test_only_plain_files_are_opened(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("text")
-    (tmp_path / "link").symlink_to(tmp_path / "x")
-    assert read_plain(tmp_path / "x", 10) == "text"
-    with pytest.raises(OSError, match="links are not followed"), open_plain(tmp_path / "link"):
-        pass
-    with pytest.raises(OSError, match="at most 3"):
-        read_plain(tmp_path / "x", 3)
 
 
 def test_of_a_huge_heartbeat_the_end_is_read_and_the_rest_sampled(

@@ -162,13 +162,6 @@ def test_empty_torn_and_newer_folders_are_shown_as_far_as_they_go(
     assert "entropy 0.90" in text and "0: step 400" in text
 
 
-@pytest.mark.parametrize("name", ["env.json", "metrics.json", "training.csv", ".HALT"])
-def test_a_pipe_in_the_folder_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    problems = read_run(tmp_path).problems
-    assert [f"{name} is no plain file" in problem for problem in problems] == [True]
-
-
 def test_the_time_left_counts_evaluations_and_checkpoints(recorder: Recorder) -> None:
     recorder.metrics.train_s, recorder.metrics.eval_and_save_s = 1000.0, 250.0
     recorder.status("running")

@@ -10,6 +10,7 @@ import torch
 from nsa.train import checkpoint, sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint
 from nsa.train.export import write_safetensors
+from nsa.train.model_file import read_weights
 from nsa.train.saver import back_up
 
 
@@ -53,12 +54,7 @@ def backup(path: Path, to: Path) -> int:
 
 def export(path: Path, to: Path) -> int:
     """Write the weights of a checkpoint or of model.pt as safetensors, with the config."""
-    if path.is_dir():
-        path = _paths(path)[0]
-    if shelf.is_checkpoint(path):
-        content = shelf.read(path)
-    else:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+    content = read_weights(_paths(path)[0])
     metadata = {"format": "pt", "cfg": json.dumps(content["cfg"])}
     write_safetensors(to, content["state_dict"], metadata)
     print(f"{to}: {len(content['state_dict'])} tensors, {to.stat().st_size:,} bytes")
@@ -105,7 +101,7 @@ def expected_bytes(content: checkpoint.Content) -> int:
 def _paths(path: Path) -> list[Path]:
     """A checkpoint, or those of a folder, newest first."""
     if not path.is_dir() or shelf.is_checkpoint(path):
-        return [path]
+        return [checkpoint.named_by_user(path)]
     paths = shelf.paths_of(path)
     if not paths:
         raise BadCheckpoint(

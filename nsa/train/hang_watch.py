@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from nsa.files import open_regular, read_text
 from nsa.telemetry import Heartbeat
 from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.flight_recorder import read_in_time
@@ -73,7 +74,7 @@ class HangWatch:
         if self._spans.least_s > 0:
             path = self._folder / RAW.format(rank=self._ranks.rank)
             with best_effort(path):
-                self._raw = path.open("wb", buffering=0)
+                self._raw = open(path, "wb", buffering=0, opener=open_regular)
             self._thread.start()
         return self
 
@@ -185,7 +186,7 @@ class HangWatch:
             span=place.span,
             waits=place.waits,
             still_s=still_s,
-            stacks=dump.read_text(encoding="utf-8").splitlines() if dump else [],
+            stacks=read_text(dump).splitlines() if dump else [],
             recorder=read_in_time(),
         )
         answer(self._folder, call, state)

@@ -145,7 +145,7 @@ class Source:
         """Read the ends of the files again; the lock is not held, because that may take long."""
         start = time.monotonic()
         try:
-            run, self._trouble = read_run(self.folder, tail_bytes=TAIL_BYTES, only_plain=True), ""
+            run, self._trouble = read_run(self.folder, tail_bytes=TAIL_BYTES), ""
         except (OSError, ValueError) as error:
             run, self._trouble = None, str(error)
         took = time.monotonic() - start
