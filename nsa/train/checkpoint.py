@@ -27,6 +27,7 @@ import json
 import pickle
 import re
 import struct
+import warnings
 import zipfile
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -101,7 +102,8 @@ def load_tensors(path: Path, *, sums: bool = False) -> Any:
     `sums`: hold the archive to its own sums first, where there is no manifest to hold it to.
     """
     try:
-        with open_binary(path) as file:
+        with open_binary(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of pickles that are not its own
             if sums:
                 _check_sums(file)
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -123,7 +125,10 @@ def _why_unreadable(error: BaseException) -> str:
     text = str(error)
     if asked := re.search(r"(?:GLOBAL|class|function) ([\w.]+)", text):
         return f"it asks for {asked[1]}: more than tensors, and it could run a program when read"
-    if isinstance(error, pickle.UnpicklingError) or "weights_only" in text:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    told = isinstance(error, OSError | RuntimeError | ValueError | zipfile.BadZipFile)
+    if not told or "weights_only" in text:
         return "it holds more than tensors, or is damaged"
     return (text.strip().splitlines() or [type(error).__name__])[0][:200]
 
