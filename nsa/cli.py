@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import nsa
-from nsa.config import BAD_INPUT, Config, DataConfig, StrictParser, load_config
+from nsa.config import BAD_INPUT, INTERRUPTED, Config, DataConfig, StrictParser, load_config
 from nsa.config.describe import (
     key_markdown,
     key_rows,
@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # bad input, by the convention of this package
         print(f"nsa: error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:  # a run that trains handles it itself
+        print("nsa: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

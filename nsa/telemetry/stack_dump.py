@@ -41,14 +41,17 @@ RAW = ".stackdump_raw_rank{rank}.txt"
 """What faulthandler leaves; not empty only where no dump could be written."""
 
 
-def install(out_dir: Path | str, rank: int = 0) -> Callable[[], None]:
+def install(
+    out_dir: Path | str, rank: int = 0, hear: Callable[[int], None] | None = None
+) -> Callable[[], None]:
     """Answer SIGUSR1 from now on; call the result to stop that.
 
+    `hear` is told of every signal that has a handler, in a thread, also while the main one hangs.
     Outside the main thread, where Python allows no handler, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return _nothing
-    return _Installed(Path(out_dir), rank).uninstall
+    return _Installed(Path(out_dir), rank, hear).uninstall
 
 
 def write_dump(
@@ -75,8 +78,8 @@ def write_dump(
 class _Installed:
     """The parts that the answer is made of, and how they go again."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, folder: Path, rank: int, hear: Callable[[int], None] | None) -> None:
+        self._folder, self._rank, self._hear = folder, rank, hear
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._mouth, False)
         self._handler = signal.signal(SIGNAL, _ignore)  # also refuses any other thread
@@ -114,6 +117,8 @@ class _Installed:
     def _listen(self) -> None:
         with contextlib.closing(os.fdopen(self._ear, "rb", buffering=0)) as ear:
             while numbers := ear.read(1):
+                if self._hear is not None:
+                    self._hear(numbers[0])
                 if numbers[0] == SIGNAL and self._dump():
                     self._forget_raw()
 

@@ -78,6 +78,7 @@ class Trainer:
         parameters = self.model.named_parameters()
         self.ranks.on_first(write_dtypes, self.folder, self.runtime.precision, parameters)
         for step in range(done + 1, steps + 1):
+            self.stop.step = step
             self.log.vitals.before_step(step)
             logs_stats = wants_stats and self.log.is_logged(step)
             stats = AttentionStats(maps=self.log.is_mapped(step)) if logs_stats else None

@@ -173,9 +173,13 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
         tracking = ranks.on_first(open_tracker, cfg, path, resumed=goes_on, say=progress.say)
         beats_from = done if goes_on else 0
         with (
-            Stop(folder.path) as stop,
+            Stop(folder.path, quiet=not ranks.is_first) as stop,
             tracking or Tracker() as tracker,
-            Vitals(path, runtime, beats_from, progress.say, tracker, rank=ranks.rank) as vitals,
+            Vitals(
+                *(path, runtime, beats_from, progress.say, tracker),
+                rank=ranks.rank,
+                hear=stop.hear,
+            ) as vitals,
             HangWatch(path, ranks, vitals.heartbeat),
         ):
             log = RunLog(
