@@ -107,7 +107,7 @@ class Source:
             known = [span for span in spans if span is not None]
             if not known:
                 return {"ranks": []}
-            ended = run is None or run.ended
+            ended = run is None or run.over
             end = max(span[1] for span in known)
             end = end if ended else max(end, now)
             begin = max(min(span[0] for span in known), end - last_s)
