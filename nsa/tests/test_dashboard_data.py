@@ -18,7 +18,7 @@ from nsa.web import history
 from nsa.web.history import History
 from nsa.web.layers import FIELDS, LayerTable
 from nsa.web.settings import Settings
-from nsa.web.source import Sources
+from nsa.web.source import Source, Sources
 from nsa.web.table import Table
 from nsa.web.timeline import Timeline
 from scripts.demo_run import main
@@ -116,6 +116,23 @@ def test_a_follower_begins_near_the_end_and_holds_no_endless_line(
         file.write("xx\nafter\n")
     texts = [line.text for _ in range(3) for line in follower.read(100).lines]
     assert texts == ["after"]
+
+
+def test_the_header_has_the_last_loss_of_the_curves_however_thin_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path, monkeypatch, log_every=1)
+    recorder.run(900)
+    source = Source(tmp_path)
+    while source.refresh():
+        pass
+    recorder.run(1)  # the verdict is not made anew yet
+    while source.refresh():
+        pass
+    loss = source.series(0, 1e9, 50)["progress"]["columns"]["loss"]
+    assert len(loss["mean"]) <= 50 and loss["mean"][-1] != loss["last"]
+    assert source.header()["loss"] == loss["last"] == round(recorder.metrics.loss_last or 0.0, 5)
+    assert "last" not in source.series(0, 500, 50)["progress"]["columns"]["loss"]
 
 
 def test_of_a_huge_heartbeat_the_end_is_read_and_the_rest_sampled(

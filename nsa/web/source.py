@@ -52,10 +52,11 @@ class Source:
             run, problems = self._run, self._history.problems()
             version, more = self._history.version, self._more
             maps = self._history.selection.steps
+            newest = self._history.newest()
         found: dict[str, Any] = {"status": "absent", "level": "idle", "verdict": "not read yet"}
         if run is not None:
             found = describe(dataclasses.replace(run, now=time.time()))
-            found |= self._newest_beats(found)
+            found |= self._newest_beats(found) | newest
             problems = [*run.problems, *problems]
         if self._trouble:
             problems.append(self._trouble)
