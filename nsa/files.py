@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import IO
@@ -18,6 +19,7 @@ APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
 """Flags of a file that grows by lines; it is also read, to find a cut last line."""
 MOST_BYTES = 16 << 20
 """Of a file that is read as a whole, unless a reader says otherwise."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _ALWAYS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {errno.ENXIO: "is not a regular file", errno.EISDIR: "is a folder, not a file"}
 
@@ -68,6 +70,44 @@ def read_text(path: Path | str, most_bytes: int | None = MOST_BYTES) -> str:
             raise OSError(errno.EFBIG, reason, str(path))
         content = file.read() if most_bytes is None else file.read(most_bytes)
     return content.decode("utf-8", errors="replace")
+
+
+def explain(error: OSError, path: Path | str = "", need_bytes: int = 0) -> str:
+    """An error of the system as a sentence; a full disk with what it lacks.
+
+    `path` is where it was written, and `need_bytes` how much, where the error does not say so:
+    libraries wrap the errors of their writers.
+    """
+    where = str(path or error.filename or "")
+    if error.errno in FULL or need_bytes:
+        free = free_bytes(Path(where)) if where else None
+        if error.errno in FULL or (free is not None and free < need_bytes):
+            need = f"need {size(need_bytes)}, " if need_bytes else ""
+            have = f"have {size(free)}" if free is not None else "nothing is left"
+            return f"disk full: {need}{have} ({where}); make room"
+    reason = error.strerror or (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def free_bytes(path: Path) -> int | None:
+    """What the disk of a file, or of the folder that it would be in, still takes."""
+    for place in (path, *path.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return None
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes in the unit that suits it."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} bytes"
+    for unit in ("KiB", "MiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} GiB"
 
 
 def is_regular(path: Path) -> bool:

@@ -7,10 +7,11 @@ from datetime import datetime
 from statistics import median
 from typing import NamedTuple
 
+from nsa.files import size
 from nsa.operate.limits import Limits
 from nsa.operate.snapshot import Rank, Run, number
 from nsa.operate.speed_rules import allowed_silence
-from nsa.operate.text import ASCII_BARS, BARS, MIB, duration, printable, progress_bar, size
+from nsa.operate.text import ASCII_BARS, BARS, MIB, duration, printable, progress_bar
 from nsa.operate.text import sparkline as draw
 from nsa.telemetry import Beat
 from nsa.telemetry.alarms import Alarm

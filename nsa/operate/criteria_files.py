@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+from nsa.files import size
 from nsa.operate.criterion import judged, missing
 from nsa.operate.evidence import Evidence
 from nsa.operate.limits import Limits
-from nsa.operate.text import first_line, size
+from nsa.operate.text import first_line
 from nsa.operate.verdict import Row
 from nsa.telemetry import MODEL
 from nsa.telemetry.metrics import NAME as METRICS

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from nsa.config import env
+from nsa.config.env_table import HIDDEN
 from nsa.files import read_text
 from nsa.telemetry import nvml
 from nsa.telemetry.atomic import write_text
@@ -30,7 +31,6 @@ NAME = "env.json"
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CONFIG")
 PREFIXES = ("NSA_", "NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-HIDDEN = "***"
 GIT_TIMEOUT_S = 5
 
 

@@ -18,9 +18,9 @@ from nsa.cli import main
 from nsa.config import Config
 from nsa.tests.effects import TINY
 from nsa.train import checkpoint, run
-from nsa.train.checkpoint_commands import expected_bytes
 from nsa.train.export import read_safetensors, write_safetensors
 from nsa.train.prove import compare_runs, read_proof
+from nsa.train.saver import num_tensor_bytes
 
 BuildConfig = Callable[..., Config]
 TRAP = "ran_a_program"
@@ -160,8 +160,8 @@ def test_a_file_is_little_larger_than_its_tensors(folder: Path) -> None:
     path = folder / "checkpoint_step4.pt"
     content = checkpoint.read(path)
     weights = sum(x.numel() for x in content["state_dict"].values())
-    assert expected_bytes(content) >= 12 * weights  # weights and two moments, fp32
-    assert expected_bytes(content) < path.stat().st_size < 2 * expected_bytes(content) + 100_000
+    assert num_tensor_bytes(content) >= 12 * weights  # weights and two moments, fp32
+    assert num_tensor_bytes(content) < path.stat().st_size < 2 * num_tensor_bytes(content) + 100_000
 
 
 def test_backup_copies_the_newest_and_verifies_it(folder: Path, tmp_path: Path) -> None:

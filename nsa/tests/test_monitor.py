@@ -16,12 +16,13 @@ from rich.console import Console
 
 from nsa.cli import main
 from nsa.config import Config
+from nsa.files import size
 from nsa.operate.board import eta
 from nsa.operate.evidence import read_evidence
 from nsa.operate.monitor import Report, monitor
 from nsa.operate.report import judge_evidence
 from nsa.operate.snapshot import read_run
-from nsa.operate.text import duration, printable, progress_bar, size, sparkline
+from nsa.operate.text import duration, printable, progress_bar, sparkline
 from nsa.operate.watch import describe_run
 from nsa.telemetry import proc, sentinels
 from nsa.telemetry.alarms import Alarm, append_alarm

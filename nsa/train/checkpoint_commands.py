@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-
 from nsa.train import checkpoint, sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint
 from nsa.train.export import write_safetensors
 from nsa.train.model_file import read_weights
-from nsa.train.saver import back_up
+from nsa.train.saver import back_up, num_tensor_bytes
 
 
 def verify(path: Path) -> int:
@@ -34,7 +32,7 @@ def show(path: Path) -> int:
     path = _paths(path)[0]
     num_bytes, content = shelf.verify(path).bytes, shelf.peek(path, verified=True)
     weights = content["state_dict"]
-    expected = expected_bytes(content)
+    expected = num_tensor_bytes(content)
     print(f"{path}: step {content['step']}, {content['tokens_seen']:,} tokens seen")
     print(f"parameters: {sum(x.numel() for x in weights.values()):,} in {len(weights)} tensors")
     print(f"bytes: {num_bytes:,} (tensors alone: {expected:,})")
@@ -82,20 +80,6 @@ def convert(path: Path, to: Path) -> int:
         dcp.write(to.parent, content)
     print(f"{to}: step {step}, {shelf.verify(to).bytes:,} bytes, verified")
     return 0
-
-
-def expected_bytes(content: checkpoint.Content) -> int:
-    """Bytes of all tensors: a file of a checkpoint is a little larger, never smaller."""
-    total, todo = 0, [content]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, torch.Tensor):
-            total += value.numel() * value.element_size()
-        elif isinstance(value, dict):
-            todo.extend(value.values())
-        elif isinstance(value, list | tuple):
-            todo.extend(value)
-    return total
 
 
 def _paths(path: Path) -> list[Path]:

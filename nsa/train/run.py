@@ -18,6 +18,7 @@ from nsa.model import TinyLM
 from nsa.model.flops import peak_flops, training_flops_per_token
 from nsa.ops import fallbacks
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
+from nsa.telemetry.config_file import NAME as CONFIG_FILE
 from nsa.telemetry.hang_call import end_calls
 from nsa.telemetry.run_files import Folder
 from nsa.telemetry.sentinels import obeyed, write_anomaly
@@ -37,7 +38,7 @@ from nsa.train.feed import (
 )
 from nsa.train.fingerprint import fingerprint_of_rank
 from nsa.train.finish import Sampler, finish, summarize
-from nsa.train.guard import refuse_halted, refuse_waste
+from nsa.train.guard import CHECKPOINT_COPIES, refuse_full_disk, refuse_halted, refuse_waste
 from nsa.train.hang_watch import HangWatch
 from nsa.train.init_from import find_origin
 from nsa.train.log import RunLog
@@ -167,9 +168,9 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
         origin.require(ranks, start)
         done = start.content["step"] if start else 0
         goes_on = start is not None and start.path.parent.resolve() == path.resolve()
-        folder = _open_folder(ranks, path, goes_on)
+        folder = _open_folder(ranks, cfg, job, goes_on, metrics.num_params)
         announce(cfg, metrics, data, runtime, folder, progress)
-        files = [file] if (file := ranks.on_first(write_config, path, cfg, job.config_path)) else []
+        files = [path / CONFIG_FILE] if ranks.is_first else []
         tracking = ranks.on_first(open_tracker, cfg, path, resumed=goes_on, say=progress.say)
         beats_from = done if goes_on else 0
         with (
@@ -272,13 +273,16 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
         ) from None
 
 
-def _open_folder(ranks: Alone, path: Path, goes_on: bool) -> Folder:
+def _open_folder(ranks: Alone, cfg: Config, job: _Job, goes_on: bool, num_params: int) -> Folder:
     """The first rank moves an earlier run aside before any other writes a line."""
+    path = Path(cfg.train.out_dir)
 
     def make() -> str:
+        refuse_full_disk(path, 4 * num_params * CHECKPOINT_COPIES if cfg.train.save_every else 0)
         moved = open_folder(path, resumed=goes_on).previous
         end_calls(path)
         forget(path)
+        write_config(path, cfg, job.config_path)
         return str(moved or "")
 
     moved = ranks.from_first(make)
