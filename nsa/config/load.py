@@ -168,7 +168,7 @@ def _limit_nesting(text: str) -> None:
             if isinstance(event, yaml.CollectionEndEvent):
                 anchor, size = open_nodes.pop()
             elif isinstance(event, yaml.AliasEvent):
-                anchor, size = None, sizes.get(event.anchor, 1)
+                anchor, size = None, sizes.get(str(event.anchor), 1)
             if anchor is not None:
                 sizes[anchor] = size
             outer, so_far = open_nodes[-1]

@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa.config.env_table import HIDDEN
 from nsa.telemetry import proc
-from nsa.telemetry.env_file import HIDDEN, RunEnvironment
+from nsa.telemetry.env_file import RunEnvironment
 from nsa.telemetry.proc import START_TICKS, stat_fields
 
 CLOCK_SLACK_S = 2.0
