@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import nsa
-from nsa.config import BAD_INPUT, Config, DataConfig, StrictParser, load_config
+from nsa.config import BAD_INPUT, INTERRUPTED, Config, DataConfig, StrictParser, load_config
 from nsa.config.describe import (
     key_markdown,
     key_rows,
@@ -18,7 +18,8 @@ from nsa.config.describe import (
     variable_markdown,
     variable_rows,
 )
-from nsa.config.env import check_environment, in_effect, raw, read
+from nsa.config.env import check_environment, in_effect, raw, read, translate_torch_logs
+from nsa.files import explain
 from nsa.operate.flags import (
     add_handoff_flags,
     add_launch_flags,
@@ -35,20 +36,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; bad input is one line on stderr and exit code 2."""
     args = _parser().parse_args(argv)
     args.arguments = list(sys.argv[1:] if argv is None else argv)
+    return in_sentences("nsa", lambda: int(args.command(args)))
+
+
+def in_sentences(program: str, command: Callable[[], int]) -> int:
+    """Run a command; what a user or the system can make go wrong is a line, and no traceback."""
     try:
-        code: int = args.command(args)
+        code = command()
         sys.stdout.flush()
     except ValueError as error:  # bad input, by the convention of this package
-        print(f"nsa: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:  # a run that trains handles it itself
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a folder that cannot be written, a disk that is full
+        print(f"{program}: error: {explain(error)}", file=sys.stderr)
+        return BAD_INPUT
     return code
 
 
 def entry() -> NoReturn:
     """Be the command: run, and end the process with the exit code."""
+    translate_torch_logs()
     code = main()
     if "nsa.data" not in sys.modules:  # nothing was read that could hang
         sys.exit(code)

@@ -11,8 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
-from nsa.config import BAD_INPUT, Config, StrictParser, load_config
-from nsa.config.env import check_environment, in_effect, raw, read
+from nsa.config.env import check_environment, in_effect, raw, read, translate_torch_logs
+
+if __name__ == "__main__":
+    translate_torch_logs()  # before anything imports torch
+
+from nsa.cli import in_sentences
+from nsa.config import Config, StrictParser, load_config
 from nsa.data import end_process
 from nsa.generate import sample_text
 from nsa.model import TinyLM
@@ -45,12 +50,16 @@ RESUME_HELP = (
 def main(arguments: list[str] | None = None) -> int:
     """Train, and return the exit code."""
     flags = _parser().parse_args(arguments)
+    return in_sentences("train_showcase", lambda: _train(flags))
+
+
+def _train(flags: argparse.Namespace) -> int:
+    check_environment()
+    path = flags.config or read("CONFIG")
+    config = _resolve(path, flags)
+    for name, value in in_effect().items() if read("RANK") == 0 else ():
+        print(f"[boot] environment: {name}={value}")
     try:
-        check_environment()
-        path = flags.config or read("CONFIG")
-        config = _resolve(path, flags)
-        for name, value in in_effect().items() if read("RANK") == 0 else ():
-            print(f"[boot] environment: {name}={value}")
         run(
             config,
             config_path=path,
@@ -67,9 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
             ),
             ddp=flags.ddp,
         )
-    except ValueError as error:  # bad input, by the convention of this package
-        print(f"train_showcase: error: {error}", file=sys.stderr)
-        return BAD_INPUT
     except TrainError as error:
         if speaks_for_all(error):
             print(f"train_showcase: {error}", file=sys.stderr)

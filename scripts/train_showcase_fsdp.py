@@ -10,6 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
+from nsa.config.env import translate_torch_logs
+
+if __name__ == "__main__":
+    translate_torch_logs()  # before anything imports torch
+
 from nsa.data import end_process
 from scripts.train_showcase import main
 

@@ -3,7 +3,7 @@
 from nsa.config.check import parse_layers
 from nsa.config.errors import ConfigError, nearest
 from nsa.config.load import Setting, build, known_keys, load_config, to_container
-from nsa.config.parser import BAD_INPUT, StrictParser
+from nsa.config.parser import BAD_INPUT, INTERRUPTED, StrictParser
 from nsa.config.schema import (
     Config,
     DataConfig,
@@ -15,6 +15,7 @@ from nsa.config.schema import (
 
 __all__ = [
     "BAD_INPUT",
+    "INTERRUPTED",
     "Config",
     "ConfigError",
     "DataConfig",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nsa.config import schema
 from nsa.config.env import raw
-from nsa.config.env_table import TABLE, Variable
+from nsa.config.env_table import HIDDEN, TABLE, Variable
 from nsa.config.load import known_keys, to_container
 
 Rows = list[tuple[str, ...]]
@@ -52,7 +52,7 @@ def variable_rows(environ: Mapping[str, str] | None = None) -> Rows:
             (
                 variable.name,
                 _default(variable),
-                "-" if current is None else repr(current),
+                "-" if current is None else HIDDEN if variable.secret else repr(current),
                 variable.honoured,
                 _meaning(variable),
             )

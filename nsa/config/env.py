@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.config.env_table import TABLE, Value, Variable
+from nsa.config.env_table import HIDDEN, TABLE, Value, Variable
 from nsa.config.errors import ConfigError, nearest
 
 BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
@@ -60,7 +61,7 @@ def in_effect(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that this package honours and that are not at their default."""
     environ = _environ(environ)
     return {
-        name: environ[name]
+        name: HIDDEN if variable.secret else environ[name]
         for name, variable in TABLE.items()
         if variable.honoured == "code" and read(name, environ) != variable.default
     }
@@ -123,6 +124,27 @@ def _bad_value(variable: Variable, text: str, allowed: str) -> ConfigError:
 def set_default(name: str, value: str) -> None:
     """Set a variable that a library reads when it starts, unless somebody has set it."""
     os.environ.setdefault(name, value)
+
+
+def translate_torch_logs() -> None:
+    """Take the old channel `sdp` out of TORCH_LOGS, and log the routes of attention instead.
+
+    torch raises on that name when it is imported, so entries call this before. Where something has
+    tried to import torch already, as a sitecustomize may, half of it is left in this process, which
+    then starts itself anew.
+    """
+    channels = os.environ.get("TORCH_LOGS", "").split(",")
+    kept = [channel for channel in channels if channel.strip().lstrip("+-") != "sdp"]
+    if kept == channels:
+        return
+    os.environ["TORCH_LOGS"] = ",".join(kept)
+    if not os.environ["TORCH_LOGS"]:
+        del os.environ["TORCH_LOGS"]
+    os.environ.setdefault("NSA_SDPA_AUDIT", "1")
+    text = "[boot] TORCH_LOGS: torch has no channel `sdp`; NSA_SDPA_AUDIT=1 logs the routes instead"
+    print(text, file=sys.stderr, flush=True)
+    if any(name.partition(".")[0] == "torch" for name in sys.modules):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def with_package() -> dict[str, str]:

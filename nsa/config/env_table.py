@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Value = bool | int | float | str | None
+HIDDEN = "***"
+"""Stands for the value of a secret."""
 Honoured = Literal["code", "external", "planned"]
 
 
@@ -25,6 +27,8 @@ class Variable:
     """Config overrides that it stands for; `{}` is its value. Only a non-default value applies."""
     choices: tuple[str, ...] = ()
     """Allowed words, where not every text is."""
+    secret: bool = False
+    """Its value is never shown."""
 
 
 _CONFIG = (
@@ -191,6 +195,14 @@ _WATCHDOG = (
     Variable("NSA_WATCH_HEARTBEAT_STALL_S", float, None, "code", "its limit stall_s"),
     Variable("NSA_WATCH_FLATLINE_N", int, None, "code", "its limit flatline_n"),
     Variable("NSA_WATCH_GATE_COLLAPSE_N", int, None, "code", "its limit gate_n"),
+    Variable(
+        "NSA_DASHBOARD_TOKEN",
+        str,
+        "",
+        "code",
+        "what a browser must know to see nsa dashboard; --token-file wins",
+        secret=True,
+    ),
     Variable("NSA_PRICE_PER_H", float, None, "code", "price of an hour, for nsa preflight"),
 )
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +20,16 @@ if TYPE_CHECKING:
 
 INHERITS = "inherits"
 REPOSITORY = Path(__file__).resolve().parents[2]
+MOST_BYTES, MOST_DEPTH, MOST_NODES, MOST_HEIRS = 1 << 18, 16, 10_000, 16
+"""Of a config: bytes of a file, levels and values in it, and files that inherit in a row."""
+
+
+GROUPS = tuple(field.name for field in dataclasses.fields(Config))
+KNOWN_LINE = re.compile(
+    rf"(?:^|[{{,])[ \t]*[\"']?({'|'.join((INHERITS, *GROUPS))})[\"']?[ \t]*:", re.MULTILINE
+)
+"""A line that only a config has."""
+WRITE = f"write at least one of {', '.join(GROUPS)}, or `{INHERITS}: base.yaml`"
 
 
 class Setting(NamedTuple):
@@ -33,7 +46,7 @@ def load_config(
     environ: Mapping[str, str] | None = None,
 ) -> Config:
     """Resolve defaults < YAML (base first) < environment < `group.key=value` overrides."""
-    settings = [*_from_yaml(Path(path), ())]
+    settings = _from_yaml(Path(path), ())
     settings += [_split(text, f"environment {name}") for name, text in config_overrides(environ)]
     settings += [_split(text, "command line") for text in overrides]
     return build(settings)
@@ -73,34 +86,108 @@ def known_keys() -> dict[str, type]:
     }
 
 
-def _from_yaml(path: Path, heirs: tuple[Path, ...]) -> Iterator[Setting]:
+def parse_config(text: str, origin: str) -> Config:
+    """The config of a text that inherits from nothing, as a run folder keeps it."""
+    return build([*_flatten(_parse_yaml(text, origin), origin)])
+
+
+def _from_yaml(path: Path, heirs: tuple[Path, ...]) -> list[Setting]:
     if path.resolve() in heirs:
         chain = " -> ".join(p.name for p in (*heirs, path))
         raise ConfigError(f"{path}: {INHERITS} goes in a circle ({chain}); remove one of the links")
-    content = _read_yaml(path)
+    if len(heirs) >= MOST_HEIRS:
+        raise ConfigError(f"{path}: more than {MOST_HEIRS} files inherit in a row; use fewer")
+    content = _parse_yaml(_read_file(path), str(path))
     parent = content.pop(INHERITS, None)
+    inherited: list[Setting] = []
     if parent is not None:
         if not isinstance(parent, str):
             raise ConfigError(f"{path}: {INHERITS}={parent!r} is not a file name; name one file")
-        yield from _from_yaml(path.parent / parent, (*heirs, path.resolve()))
-    yield from _flatten(content, str(path))
+        inherited = _from_yaml(path.parent / parent, (*heirs, path.resolve()))
+    return [*inherited, *_flatten(content, str(path))]
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> str:
+    """A file that a user names; it may be a link."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file; {_existing(path)}")
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path}: is larger than {MOST_BYTES} bytes, so it is no config")
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8, so it is no config; name another file") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); name a file that you can read"
+        ) from None
+
+
+def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
+    """The groups of a config. Of a file that is no config, no content shows in the message: it may
+    be one that whoever reads the message must not see."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: cannot be read as YAML: {reason}; correct the file") from None
+        _limit_nesting(text)
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except (YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
+        reason = f": {_reason(error)}" if KNOWN_LINE.search(text) else ""
+        raise ConfigError(f"{origin}: cannot be read as YAML{reason}; correct the file") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: holds a {type(content).__name__}; it must hold groups of keys")
-    return {str(key): value for key, value in content.items()}
+        raise ConfigError(
+            f"{origin}: holds a {type(content).__name__}; it must hold groups of keys"
+        )
+    if not content:
+        raise ConfigError(f"{origin}: is empty, which would be a run with every default; {WRITE}")
+    keys = [str(key) for key in content]
+    if not any(get_close_matches(key, (INHERITS, *GROUPS), n=1) for key in keys):
+        raise ConfigError(f"{origin}: is no config, it has none of the groups; {WRITE}")
+    return dict(zip(keys, content.values(), strict=True))
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong and where, without the text around it."""
+    from yaml import MarkedYAMLError
+
+    if isinstance(error, MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        return where + " ".join(f"{error.problem or error.context}".split())
+    return " ".join(str(error).split())[:200]
+
+
+def _limit_nesting(text: str) -> None:
+    """Refuse what is small as text and huge, or too deep, as data, before it is built.
+
+    A config has groups of keys, and nothing below them.
+    """
+    import yaml
+
+    sizes: dict[str, int] = {}  # of what has an anchor: nodes, with what its own aliases stand for
+    open_nodes: list[tuple[str | None, int]] = [(None, 0)]
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, 1))
+        elif isinstance(event, yaml.ScalarEvent | yaml.AliasEvent | yaml.CollectionEndEvent):
+            anchor, size = event.anchor if isinstance(event, yaml.NodeEvent) else None, 1
+            if isinstance(event, yaml.CollectionEndEvent):
+                anchor, size = open_nodes.pop()
+            elif isinstance(event, yaml.AliasEvent):
+                anchor, size = None, sizes.get(str(event.anchor), 1)
+            if anchor is not None:
+                sizes[anchor] = size
+            outer, so_far = open_nodes[-1]
+            open_nodes[-1] = outer, so_far + size
+        if len(open_nodes) - 1 > MOST_DEPTH or open_nodes[-1][1] > MOST_NODES:
+            raise yaml.YAMLError(
+                f"more than {MOST_DEPTH} levels, or {MOST_NODES} values; a config has groups of "
+                "keys, each with one value"
+            )
 
 
 def _existing(path: Path) -> str:
@@ -112,13 +199,14 @@ def _existing(path: Path) -> str:
 
 
 def _flatten(content: Mapping[str, Any], origin: str) -> Iterator[Setting]:
-    groups = {key.split(".")[0] for key in known_keys()}
     for group, values in content.items():
-        if group not in groups:
-            known = nearest(group, groups)
+        if group not in GROUPS:
+            known = nearest(group, GROUPS)
             raise ConfigError(f"{origin}: unknown group {group!r}; the nearest known is {known!r}")
         if not isinstance(values, dict):
-            raise ConfigError(f"{origin}: {group}={values!r} is no group; put its keys under it")
+            raise ConfigError(
+                f"{origin}: {group}={values!r:.80} is no group; put its keys under it"
+            )
         for key, value in values.items():
             yield Setting(f"{group}.{key}", value, origin)
 
@@ -167,6 +255,6 @@ def _wrong_type(setting: Setting, kind: type) -> ConfigError:
         str: "text (in YAML: quote it; no ${...})",
     }[kind]
     return ConfigError(
-        f"{setting.origin}: {setting.key}={setting.value!r} has the wrong type; "
+        f"{setting.origin}: {setting.key}={setting.value!r:.80} has the wrong type; "
         f"it must be {allowed}; correct the value"
     )

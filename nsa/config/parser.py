@@ -10,6 +10,8 @@ from nsa.config.errors import nearest
 
 BAD_INPUT = 2
 """Exit code of bad input."""
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C has ended; a run that trains then ends with 0."""
 
 
 class StrictParser(argparse.ArgumentParser):

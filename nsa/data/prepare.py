@@ -42,6 +42,11 @@ def prepare(
     try:
         for side, ids in encode_sides(read_documents(source), tokenizer, counts, workers):
             writers[side].add(ids.astype(id_type(tokenizer.vocab), copy=False))
+        if not counts.documents:
+            raise DataError(
+                f"{source} holds no text: {counts.empty} documents, all of them empty; nothing was "
+                "prepared; name a file or folder with documents"
+            )
         for writer in writers.values():
             writer.finish_shard()
         manifest = Manifest(

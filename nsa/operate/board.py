@@ -7,10 +7,11 @@ from datetime import datetime
 from statistics import median
 from typing import NamedTuple
 
+from nsa.files import size
 from nsa.operate.limits import Limits
 from nsa.operate.snapshot import Rank, Run, number
 from nsa.operate.speed_rules import allowed_silence
-from nsa.operate.text import ASCII_BARS, BARS, MIB, duration, printable, progress_bar, size
+from nsa.operate.text import ASCII_BARS, BARS, MIB, duration, printable, progress_bar
 from nsa.operate.text import sparkline as draw
 from nsa.telemetry import Beat
 from nsa.telemetry.alarms import Alarm
@@ -66,7 +67,7 @@ def board(
 
 
 def _status(run: Run) -> Iterator[Part]:
-    yield Part(run.status, STATUS_STYLES.get(run.status, BAD))
+    yield Part(run.standing, STATUS_STYLES.get(run.status, BAD))
     if run.anomaly:
         yield Part(f"anomaly: {run.anomaly}", BAD)
     if run.halt is not None:
@@ -86,7 +87,7 @@ def _progress(run: Run, width: int, unicode: bool) -> Iterator[Part]:
     bar = progress_bar(step / steps, max(10, width // 4), **marks)
     yield Part(f"{bar} {step / steps:.1%}")
     yield Part(f"step {step:,} of {steps:,}")
-    if (eta_s := eta(run, step)) is not None and not run.ended:
+    if (eta_s := eta(run, step)) is not None and not run.over:
         yield Part(f"eta {duration(eta_s)}")
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
+from nsa.files import size
 from nsa.model.memory import training_memory
 from nsa.operate.criterion import judged, missing
 from nsa.operate.planned import Planned
 from nsa.operate.process import why_not_ours
 from nsa.operate.snapshot import Run, read_run
-from nsa.operate.text import GIB, MIB, duration, size
+from nsa.operate.text import GIB, MIB, duration
 from nsa.operate.verdict import Row
 from nsa.telemetry import nvml
 from nsa.telemetry.proc import PROC

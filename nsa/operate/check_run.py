@@ -14,11 +14,12 @@ import torch
 from nsa.config import Config
 from nsa.config.env import read
 from nsa.data import SourceLost, within
+from nsa.files import size
 from nsa.operate.all_reduce import reduce_once
 from nsa.operate.criterion import judged, missing
 from nsa.operate.planned import Planned
 from nsa.operate.snapshot import number
-from nsa.operate.text import duration, first_line, size
+from nsa.operate.text import duration, first_line
 from nsa.operate.verdict import Row
 from nsa.telemetry import read_heartbeat
 from nsa.telemetry.heartbeat import NAME as HEARTBEAT

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from nsa.files import APPEND, open_regular
 from nsa.telemetry.best_effort import complain
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -45,7 +46,7 @@ class Transcript:
         self._has_console = True
         for path in dict.fromkeys(paths):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[path] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._files[path] = open_regular(path, APPEND)
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""

@@ -28,7 +28,7 @@ def steps(limit: str) -> Criterion:
 
 def _steps(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
     needed = int(limit_name) if limit_name.isdigit() else int(getattr(limits, limit_name))
-    if e.step < needed and not e.run.ended:
+    if e.step < needed and not e.run.over:
         return missing(
             "steps",
             limit=f"{needed}",
@@ -42,21 +42,21 @@ def _steps(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
         f"{e.step}",
         limit=f"{needed}",
         evidence=f'{METRICS}, "step"',
-        advice=f"the run ended ({e.run.status}) before them; look why, then start it again",
+        advice=f"the run ended ({e.run.standing}) before them; look why, then start it again",
     )
 
 
 def finished(e: Evidence, limits: Limits) -> Row:
     """That the run did all that it was meant to do."""
     metrics, limit = e.run.metrics, "finished, every step"
-    if metrics is None or not e.run.ended:
+    if metrics is None or not e.run.over:
         evidence = NO_METRICS if metrics is None else f"{e.run.status} at step {e.step}"
         todo = "judge again when it has ended"
         return missing("finished", limit=limit, evidence=evidence, advice=todo, essential=True)
     return judged(
         "finished",
         metrics.status == "finished" and metrics.step >= metrics.steps,
-        f"{metrics.status}, {metrics.step} of {metrics.steps} steps",
+        f"{e.run.status}, {e.step} of {metrics.steps} steps",
         limit=limit,
         evidence=f'{METRICS}, "status" and "step"',
         advice="the same command goes on from the last checkpoint",
@@ -88,6 +88,8 @@ def no_errors(e: Evidence, limits: Limits) -> Row:
     found = list(e.errors)
     if e.run.status in BROKEN:
         found.append(f'{METRICS}, "status": "{e.run.status}"')
+    if e.run.death:
+        found.append(f'{METRICS}, "status": "running", but it {e.run.standing}')
     if e.run.anomaly:
         found.append(f"{ANOMALY}: {e.run.anomaly}")
     found += [

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+from nsa.files import size
 from nsa.operate.criterion import judged, missing
 from nsa.operate.evidence import Evidence
 from nsa.operate.limits import Limits
-from nsa.operate.text import first_line, size
+from nsa.operate.text import first_line
 from nsa.operate.verdict import Row
 from nsa.telemetry import MODEL
 from nsa.telemetry.metrics import NAME as METRICS
@@ -24,7 +25,7 @@ def saved(e: Evidence, limits: Limits) -> Row:
     limit = "one" if not every else f"one every {every} steps"
     newest = e.run.checkpoints[-1] if e.run.checkpoints else None
     if newest is None:
-        if not e.run.ended and every != 0 and e.step < (every or e.step + 1):
+        if not e.run.over and every != 0 and e.step < (every or e.step + 1):
             evidence = f"none yet at step {e.step}"
             todo = "judge again after the first checkpoint"
             return missing(
@@ -39,7 +40,7 @@ def saved(e: Evidence, limits: Limits) -> Row:
             advice="set train.save_every; look for [checkpoint] lines in the log",
         )
     behind = e.step - newest.step
-    allowed = (every or e.step) * (1 if e.run.ended else 2)  # one may be on its way to the disk
+    allowed = (every or e.step) * (1 if e.run.over else 2)  # one may be on its way to the disk
     return judged(
         "checkpoint",
         behind <= allowed,
@@ -122,7 +123,7 @@ def backed_up(e: Evidence, limits: Limits) -> Row:
 def model_saved(e: Evidence, limits: Limits) -> Row:
     """That the final model is there and loads."""
     path, limit = e.run.folder / MODEL, "there, and loads"
-    if not path.exists() and not e.run.ended:
+    if not path.exists() and not e.run.over:
         todo = "judge again when the run has ended"
         evidence = f"no {MODEL} yet"
         return missing("model", limit=limit, evidence=evidence, advice=todo, essential=True)
@@ -140,7 +141,7 @@ def long_enough(e: Evidence, limits: Limits) -> Row:
     metrics, limit = e.run.metrics, f">= {limits.pilot_h:g} h, or all steps"
     hours = metrics.train_s / 3600 if metrics else 0.0
     is_done = metrics is not None and metrics.step >= metrics.steps
-    if metrics is None or (hours < limits.pilot_h and not is_done and not e.run.ended):
+    if metrics is None or (hours < limits.pilot_h and not is_done and not e.run.over):
         evidence = f"{hours:.2f} h so far"
         todo = "judge again later"
         return missing("time", limit=limit, evidence=evidence, advice=todo, essential=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from nsa.config.load import REPOSITORY
+from nsa.files import open_binary
 from nsa.operate.handoff_manifest import ITEMS, Missing, is_safe
 from nsa.operate.redact import hide
 from nsa.operate.typed import require_types
@@ -43,7 +42,7 @@ class Collection:
         self.folder, self.open_files = folder, open_files
         self.sources: list[Source] = []
         self.missing: list[Missing] = []
-        self.metrics = read_metrics_if_plain(folder)
+        self.metrics = read_metrics_if_whole(folder)
 
     def collect(self, run_info: Path | None, report: Path | None) -> None:
         """Look for every item, in the order of the checklist."""
@@ -124,7 +123,7 @@ class Collection:
 
     def _add(self, item: str, origin: Path, path: str, *, is_text: bool = True) -> Source | None:
         try:
-            file = self.open_files.enter_context(_open_plain(origin))
+            file = self.open_files.enter_context(open_binary(origin))
         except OSError as error:
             self._miss(item, f"{origin}: {error.strerror or error}")
             return None
@@ -136,11 +135,10 @@ class Collection:
         self.missing.append(Missing(item=item, reason=clean))
 
 
-def read_metrics_if_plain(folder: Path) -> Metrics | None:
+def read_metrics_if_whole(folder: Path) -> Metrics | None:
     """metrics.json of the run; None where it is not there, or not as a run writes it."""
     try:
-        with _open_plain(folder / METRICS):
-            metrics = read_metrics(folder)
+        metrics = read_metrics(folder)
         require_types(metrics, METRICS)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
@@ -154,7 +152,7 @@ def find_run_info(folder: Path) -> Path | None:
     records = folder.resolve().parent.glob(f"{LAUNCHES}/*/run.info")
     for path in sorted(records, key=lambda p: p.parent.name, reverse=True):
         try:
-            with _open_plain(path) as file:
+            with open_binary(path) as file:
                 text = file.read(1 << 20).decode("utf-8", "replace")
         except OSError:
             continue  # somebody else's; the next one may be ours
@@ -175,11 +173,12 @@ def secret_in(path: Path) -> str:
     if path.suffix == ".distcp":
         return ""
     if path.suffix == ".pt":
-        with zipfile.ZipFile(path) as archive:
+        with open_binary(path) as file, zipfile.ZipFile(file) as archive:
             names = [name for name in archive.namelist() if name.endswith("data.pkl")]
             contents = [archive.read(name) for name in names]
     else:
-        contents = [path.read_bytes()]
+        with open_binary(path) as file:
+            contents = [file.read()]
     for text in (t for content in contents for t in re.findall(rb"[\x20-\x7e]{8,}", content)):
         shown, count = hide(text.decode())
         if count:
@@ -202,12 +201,3 @@ def _is_folder(value: str, folder: Path) -> bool:
         and len(given.parts) > 1
         and whole.parts[-len(given.parts) :] == given.parts
     )
-
-
-def _open_plain(path: Path) -> IO[bytes]:
-    """Open a regular file; a link could lead anywhere, and a pipe would wait for ever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is no regular file")
-    return os.fdopen(descriptor, "rb")

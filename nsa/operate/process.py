@@ -14,20 +14,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa.config.env_table import HIDDEN
 from nsa.telemetry import proc
-from nsa.telemetry.env_file import HIDDEN, RunEnvironment
+from nsa.telemetry.env_file import RunEnvironment
 from nsa.telemetry.proc import START_TICKS, stat_fields
 
 CLOCK_SLACK_S = 2.0
 """Between the clock of the heartbeat and the one that start times are counted with."""
 
 
-def is_gone(pid: int, env: RunEnvironment) -> bool | None:
-    """Whether no process has this number any more; None on another machine than the run's."""
+def is_gone(pid: int, env: RunEnvironment, started: int = 0) -> bool | None:
+    """Whether the process of a rank has ended; None on another machine than the run's.
+
+    `started` is its start in clock ticks, where that is known: a process that has the number and
+    another start has taken it over.
+    """
     if env.hostname != platform.node() or not (proc.PROC / "self").exists():
         return None
     fields = stat_fields(pid)
-    return fields is None or fields[0] in ("Z", "X")
+    if fields is None or fields[0] in ("Z", "X"):
+        return True
+    return bool(started) and int(fields[START_TICKS]) != started
 
 
 def why_not_ours(pid: int | None, last_beat: float, env: RunEnvironment | None) -> str:

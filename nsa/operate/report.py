@@ -164,13 +164,13 @@ def _within(evidence: Evidence, at: str, limits: Limits) -> Evidence:
 
 def _facts(evidence: Evidence) -> dict[str, str]:
     run = evidence.run
-    facts = {"status": run.status, "step": str(evidence.step)}
+    facts = {"status": run.standing, "step": str(evidence.step)}
     if (metrics := run.metrics) is not None:
         facts["step"] = f"{evidence.step} of {metrics.steps}"
         facts["config"] = f"{metrics.config_file}, {metrics.num_params / 1e6:.1f}M parameters"
         facts["device"] = f"{metrics.world_size} x {metrics.device}, {metrics.dtype}"
         facts["attention"] = " ".join(metrics.attention.split())
-        left_s = None if run.ended else eta(run, evidence.step)
+        left_s = None if run.over else eta(run, evidence.step)
         if left_s is not None:
             facts["time left"] = duration(left_s)
     if (env := run.env) is not None:

@@ -19,7 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, TypeVar
 
+from nsa.files import read_text
 from nsa.operate.process import is_gone
+from nsa.operate.text import duration
 from nsa.operate.typed import require_types
 from nsa.telemetry import (
     TRAINING,
@@ -37,6 +39,7 @@ from nsa.telemetry.env_file import NAME as ENV
 from nsa.telemetry.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP, tail_beats
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
+from nsa.telemetry.spans import read_span
 
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 CHECKPOINT = re.compile(r"checkpoint_step(\d+)(\.pt)?")
@@ -46,10 +49,13 @@ ROWS = 20_000
 RECENT_GAPS = 200
 """Times between beats that say what is usual now."""
 SHOWN_ALARMS = 20
+DIED = "died"
+"""The status of a run whose metrics.json says `running`, and which does not."""
+LOST_S, LOST_GAPS = 3600.0, 20.0
+"""Silence after which a run on a machine that cannot be seen counts as dead: so many seconds, and
+so many times the longest between two beats."""
 START_LINES = 2
 """Lines at the start of a process, while memory and speed settle, that say nothing yet."""
-MOST_BYTES = 16 << 20
-"""Of a file that is read as a whole, where only plain files are."""
 T = TypeVar("T")
 
 
@@ -126,15 +132,50 @@ class Run:
 
     @property
     def status(self) -> str:
-        """As metrics.json says; `unknown` without it, `absent` without any file of a run."""
+        """As metrics.json says, or DIED; `unknown` without it, `absent` without files of a run."""
         if self.metrics is not None:
-            return self.metrics.status
+            return DIED if self.death else self.metrics.status
         return "unknown" if self.ranks or self.rows else "absent"
+
+    @property
+    def standing(self) -> str:
+        """The status, and of a run that died where and why."""
+        return f"{DIED} at step {self.last_step}: {self.death}" if self.death else self.status
+
+    @property
+    def death(self) -> str:
+        """Why a run that says it is running is not; empty while it may be."""
+        if self.metrics is None or self.metrics.status != "running":
+            return ""
+        ages = [age for rank in self.ranks if (age := rank.age_s(self.now)) is not None]
+        gone = [rank.gone for rank in self.ranks if rank.last is not None]
+        if not gone or False in gone:
+            return ""
+        if all(gone):
+            return "its process is gone" if len(gone) == 1 else "its processes are gone"
+        longest_s = max((gap for rank in self.ranks for gap in rank.gaps), default=0.0)
+        if min(ages) <= max(LOST_S, LOST_GAPS * longest_s):
+            return ""
+        return (
+            f"no sign of life for {duration(min(ages))}, and its machine cannot be seen from here"
+        )
+
+    @property
+    def last_step(self) -> int:
+        """The last update that any file knows of."""
+        known = [self.metrics.step if self.metrics else 0]
+        known += [rank.last.step for rank in self.ranks if rank.last is not None]
+        return max(known + [row.step for row in self.rows[-1:]])
 
     @property
     def ended(self) -> bool:
         """Whether the run says so itself."""
         return self.metrics is not None and self.metrics.status != "running"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come: it has ended, or died."""
+        return self.ended or bool(self.death)
 
     @property
     def progress(self) -> list[Beat]:
@@ -166,26 +207,28 @@ def read_run(
     *,
     now: float | None = None,
     tail_bytes: int = SEARCH_BYTES,
-    only_plain: bool = False,
 ) -> Run:
     """Read a run folder; of files that grow, at most `tail_bytes` from their end.
 
-    `only_plain`: nothing is read through a link, or from what is no plain file, and that is said.
+    A link, a pipe or a folder under the name of a file is not read, and that is said.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
-    attempt = _Attempt([], only_plain)
+    attempt = _Attempt([])
     now = time.time() if now is None else now
     table = folder / TRAINING
+    attempt(folder / HALT, partial(read_text, folder / HALT))  # it asks also where it is unreadable
     env = attempt(folder / ENV, lambda: _typed(read_env(folder), folder / ENV))
+    # Before metrics.json, which a run that ends writes before its process goes.
+    ranks = _ranks(folder, env, tail_bytes, attempt)
     return Run(
         folder=folder,
         now=now,
         metrics=attempt(folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS)),
         env=env,
-        ranks=_ranks(folder, env, tail_bytes, attempt),
+        ranks=ranks,
         rows=attempt(table, lambda: last_rows(TrainingRow, table, ROWS)) or [],
-        checkpoints=attempt(folder, lambda: _checkpoints(folder, only_plain)) or [],
+        checkpoints=attempt(folder, lambda: _checkpoints(folder)) or [],
         halt=attempt(folder / HALT, lambda: read_halt(folder)),
         anomaly=attempt(folder / ANOMALY, lambda: read_anomaly(folder)),
         alarms=attempt(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS)) or [],
@@ -223,27 +266,10 @@ class _Attempt(NamedTuple):
     """Calls readers, and notes what they could not read."""
 
     problems: list[str]
-    only_plain: bool
 
     def __call__(self, path: Path, load: Callable[[], T]) -> T | None:
-        """What `try_read` gives; where only plain files may be read, others are a problem."""
-
-        def checked() -> T:
-            _require_plain(path, links=not self.only_plain)
-            return load()
-
-        return try_read(path, checked, self.problems)
-
-
-def _require_plain(path: Path, *, links: bool) -> None:
-    """Refuse pipes and devices, which would keep a reader waiting, and files that are read as a
-    whole but are too large; also links, where they are not allowed."""
-    status = path.stat() if links else path.lstat()
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        what = "no plain file" if links else "a link or no plain file"
-        raise ValueError(f"{path} is {what}; it is not read")
-    if path.name in (METRICS, ENV, ANOMALY, HALT) and status.st_size > MOST_BYTES:
-        raise ValueError(f"{path} has {status.st_size} bytes; at most {MOST_BYTES} are read")
+        """What `try_read` gives."""
+        return try_read(path, load, self.problems)
 
 
 def _ranks(
@@ -257,7 +283,9 @@ def _ranks(
             attempt.problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
         attempt.problems.extend(mixed_writers(path, beats))
         pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
-        gone = is_gone(pid, env) if pid and env else None
+        place = read_span(folder, rank)
+        started = place.started if place is not None and place.pid == pid else 0
+        gone = is_gone(pid, env, started) if pid and env else None
         ranks.append(Rank(rank=rank, path=path, beats=beats, gone=gone))
     return ranks
 
@@ -276,12 +304,12 @@ def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
     return [f"{path}: processes {pids} write it at the same time; end all but one of these runs"]
 
 
-def _checkpoints(folder: Path, only_plain: bool) -> list[Checkpoint]:
+def _checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
     for path in folder.glob("checkpoint_step*"):
         if match := CHECKPOINT.fullmatch(path.name):
             with suppress(FileNotFoundError):  # an old one may go while it is looked at
-                status = path.lstat() if only_plain else path.stat()
+                status = path.lstat()
                 if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
                     continue
                 files = list(path.iterdir()) if stat.S_ISDIR(status.st_mode) else [path]

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from nsa.config.env import changed, raw, with_package
 from nsa.config.load import REPOSITORY
+from nsa.files import open_regular, read_text
 
 AUTO, TMUX, BACKGROUND, FOREGROUND = "auto", "tmux", "background", "foreground"
 PLACES = (AUTO, TMUX, BACKGROUND, FOREGROUND)
@@ -69,7 +70,7 @@ def in_tmux(session: str, command: Sequence[str], folder: Path, say: Callable[[s
 
 def in_background(command: Sequence[str], log: Path, say: Callable[[str], None]) -> None:
     """Start a command that outlives this terminal; its output is in the log."""
-    with log.open("ab") as out:
+    with open(log, "ab", opener=open_regular) as out:
         process = subprocess.Popen(
             command,
             env=with_package(),
@@ -99,7 +100,7 @@ def _write_environment(folder: Path) -> Path:
 def become(file: str, command: list[str]) -> NoReturn:
     """Turn this process into a command with the environment that a file holds."""
     path = Path(file)
-    environ: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    environ: dict[str, str] = json.loads(read_text(path))
     path.unlink()
     here = changed({})
     environ = {name: value for name, value in environ.items() if name not in KEPT}

@@ -35,13 +35,6 @@ def duration(seconds: float) -> str:
     return f"{rest // 86400} d {rest % 86400 // 3600} h"
 
 
-def size(num_bytes: float) -> str:
-    """Write a number of bytes in MiB or GiB."""
-    if num_bytes < GIB:
-        return f"{num_bytes / MIB:.1f} MiB"
-    return f"{num_bytes / GIB:.1f} GiB"
-
-
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
     """Draw a curve in at most `width` characters; each is the mean of its share of the values."""
     known = [value for value in values if math.isfinite(value)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nsa.config.describe import markdown_table, text_table
+from nsa.files import read_text
 from nsa.operate.triage_run import Outcome
 from nsa.operate.typed import require_types
 from nsa.telemetry.atomic import write_text
@@ -55,7 +56,7 @@ def read_triage(folder: Path) -> Triage:
     """Read triage.json of a folder."""
     path = folder / JSON
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         if content.get("version") != VERSION:
             raise ValueError(
                 f"{path} has version {content.get('version')!r}; this program reads version "

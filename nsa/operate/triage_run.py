@@ -14,9 +14,11 @@ from pathlib import Path
 from nsa.config import BAD_INPUT, Config, ConfigError, load_config
 from nsa.config.env import changed
 from nsa.config.load import REPOSITORY
+from nsa.files import open_binary, open_regular
 from nsa.operate.text import printable
 from nsa.operate.triage_toggles import Toggle
 from nsa.telemetry import last_beat, read_metrics, write_config
+from nsa.telemetry.atomic import write_text
 
 TRAINER = REPOSITORY / "scripts" / "train_showcase.py"
 END_S = 15.0
@@ -73,14 +75,14 @@ def run_trial(trial: Trial, toggle: Toggle, name: str) -> Outcome:
     try:
         config = config_of(trial, toggle)
     except ConfigError as error:  # of the toggle: without it, the config has been read before
-        log.write_text(f"{error}\n", encoding="utf-8")
+        write_text(log, f"{error}\n")
         return _judge(trial, toggle, name, BAD_INPUT, 0.0, out, log)
     out.mkdir(parents=True, exist_ok=True)
     config_file = write_config(out, config, trial.config_path)
     config_file = config_file.rename(trial.folder / f"{name}.yaml")
     command = _command(trial, toggle, config_file, out)
     start = time.perf_counter()
-    with log.open("wb") as output:
+    with open(log, "wb", opener=open_regular) as output:
         process = subprocess.Popen(
             command,
             env=changed({"NSA_HEARTBEAT_EVERY": "1", **toggle.environ}),
@@ -168,7 +170,7 @@ def _dump(process: subprocess.Popen[bytes], out: Path) -> None:
 
 
 def _last_line(log: Path) -> str:
-    with log.open("rb") as file:
+    with open_binary(log) as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = file.read().decode("utf-8", "replace").strip().splitlines()
     words = [line for line in lines if line.strip()]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config.describe import markdown_table, text_table
+from nsa.files import read_text
 from nsa.operate.text import printable
 from nsa.operate.typed import require_types
 from nsa.telemetry.atomic import write_text
@@ -133,7 +134,7 @@ def read_report(folder: Path) -> Verdict:
     """Read report.json back; a newer schema, or another kind of file, is refused."""
     path = folder / NAME
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(read_text(path))
         schema, word = content.pop("schema"), content.pop("verdict")
         if schema != SCHEMA:
             raise ValueError(f"schema {schema!r}; this program reads {SCHEMA}")

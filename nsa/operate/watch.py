@@ -99,7 +99,7 @@ def describe_run(run: Run, num_alarms: int) -> str:
     """The state of a run in a line."""
     if run.status == "absent":
         return f"{run.folder}: no files of a run in it yet"
-    parts = [f"{run.folder}: {run.status}"]
+    parts = [f"{run.folder}: {run.standing}"]
     if run.metrics is not None:
         parts.append(f"step {run.metrics.step} of {run.metrics.steps}")
     for rank in run.ranks:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nsa.files import APPEND, open_regular
 from nsa.telemetry.best_effort import LineFile
 from nsa.telemetry.heartbeat import iso
 from nsa.telemetry.strict_json import strict
@@ -89,9 +90,8 @@ def note_watch(folder: Path | str) -> None:
 
     A folder that takes no file is watched all the same; a line that is lost there says so.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW
     with suppress(OSError):
-        os.close(os.open(Path(folder) / NAME, flags, 0o644))
+        os.close(open_regular(Path(folder) / NAME, APPEND))
 
 
 def as_line(alarm: Alarm) -> dict[str, Any]:

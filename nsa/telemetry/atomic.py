@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsa.files import put_in_place, temporary_name
+from nsa.files import open_regular, put_in_place, temporary_name
 
 
 @contextmanager
@@ -17,6 +18,9 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
+    # A new file, and not what somebody has put under its name: that could be a link.
+    temporary.unlink(missing_ok=True)
+    os.close(open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary
         put_in_place(temporary, path)

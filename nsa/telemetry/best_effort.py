@@ -9,9 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from nsa.files import is_at
-
-APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+from nsa.files import APPEND, is_at, open_regular
 
 
 @contextlib.contextmanager
@@ -83,9 +81,9 @@ class LineFile:
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, APPENDING, 0o644)
+        descriptor = open_regular(self.path, APPEND)
         try:
-            size = _drop_cut_line(self.path, descriptor)
+            size = _drop_cut_line(descriptor)
             _write_whole(descriptor, self._head if size == 0 else b"")
         except OSError:
             os.close(descriptor)
@@ -103,18 +101,16 @@ def _write_whole(descriptor: int, data: bytes) -> None:
         raise OSError(f"only {written} of {len(data)} bytes were taken")
 
 
-def _drop_cut_line(path: Path, descriptor: int, block: int = 65536) -> int:
+def _drop_cut_line(descriptor: int, block: int = 65536) -> int:
     """Cut the file after its last line end; return its size."""
     size = end = os.fstat(descriptor).st_size
-    with path.open("rb") as file:
-        while end > 0:
-            start = max(0, end - block)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
+    while end > 0:
+        start = max(0, end - block)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
+            break
+        end = start
     if end < size:
         os.ftruncate(descriptor, end)
     return end

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import yaml
 
-from nsa.config import Config, load_config, to_container
+from nsa.config import Config, to_container
+from nsa.config.load import parse_config
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 
 NAME = "config.yaml"
@@ -21,4 +23,4 @@ def write_config(folder: Path, config: Config, source: str) -> Path:
 
 def read_config(folder: Path) -> Config:
     """Read the settings back; the environment took part when they were resolved, not again."""
-    return load_config(folder / NAME, environ={})
+    return parse_config(read_text(folder / NAME), str(folder / NAME))

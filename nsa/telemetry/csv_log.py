@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar, get_type_hints
 
+from nsa.files import is_regular, read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import LineFile, best_effort
 from nsa.telemetry.tail import Line, lines_from_end, sampled_lines
@@ -58,7 +59,7 @@ class CsvLog(Generic[Row]):
         self.path = path
         if path is None:
             return
-        if resumed_at and path.exists():
+        if resumed_at and is_regular(path):
             self.rows = [row for row in read_rows(kind, path) if row[0] <= resumed_at]
         self._head = ",".join(kind._fields) + "\n"
         self._write(path)
@@ -94,7 +95,7 @@ def _line(row: NamedTuple) -> str:
 
 def read_rows(kind: type[Row], path: Path) -> list[Row]:
     """Read what was logged so far, without a last line that is not complete."""
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path, None)
     complete = list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
     if not complete:
         return []

@@ -19,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 
 from nsa.config import env
+from nsa.config.env_table import HIDDEN
+from nsa.files import read_text
 from nsa.telemetry import nvml
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import best_effort
@@ -29,7 +31,6 @@ NAME = "env.json"
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CONFIG")
 PREFIXES = ("NSA_", "NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-HIDDEN = "***"
 GIT_TIMEOUT_S = 5
 
 
@@ -71,7 +72,7 @@ def write_env(out_dir: Path | str, argv: Sequence[str] | None = None) -> Path:
 def read_env(out_dir: Path | str) -> RunEnvironment:
     """Read env.json of a run folder."""
     path = Path(out_dir) / NAME
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(read_text(path))
     if content.get("version") != VERSION:
         raise ValueError(
             f"{path} has version {content.get('version')!r}; this program reads version "

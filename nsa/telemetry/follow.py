@@ -1,26 +1,22 @@
 """The lines of a file as it grows: each is given once, and memory stays bounded.
 
-Files of a run folder may be anything. Only plain files are opened: no link, no pipe, no device. A
-file that was replaced or cut is read anew; a file that is large is read from somewhere near its
+A file that was replaced or cut is read anew; a file that is large is read from somewhere near its
 end, and its earlier part can be sampled.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from nsa.files import open_binary
 from nsa.telemetry.tail import Line
 
 MOST_LINE = 16 << 20
 """Bytes of a line that are held while its end is waited for; a longer line is passed over."""
 SAMPLE_BYTES = 1 << 16
-FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Grown(NamedTuple):
@@ -31,31 +27,6 @@ class Grown(NamedTuple):
     """Whether everything that was given before is void: this is another file now."""
     more: bool
     """Whether there is more to read already."""
-
-
-@contextmanager
-def open_plain(path: Path) -> Iterator[int]:
-    """Open a plain file for reading; OSError for anything else, also for a link to one."""
-    try:
-        descriptor = os.open(path, FLAGS)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a link, and links are not followed", str(path)) from None
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "is not a plain file", str(path))
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def read_plain(path: Path, most_bytes: int) -> str:
-    """The text of a plain file that is not larger than that."""
-    with open_plain(path) as descriptor:
-        if (size := os.fstat(descriptor).st_size) > most_bytes:
-            raise OSError(errno.EFBIG, f"has {size} bytes; at most {most_bytes} are read")
-        return os.pread(descriptor, most_bytes, 0).decode("utf-8", errors="replace")
 
 
 class Follower:
@@ -74,8 +45,8 @@ class Follower:
     def read(self, budget: int) -> Grown:
         """The complete lines within the next `budget` bytes. A file that is not there has none."""
         try:
-            with open_plain(self.path) as descriptor:
-                return self._read(descriptor, budget)
+            with open_binary(self.path) as file:
+                return self._read(file.fileno(), budget)
         except FileNotFoundError:
             anew, self._file = self._file is not None, None
             return Grown([], anew, False)
@@ -110,10 +81,10 @@ class Follower:
 
 def sample_lines(path: Path, end: int, places: int) -> Iterator[list[Line]]:
     """The complete lines in blocks that lie evenly in the first `end` bytes of a file."""
-    with open_plain(path) as descriptor:
+    with open_binary(path) as file:
         for place in range(places):
             start = end * place // places
-            data = os.pread(descriptor, SAMPLE_BYTES, start)
+            data = os.pread(file.fileno(), SAMPLE_BYTES, start)
             if start:
                 cut, _, data = data.partition(b"\n")
                 start += len(cut) + 1

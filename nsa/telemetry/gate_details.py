@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.heartbeat import Beat
@@ -36,7 +37,7 @@ def write_gate_details(folder: Path, beat: Beat) -> Path:
 
 def read_gate_details(folder: Path) -> dict[str, Any]:
     """Read the file of a run folder."""
-    content: dict[str, Any] = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(read_text(folder / NAME))
     if content.get("version") != VERSION:
         raise ValueError(
             f"{folder / NAME} has version {content.get('version')!r}; this program reads version "

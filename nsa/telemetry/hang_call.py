@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.hang_report import GONE, SILENT, STOPPED, RankState
 from nsa.telemetry.proc import STATE, start_ticks, stat_fields
@@ -120,7 +121,7 @@ def _unheard(folder: Path, rank: int, still_s: float) -> RankState:
         return RankState(rank=rank, state=SILENT, waits=False, still_s=still_s, **unknown)  # type: ignore[arg-type]
     stacks: list[str] = []
     with contextlib.suppress(OSError):
-        raw = (folder / RAW.format(rank=rank)).read_text(encoding="utf-8", errors="replace")
+        raw = read_text(folder / RAW.format(rank=rank))
         stacks = raw.splitlines()
     return RankState(
         rank=rank,
@@ -147,7 +148,7 @@ def _read_answer(folder: Path, call: Call, rank: int) -> RankState | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.heartbeat import iso
 from nsa.telemetry.spans import UPDATE
@@ -99,7 +100,7 @@ def write_report(folder: Path, ranks: Sequence[RankState], *, by: int, why: str)
 
 def read_report(path: Path) -> HangReport:
     """Read a report."""
-    first, _, rest = path.read_text(encoding="utf-8").partition("\n")
+    first, _, rest = read_text(path).partition("\n")
     try:
         content = json.loads(rest)
         ranks = [RankState(**state) for state in content.pop("ranks")]

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import best_effort
 
@@ -89,7 +90,7 @@ def write_memory(out_dir: Path | str, when: str, device: torch.device | str, ran
 
 def read_memory(path: Path) -> dict[str, Any]:
     """Read the JSON of a dump."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(read_text(path))
     if content.get("schema") != SCHEMA:
         raise ValueError(
             f"{path} has schema {content.get('schema')!r}; this program reads schema {SCHEMA}; "

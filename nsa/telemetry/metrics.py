@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 
 VERSION = 1
@@ -92,7 +93,7 @@ def write_metrics(folder: Path, metrics: Metrics) -> Path:
 
 def read_metrics(folder: Path) -> Metrics:
     """Read metrics.json of a run folder."""
-    content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    content = json.loads(read_text(folder / NAME))
     if content.get("version") != VERSION:
         raise ValueError(
             f"{folder / NAME} has version {content.get('version')!r}; this program reads "

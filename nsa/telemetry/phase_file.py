@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 
 VERSION = 1
@@ -40,7 +41,7 @@ def write_verdict(folder: Path, verdict: PhaseVerdict) -> Path:
 def read_verdict(folder: Path) -> PhaseVerdict | None:
     """The verdict on the run in the folder; None where there is none that can be read."""
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = json.loads(read_text(folder / NAME))
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict) or content.get("version") != VERSION:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nsa.config import ConfigError
+from nsa.files import explain
 from nsa.telemetry import (
     alarms,
     config_file,
@@ -25,8 +26,10 @@ from nsa.telemetry import (
     tensorboard,
     tracker,
 )
+from nsa.telemetry.atomic import write_text
 
 MODEL = "model.pt"
+PROBE = ".writable"
 CHECKPOINTS = "checkpoint_step*"
 RUN_FILES = (
     csv_log.TRAINING,
@@ -78,6 +81,8 @@ def open_folder(path: Path, *, resumed: bool = False) -> Folder:
     """Create the folder; move an earlier run's files to previous/<time>/, unless it goes on."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        write_text(path / PROBE, "")
+        (path / PROBE).unlink()
     except OSError as error:
         raise not_made(path, error) from None
     old = [file for pattern in RUN_FILES for file in sorted(path.glob(pattern))]
@@ -92,8 +97,8 @@ def open_folder(path: Path, *, resumed: bool = False) -> Folder:
 def not_made(path: Path, error: OSError) -> ConfigError:
     """What is wrong with a run folder that could not be made."""
     return ConfigError(
-        f"train.out_dir={path}: the folder cannot be made ({error.strerror}); "
-        "name one that can be written"
+        f"train.out_dir={path}: the folder cannot be made or written ({explain(error, path)}); "
+        "name one that can"
     )
 
 

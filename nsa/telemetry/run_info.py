@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.heartbeat import iso
 
@@ -84,7 +85,7 @@ def read_run_info(path: Path) -> RunInfo:
     path = path / NAME if path.is_dir() else path
     found: dict[str, Any] = {}
     kinds = get_type_hints(RunInfo)
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_text(path).splitlines():
         if line.startswith((INFO, DONE)):
             found.setdefault("notes", []).append(line)
             continue

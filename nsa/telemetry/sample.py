@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 
 NAME = "sample.txt"
@@ -17,5 +18,4 @@ def write_sample(folder: Path, text: str) -> Path:
 
 def read_sample(folder: Path) -> str:
     """Read the text back, with its line ends as they are."""
-    with (folder / NAME).open(encoding="utf-8", newline="") as file:
-        return file.read()
+    return read_text(folder / NAME)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import complain
 
@@ -48,11 +49,11 @@ def read_halt(out_dir: Path | str) -> Halt | None:
     """The request to stop, or None; costs one look at the folder while there is none."""
     path = Path(out_dir) / HALT
     try:
-        written = path.stat().st_mtime
+        written = path.lstat().st_mtime
     except OSError:  # not there; or a network disk that stumbles, which is no request
         return None
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        text = read_text(path).strip()
     except FileNotFoundError:
         return None
     except OSError as error:  # what is there and cannot be read still asks
@@ -94,7 +95,7 @@ def write_anomaly(out_dir: Path | str, kind: str) -> bool:
 def read_anomaly(out_dir: Path | str) -> str | None:
     """The kind of anomaly that the run ended with, or None."""
     try:
-        text = (Path(out_dir) / ANOMALY).read_text(encoding="utf-8", errors="replace")
+        text = read_text(Path(out_dir) / ANOMALY)
     except FileNotFoundError:
         return None
     return text.strip() or None

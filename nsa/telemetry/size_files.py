@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nsa.files import read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import best_effort
 
@@ -52,7 +53,7 @@ def write_dtypes(folder: Path, compute: str, parameters: Iterable[tuple[str, Ten
 def read_dtypes(folder: Path) -> DtypesReport:
     """Read dtypes_report.txt of a run folder."""
     path = folder / DTYPES
-    lines = [line.split(" ") for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line.split(" ") for line in read_text(path).splitlines()]
     kinds = [line[0] for line in lines[:2]]
     if kinds != ["version", "compute"] or lines[0][1:] != [str(VERSION)]:
         raise ValueError(
@@ -74,7 +75,7 @@ def write_opt_state(folder: Path, state_dict: Mapping[str, Any]) -> None:
 
 def read_opt_state(folder: Path) -> float:
     """Read opt_state_mb.txt of a run folder: MiB."""
-    text = (folder / OPT_STATE).read_text(encoding="utf-8")
+    text = read_text(folder / OPT_STATE)
     try:
         return float(text)
     except ValueError:

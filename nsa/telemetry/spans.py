@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
+from nsa.files import open_regular, read_text
 from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.proc import start_ticks
 
@@ -97,7 +98,7 @@ class Spans:
         self.close()
         with best_effort(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._descriptor = open_regular(self._path, os.O_WRONLY | os.O_CREAT)
         self._changed()
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ def forget(folder: Path) -> None:
 def read_span(folder: Path | str, rank: int) -> Place | None:
     """Where a rank was last; None where it never said so, or what is there cannot be read."""
     try:
-        text = (Path(folder) / NAME.format(rank=rank)).read_text(encoding="utf-8")
+        text = read_text(Path(folder) / NAME.format(rank=rank))
         place = Place(**json.loads(text))
     except (OSError, ValueError, TypeError, RecursionError):
         return None

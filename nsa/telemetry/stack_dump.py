@@ -20,13 +20,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from nsa.files import is_at
+from nsa.files import is_at, open_regular
 from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.heartbeat import iso
 
@@ -41,14 +41,17 @@ RAW = ".stackdump_raw_rank{rank}.txt"
 """What faulthandler leaves; not empty only where no dump could be written."""
 
 
-def install(out_dir: Path | str, rank: int = 0) -> Installed | None:
+def install(
+    out_dir: Path | str, rank: int = 0, hear: Callable[[int], None] | None = None
+) -> Installed | None:
     """Answer SIGUSR1 from now on, until the result is uninstalled.
 
+    `hear` is told of every signal that has a handler, in a thread, also while the main one hangs.
     Outside the main thread, where Python allows no handler, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
-    return Installed(Path(out_dir), rank)
+    return Installed(Path(out_dir), rank, hear)
 
 
 def write_dump(
@@ -75,8 +78,8 @@ def write_dump(
 class Installed:
     """The parts that the answer is made of, and how they go again."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, folder: Path, rank: int, hear: Callable[[int], None] | None) -> None:
+        self._folder, self._rank, self._hear = folder, rank, hear
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._mouth, False)
         self._handler = signal.signal(SIGNAL, _ignore)  # also refuses any other thread
@@ -115,7 +118,7 @@ class Installed:
         path = self._folder / RAW.format(rank=self._rank)
         with best_effort(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            raw = path.open("wb", buffering=0)
+            raw = open(path, "wb", buffering=0, opener=open_regular)  # noqa: SIM115
             # Only the thread that the signal interrupts: the stacks of others may change meanwhile.
             faulthandler.register(SIGNAL, file=raw, all_threads=False, chain=True)
             return raw
@@ -124,6 +127,8 @@ class Installed:
     def _listen(self) -> None:
         with contextlib.closing(os.fdopen(self._ear, "rb", buffering=0)) as ear:
             while numbers := ear.read(1):
+                if self._hear is not None:
+                    self._hear(numbers[0])
                 if numbers[0] == SIGNAL and self._dump():
                     self._forget_raw()
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from nsa.files import open_binary, open_regular
+
 BLOCK_BYTES = 65536
 
 
@@ -19,7 +21,7 @@ class Line(NamedTuple):
 
 def complete_lines(path: Path) -> Iterator[Line]:
     """Every line that has its end, in order."""
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
                 yield Line(_text(line), f"line {number}")
@@ -31,7 +33,7 @@ def lines_from_end(path: Path, most_bytes: int) -> Iterator[Line]:
     It reads as it is asked, a block at a time. A file that is not there has no lines.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return
     try:
@@ -45,22 +47,26 @@ def sampled_lines(path: Path, most_bytes: int) -> Iterator[Line]:
 
     A quarter of `most_bytes` is its start, a half its end, and the rest blocks evenly between.
     """
-    size = path.stat().st_size
-    if size <= most_bytes:
-        yield from complete_lines(path)
-        return
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size <= most_bytes:
+            yield from complete_lines(path)
+            return
+        for start, length in _spans(size, most_bytes):
+            yield from _whole_lines(os.pread(descriptor, length, start), start)
+    finally:
+        os.close(descriptor)
+
+
+def _spans(size: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Where the sample of a large file lies: the first byte and the length of each piece."""
     quarter = most_bytes // 4
     num_blocks = quarter // BLOCK_BYTES
     between = size - 3 * quarter
     spans = [(0, quarter)]
     spans += [(quarter + i * between // num_blocks, BLOCK_BYTES) for i in range(num_blocks)]
-    spans += [(size - 2 * quarter, 2 * quarter)]
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        for start, length in spans:
-            yield from _whole_lines(os.pread(descriptor, length, start), start)
-    finally:
-        os.close(descriptor)
+    return [*spans, (size - 2 * quarter, 2 * quarter)]
 
 
 def _whole_lines(block: bytes, start: int) -> Iterator[Line]:

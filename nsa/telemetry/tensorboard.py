@@ -6,9 +6,10 @@ The tags are those of scalars.py. The step of an event is the number of optimize
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nsa.telemetry.best_effort import complain
 
@@ -28,6 +29,9 @@ class TensorBoard:
         self.num_dropped = 0
         self._writer = writer
         self._failed = False
+        self._hook, self._hook_before = threading.excepthook, threading.excepthook
+        if writer is not None:
+            self._hook = threading.excepthook = _without(writer, self._hook_before)
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add a point to each of these curves: one event, which costs less than one for each."""
@@ -45,6 +49,8 @@ class TensorBoard:
         """Write what waits, and end the file."""
         self._guarded(lambda writer: writer.close())
         self._writer = None
+        if threading.excepthook is self._hook:
+            threading.excepthook = self._hook_before
 
     def _guarded(self, action: Callable[[SummaryWriter], None]) -> bool:
         """Do it; after the first OSError, which the writer does not survive, do nothing more."""
@@ -101,6 +107,23 @@ def read_scalars(out_dir: Path | str) -> dict[str, list[tuple[int, float]]]:
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
+
+
+def _without(
+    writer: SummaryWriter, before: Callable[[threading.ExceptHookArgs], Any]
+) -> Callable[[threading.ExceptHookArgs], Any]:
+    """A hook for errors of threads that is silent about the writer's own.
+
+    That one dies of a full disk with a traceback; the next call of the writer raises the error
+    again, and then it is said in a line.
+    """
+    worker = writer._get_file_writer().event_writer._async_writer._worker
+
+    def quietly(args: threading.ExceptHookArgs) -> None:
+        if args.thread is not worker or not isinstance(args.exc_value, OSError):
+            before(args)
+
+    return quietly
 
 
 def _to_stderr(text: str) -> None:

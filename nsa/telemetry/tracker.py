@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from nsa.config import Config, ConfigError, to_container
 from nsa.config.env import raw
+from nsa.files import open_regular, read_text
 from nsa.telemetry.atomic import write_text
 from nsa.telemetry.best_effort import best_effort
 
@@ -140,7 +141,7 @@ class Tracker:
     def _last_words(self) -> str:
         """The last line that the library printed, and where the others are."""
         with contextlib.suppress(OSError):
-            lines = self._log.read_text("utf-8", "replace").split("\n") if self._log else []
+            lines = read_text(self._log).split("\n") if self._log else []
             last = next((line.strip() for line in reversed(lines) if line.strip()), "")
             return f" ({last}; see {self._log})" if last else ""
         return ""
@@ -169,7 +170,7 @@ def open_tracker(
     write_tracked(folder, tracked)
     log = folder / LOG
     try:
-        with log.open("ab") as output:
+        with open(log, "ab", opener=open_regular) as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", str(CHILD)],
                 stdin=subprocess.PIPE,
@@ -209,7 +210,7 @@ def read_tracked(folder: Path) -> Tracked | None:
     """Read tracker.json of a run folder; None where no tracker had the run."""
     path = folder / NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +18,124 @@ from nsa.cli import main
 from nsa.config import Config
 from nsa.tests.effects import TINY
 from nsa.train import checkpoint, run
-from nsa.train.checkpoint_commands import expected_bytes
 from nsa.train.export import read_safetensors, write_safetensors
 from nsa.train.prove import compare_runs, read_proof
+from nsa.train.saver import num_tensor_bytes
 
 BuildConfig = Callable[..., Config]
+TRAP = "ran_a_program"
+
+
+class Trap:
+    """Unpickled without care, it makes a folder."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (TRAP,)
+
+
+class Scripted(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 @pytest.fixture
 def folder(tiny_config: BuildConfig) -> Path:
     cfg = tiny_config("train.steps=4", "train.save_every=2")
     return run(cfg, config_path="tiny").folder
+
+
+def _torchscript(content: checkpoint.Content, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its deprecation
+        torch.jit.save(torch.jit.script(Scripted()), path)
+
+
+def _half(content: checkpoint.Content, path: Path) -> None:
+    torch.save(content, path)
+    os.truncate(path, 5000)
+
+
+BAD: dict[str, Callable[[checkpoint.Content, Path], object]] = {
+    "a program": lambda content, path: torch.save(content | {"metrics": Trap()}, path),
+    "a program, old format": lambda content, path: torch.save(
+        content | {"metrics": Trap()}, path, _use_new_zipfile_serialization=False
+    ),
+    "a bare pickle": lambda content, path: path.write_bytes(pickle.dumps(Trap())),
+    "TorchScript": _torchscript,
+    "text": lambda content, path: path.write_text("not a checkpoint\n" * 10),
+    "no bytes": lambda content, path: path.write_bytes(b""),
+    "half of it": _half,
+    "a list": lambda content, path: torch.save([1, 2], path),
+    "weights that are text": lambda content, path: torch.save(
+        content | {"state_dict": {"embed.weight": "x"}}, path
+    ),
+    "no step": lambda content, path: torch.save(content | {"step": "four"}, path),
+    "settings that are text": lambda content, path: torch.save(content | {"identity": "x"}, path),
+}
+"""Files with the name, and the manifest, of a checkpoint."""
+
+
+def write_manifest(path: Path) -> None:
+    size, digest = path.stat().st_size, checkpoint.file_sha256(path)
+    manifest = checkpoint.Manifest(path.name, 4, size, digest)
+    content = {"version": checkpoint.VERSION, **manifest._asdict()}
+    checkpoint.manifest_path(path).write_text(json.dumps(content))
+
+
+def test_bad_files_end_in_a_sentence_and_run_nothing(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, run_config = folder / "checkpoint_step4.pt", tmp_path / "tiny.yaml"
+    shutil.copy(folder / "config.yaml", run_config)
+    content = checkpoint.read(path)
+    to = ["--to", str(tmp_path / "out.safetensors")]
+    steps = ["train.steps=6", f"train.out_dir={tmp_path / 'other'}"]
+    for kind, write in BAD.items():
+        write(content, path)
+        write_manifest(path)
+        commands = [["checkpoint", "show", str(path)], ["checkpoint", "export", str(path), *to]]
+        if kind in ("a program", "text", "no step"):  # all read by the same function
+            commands += [
+                ["checkpoint", "convert", str(path), str(tmp_path / path.stem)],
+                ["train", "--config", str(run_config), *steps, "--resume", str(path)],
+                ["generate", "A", "--model", str(path)],
+            ]
+        for command in commands:
+            code = main(command)
+            told = capsys.readouterr().err
+            assert code == 2, f"{kind}: {command}"
+            assert told.count("\n") == 1 and str(path) in told, f"{kind}: {command}: {told}"
+            assert "weights_only" not in told and "Weights only" not in told, told
+    torch.save({"state_dict": {}, "cfg": Trap()}, tmp_path / "model.pt")
+    assert main(["checkpoint", "export", str(tmp_path / "model.pt"), *to]) == 2
+    assert "asks for posix.mkdir" in capsys.readouterr().err
+    assert not (tmp_path / TRAP).exists() and not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_checkpoint_whose_tensors_do_not_fit_its_settings_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "checkpoint_step2.pt"
+    content = checkpoint.read(path)
+    shutil.copy(folder / "config.yaml", tmp_path / "tiny.yaml")
+    for key, value in (
+        ("state_dict", {"embed.weight": torch.zeros(3)}),
+        ("optimizer", {"state": {0: "x"}}),
+        ("rng", {"cpu": torch.zeros(3)}),
+        ("data", {}),
+    ):
+        torch.save(content | {key: value}, path)
+        write_manifest(path)
+        manifest = checkpoint.manifest_path(path)
+        manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 2'))
+        words = ["train", "--config", str(tmp_path / "tiny.yaml")]
+        words += [f"train.out_dir={tmp_path / key}", "--resume", str(path)]
+        assert main(words) == 2, key
+        assert "does not fit the run that it names" in capsys.readouterr().err
 
 
 def test_verify_tells_good_from_bad(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +163,8 @@ def test_a_file_is_little_larger_than_its_tensors(folder: Path) -> None:
     path = folder / "checkpoint_step4.pt"
     content = checkpoint.read(path)
     weights = sum(x.numel() for x in content["state_dict"].values())
-    assert expected_bytes(content) >= 12 * weights  # weights and two moments, fp32
-    assert expected_bytes(content) < path.stat().st_size < 2 * expected_bytes(content) + 100_000
+    assert num_tensor_bytes(content) >= 12 * weights  # weights and two moments, fp32
+    assert num_tensor_bytes(content) < path.stat().st_size < 2 * num_tensor_bytes(content) + 100_000
 
 
 def test_backup_copies_the_newest_and_verifies_it(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 
 from nsa.cli import main
 from nsa.config import StrictParser, known_keys, load_config
+from nsa.config.env import in_effect
 from nsa.config.env_table import TABLE
 from nsa.config.load import REPOSITORY
 from nsa.model.counts import parameter_counts
@@ -206,3 +208,70 @@ def test_listing_settings_does_not_load_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
 
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("/sys/kernel", "Permission denied|Operation not permitted|Read-only"),
+        ("/proc/nsa/run", "No such file"),
+        ("{file}", "File exists"),
+        ("{file}/run", "Not a directory"),
+    ],
+    ids=["read-only", "not-makeable", "a-file", "under-a-file"],
+)
+def test_a_run_folder_that_cannot_be_written_is_one_line(
+    folder: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = folder.format(file=tmp_path / "file")
+    assert main(["train", "--config", QUICKSTART, *TINY, f"train.out_dir={folder}"]) == 2
+    error = capsys.readouterr().err
+    assert f"train.out_dir={folder}: the folder cannot be made or written" in error
+    assert re.search(reason, error) and error.count("\n") == 1
+
+
+def test_an_output_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path), "--out", "/proc/nsa/report"]) == 2
+    error = capsys.readouterr().err
+    assert "/proc/nsa" in error and "No such file" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["plain", "torch-in-sitecustomize"])
+def test_the_old_torch_logs_channel_is_translated_with_one_line(
+    early: bool, tmp_path: Path
+) -> None:
+    """torch raises on `sdp` when it is imported; some environments import it at their start."""
+    if early:
+        (tmp_path / "sitecustomize.py").write_text("import torch\n")
+    path = f"{tmp_path}:{REPOSITORY}"
+    for program in (
+        [str(REPOSITORY / "scripts" / "train_showcase.py"), "--help"],
+        [str(REPOSITORY / "scripts" / "train_showcase_fsdp.py"), "--help"],
+        ["-m", "nsa.cli", "plan", "--config", QUICKSTART],
+    )[: 1 if early else 3]:
+        result = subprocess.run(
+            [sys.executable, *program],
+            env={"PYTHONPATH": path, "TORCH_LOGS": "+sdp,dynamo"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 0, result.stderr
+        said = [line for line in result.stderr.splitlines() if line.startswith("[boot]")]
+        assert said == [
+            "[boot] TORCH_LOGS: torch has no channel `sdp`; NSA_SDPA_AUDIT=1 logs the routes "
+            "instead"
+        ]
+        assert "Traceback" not in result.stderr
+
+
+def test_a_secret_of_the_environment_is_never_shown() -> None:
+    result = nsa("env", NSA_DASHBOARD_TOKEN="a-token-of-many-characters")
+    assert result.returncode == 0 and "of-many" not in result.stdout
+    (line,) = (x for x in result.stdout.splitlines() if x.startswith("NSA_DASHBOARD_TOKEN"))
+    assert "***" in line
+    environ = {"NSA_DASHBOARD_TOKEN": "a-token-of-many-characters"}
+    assert in_effect(environ) == {"NSA_DASHBOARD_TOKEN": "***"}

@@ -95,6 +95,23 @@ FILES = {
     "a fraction for a count": ("train: {steps: 3.0}", "train.steps=3.0", "a whole number"),
     "yes for a number": ("train: {lr: true}", "train.lr=True", "a number"),
     "a number for yes": ("runtime: {use_flash: 2}", "runtime.use_flash=2", "true or false"),
+    "an empty file": ("", "is empty", "write at least one of model"),
+    "only comments": ("# train: {steps: 3}\n", "is empty", "`inherits: base.yaml`"),
+    "another program's file": ("server: {port: 80}", "is no config", "write at least one of"),
+    "5,000 levels": (f"train: {'[' * 5000}{']' * 5000}", "more than 16 levels", "correct"),
+    "5,000 levels by blanks": (
+        "train:\n" + "\n".join(f"{' ' * n}a:" for n in range(1, 500)),
+        "more than 16 levels",
+        "correct",
+    ),
+    "a bomb of aliases": (
+        "train:\n  a0: &a0 [x, x]\n"
+        + "\n".join(f"  a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)),
+        "10000 values",
+        "correct",
+    ),
+    "5,000 digits": (f"train: {{steps: {'9' * 5000}}}", "cannot be read as YAML", "correct"),
+    "a megabyte": ("train: {steps: 3}\n" + "# much\n" * 150_000, "is larger", "no config"),
     "nothing": ("train: {steps: null}", "train.steps=None", "a whole number"),
     "a subtree for a value": ("train: {steps: {a: 1}}", "train.steps={'a': 1}", "whole number"),
     "the environment by the back door": (
@@ -117,6 +134,18 @@ def test_a_mistake_in_a_file_names_file_key_and_remedy(
     message = str(caught.value)
     assert "mine.yaml" in message and given in message and todo in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("content", ["root:x:0:0:/bin/sh\nme:x:1", "token: 7f3a\nport: 7f3a"])
+def test_of_a_file_that_is_no_config_no_content_is_shown(tmp_path: Path, content: str) -> None:
+    (tmp_path / "private").write_text(content)
+    path = write(tmp_path, "mine.yaml", f"inherits: {tmp_path / 'private'}")
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, environ={})
+
+    assert f"{tmp_path / 'private'}: " in str(caught.value)
+    assert not any(word in str(caught.value) for word in ("x:0", "me:x", "7f3a", "token"))
 
 
 REFUSED = {

@@ -21,7 +21,7 @@ from nsa.cli import main
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.recording import Recorder
 from nsa.web import dashboard as command
-from nsa.web.access import COOKIE, Access
+from nsa.web.access import COOKIE, Access, find_token
 from nsa.web.server import MOST_CONNECTIONS, Server, page_files
 from nsa.web.source import Sources, names
 
@@ -202,6 +202,36 @@ def test_others_need_a_token(host: str) -> None:
     assert Access.of(host, TOKEN).token == TOKEN
 
 
+def test_a_token_comes_from_a_private_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    assert find_token(None, None) is None
+    monkeypatch.setenv("NSA_DASHBOARD_TOKEN", "of-the-environment")
+    assert find_token(None, None) == "of-the-environment"
+    assert find_token(TOKEN, None) == TOKEN
+    file.write_text(f"{TOKEN}\n")
+    file.chmod(0o600)
+    assert find_token(None, file) == TOKEN
+    serve = ["dashboard", str(tmp_path), "--port", "0"]
+    for mode in (0o640, 0o604, 0o620):
+        file.chmod(mode)
+        assert main([*serve, "--token-file", str(file)]) == 2
+        error = capsys.readouterr().err
+        assert f"(mode {mode:04o})" in error and f"chmod 600 {file}" in error and TOKEN not in error
+    for words, reason in (
+        (["--token-file", str(tmp_path / "none")], "No such file"),
+        (["--token-file", str(tmp_path)], "Is a directory"),
+        (["--token-file", str(file), "--token", TOKEN], "give one of them"),
+    ):
+        assert main([*serve, *words]) == 2
+        assert reason in capsys.readouterr().err
+    file.write_bytes(b"\xff" * 20)
+    file.chmod(0o600)
+    assert main([*serve, "--token-file", str(file)]) == 2
+    assert "not text" in capsys.readouterr().err
+
+
 def test_the_command_refuses_what_cannot_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,7 +381,9 @@ def test_reading_a_run_folder_needs_no_torch() -> None:
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path, client: Client) -> None:
-    args = argparse.Namespace(folders=[tmp_path], host="127.0.0.1", port=client.port, token=None)
+    args = argparse.Namespace(
+        folders=[tmp_path], host="127.0.0.1", port=client.port, token=None, token_file=None
+    )
     Server.allow_reuse_address, before = False, Server.allow_reuse_address
     try:
         with pytest.raises(ValueError, match=r"cannot listen at 127\.0\.0\.1 port .*give another"):

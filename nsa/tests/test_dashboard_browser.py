@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_rows
 from nsa.telemetry.alarms import Alarm, append_alarm
 from nsa.web.access import Access
 from nsa.web.server import Server
@@ -126,6 +127,26 @@ def test_every_chart_of_a_run_is_drawn(tmp_path: Path, open_page: Open) -> None:
     assert page.locator(".strip-row").count() == 2
     assert page.locator("#run-0 .pill").inner_text() == "healthy"
     assert "1,000 of 2,000 steps (50.0%)" in page.locator("#run-0").inner_text()
+
+
+def test_the_head_and_the_legend_show_the_same_losses(tmp_path: Path, open_page: Open) -> None:
+    run = demo(tmp_path, "--log-every", "1")
+    while run.step < 1000:  # more lines than the chart has points
+        run.advance()
+    run.write_status("running")
+    page = open_page(run)
+    rows = read_rows(TrainingRow, run.folder / TRAINING)
+    for tile, chart, value in (
+        ("Loss", "loss", rows[-1].loss),
+        ("Held-out", "val", read_rows(ValRow, run.folder / VAL)[-1].loss),
+    ):
+        legend = page.locator(f"#chart-{chart} .legend b")
+        assert legend.inner_text() == f"{value:.4f}"
+        shown = page.locator("#run-0 .tile", has=page.get_by_text(tile, exact=True)).inner_text()
+        assert f"{value:.4f}" in shown
+    page.locator("#smoothing").fill("0.9")
+    smoothed = page.locator("#chart-loss .legend b").inner_text()
+    assert smoothed.startswith(f"{rows[-1].loss:.4f}, smoothed ")
 
 
 def test_the_page_follows_a_run_that_goes_on(tmp_path: Path, open_page: Open) -> None:

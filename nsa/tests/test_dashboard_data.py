@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from nsa.telemetry import Beat, read_config
-from nsa.telemetry.follow import Follower, open_plain, read_plain
+from nsa.telemetry.follow import Follower
 from nsa.telemetry.selection_file import read_selection
 from nsa.tests.recording import Recorder
 from nsa.web import history
 from nsa.web.history import History
 from nsa.web.layers import FIELDS, LayerTable
 from nsa.web.settings import Settings
-from nsa.web.source import Sources
+from nsa.web.source import Source, Sources
 from nsa.web.table import Table
 from nsa.web.timeline import Timeline
 from scripts.demo_run import main
@@ -118,14 +118,21 @@ def test_a_follower_begins_near_the_end_and_holds_no_endless_line(
     assert texts == ["after"]
 
 
-def test_only_plain_files_are_opened(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("text")
-    (tmp_path / "link").symlink_to(tmp_path / "x")
-    assert read_plain(tmp_path / "x", 10) == "text"
-    with pytest.raises(OSError, match="links are not followed"), open_plain(tmp_path / "link"):
+def test_the_header_has_the_last_loss_of_the_curves_however_thin_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path, monkeypatch, log_every=1)
+    recorder.run(900)
+    source = Source(tmp_path)
+    while source.refresh():
         pass
-    with pytest.raises(OSError, match="at most 3"):
-        read_plain(tmp_path / "x", 3)
+    recorder.run(1)  # the verdict is not made anew yet
+    while source.refresh():
+        pass
+    loss = source.series(0, 1e9, 50)["progress"]["columns"]["loss"]
+    assert len(loss["mean"]) <= 50 and loss["mean"][-1] != loss["last"]
+    assert source.header()["loss"] == loss["last"] == round(recorder.metrics.loss_last or 0.0, 5)
+    assert "last" not in source.series(0, 500, 50)["progress"]["columns"]["loss"]
 
 
 def test_of_a_huge_heartbeat_the_end_is_read_and_the_rest_sampled(

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from nsa.cli import main
 from nsa.config import Config
+from nsa.files import size
 from nsa.operate.board import eta
+from nsa.operate.evidence import read_evidence
 from nsa.operate.monitor import Report, monitor
+from nsa.operate.report import judge_evidence
 from nsa.operate.snapshot import read_run
-from nsa.operate.text import duration, printable, progress_bar, size, sparkline
-from nsa.telemetry import sentinels
+from nsa.operate.text import duration, printable, progress_bar, sparkline
+from nsa.operate.watch import describe_run
+from nsa.telemetry import proc, sentinels
 from nsa.telemetry.alarms import Alarm, append_alarm
+from nsa.telemetry.atomic import write_text
+from nsa.telemetry.spans import Spans
 from nsa.tests.conftest import REPOSITORY
-from nsa.tests.recording import Recorder
+from nsa.tests.recording import Recorder, dead_pid
 from nsa.train import run
+from nsa.web.header import describe
 
 BuildConfig = Callable[..., Config]
 
@@ -162,11 +171,57 @@ def test_empty_torn_and_newer_folders_are_shown_as_far_as_they_go(
     assert "entropy 0.90" in text and "0: step 400" in text
 
 
-@pytest.mark.parametrize("name", ["env.json", "metrics.json", "training.csv", ".HALT"])
-def test_a_pipe_in_the_folder_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    problems = read_run(tmp_path).problems
-    assert [f"{name} is no plain file" in problem for problem in problems] == [True]
+def test_a_dead_run_is_not_called_running_by_any_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(tmp_path, monkeypatch)
+    recorder.run(400)
+    recorder.status("running")
+    folder, beats = recorder.folder, recorder.beats[0].path
+
+    def look(now: float) -> tuple[str, dict[str, Any]]:
+        run = read_run(folder, now=now)
+        facts = judge_evidence(read_evidence(folder, now=now), "final").facts
+        texts = [Report(run).plain(), Report(run).line(), describe_run(run, 0), json.dumps(facts)]
+        return "\n".join(texts), describe(run)
+
+    told, header = look(recorder.now + 5)
+    assert "running" in told and "eta" in told and "time left" in told and "died" not in told
+    assert header["status"] == "running" and header["eta_s"] is not None and not header["ended"]
+
+    # On a machine that cannot be seen: after an hour of silence, by far longer than usual.
+    env = json.loads((folder / "env.json").read_text())
+    write_text(folder / "env.json", json.dumps(env | {"hostname": "elsewhere"}))
+    assert "died" not in look(recorder.now + 3000)[0]
+    told, header = look(recorder.now + 4000)
+    assert told.count("died at step 400: no sign of life for 1 h") == 4 and "eta" not in told
+    write_text(folder / "env.json", json.dumps(env))
+
+    text = beats.read_text()
+    beats.write_text(text.replace(f'"pid": {os.getpid()}', f'"pid": {dead_pid()}'))
+    told, header = look(recorder.now + 5)
+    assert told.count("died at step 400: its process is gone") == 4
+    assert not any(word in told for word in ("status      running", "eta", "time left"))
+    assert (header["status"], header["verdict"]) == ("died", "died at step 400")
+    assert header["eta_s"] is None and header["ended"] and header["level"] == "bad"
+    assert main(["report", str(folder), "--at", "final"]) == 1
+    assert "it died at step 400" in capsys.readouterr().out
+
+    # Another process has the number by now.
+    beats.write_text(text)
+    here = Spans()
+    here.open(folder, 0)
+    here.close()
+    assert "died" not in look(recorder.now + 5)[0]
+    place = folder / "span_rank0.json"
+    started = proc.start_ticks()
+    place.write_text(
+        place.read_text().replace(f'"started": {started}', f'"started": {started - 1}')
+    )
+    assert "died at step 400" in look(recorder.now + 5)[0]
+
+    recorder.status("finished")
+    assert "finished" in look(recorder.now + 5)[0]
 
 
 def test_the_time_left_counts_evaluations_and_checkpoints(recorder: Recorder) -> None:

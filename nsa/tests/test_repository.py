@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -177,3 +180,38 @@ def test_licence_is_the_apache_licence() -> None:
 def test_changelog_knows_the_version() -> None:
     version = PROJECT["project"]["version"]
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_python_snippets_of_the_readme_run_as_they_are() -> None:
+    """Each by itself, pasted into a new interpreter."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) >= 2
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_python_in_the_parent_of_a_clone_named_nsa_finds_the_package(tmp_path: Path) -> None:
+    """There the clone looks like a namespace package; what an editable install adds must win."""
+    clone, wheels, site = tmp_path / "nsa", tmp_path / "wheels", tmp_path / "site"
+    shutil.copytree(ROOT / "nsa", clone / "nsa", ignore=shutil.ignore_patterns("tests", "*.pyc"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    wheels.mkdir()
+    build = "import setuptools.build_meta as b, sys; print(b.build_editable(sys.argv[1]))"
+    made = _python(build, str(wheels), cwd=clone)
+    assert made.returncode == 0, made.stderr
+    with zipfile.ZipFile(next(wheels.iterdir())) as wheel:
+        wheel.extractall(site)
+    use = "import site, sys; site.addsitedir(sys.argv[1]); import nsa; print(nsa.BlockSpec, nsa)"
+    used = _python(use, str(site), cwd=tmp_path)
+    assert used.returncode == 0, used.stderr
+    assert str(clone / "nsa" / "__init__.py") in used.stdout, used.stdout
+
+
+def _python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Without PYTHONPATH, and without what the environment of the tests has in editable mode."""
+    hidden = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]; "
+    hidden += "sys.path = [p for p in sys.path if not p or '-packages' in p or 'lib' in p]; "
+    command = [sys.executable, "-c", hidden + code, *arguments]
+    return subprocess.run(command, cwd=cwd, env={}, capture_output=True, text=True, timeout=120)

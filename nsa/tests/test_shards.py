@@ -395,3 +395,17 @@ def test_mistakes_in_a_prepare_command_are_one_line(
     assert main(["data", "prepare", "--output", str(tmp_path / "out"), *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", " \n\t\n"], ids=["no-bytes", "white-space"])
+def test_to_prepare_nothing_is_an_error(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(text)
+    (tmp_path / "in" / "b.jsonl").write_text("")
+    words = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert main(["data", "prepare", *words]) == 2
+    error = capsys.readouterr().err
+    assert "in holds no text: 1 documents, all of them empty" in error and error.count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())

@@ -207,6 +207,8 @@ def test_whether_a_process_is_gone_is_only_known_on_its_machine(env: RunEnvironm
     assert env.hostname == platform.node()
     assert is_gone(os.getpid(), env) is False
     assert is_gone(dead_pid(), env) is True
+    assert is_gone(os.getpid(), env, proc.start_ticks()) is False
+    assert is_gone(os.getpid(), env, proc.start_ticks() - 1) is True, "its number was given anew"
     assert is_gone(dead_pid(), dataclasses.replace(env, hostname="elsewhere")) is None
 
 

@@ -26,10 +26,12 @@ def verify(path: Path) -> int:
 
 def show(path: Path) -> int:
     """Print what a checkpoint holds."""
+    from nsa.train.saver import num_tensor_bytes  # torch takes seconds: others go without
+
     path = _paths(path)[0]
     num_bytes, content = shelf.verify(path).bytes, shelf.peek(path, verified=True)
     weights = content["state_dict"]
-    expected = expected_bytes(content)
+    expected = num_tensor_bytes(content)
     print(f"{path}: step {content['step']}, {content['tokens_seen']:,} tokens seen")
     print(f"parameters: {sum(x.numel() for x in weights.values()):,} in {len(weights)} tensors")
     print(f"bytes: {num_bytes:,} (tensors alone: {expected:,})")
@@ -49,16 +51,10 @@ def backup(path: Path, to: Path) -> int:
 
 def export(path: Path, to: Path) -> int:
     """Write the weights of a checkpoint or of model.pt as safetensors, with the config."""
-    import torch  # takes seconds: what only compares bytes goes without
+    from nsa.train.export import write_safetensors  # torch takes seconds: others go without
+    from nsa.train.model_file import read_weights
 
-    from nsa.train.export import write_safetensors
-
-    if path.is_dir():
-        path = _paths(path)[0]
-    if shelf.is_checkpoint(path):
-        content = shelf.read(path)
-    else:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+    content = read_weights(_paths(path)[0])
     metadata = {"format": "pt", "cfg": json.dumps(content["cfg"])}
     write_safetensors(to, content["state_dict"], metadata)
     print(f"{to}: {len(content['state_dict'])} tensors, {to.stat().st_size:,} bytes")
@@ -88,26 +84,10 @@ def convert(path: Path, to: Path) -> int:
     return 0
 
 
-def expected_bytes(content: checkpoint.Content) -> int:
-    """Bytes of all tensors: a file of a checkpoint is a little larger, never smaller."""
-    import torch
-
-    total, todo = 0, [content]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, torch.Tensor):
-            total += value.numel() * value.element_size()
-        elif isinstance(value, dict):
-            todo.extend(value.values())
-        elif isinstance(value, list | tuple):
-            todo.extend(value)
-    return total
-
-
 def _paths(path: Path) -> list[Path]:
     """A checkpoint, or those of a folder, newest first."""
     if not path.is_dir() or shelf.is_checkpoint(path):
-        return [path]
+        return [checkpoint.named_by_user(path)]
     paths = shelf.paths_of(path)
     if not paths:
         raise BadCheckpoint(

@@ -78,7 +78,7 @@ def read_state(path: Path) -> Content:
     """The content of a folder, whose large tensors are still empty."""
     manifest = sharded.read_manifest(path)
     sharded.verify_file(path, STATE, manifest.files[STATE])
-    content: Content = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    content: Content = checkpoint.load_tensors(path / STATE)
     return checkpoint.check_content(content, path)
 
 

@@ -94,7 +94,10 @@ class Group(Alone):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         except RuntimeError as lost:
             if error is None:
-                raise
+                raise RankLost(
+                    f"{self.name} was done, and another rank failed at the end of the run; look at "
+                    "the messages of that rank"
+                ) from lost
             print(f"[ddp] {self.name}: another rank has left before: {lost}", file=sys.stderr)
 
     def place(self, config: RuntimeConfig) -> RuntimeConfig:

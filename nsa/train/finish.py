@@ -16,6 +16,7 @@ from nsa.telemetry.sample import NAME as SAMPLE
 from nsa.train.errors import TrainError
 from nsa.train.loop import Trainer
 from nsa.train.model_file import save_model
+from nsa.train.saver import num_tensor_bytes, why_not_written
 from nsa.train.step_report import clock
 
 Sampler = Callable[[TinyLM, Tokenizer, int], str]
@@ -34,9 +35,9 @@ def finish(
     try:
         files.append(save_model(model_path, model, trainer.cfg))
     except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = why_not_written(error, model_path.parent, num_tensor_bytes(model.state_dict()))
         raise TrainError(
-            f"training is done, but {model_path} could not be written ({reason}); make room; the "
+            f"training is done, but {model_path} could not be written ({reason}); the "
             f"weights are in the newest checkpoint of {trainer.folder}, if there is one "
             "(nsa checkpoint export)"
         ) from None

@@ -19,6 +19,7 @@ from nsa.model.flops import peak_flops, training_flops_per_token
 from nsa.ops import fallbacks
 from nsa.telemetry import MODEL, Metrics, open_folder, write_config
 from nsa.telemetry.best_effort import best_effort
+from nsa.telemetry.config_file import NAME as CONFIG_FILE
 from nsa.telemetry.hang_call import end_calls
 from nsa.telemetry.run_files import Folder
 from nsa.telemetry.sentinels import obeyed, write_anomaly
@@ -38,7 +39,7 @@ from nsa.train.feed import (
 )
 from nsa.train.fingerprint import fingerprint_of_rank
 from nsa.train.finish import Sampler, finish, summarize
-from nsa.train.guard import refuse_halted, refuse_waste
+from nsa.train.guard import CHECKPOINT_COPIES, refuse_full_disk, refuse_halted, refuse_waste
 from nsa.train.hang_watch import HangWatch
 from nsa.train.held import HeldFolder, hold
 from nsa.train.init_from import find_origin
@@ -176,15 +177,19 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
         origin.require(ranks, start)
         done = start.content["step"] if start else 0
         goes_on = start is not None and start.path.parent.resolve() == path.resolve()
-        folder = _open_folder(ranks, path, goes_on)
+        folder = _open_folder(ranks, cfg, job, goes_on, metrics.num_params)
         announce(cfg, metrics, data, runtime, folder, progress)
-        files = [file] if (file := ranks.on_first(write_config, path, cfg, job.config_path)) else []
+        files = [path / CONFIG_FILE] if ranks.is_first else []
         tracking = ranks.on_first(open_tracker, cfg, path, resumed=goes_on, say=progress.say)
         beats_from = done if goes_on else 0
         with (
-            Stop(path, parent=job.parent, heard=held.stopping) as stop,
+            Stop(path, parent=job.parent, heard=held.stopping, quiet=not ranks.is_first) as stop,
             tracking or Tracker() as tracker,
-            Vitals(path, runtime, beats_from, progress.say, tracker, rank=ranks.rank) as vitals,
+            Vitals(
+                *(path, runtime, beats_from, progress.say, tracker),
+                rank=ranks.rank,
+                hear=stop.hear,
+            ) as vitals,
             HangWatch(path, ranks, vitals.heartbeat) as hang_watch,
         ):
             log = RunLog(
@@ -297,13 +302,16 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
         ) from None
 
 
-def _open_folder(ranks: Alone, path: Path, goes_on: bool) -> Folder:
+def _open_folder(ranks: Alone, cfg: Config, job: _Job, goes_on: bool, num_params: int) -> Folder:
     """The first rank moves an earlier run aside before any other writes a line."""
+    path = Path(cfg.train.out_dir)
 
     def make() -> str:
+        refuse_full_disk(path, 4 * num_params * CHECKPOINT_COPIES if cfg.train.save_every else 0)
         moved = open_folder(path, resumed=goes_on).previous
         end_calls(path)
         forget(path)
+        write_config(path, cfg, job.config_path)
         return str(moved or "")
 
     moved = ranks.from_first(make)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from nsa.config import Config
+from nsa.files import free_bytes, size
 from nsa.telemetry.sentinels import ANOMALY, HALT, read_anomaly, read_halt
 from nsa.train.errors import NonFiniteLoss, RunRefused
 
+CHECKPOINT_COPIES = 2
+"""Of the weights, at least, in a checkpoint: themselves, and the moments of the optimizer."""
 LONG_STEPS = 5000
 """From here on a run needs checkpoints and a config that was chosen on purpose."""
 
@@ -26,6 +29,16 @@ def refuse_waste(cfg: Config, steps: int, *, config_path: str, config_named: boo
             f"{steps} steps with {config_path}, which nobody named: a run of {LONG_STEPS} steps or "
             "more needs a config that was chosen; name it with --config or CONFIG, or pass "
             "--allow-long-run"
+        )
+
+
+def refuse_full_disk(folder: Path, need_bytes: int) -> None:
+    """Raise where not even one checkpoint fits: the run would have nothing to go on from."""
+    free = free_bytes(folder)
+    if free is not None and free < need_bytes:
+        raise RunRefused(
+            f"disk full: need {size(need_bytes)} for a checkpoint, have {size(free)} in {folder}; "
+            "make room, or name another train.out_dir"
         )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from nsa.files import is_at
+from nsa.files import is_at, open_regular, read_text
 from nsa.telemetry import Heartbeat
 from nsa.telemetry.best_effort import best_effort
 from nsa.telemetry.flight_recorder import read_in_time
@@ -191,7 +191,7 @@ class HangWatch:
             span=place.span,
             waits=place.waits,
             still_s=still_s,
-            stacks=dump.read_text(encoding="utf-8").splitlines() if dump else [],
+            stacks=read_text(dump).splitlines() if dump else [],
             recorder=read_in_time(),
         )
         answer(self._folder, call, state)
@@ -231,7 +231,7 @@ class HangWatch:
             before.close()
         path = self._folder / RAW.format(rank=self._ranks.rank)
         with best_effort(path):
-            self._raw = path.open("wb", buffering=0)
+            self._raw = open(path, "wb", buffering=0, opener=open_regular)  # noqa: SIM115
 
     def _arm_raw(self) -> None:
         """Have faulthandler write the stacks if this thread does not come back in time."""

@@ -20,13 +20,8 @@ from torch import Tensor
 from nsa.config import Config, DataConfig, to_container
 from nsa.config.schema import VOCABULARIES
 from nsa.model import TinyLM
-from nsa.train.model_file import (
-    UNREADABLE,
-    BadModelFile,
-    find_model,
-    load_model,
-    weights_sha256,
-)
+from nsa.train.checkpoint import UNREADABLE
+from nsa.train.model_file import BadModelFile, find_model, load_model, weights_sha256
 from nsa.train.ranks import Alone
 from nsa.train.resume import INITIAL, UNKNOWN, Identity, Start
 

@@ -82,6 +82,7 @@ class Trainer:
         self.model.train()
         self.ranks.on_first(self.write_types)
         for step in range(done + 1, steps + 1):
+            self.stop.step = step
             self.log.vitals.before_step(step)
             logs_stats = wants_stats and self.log.is_logged(step)
             stats = AttentionStats(maps=self.log.is_mapped(step)) if logs_stats else None

@@ -8,8 +8,6 @@ loads with `torch.load(..., weights_only=True)`.
 from __future__ import annotations
 
 import hashlib
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nsa.config import Config, Setting, build, to_container
+from nsa.files import is_regular
 from nsa.model import TinyLM
 from nsa.telemetry.atomic import replacing
 from nsa.train import shelf
+from nsa.train.checkpoint import Unreadable, load_tensors, named_by_user
 
 NAME = "model.pt"
-UNREADABLE = (
-    *(OSError, RuntimeError, EOFError, ValueError),
-    *(pickle.UnpicklingError, zipfile.BadZipFile),
-)
-"""Whatever reading a damaged or foreign file raises."""
 
 
 class BadModelFile(ValueError):
@@ -45,9 +40,9 @@ def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
 def find_model(path: Path) -> Path:
     """A file as it is; of a run folder its model.pt, or else its newest checkpoint."""
     if not path.is_dir() or shelf.is_checkpoint(path):
-        return path
+        return named_by_user(path)
     saved = shelf.paths_of(path)
-    return path / NAME if (path / NAME).is_file() or not saved else saved[0]
+    return path / NAME if is_regular(path / NAME) or not saved else saved[0]
 
 
 def load_model(path: Path) -> tuple[TinyLM, Config]:
@@ -56,7 +51,7 @@ def load_model(path: Path) -> tuple[TinyLM, Config]:
     A checkpoint is held to its manifest first. Names and shapes are compared before anything of
     the size that the config asks for is allocated.
     """
-    content = _read(path)
+    content = read_weights(path)
     weights, cfg = content["state_dict"], _config(content["cfg"], path)
     _check_layers(weights, cfg, path)
     with torch.device("meta"), _Unfilled():
@@ -90,21 +85,21 @@ def weights_sha256(weights: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_weights(path: Path) -> dict[str, Any]:
+    """The `state_dict` and `cfg` of a model file or of a checkpoint, as they are there."""
     if shelf.is_checkpoint(path):
         # Without the optimizer, which is twice as large.
         return shelf.fill(path, shelf.peek(path) | {"optimizer": {}})
-    try:
-        _check_sums(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
+    if not path.exists():
         raise BadModelFile(
             f"{path} does not exist; name a model.pt, a checkpoint_step{{N}}.pt or a run folder"
-        ) from None
-    except UNREADABLE as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        )
+    try:
+        content = load_tensors(path, sums=True)
+    except Unreadable as error:
         raise BadModelFile(
-            f"{path} cannot be read as a model ({reason}); name a model.pt that a run has written"
+            f"{path} cannot be read as a model ({error.reason}); name a model.pt that a run has "
+            "written"
         ) from None
     keys = ("state_dict", "cfg")
     if not isinstance(content, dict) or not all(isinstance(content.get(k), dict) for k in keys):
@@ -113,15 +108,6 @@ def _read(path: Path) -> dict[str, Any]:
             "checkpoint that a run has written"
         )
     return content
-
-
-def _check_sums(path: Path) -> None:
-    """Hold the parts of the archive to their sums, which torch writes and does not read."""
-    if not zipfile.is_zipfile(path):
-        return  # torch knows what to say
-    with zipfile.ZipFile(path) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise ValueError(f"the bytes of {damaged} have changed")
 
 
 def _config(groups: dict[str, Any], path: Path) -> Config:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from nsa.files import open_binary
 from nsa.train import sharded
 from nsa.train.checkpoint import BadCheckpoint
 from nsa.train.sharded import METADATA, STATE, FilePrint
@@ -41,7 +42,7 @@ def read_list(path: Path) -> Metadata:
     manifest = sharded.read_manifest(path)
     sharded.verify_file(path, METADATA, manifest.files[METADATA])
     try:
-        with (path / METADATA).open("rb") as file:
+        with open_binary(path / METADATA) as file:
             metadata = _Unpickler(file).load()
         _check(metadata, manifest.files)
     except BadCheckpoint as error:

@@ -17,6 +17,7 @@ import torch
 
 from nsa.config import Config
 from nsa.config.env import set_default
+from nsa.files import read_text
 from nsa.telemetry import MODEL, TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.telemetry.atomic import write_text
 from nsa.train.full_run import run
@@ -44,7 +45,7 @@ def prove_resume(cfg: Config, config_path: str, folder: Path, steps: int, stop_a
 
 def read_proof(folder: Path) -> dict[str, Any]:
     """Read resume_proof.json."""
-    proof: dict[str, Any] = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    proof: dict[str, Any] = json.loads(read_text(folder / NAME))
     if proof.get("version") != VERSION:
         raise ValueError(f"{folder / NAME} has version {proof.get('version')!r}, not {VERSION}")
     return proof

@@ -16,7 +16,7 @@ from nsa.data import Data
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.metrics import read_metrics
 from nsa.train import shelf
-from nsa.train.checkpoint import BadCheckpoint, Content
+from nsa.train.checkpoint import BadCheckpoint, Content, named_by_user
 from nsa.train.ranks import Alone
 from nsa.train.spikes import ACTING
 
@@ -127,6 +127,7 @@ def find_start(
 
 
 def _named(path: Path, identity: Identity, steps: int) -> Start:
+    path = named_by_user(path)
     content = shelf.peek(path)
     _refuse(path, _differences(content["identity"], identity), content["step"], steps)
     return Start(path, content)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from nsa.config import TrainConfig
+from nsa.files import explain
 from nsa.telemetry.spans import SAVE, span
 from nsa.train import sharded, shelf
 from nsa.train.checkpoint import BadCheckpoint, Content
@@ -73,13 +77,15 @@ class Saver:
             if self._ranks.is_first:
                 self._tidy(path)
         except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
-            self._problems.append(f"{name} in {self.folder}: not written: {_first_line(error)}")
+            why = why_not_written(error, self.folder, num_tensor_bytes(content))
+            self._problems.append(f"{name} in {self.folder}: not written: {why}")
         if self._backup is None or self._failed or not self._ranks.is_first:
             return
         try:
             shelf.back_up(path, self._backup)
         except (OSError, BadCheckpoint) as error:
-            self._problems.append(f"{path.name}: no copy in {self._backup}: {_first_line(error)}")
+            why = why_not_written(error, self._backup, num_tensor_bytes(content))
+            self._problems.append(f"{path.name}: no copy in {self._backup}: {why}")
 
     def _require_folder(self) -> None:
         """Raise where files of another run could be replaced or removed."""
@@ -106,5 +112,21 @@ def new_saver(
     return Saver(folder, keep=train.keep_last, backup=backup, say=say, ranks=ranks)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def why_not_written(error: BaseException, folder: Path, need_bytes: int) -> str:
+    """In a line; torch hides a full disk behind errors of its own."""
+    wrapped = error if isinstance(error, OSError) else OSError(str(error))
+    return explain(wrapped, folder, need_bytes)
+
+
+def num_tensor_bytes(content: Any) -> int:
+    """Bytes of all tensors: a file of a checkpoint is a little larger, never smaller."""
+    total, todo = 0, [content]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, dict):
+            todo.extend(value.values())
+        elif isinstance(value, list | tuple):
+            todo.extend(value)
+    return total

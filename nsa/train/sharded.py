@@ -19,9 +19,9 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from nsa.files import put_in_place
+from nsa.files import is_regular, put_in_place, read_text
 from nsa.telemetry.atomic import write_text
-from nsa.train.checkpoint import BadCheckpoint, file_sha256
+from nsa.train.checkpoint import BadCheckpoint, file_sha256, require_file
 
 VERSION = 1
 NAME = "checkpoint_step{step}"
@@ -106,8 +106,9 @@ def verify(path: Path) -> FolderManifest:
 def verify_file(path: Path, name: str, expected: FilePrint) -> None:
     """Hold one file to what its manifest says; raise BadCheckpoint where they differ."""
     file = path / name
-    if not file.is_file():
+    if not file.exists() and not file.is_symlink():
         raise BadCheckpoint(f"{file} is not there: the folder is not whole; use an older one")
+    require_file(file)
     size = file.stat().st_size
     if size != expected.bytes:
         raise BadCheckpoint(
@@ -123,11 +124,13 @@ def verify_file(path: Path, name: str, expected: FilePrint) -> None:
 
 def read_manifest(path: Path) -> FolderManifest:
     """Read the manifest of a checkpoint folder."""
+    if path.is_symlink():
+        raise BadCheckpoint(f"{path} is a link, and links are not followed; copy the folder there")
     if not path.is_dir():
         raise BadCheckpoint(f"{path} does not exist; name a checkpoint_step{{N}} that does")
     file = path / MANIFEST
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
         version = content["version"]
         prints = {name: FilePrint(**entry) for name, entry in content["files"].items()}
         manifest = FolderManifest(int(content["step"]), int(content["bytes"]), prints)
@@ -135,7 +138,7 @@ def read_manifest(path: Path) -> FolderManifest:
         raise BadCheckpoint(
             f"{path} has no {MANIFEST}: it was not finished; use an older checkpoint"
         ) from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{file} is not a manifest ({error}); use an older one") from None
     named = PATTERN.fullmatch(path.name)
     if version != VERSION or named is None or int(named[1]) != manifest.step:
@@ -158,4 +161,4 @@ def is_complete(path: Path) -> bool:
     except BadCheckpoint:
         return False
     found = {name: path / name for name in files}
-    return all(p.is_file() and p.stat().st_size == files[n].bytes for n, p in found.items())
+    return all(is_regular(p) and p.stat().st_size == files[n].bytes for n, p in found.items())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa.config import to_container
-from nsa.train.checkpoint import Content
+from nsa.train.checkpoint import BadCheckpoint, Content
 from nsa.train.optimizer import load_optimizer
 
 if TYPE_CHECKING:
@@ -45,6 +45,17 @@ def capture(trainer: Trainer, step: int) -> Content:
 def restore(trainer: Trainer, start: Start) -> None:
     """Put a trainer that was built from the same config into a captured state."""
     content = trainer.ranks.load_checkpoint(start.path, start.content)
+    try:
+        _put_back(trainer, content)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadCheckpoint(
+            f"{start.path} does not fit the run that it names ({type(error).__name__}: {reason}); "
+            "it was damaged or made by another program; use an older checkpoint"
+        ) from None
+
+
+def _put_back(trainer: Trainer, content: Content) -> None:
     trainer.model.load_state_dict(content["state_dict"], strict=True)
     load_optimizer(trainer.optimizer, content["optimizer"])
     if content["scaler"]:

@@ -40,8 +40,10 @@ class Vitals:
         tracker: Tracker | None = None,
         *,
         rank: int = 0,
+        hear: Callable[[int], None] | None = None,
     ) -> None:
-        self._rank = rank
+        """`hear` is told of every signal, also while the main thread hangs."""
+        self._rank, self._hear = rank, hear
         self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
         self.heartbeat = Heartbeat(folder, rank, every=read("NSA_HEARTBEAT_EVERY"))
         self._open_board = partial(
@@ -60,7 +62,7 @@ class Vitals:
     def __enter__(self) -> Vitals:
         if self._rank == 0:
             write_env(self._folder)
-        self._dumps = install(self._folder, self._rank)
+        self._dumps = install(self._folder, self._rank, self._hear)
         here.open(self._folder, self._rank, read("NSA_HANG_LEAST_S"))
         self.heartbeat.boot(self._resumed_at)
         self._memory.boot()

@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import platform
 import secrets
+import stat
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
 from typing import NamedTuple
+
+from nsa.config.env import read
 
 COOKIE = "nsa_dashboard"
 SHORTEST = 16
+MOST_TOKEN = 4096
 LOCAL_NAMES = ("localhost", "localhost.localdomain")
+
+
+def find_token(text: str | None, file: Path | None) -> str | None:
+    """The token: of the command line, of a file that nobody else can read, or of the environment.
+
+    Everybody on the machine sees the command line of a process.
+    """
+    if text is not None and file is not None:
+        raise ValueError("--token and --token-file: give one of them")
+    if file is None:
+        return text if text is not None else read("NSA_DASHBOARD_TOKEN") or None
+    try:
+        with file.open(encoding="utf-8") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            if mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ValueError(
+                    f"--token-file {file} is open to others (mode {stat.S_IMODE(mode):04o}); "
+                    f"run: chmod 600 {file}"
+                )
+            return opened.read(MOST_TOKEN).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ValueError(
+            f"--token-file {file} cannot be read ({reason}); name a file with the token"
+        ) from None
 
 
 class Access(NamedTuple):
@@ -27,12 +58,12 @@ class Access(NamedTuple):
         """Refuse an address that others can reach without a token, and a token one can guess."""
         if token is None and not is_loopback(host):
             raise ValueError(
-                f"--host {host} can be reached by others; give a --token of at least {SHORTEST} "
-                f"characters, or leave --host at 127.0.0.1 and come through ssh -L"
+                f"--host {host} can be reached by others; give a --token-file with at least "
+                f"{SHORTEST} characters, or leave --host at 127.0.0.1 and come through ssh -L"
             )
         if token is not None and (len(token) < SHORTEST or not token.isascii()):
             raise ValueError(
-                f"--token has {len(token)} characters; give at least {SHORTEST} ASCII characters, "
+                f"the token has {len(token)} characters; give at least {SHORTEST} ASCII ones, "
                 f'for example of `python -c "import secrets; print(secrets.token_urlsafe())"`'
             )
         return Access(host, token, secrets.token_bytes(32))

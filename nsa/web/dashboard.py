@@ -6,7 +6,8 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from nsa.web.access import Access
+from nsa.config.env import check_environment
+from nsa.web.access import Access, find_token
 from nsa.web.server import Server
 from nsa.web.source import Sources
 
@@ -14,7 +15,8 @@ from nsa.web.source import Sources
 def dashboard(args: argparse.Namespace) -> int:
     """Listen at once, and read meanwhile."""
     folders = [_folder(path) for path in args.folders]
-    access = Access.of(args.host, args.token)
+    check_environment()
+    access = Access.of(args.host, find_token(args.token, args.token_file))
     sources = Sources(folders)
     with _listen(args.host, args.port, access, sources) as server:
         sources.start()

@@ -15,4 +15,13 @@ def add_dashboard_flags(parser: argparse.ArgumentParser) -> None:
         "--host", default=HOST, help="address to listen at (%(default)s); others need a token"
     )
     parser.add_argument("--port", type=int, default=PORT, help="(%(default)d); 0 takes a free one")
-    parser.add_argument("--token", metavar="TEXT", help="who opens the page must know it")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="holds what a browser must know; only its owner may read it "
+        "(or the variable NSA_DASHBOARD_TOKEN)",
+    )
+    parser.add_argument(
+        "--token", metavar="TEXT", help="the same; others on this machine see it in `ps`"
+    )

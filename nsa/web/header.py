@@ -31,7 +31,7 @@ def describe(run: Run) -> dict[str, Any]:
     level, verdict = _verdict(run, alarms)
     return {
         "status": run.status,
-        "ended": run.ended,
+        "ended": run.over,
         "level": level,
         "verdict": verdict,
         "now": run.now,
@@ -54,6 +54,8 @@ def describe(run: Run) -> dict[str, Any]:
 def _verdict(run: Run, alarms: list[Alarm]) -> tuple[str, str]:
     if run.status == "absent":
         return "idle", "no files of a run in this folder yet"
+    if run.death:
+        return "bad", f"died at step {run.last_step}"
     if run.ended:
         anomaly = f": {_short(run.anomaly)}" if run.anomaly else ""
         return LEVELS.get(run.status, "bad"), f"{_short(run.status)}{anomaly}"
@@ -89,7 +91,7 @@ def _numbers(run: Run) -> dict[str, Any]:
         "loss": losses[-1] if losses else None,
         "val_loss": _finite(run.metrics.val_loss) if run.metrics else None,
         "fallbacks": number(last, "fb_total_fallbacks") if last else None,
-        "eta_s": None if run.ended else _finite(eta(run, step)),
+        "eta_s": None if run.over else _finite(eta(run, step)),
         "beat_age_s": None if not ages else max(ages),
     }
 
@@ -107,7 +109,7 @@ def _metrics(run: Run) -> dict[str, Any]:
 def _rank(run: Run, rank: Rank, limits: Limits) -> dict[str, Any]:
     age_s, last = rank.age_s(run.now), rank.last
     allowed_s, why = allowed_silence(run, rank, limits)
-    is_late = not run.ended and age_s is not None and (age_s > allowed_s or bool(rank.gone))
+    is_late = not run.over and age_s is not None and (age_s > allowed_s or bool(rank.gone))
     return {
         "rank": rank.rank,
         "step": last.step if last else None,

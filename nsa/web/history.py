@@ -90,9 +90,19 @@ class History:
     def series(self, first: float, last: float, points: int) -> dict[str, Any]:
         """All curves between two steps: `progress`, `training` where it reaches further, `val`."""
         tables = {"progress": self.progress, "val": self.val}
-        if self._reaches_further(self.training, self.progress):
+        if self._has_training:
             tables["training"] = self.training
         return {name: table.window(first, last, points) for name, table in tables.items()}
+
+    def newest(self) -> dict[str, float]:
+        """The last losses of the curves, for the header: both show the same numbers."""
+        table = self.training if self._has_training else self.progress
+        found = {"loss": table.last("loss"), "val_loss": self.val.last("loss")}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def _has_training(self) -> bool:
+        return self._reaches_further(self.training, self.progress)
 
     @staticmethod
     def _reaches_further(one: Table, other: Table) -> bool:

@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa.telemetry.follow import Follower, open_plain
+from nsa.files import open_binary
+from nsa.telemetry.follow import Follower
 from nsa.telemetry.selection_file import NAME, parse_selection
 
 MOST_BACK = 64 << 20
@@ -58,8 +59,9 @@ class SelectionIndex:
         if not entries:
             return None
         entry = entries[-1]
-        with open_plain(self.path) as descriptor:
-            text = os.pread(descriptor, entry.num_bytes, entry.offset).decode("utf-8", "replace")
+        with open_binary(self.path) as file:
+            content = os.pread(file.fileno(), entry.num_bytes, entry.offset)
+        text = content.decode("utf-8", "replace")
         where = f"{self.path}, the line at byte {entry.offset}"
         return dataclasses.asdict(parse_selection(text, where)) | {"steps": self.steps}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from nsa.files import read_text
 from nsa.telemetry.config_file import NAME as CONFIG
 from nsa.telemetry.env_file import NAME as ENV
-from nsa.telemetry.follow import read_plain
 
 MOST_BYTES = 1 << 20
 MOST_KEYS = 2000
@@ -43,7 +43,7 @@ class Settings:
             status = path.lstat()
             stamp = status.st_ino, status.st_size, status.st_mtime_ns
             if name not in self._known or self._known[name][0] != stamp:
-                self._known[name] = stamp, dict(_flatten(parse(read_plain(path, MOST_BYTES))))
+                self._known[name] = stamp, dict(_flatten(parse(read_text(path, MOST_BYTES))))
                 self.problems.pop(name, None)
         except FileNotFoundError:
             return {}

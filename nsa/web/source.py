@@ -52,10 +52,11 @@ class Source:
             run, problems = self._run, self._history.problems()
             version, more = self._history.version, self._more
             maps = self._history.selection.steps
+            newest = self._history.newest()
         found: dict[str, Any] = {"status": "absent", "level": "idle", "verdict": "not read yet"}
         if run is not None:
             found = describe(dataclasses.replace(run, now=time.time()))
-            found |= self._newest_beats(found)
+            found |= self._newest_beats(found) | newest
             problems = [*run.problems, *problems]
         if self._trouble:
             problems.append(self._trouble)
@@ -107,7 +108,7 @@ class Source:
             known = [span for span in spans if span is not None]
             if not known:
                 return {"ranks": []}
-            ended = run is None or run.ended
+            ended = run is None or run.over
             end = max(span[1] for span in known)
             end = end if ended else max(end, now)
             begin = max(min(span[0] for span in known), end - last_s)
@@ -145,7 +146,7 @@ class Source:
         """Read the ends of the files again; the lock is not held, because that may take long."""
         start = time.monotonic()
         try:
-            run, self._trouble = read_run(self.folder, tail_bytes=TAIL_BYTES, only_plain=True), ""
+            run, self._trouble = read_run(self.folder, tail_bytes=TAIL_BYTES), ""
         except (OSError, ValueError) as error:
             run, self._trouble = None, str(error)
         took = time.monotonic() - start

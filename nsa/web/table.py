@@ -30,6 +30,7 @@ class Table:
         self._last_lines = 0  # lines in the last row
         self._step, self._ts = np.empty((2, 64, 2))  # [rows, first and last]
         self._low, self._high, self._sum, self._count = np.empty((4, 64, len(self.columns)))
+        self._last = np.full(len(self.columns), np.nan)  # the last number of each column
 
     def __len__(self) -> int:
         return self._rows
@@ -44,14 +45,21 @@ class Table:
         """The step of the last line."""
         return float(self._step[self._rows - 1, 1]) if self._rows else None
 
+    def last(self, name: str) -> float | None:
+        """The last number of a column, as its line had it; None where there is none."""
+        (value,) = _plain(self._last[[self.columns.index(name)]])
+        return value
+
     def clear(self) -> None:
         """Forget everything."""
+        self._last[:] = np.nan
         self._rows, self._each, self._last_lines = 0, 1, 0
 
     def add(self, step: int, ts: float, values: Mapping[str, float | None]) -> None:
         """Add a line; lines of this step and later ones, which it replaces, go."""
         self.cut(step - 1)
         line = np.array([_or_nan(values.get(name)) for name in self.columns])
+        self._last = np.where(np.isnan(line), self._last, line)
         if self._rows and self._last_lines < self._each:
             self._join(step, ts, line)
             return
@@ -71,12 +79,14 @@ class Table:
             return
         self._rows = int(np.searchsorted(self._step[: self._rows, 1], step, side="right"))
         self._last_lines = self._each
+        self._last[:] = np.nan
 
     def window(self, first: float, last: float, points: int) -> dict[str, Any]:
         """What lies between two steps, in at most `points` points: ready for JSON.
 
         `step` and `ts` are those that a point begins with; every column has `mean`, and `low` and
-        `high` where they differ from it; a column without any number is left out.
+        `high` where they differ from it; a column without any number is left out. Where the window
+        has the last row, `last` is the last number itself: a point may be the mean of many.
         """
         steps = self._step[: self._rows]
         begin = int(np.searchsorted(steps[:, 1], first, side="left"))
@@ -91,6 +101,8 @@ class Table:
         for index, name in enumerate(self.columns):
             if number[:, index].any():
                 columns[name] = {"mean": _plain(mean[:, index])}
+                if end == self._rows:
+                    columns[name]["last"] = self.last(name)
                 if (low[:, index] < high[:, index]).any():
                     columns[name] |= {"low": _plain(low[:, index]), "high": _plain(high[:, index])}
         return {

@@ -1,7 +1,7 @@
 // The page: asks for what is new every two seconds, and hands it to the parts.
 
 import { Chart } from "./chart.js";
-import { linesOf, SECTIONS } from "./charts.js";
+import { lastLosses, linesOf, SECTIONS } from "./charts.js";
 import { make, runColour } from "./dom.js";
 import { Distances } from "./distances.js";
 import { filesOf, Settings } from "./files.js";
@@ -113,6 +113,8 @@ async function look() {
   drawHead();
   const stale = state.runs.filter((run) => state.versions.get(run.id) !== run.version);
   await Promise.all(stale.map((run) => loadRun(run)));
+  for (const run of state.runs) if (!shared.range) Object.assign(run, lastLosses(dataOf(run.id).series));
+  if (stale.length) drawHead();
   await loadTimelines();
   const settingsAt = JSON.stringify(
     state.runs.map((run) => [run.metrics?.config_file, run.status, run.metrics?.resumed_at]),

@@ -213,14 +213,17 @@ export class Chart {
     }
   }
 
-  // The legend has the value at the crosshair, or the last one; with a band also its ends.
+  // The legend has the value at the crosshair, with a band also its ends; or else the last number
+  // that was logged, as the head of the run does. What the curve makes of it is called smoothed.
   readOut(hover) {
     const format = this.definition.format ?? compact;
     const words = [];
     const parts = this.lines.map((line) => {
       const i = hover === null ? lastKnown(line.y) : nearest(line.x, hover);
       const has = line.low && line.low[i] !== null && line.high[i] > line.low[i] && hover !== null;
-      const text = format(line.y[i]) + (has ? ` (${format(line.low[i])} to ${format(line.high[i])})` : "");
+      const drawn = format(line.y[i]) + (has ? ` (${format(line.low[i])} to ${format(line.high[i])})` : "");
+      const last = hover === null && Number.isFinite(line.last) ? `${format(line.last)}, ` : "";
+      const text = line.smoothed ? `${last}smoothed ${drawn}` : last ? format(line.last) : drawn;
       words.push(`${line.label} ${text}`);
       const swatch = make("i", { className: `dash-${line.dash ?? 0}` });
       swatch.style.borderTopColor = line.colour;

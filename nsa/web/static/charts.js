@@ -211,6 +211,7 @@ export function linesOf(definition, runs, colourOf, smoothing) {
         points: series.points,
         ...found,
         y: definition.smooth ? smooth(found.y, smoothing) : found.y,
+        smoothed: Boolean(definition.smooth && smoothing),
       });
     });
   }
@@ -228,7 +229,22 @@ function column(tables, series) {
   if (!values) return null;
   const times = (list) =>
     list && series.factor ? list.map((v) => (v === null ? null : v * series.factor)) : list;
-  return { x: table.step, y: times(values.mean), low: times(values.low), high: times(values.high) };
+  return {
+    x: table.step,
+    y: times(values.mean),
+    low: times(values.low),
+    high: times(values.high),
+    last: times([values.last ?? null])[0],
+  };
+}
+
+// The last losses of the curves, so that the head of a run has the same numbers as its charts.
+export function lastLosses(tables) {
+  const found = {
+    loss: column(tables, { key: "loss" })?.last,
+    val_loss: column(tables, { table: "val", key: "loss" })?.last,
+  };
+  return Object.fromEntries(Object.entries(found).filter(([, value]) => Number.isFinite(value)));
 }
 
 // An exponential mean that starts without a pull towards zero.
