@@ -126,10 +126,10 @@ _DISTRIBUTED = (
     Variable(
         "NSA_DDP_COMPRESS",
         str,
-        "bf16",
+        "auto",
         "code",
-        "type of gradients on the wire",
-        choices=("bf16", "fp16", "off"),
+        "type of gradients on the wire; auto: bf16 with runtime.precision=bf16, else off",
+        choices=("auto", "bf16", "fp16", "off"),
     ),
     Variable("NSA_DDP_BUCKET_MB", int, 0, "code", "DDP bucket size in MB; 0 is torch's own"),
     Variable("NSA_DDP_DISABLE_GC", bool, True, "code", "no gradient checkpointing under DDP"),

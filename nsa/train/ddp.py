@@ -37,6 +37,7 @@ from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed, RankLo
 from nsa.train.fingerprint import refuse_difference
 from nsa.train.parts import cut, part
 from nsa.train.ranks import Alone, Fingerprint, mark_shared
+from nsa.train.runtime import Runtime
 from nsa.train.stop import REASONS, Stop
 
 KEPT_LOSSES = 4
@@ -213,8 +214,8 @@ class Ddp(Group):
     def adapt(self, cfg: Config) -> Config:
         return adapt_config(cfg, self._say)
 
-    def wrap(self, loss: nn.Module) -> nn.Module:
-        settings = read_settings()
+    def wrap(self, loss: nn.Module, runtime: Runtime) -> nn.Module:
+        settings = read_settings(runtime.precision)
         wrapped = DistributedDataParallel(
             loss,
             # Without device_ids: inputs stay where they are, and borders of documents on the host.
@@ -226,6 +227,8 @@ class Ddp(Group):
         if settings.compress != OFF:
             compress_gradients(wrapped, settings.compress)
             self._say(f"[ddp] gradient compression enabled: {settings.compress}")
+        else:
+            self._say("[ddp] gradient compression off: gradients are summed in fp32")
         self._wrapped, self._is_warm = wrapped, False
         return wrapped
 

@@ -51,7 +51,7 @@ from nsa.train.ranks import AUTO as AUTO_RANKS
 from nsa.train.ranks import Alone
 from nsa.train.resume import AUTO, INITIAL, find_start_together, global_batch, identity_of
 from nsa.train.rollback import Rollback, with_rollbacks
-from nsa.train.runtime import Runtime, resolve_runtime
+from nsa.train.runtime import Runtime, ordered_sums, resolve_runtime
 from nsa.train.saver import new_saver
 from nsa.train.state import restore
 from nsa.train.stop import Stop, launcher_pid
@@ -98,8 +98,9 @@ def run(
     steady = Steady(out or sys.stdout)
     say = partial(print, file=steady, flush=True)
     fallbacks.reset()  # what a run counts is its own
-    parent = launcher_pid()
-    with hold(Path(cfg.train.out_dir), say) as lock, open_ranks(ddp, cfg, say) as ranks:
+    parent, folder = launcher_pid(), Path(cfg.train.out_dir)
+    sums = ordered_sums(cfg.runtime)
+    with sums, hold(folder, say) as lock, open_ranks(ddp, cfg, say) as ranks:
         job = _Job(
             ranks=ranks,
             held=lock(ranks),
