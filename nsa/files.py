@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from nsa.leftovers import temporary_name
 
-def temporary_name(path: Path) -> Path:
-    """A name beside `path`, hidden, that no other process uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+__all__ = ["put_in_place", "temporary_name"]
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
