@@ -209,6 +209,13 @@ _LAUNCHERS = (
     Variable(
         "NSA_PHASE_STEPS", str, "", "code", "steps of each phase of nsa launch: 1,300,1000,all"
     ),
+    Variable(
+        "NSA_RESTART_COUNT",
+        int,
+        0,
+        "code",
+        "set by nsa launch where it starts a run again: above 0, the run puts nothing aside",
+    ),
     Variable("TMUX", str, None, "external", "set inside tmux: nsa launch stays where it is"),
     Variable("PORT", int, 6006, "external", "scripts/run_tensorboard.sh: port"),
     Variable("HOST", str, "127.0.0.1", "external", "scripts/run_tensorboard.sh: address"),

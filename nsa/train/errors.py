@@ -39,6 +39,12 @@ class RunRefused(TrainError):
     exit_code = 3
 
 
+class NothingLeft(TrainError):
+    """A launcher has restarted a run that is finished: its work is done."""
+
+    exit_code = 0
+
+
 class RankFailed(TrainError):
     """The first rank could not start the run, and says why."""
 

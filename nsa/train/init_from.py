@@ -20,6 +20,7 @@ from torch import Tensor
 from nsa.config import Config, DataConfig, to_container
 from nsa.config.schema import VOCABULARIES
 from nsa.model import TinyLM
+from nsa.train.identity import INITIAL, UNKNOWN, Identity
 from nsa.train.model_file import (
     UNREADABLE,
     BadModelFile,
@@ -28,7 +29,7 @@ from nsa.train.model_file import (
     weights_sha256,
 )
 from nsa.train.ranks import Alone
-from nsa.train.resume import INITIAL, UNKNOWN, Identity, Start
+from nsa.train.resume import Start
 
 SHAPE = (
     *("model.dim", "model.n_layers", "model.n_heads", "model.n_kv_groups", "model.d_k"),

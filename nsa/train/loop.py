@@ -20,10 +20,10 @@ from nsa.telemetry.spans import EVALUATE, SAVE, span
 from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
 from nsa.train.held import HeldFolder
+from nsa.train.identity import Identity, global_batch
 from nsa.train.log import RunLog
 from nsa.train.optimizer import TrainOptimizer
 from nsa.train.ranks import Alone, micro_positions
-from nsa.train.resume import Identity, global_batch
 from nsa.train.rollback import find_rollback
 from nsa.train.runtime import Runtime
 from nsa.train.saver import Saver
@@ -47,6 +47,9 @@ class Trainer:
     stop: Stop
     identity: Identity
     """What decides the numbers of the run; it is kept in checkpoints."""
+    rows_asked: int
+    """Rows of an update on each rank, as the config asks for them, before a change of the number of
+    ranks has changed the accumulation."""
     held: HeldFolder
 
     @property
