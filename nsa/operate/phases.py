@@ -25,7 +25,7 @@ from nsa.telemetry.run_lock import LAUNCH, RUN, STOPPING, FolderHeld, FolderLock
 from nsa.telemetry.sentinels import HALT, read_halt, write_halt
 
 OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
-BY_STATUS = {"non_finite": 10, "no_data": 11}
+BY_STATUS = {"non_finite": 10, "no_data": 11, "bad_data": 2}
 """Exit codes that torchrun hides: it ends with 1 whatever its ranks did."""
 NOT_AGAIN = (0, 2, 3, 10)
 """Exit codes after which another start would end in the same way."""

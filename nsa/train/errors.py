@@ -78,9 +78,12 @@ class LoaderFailed(TrainError):
 
     shared = True
 
-    def __init__(self, message: str, *, started: bool, exit_code: int) -> None:
+    def __init__(
+        self, message: str, *, started: bool, exit_code: int, damaged: bool = False
+    ) -> None:
+        """`damaged`: what came is not what was prepared, and was maybe trained on."""
         super().__init__(message)
-        self.started, self.exit_code = started, exit_code
+        self.started, self.exit_code, self.damaged = started, exit_code, damaged
 
 
 class NonFiniteLoss(TrainError):

@@ -30,6 +30,7 @@ from nsa.train.build import build_model, build_step
 from nsa.train.errors import Halted, Interrupted, LoaderFailed, NonFiniteLoss, OutOfMemory
 from nsa.train.feed import (
     LoaderOptions,
+    checking,
     failures,
     fetch_first,
     open_in_time,
@@ -127,7 +128,7 @@ def _attempts(cfg: Config, job: _Job) -> TrainResult:
         try:
             return _run(cfg, job, back, fallback)
         except LoaderFailed as error:
-            if error.started or not job.loader.synthetic_on_fail:
+            if error.started or error.damaged or not job.loader.synthetic_on_fail:
                 raise
             cfg, fallback = without_data(cfg, error, say), str(error)
             return _run(cfg, job, back, fallback)
@@ -184,7 +185,7 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     step = build_step(cfg, model, runtime, ranks=ranks)
     metrics = _new_metrics(cfg, model, runtime, job, fallback)
 
-    with progress, closing(loader):
+    with progress, closing(loader), checking(data, ranks, progress.say):
         done = start.content["step"] if start else 0
         folder = _open_folder(ranks, path, begin.keeps)
         announce(cfg, metrics, data, runtime, folder, progress)
@@ -271,14 +272,15 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
         with failures(trainer.cfg, started=True, note=log.loader_failed):
             yield
     except LoaderFailed as error:
-        log.metrics.status = "no_data"
+        log.metrics.status = "bad_data" if error.damaged else "no_data"
         log.settle()
-        then = trainer.save_last(log.metrics.step)
+        then = trainer.leave_unsaved() if error.damaged else trainer.save_last(log.metrics.step)
         log.write()
         raise LoaderFailed(
             f"{error}; stopped after step {log.metrics.step}; {then}",
             started=error.started,
             exit_code=error.exit_code,
+            damaged=error.damaged,
         ) from error
     except NonFiniteLoss as error:
         log.metrics.status = "non_finite"

@@ -17,6 +17,7 @@ from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
 from nsa.telemetry.size_files import write_dtypes, write_opt_state
 from nsa.telemetry.spans import EVALUATE, SAVE, span
+from nsa.train import shelf
 from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
 from nsa.train.held import HeldFolder
@@ -32,6 +33,9 @@ from nsa.train.spikes import Spikes
 from nsa.train.state import capture, large_state
 from nsa.train.step import EagerStep, MicroBatch, Updated
 from nsa.train.stop import ORPHANED, Stop
+
+CHECK_S = 60.0
+"""That a run waits at its end for the check of its shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,10 @@ class Trainer:
                 self.halt(step, asked)
         self.log.settle()
         self.saver.wait()
+        if self.data.check is not None:
+            with self.ranks.fetching(started=True):
+                patience_s = self.ranks.patience_s(CHECK_S)
+                self.data.check.settle(patience_s, self.log.progress.say)
         return self.saver.written
 
     def write_types(self) -> None:
@@ -129,6 +137,7 @@ class Trainer:
     def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
         """Do one optimizer update, with the mean gradient over all its micro-batches."""
         with self.ranks.fetching(self.stop, started=True, seen=self.held.look()):
+            self.data.require_whole()
             batches = [self.fetch(position) for position in self.positions(step)]
         self.held.follow(self.ranks.seen, step)
         self.log.saw_input(step, batches[0].rows[:, :-1].shape)
@@ -197,6 +206,20 @@ class Trainer:
             self.save(step)
         saved = self.saver.wait()
         return "the same command goes on from there" if saved else "no checkpoint could be written"
+
+    def leave_unsaved(self) -> str:
+        """Save nothing, because what was trained on is damaged, and say what to do afterwards."""
+        self.saver.wait()
+        done = self.log.metrics.resumed_at or 0
+        if not self.saver.written:
+            return f"nothing was saved since step {done}; the same command goes on from there"
+        names = ", ".join(path.name for path in self.saver.written)
+        older = [p for p in shelf.paths_of(self.folder) if shelf.step_of(p) <= done]
+        back = f"--resume {older[0]}" if older else "--resume none"
+        return (
+            f"{names} may have learned from it; once the shard is mended, the same command with "
+            f"{back} trains these steps again"
+        )
 
     def _say_halt(self, asked: str) -> None:
         if asked == ".HALT":
