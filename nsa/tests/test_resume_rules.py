@@ -143,6 +143,17 @@ CASES = [
         then=REFUSED,
         text="with train.seed=1337",
     ),
+    # The runbooks' order in one folder: smoke and probe on one GPU, production on two
+    Case(
+        says="smoke, then probe",
+        was=("data.dataset=synthetic",),
+        status="finished",
+        ended_at=4,
+        now=("data.dataset=shakespeare",),
+        steps=8,
+        then=ANEW,
+    ),
+    Case(says="probe, then production", ranks=2, status="finished", ended_at=4, then=ANEW),
     # Another schedule
     Case(
         says="constant, longer",
