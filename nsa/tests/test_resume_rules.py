@@ -316,9 +316,16 @@ def fill(folder: Path, cfg: Config, case: Case) -> None:
             train_s=case.train_s,
             steps=case.ended_at,
             step=case.step,
-            **{"config_file": "tiny.yaml", "num_params": 1, "tokens_per_step": 1, "device": "cpu"},
-            **{"dtype": "fp32", "attention": "", "seq_len": 32, "batch_global": 2, "lr": 0.01},
-        )  # type: ignore[arg-type]
+            config_file="tiny.yaml",
+            num_params=1,
+            tokens_per_step=1,
+            device="cpu",
+            dtype="fp32",
+            attention="",
+            seq_len=32,
+            batch_global=2,
+            lr=0.01,
+        )
         write_metrics(folder, metrics)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -100,7 +101,8 @@ def ordered_sums(config: RuntimeConfig) -> Iterator[None]:
         yield
         return
     set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two that are reproducible
-    fills, cudnn = torch.utils.deterministic, torch.backends.cudnn
+    fills: Any = torch.utils.deterministic  # a module whose settings have no types
+    cudnn = torch.backends.cudnn
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
