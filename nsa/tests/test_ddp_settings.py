@@ -83,7 +83,7 @@ def test_a_group_of_one_says_that_it_is_ready(
     printed = train(tiny_config())
     line = "[ddp] process group ready | backend=gloo world_size=1 timeout_min=15\n"
     assert printed.startswith(line)
-    assert "[ddp] gradient compression enabled: bf16\n" in printed
+    assert "[ddp] gradient compression off: gradients are summed in fp32\n" in printed
     assert "[debug] step 1: input shape torch.Size([2, 32]) | rank 0 of 1\n" in printed
     assert not torch.distributed.is_initialized()
 
