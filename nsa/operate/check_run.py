@@ -14,7 +14,7 @@ import torch
 from nsa.config import Config
 from nsa.config.env import read
 from nsa.data import SourceLost, within
-from nsa.data.shards import verify_shards
+from nsa.data.manifest import verify_shards
 from nsa.operate.all_reduce import reduce_once
 from nsa.operate.criterion import judged, missing
 from nsa.operate.planned import Planned
