@@ -106,7 +106,8 @@ def _parser() -> StrictParser:
                 "--resume",
                 default="auto",
                 metavar="PATH|latest|none",
-                help="default: the newest checkpoint in train.out_dir, if it is of the same run",
+                help="default: the newest checkpoint in train.out_dir, if it is of the same run; "
+                "none starts over, and moves the old files to previous/",
             )
     text = "continue a text with a trained model"
     _add_generate(commands.add_parser("generate", help=text, description=text))

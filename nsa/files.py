@@ -118,11 +118,6 @@ def is_regular(path: Path) -> bool:
         return False
 
 
-def temporary_name(path: Path) -> Path:
-    """A name beside `path`, hidden, that no other process uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
 def put_in_place(temporary: Path, path: Path) -> None:
     """Bring the bytes to the disk, then rename, then bring the new name there, too.
 

@@ -130,10 +130,10 @@ _DISTRIBUTED = (
     Variable(
         "NSA_DDP_COMPRESS",
         str,
-        "bf16",
+        "auto",
         "code",
-        "type of gradients on the wire",
-        choices=("bf16", "fp16", "off"),
+        "type of gradients on the wire; auto: bf16 with runtime.precision=bf16, else off",
+        choices=("auto", "bf16", "fp16", "off"),
     ),
     Variable("NSA_DDP_BUCKET_MB", int, 0, "code", "DDP bucket size in MB; 0 is torch's own"),
     Variable("NSA_DDP_DISABLE_GC", bool, True, "code", "no gradient checkpointing under DDP"),
@@ -220,6 +220,13 @@ _LAUNCHERS = (
     ),
     Variable(
         "NSA_PHASE_STEPS", str, "", "code", "steps of each phase of nsa launch: 1,300,1000,all"
+    ),
+    Variable(
+        "NSA_RESTART_COUNT",
+        int,
+        0,
+        "code",
+        "set by nsa launch where it starts a run again: above 0, the run puts nothing aside",
     ),
     Variable("TMUX", str, None, "external", "set inside tmux: nsa launch stays where it is"),
     Variable("PORT", int, 6006, "external", "scripts/run_tensorboard.sh: port"),

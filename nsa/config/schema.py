@@ -297,6 +297,8 @@ class RuntimeConfig:
     """Replay every update as one CUDA graph: a small model then no longer waits for the host."""
     compile: bool = False
     """torch.compile for the blocks in training: the first step takes longer, the others less."""
+    deterministic: bool = False
+    """Sum in a fixed order everywhere: runs repeat and resume bit for bit on a GPU too, slower."""
     strategy: str = "auto"
     """Of many ranks: ddp, each with a copy of the model, or fsdp, each with a part; auto is ddp."""
 

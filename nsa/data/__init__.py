@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nsa.data.open import open_data as open_data
     from nsa.data.rows import Rows as Rows
     from nsa.data.rows import StreamRows as StreamRows
+    from nsa.data.shard_check import DamagedShard as DamagedShard
+    from nsa.data.shard_check import ShardCheck as ShardCheck
     from nsa.data.synthetic import CopyRows as CopyRows
     from nsa.data.synthetic import SyntheticRows as SyntheticRows
     from nsa.data.tokenizer import ByteTokenizer as ByteTokenizer
@@ -34,6 +36,7 @@ __getattr__ = on_first_use(
         "loader": ("Loader",),
         "open": ("Data", "open_data"),
         "rows": ("Rows", "StreamRows"),
+        "shard_check": ("DamagedShard", "ShardCheck"),
         "synthetic": ("CopyRows", "SyntheticRows"),
         "tokenizer": ("ByteTokenizer", "Tokenizer"),
     },

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
-from nsa.files import put_in_place, temporary_name
+from nsa.files import put_in_place
+from nsa.leftovers import temporary_name
 
 
 class DurableFile:

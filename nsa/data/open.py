@@ -21,6 +21,7 @@ from nsa.data.hub import HubDocuments
 from nsa.data.local import encode_all
 from nsa.data.report import Report
 from nsa.data.rows import Rows, StreamRows, to_stream
+from nsa.data.shard_check import ShardCheck
 from nsa.data.shards import open_shards
 from nsa.data.split import TRAIN, VAL, Counts, split_works
 from nsa.data.stream import Stream
@@ -39,6 +40,13 @@ class Data(NamedTuple):
     """What became of the documents, where the source has documents of its own."""
     border: int | None = None
     """The end mark that attention does not look across; None where it may."""
+    check: ShardCheck | None = None
+    """Of the bytes on the disk, where a manifest says what they must be."""
+
+    def require_whole(self) -> None:
+        """Raise DamagedShard where the check of its bytes has found damage; nobody waits for it."""
+        if self.check is not None:
+            self.check.require_whole()
 
     def bounds(self, batch: Tensor) -> Tensor | None:  # [B, S+1] int64 -> [documents + 1] int32
         """Where the documents of a batch on the host start; None where attention need not know."""
@@ -108,7 +116,8 @@ def _open_local(path: Path, tokenizer: Tokenizer, seq_len: int, seed: int) -> Da
 def _open_shards(folder: Path, tokenizer: Tokenizer, seq_len: int, seed: int) -> Data:
     opened = open_shards(folder, tokenizer)
     counts = opened.manifest.counts
-    return _cut(opened.train, opened.val, tokenizer, seq_len, seed, opened.sha256, counts)
+    data = _cut(opened.train, opened.val, tokenizer, seq_len, seed, opened.sha256, counts)
+    return data._replace(check=ShardCheck(folder, opened.manifest))
 
 
 def _open_hub(

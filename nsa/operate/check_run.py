@@ -14,6 +14,7 @@ import torch
 from nsa.config import Config
 from nsa.config.env import read
 from nsa.data import SourceLost, within
+from nsa.data.manifest import verify_shards
 from nsa.files import size
 from nsa.operate.all_reduce import reduce_once
 from nsa.operate.criterion import judged, missing
@@ -79,6 +80,24 @@ def first_batch(plan: Planned) -> Row:
         limit=limit,
         evidence=f"data.dataset={config.data.dataset}",
         advice="the tokenizer of the data is not that of the config",
+    )
+
+
+def shards(plan: Planned) -> Row | None:
+    """That prepared shards are, byte by byte, what their manifest says."""
+    if plan.config.data.dataset != "shards":
+        return None
+    folder, start = Path(plan.config.data.local_path), time.perf_counter()
+    problems = verify_shards(folder)
+    seconds = time.perf_counter() - start
+    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return judged(
+        "shards",
+        not problems,
+        problems[0][:200] + more if problems else f"all match their sha256 ({seconds:.1f} s)",
+        limit="the sha256 of the manifest",
+        evidence=str(folder),
+        advice="copy the shards again, or prepare them again (`nsa data prepare`)",
     )
 
 

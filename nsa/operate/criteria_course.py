@@ -17,7 +17,7 @@ from nsa.telemetry.heartbeat import BEAT, LOADER_ERROR, PROGRESS, STEP_END
 from nsa.telemetry.metrics import NAME as METRICS
 from nsa.telemetry.sentinels import ANOMALY
 
-BROKEN = ("non_finite", "oom", "no_data", "interrupted")
+BROKEN = ("non_finite", "oom", "no_data", "bad_data", "interrupted")
 """What metrics.json says of a run that did not end as it should."""
 
 

@@ -36,7 +36,7 @@ from nsa.telemetry.sentinels import read_halt, write_halt
 
 STOP_OLD_S = 600.0
 """For a run that is asked to make room; its last checkpoint takes time."""
-OWN = ("NP", "DATASET", "LOCAL_PATH", "OUT_DIR", "NSA_PHASE_STEPS")
+OWN = ("NP", "DATASET", "LOCAL_PATH", "OUT_DIR", "NSA_PHASE_STEPS", "NSA_RESTART_COUNT")
 """Variables of the launcher: the trainer gets what they say by its command line."""
 ARTIFACTS = Path("artifacts")
 LAUNCHER_LOG = "launcher.log"

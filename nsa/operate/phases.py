@@ -25,11 +25,12 @@ from nsa.telemetry.run_lock import LAUNCH, RUN, STOPPING, FolderHeld, FolderLock
 from nsa.telemetry.sentinels import HALT, read_halt, write_halt
 
 OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
-BY_STATUS = {"non_finite": 10, "no_data": 11}
+BY_STATUS = {"non_finite": 10, "no_data": 11, "bad_data": 2}
 """Exit codes that torchrun hides: it ends with 1 whatever its ranks did."""
 NOT_AGAIN = (0, 2, 3, 10)
 """Exit codes after which another start would end in the same way."""
 LAUNCHER = "launcher: "
+RESTARTED = "NSA_RESTART_COUNT"
 
 
 STEPS = {"launch": "steps_launch", "phase1": "steps_phase1", "phase2": "steps_phase2"}
@@ -142,11 +143,12 @@ class Phases:
         alone = "torch.distributed.run" not in command
         left = plan.restarts(phase) if alone else 0  # torchrun counts its own
         timeout_s = None if phase.timeout_min is None else 60.0 * phase.timeout_min
+        again = 0
         while True:
             self._say(transcript, "command: " + " ".join(command))
             child = Child(
                 command,
-                plan.environ,
+                {**plan.environ, **({RESTARTED: str(again)} if again else {})},
                 transcript,
                 halt=lambda who: self._ask_to_halt(folder, who),
                 timeout_s=timeout_s,
@@ -156,7 +158,7 @@ class Phases:
             _take_back_halt(folder)
             if ended.code in NOT_AGAIN or ended.stopped or left == 0:
                 return ended
-            left -= 1
+            left, again = left - 1, again + 1
             self._say(transcript, f"exit code {ended.code}; starting again, {left} times left")
 
     def _ask_to_halt(self, folder: Path, who: str) -> None:

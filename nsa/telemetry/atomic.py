@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsa.files import open_regular, put_in_place, temporary_name
+from nsa.files import open_regular, put_in_place
+from nsa.leftovers import temporary_name
 
 
 @contextmanager

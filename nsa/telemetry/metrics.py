@@ -27,8 +27,8 @@ class Metrics:
     version: int = VERSION
     status: str = "running"
     """running, finished, halted (asked to stop; can be resumed), non_finite (the loss was NaN or
-    infinite), oom (no memory left), no_data (the source failed; can be resumed) or interrupted (a
-    second Ctrl-C)."""
+    infinite), oom (no memory left), no_data (the source failed; can be resumed), bad_data (a shard
+    is damaged) or interrupted (a second Ctrl-C)."""
     config_file: str
     """The file that the run was started with; config.yaml holds what it resolved to."""
     data_fallback: str | None = None

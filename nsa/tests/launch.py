@@ -54,7 +54,7 @@ def launch(*arguments: object, **options: Any) -> tuple[int, str]:
 def train(trouble: str, arguments: list[str]) -> int:
     """Train, with `trouble` on rank 1 or on all, mostly in the third update; empty is none."""
     sys.path.insert(0, str(REPOSITORY))
-    if trouble == "slow" or (trouble and os.environ["RANK"] == "1"):
+    if trouble in EVERYWHERE or (trouble and os.environ["RANK"] == "1"):
         _TROUBLES[trouble]()
     from scripts import train_showcase
 
@@ -153,6 +153,21 @@ def _slow() -> None:
     mock.patch.object(EagerStep, "_backward", delayed(EagerStep._backward)).start()
 
 
+def _die_in_save() -> None:
+    """Rank 0, which writes the checkpoints, is killed in the middle of that of the sixth update."""
+    import torch
+
+    real = torch.save
+
+    def save(content: Any, file: Any) -> None:
+        if isinstance(content, dict) and content.get("step") == 6:
+            Path(file).write_bytes(bytes(100_000))
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(content, file)
+
+    mock.patch.object(torch, "save", save).start()
+
+
 def _clock() -> None:
     """The clock of this rank is an hour slow."""
     real = time.time
@@ -189,7 +204,10 @@ _TROUBLES: dict[str, Callable[[], object]] = {
     "full": _full,
     "code": _code,
     "clock": _clock,
+    "die in save": _die_in_save,
 }
+EVERYWHERE = ("slow", "die in save")
+"""Troubles of all ranks."""
 
 
 if __name__ == "__main__":

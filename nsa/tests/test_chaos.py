@@ -25,12 +25,14 @@ from nsa.telemetry import TRAINING, TrainingRow, read_heartbeat, read_metrics, r
 from nsa.telemetry.alarms import last_alarms
 from nsa.telemetry.hang_call import kill
 from nsa.telemetry.hang_report import PATTERN, HangReport, read_report
+from nsa.telemetry.metrics import write_metrics
 from nsa.telemetry.run_lock import take_lock
 from nsa.telemetry.sentinels import read_anomaly, read_halt
 from nsa.telemetry.spans import read_span
 from nsa.tests import launch
 from nsa.tests.nursery import Nursery, Ranks
 from nsa.tests.test_ranks import begun, last_steps, weights, write
+from nsa.tests.test_shards import flip, make
 from nsa.train import checkpoint
 
 pytestmark = [pytest.mark.chaos, pytest.mark.dist]
@@ -336,6 +338,77 @@ def test_a_corrupt_latest_checkpoint_is_passed_over(
     assert printed.count("[resume] passed over") == 1 and "checkpoint_step6.pt" in printed
     assert f"3 of {STEPS} steps are done" in printed
     assert_equal(folder, undisturbed)
+
+
+def say_it_was_long(folder: Path) -> None:
+    """Its record tells of an hour of training, and of no end."""
+    metrics = read_metrics(folder)
+    metrics.train_s, metrics.status = 3600.0, "running"
+    write_metrics(folder, metrics)
+
+
+def test_a_run_whose_checkpoints_are_all_corrupt_is_refused_and_stays(
+    start: Callable[..., Ranks], folder: Path
+) -> None:
+    codes, printed = start(f"train.steps={STEPS}", flags=("--steps", 6)).finish()
+    assert codes == [0, 0] and checkpoints(folder) == [3, 6], printed
+    say_it_was_long(folder)
+    for path in folder.glob("checkpoint_step*.pt"):
+        path.write_bytes(path.read_bytes()[:-1])
+    before = sorted(path.name for path in folder.iterdir())
+    codes, printed = start().finish()
+    assert codes == [3, 3], printed
+    assert "none of its checkpoints is whole" in printed
+    assert "to go on with it:" in printed and "the same command with --resume none" in printed
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_two_ranks_go_on_on_one_and_on_two_again(
+    start: Callable[..., Ranks], folder: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    """The same command each time: accumulation keeps the global batch, and what is learned."""
+    codes, printed = start(f"train.steps={STEPS}", flags=("--steps", 3)).finish()
+    assert codes == [0, 0], printed
+    for until, ranks in ((6, 1), (9, 1), (STEPS, 2)):
+        say_it_was_long(folder)
+        codes, printed = start(flags=("--steps", until), ranks=ranks).finish()
+        assert codes == [0] * ranks, printed
+        assert f"{until - 3} of {until} steps are done" in printed
+        assert printed.count("train.accumulate_grad_batches is 2, not 1") == min(until - 3, 6) // 3
+    assert not (folder / "previous").exists()
+    assert read_metrics(folder).batch_global == 4
+    for name, tensor in weights(folder).items():
+        assert torch.allclose(tensor, undisturbed[name], rtol=1e-3, atol=1e-5), name
+
+
+def test_what_a_kill_in_a_save_leaves_is_removed_at_the_next_start(
+    start: Callable[..., Ranks], folder: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    codes, printed = start(f"train.steps={STEPS}", trouble="die in save", **PLAIN).finish()
+    assert codes == [-signal.SIGKILL, 1], printed
+    (half,) = folder.glob(".checkpoint_step6.pt.*.tmp")
+    assert checkpoints(folder) == [3]
+    codes, printed = start(**PLAIN).finish()
+    assert codes == [0, 0], printed
+    removed = (
+        f"[boot] removed 1 unfinished file of processes that were killed (0.1 MB): {half.name}"
+    )
+    assert printed.count(removed) == 1
+    assert no_half_file(folder)
+    assert_equal(folder, undisturbed)
+
+
+def test_a_changed_byte_in_a_shard_ends_all_before_the_first_update(
+    start: Callable[..., Ranks], folder: Path, tmp_path: Path
+) -> None:
+    shards = tmp_path / "shards"
+    make(shards)
+    flip(shards / "train-00000.bin")
+    data = ("data.dataset=shards", f"data.local_path={shards}", "train.seq_len=16")
+    codes, printed = start(*data).finish()
+    assert codes == [2, 2], printed
+    assert f"{shards / 'train-00000.bin'}: sha256 is" in printed
+    assert not (folder / TRAINING).exists()
 
 
 def test_a_port_in_use_is_said_and_nothing_is_touched(

@@ -16,6 +16,7 @@ import torch
 
 from nsa.cli import main
 from nsa.config import Config
+from nsa.telemetry.config_file import read_config
 from nsa.tests.effects import TINY
 from nsa.train import checkpoint, run
 from nsa.train.export import read_safetensors, write_safetensors
@@ -216,6 +217,7 @@ def test_resume_is_proved_and_a_broken_one_is_not(
     assert proof["holds"] and proof["resumed_at"] == 2
     assert proof["losses"]["whole"] == proof["losses"]["parts"]
     assert "equal bit by bit" in capfd.readouterr().out
+    assert all(read_config(out / name).runtime.deterministic for name in ("whole", "parts"))
     model = out / "parts" / "model.pt"
     content = torch.load(model, weights_only=True)
     content["state_dict"]["norm.weight"][0] += 1e-6

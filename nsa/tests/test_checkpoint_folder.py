@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nsa.cli import main
 from nsa.config import Config
+from nsa.leftovers import temporary_name
 from nsa.operate.snapshot import read_run
 from nsa.train import BadCheckpoint, checkpoint, dcp, load_model, run, sharded, shelf
-from nsa.train.saver import Saver
+from nsa.train.saver import Saver, new_saver
 
 BuildConfig = Callable[..., Config]
 
@@ -76,7 +79,6 @@ def test_what_is_written_is_read_and_nothing_else_is_left(
 
 def test_a_second_write_replaces_the_first(tmp_path: Path, content: checkpoint.Content) -> None:
     dcp.write(tmp_path, content)
-    (tmp_path / ".checkpoint_step3.tmp").mkdir()  # left by a run that was killed
     dcp.write(tmp_path, content | {"tokens_seen": 7})
     assert shelf.read(tmp_path / "checkpoint_step3")["tokens_seen"] == 7
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_step3"]
@@ -338,7 +340,57 @@ def test_torch_reads_the_parts_by_itself(tmp_path: Path, content: checkpoint.Con
     assert torch.equal(loaded["state_dict.a.weight"], content["state_dict"]["a.weight"])
 
 
-def test_leftovers_of_a_killed_run_go_when_the_next_begins(tmp_path: Path) -> None:
-    shutil.copytree(Path(__file__).parent, tmp_path / ".checkpoint_step9.tmp")
-    sharded.remove_leftovers(tmp_path)
-    assert not list(tmp_path.iterdir())
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from nsa.leftovers import temporary_name
+folder = Path(sys.argv[1])
+for name in ("checkpoint_step5.pt", "metrics.json", "notes.txt"):
+    temporary_name(folder / name).write_bytes(bytes(1000))
+parts = temporary_name(folder / "checkpoint_step6")
+parts.mkdir()
+(parts / "__0_0.distcp").write_bytes(bytes(1000))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_killed_processes_left_unfinished_goes_when_the_next_run_begins(
+    tmp_path: Path, tiny_config: BuildConfig
+) -> None:
+    """Of this host by the process that is gone; else only what nobody but a run writes there."""
+    place, backup = tmp_path / "run", tmp_path / "backup"
+    for folder in (place, backup):
+        folder.mkdir()
+        subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False)
+    assert len(list(place.iterdir())) == 4
+    gone = [
+        ".model.pt.77-5@elsewhere.tmp",
+        ".checkpoint_step7.pt.77.tmp",  # from before names said whose they are
+        ".checkpoint_step7.json.77-5@elsewhere.tmp",
+        f".model.pt.{os.getpid()}-1@{platform.node()}.tmp",  # this pid, another process
+    ]
+    kept = [
+        ".metrics.json.77-5@elsewhere.tmp",
+        ".somebody.tmp",
+        "notes.tmp",
+        temporary_name(place / "model.pt").name,  # of a process that is alive: this one
+    ]
+    for name in (*gone, *kept):
+        (place / name).write_bytes(bytes(100))
+    (backup / gone[0]).touch()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    for link in (".checkpoint_step8.tmp", ".model.pt.88-5@elsewhere.tmp"):
+        (place / link).symlink_to(outside)
+        kept.append(link)
+
+    said: list[str] = []
+    train = tiny_config(f"train.backup_dir={backup}").train
+    new_saver(place, train, said.append)
+
+    assert sorted(p.name for p in place.iterdir()) == sorted(kept)
+    assert [p.name for p in backup.iterdir()] == [gone[0]], "another host may be copying there"
+    assert (outside / "file").exists()
+    assert len(said) == 2
+    assert "[boot] removed 8 unfinished files of processes that were killed (0.0 MB): ." in said[0]

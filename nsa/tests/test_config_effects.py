@@ -74,6 +74,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "runtime.gc_layers": ("0:1", "kept"),
     "runtime.backend": ("reference", "plan"),
     "runtime.compile": ("true", "plan"),
+    "runtime.deterministic": ("true", "plan"),  # test_gpu_repeat.py has what it changes there
     "runtime.strategy": ("fsdp", "refused"),  # test_fsdp.py has ranks
     "runtime.cuda_graph": ("true", "refused"),  # test_graph_step.py has one on a GPU
 }

@@ -83,7 +83,7 @@ def test_a_group_of_one_says_that_it_is_ready(
     printed = train(tiny_config())
     line = "[ddp] process group ready | backend=gloo world_size=1 timeout_min=15\n"
     assert printed.startswith(line)
-    assert "[ddp] gradient compression enabled: bf16\n" in printed
+    assert "[ddp] gradient compression off: gradients are summed in fp32\n" in printed
     assert "[debug] step 1: input shape torch.Size([2, 32]) | rank 0 of 1\n" in printed
     assert not torch.distributed.is_initialized()
 
@@ -166,15 +166,29 @@ def test_safe_mode_says_what_it_does(
     one_of_one.setenv("NSA_DDP_SAFE_MODE", "1")
     printed = train(tiny_config())
     assert "[ddp-safe] Safe mode: buckets of 2 MB" in printed
-    assert "gradient compression" not in printed
+    assert "[ddp] gradient compression off" in printed
     assert "[boot] flash disabled (runtime.use_flash=false)" in printed
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "off"])
-def test_gradients_travel_in_the_type_that_is_chosen(
-    wire: str, one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+@pytest.mark.parametrize(
+    ("chosen", "precision", "wire"),
+    [
+        ("bf16", "fp32", "bf16"),
+        ("fp16", "fp32", "fp16"),
+        ("off", "bf16", "off"),
+        ("", "fp32", "off"),
+        ("auto", "bf16", "bf16"),
+        ("", "fp16", "off"),
+    ],
+)
+def test_gradients_travel_in_the_type_that_is_chosen_or_follows_the_precision(
+    chosen: str,
+    precision: str,
+    wire: str,
+    one_of_one: pytest.MonkeyPatch,
+    tiny_config: BuildConfig,
 ) -> None:
-    one_of_one.setenv("NSA_DDP_COMPRESS", wire)
+    one_of_one.setenv("NSA_DDP_COMPRESS", chosen)
     types: set[torch.dtype] = set()
     real = torch.distributed.all_reduce
 
@@ -183,8 +197,9 @@ def test_gradients_travel_in_the_type_that_is_chosen(
         return real(tensor, *args, **options)
 
     one_of_one.setattr(torch.distributed, "all_reduce", all_reduce)
-    printed = train(tiny_config())
-    assert (f"[ddp] gradient compression enabled: {wire}\n" in printed) == (wire != "off")
+    printed = train(tiny_config(f"runtime.precision={precision}"))
+    line = "off: gradients are summed in fp32" if wire == "off" else f"enabled: {wire}"
+    assert f"[ddp] gradient compression {line}\n" in printed
     assert types & set(WIRE_TYPES.values()) == ({WIRE_TYPES[wire]} if wire != "off" else set())
 
 

@@ -74,6 +74,7 @@ ELSEWHERE = (
         "NSA_WATCH_FLATLINE_N",
         "NSA_WATCH_GATE_COLLAPSE_N",
         "NSA_HANG_LEAST_S",  # test_hang.py
+        "NSA_RESTART_COUNT",  # test_resume_rules.py, test_launch.py
         "NSA_PRICE_PER_H",
         "OUT_DIR",
     }

@@ -16,10 +16,10 @@ from nsa.tests import launch
 from nsa.tests.test_ranks import PLAIN, ROUNDING, config, exit_codes, write
 from nsa.tests.test_resume import losses, stopped, train, weights
 from nsa.train import BadModelFile, checkpoint, dcp, load_model, shelf
+from nsa.train.identity import INITIAL
 from nsa.train.init_from import read_origin
 from nsa.train.loss import next_token_loss
 from nsa.train.model_file import weights_sha256
-from nsa.train.resume import INITIAL
 from nsa.train.runtime import resolve_runtime
 from nsa.train.schedule import lr_at
 

@@ -164,6 +164,7 @@ def test_a_run_that_crashes_is_started_again(tmp_path: Path) -> None:
     assert code == 0, printed
     assert printed.count("[launch] exit code -9; starting again, 2 times left") == 1
     assert printed.count(" of 400 steps are done") == 1
+    assert printed.count("[resume] this is a restart: nothing is put aside") == 1
     assert (read_metrics(folder).status, read_metrics(folder).step) == ("finished", 400)
 
 

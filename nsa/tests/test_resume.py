@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nsa.config import Config
 from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
+from nsa.telemetry.metrics import write_metrics
 from nsa.tests.conftest import REPOSITORY
 from nsa.train import (
     BadCheckpoint,
@@ -195,6 +196,71 @@ def test_another_run_in_the_folder_moves_the_old_one_aside(
     assert "there, 24 here" in printed
     assert len(list(folder.glob("previous/*/checkpoint_step5.pt"))) == 1
     assert read_metrics(folder).resumed_at is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first", "then"),
+    [
+        (("train.lr_schedule=constant", "train.warmup_steps=2"), "train.steps=6", "train.steps=9"),
+        (("train.lr_schedule=wsd",), "train.steps=10", "train.steps=15"),
+    ],
+    ids=["constant", "wsd"],
+)
+def test_a_run_that_is_extended_equals_one_of_that_length_from_the_start(
+    schedule: tuple[str, ...], first: str, then: str, tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    """Without decay_steps, the fall of wsd is a fifth of the steps: also of the new ones."""
+    usual = (*LONG, *schedule, "train.eval_every=0")
+    whole = tiny_config(*usual, then, f"train.out_dir={tmp_path / 'whole'}")
+    expected, _ = train(whole)
+    train(tiny_config(*usual, first), stop_after=6)
+
+    extended = tiny_config(*usual, then)
+    resumed, printed = train(extended)
+
+    assert "[resume] train.steps" in printed and "6 of" in printed
+    assert losses(extended) == losses(whole)
+    for name, tensor in weights(expected).items():
+        assert torch.equal(weights(resumed)[name], tensor), name
+    content = checkpoint.read(Path(extended.train.out_dir) / "checkpoint_step9.pt")
+    assert f"train.steps={content['identity']['train.steps']}" == then
+
+
+def test_a_long_run_is_not_put_aside_by_a_plain_command(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stopped(tiny_config(*LONG), 5, monkeypatch)
+    metrics = read_metrics(folder)
+    metrics.train_s = 3600.0
+    write_metrics(folder, metrics)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
+    other = tiny_config(*LONG, "train.seed=7")
+
+    with pytest.raises(RunRefused, match="after 1:00:00 of training") as refused:
+        train(other)
+
+    assert refused.value.exit_code == 3
+    assert "the same command with train.seed=1337\n" in str(refused.value)
+    assert {p: p.stat().st_mtime_ns for p in folder.iterdir() if p.is_file()} == before
+    train(tiny_config(*LONG, "train.seed=7", "train.seed=1337"))  # as the message says
+    assert read_metrics(folder).resumed_at == 5
+
+
+def test_a_restart_goes_on_from_what_was_written_after_the_named_checkpoint(
+    tiny_config: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stopped(tiny_config(*LONG), 5, monkeypatch)
+    elsewhere = tiny_config(*LONG, f"train.out_dir={tmp_path / 'other'}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    _, printed = train(elsewhere, resume=str(folder / "checkpoint_step3.pt"))
+    assert "3 of 8 steps are done" in printed, "nothing there yet"
+    _, printed = train(tiny_config(*LONG), resume=str(folder / "checkpoint_step3.pt"))
+    assert "5 of 8 steps are done" in printed
+    other = tiny_config(*LONG, "train.seed=7", f"train.out_dir={tmp_path / 'third'}")
+    stopped(other, 4, monkeypatch)
+    cfg = tiny_config(*LONG, f"train.out_dir={tmp_path / 'third'}")
+    with pytest.raises(RunRefused, match="a restart puts nothing aside"):
+        train(cfg, resume=str(folder / "checkpoint_step3.pt"))
 
 
 def test_a_named_checkpoint_of_another_run_is_refused(

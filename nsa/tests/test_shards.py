@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from nsa.cli import main
-from nsa.config import DataConfig
+from nsa.config import BAD_INPUT, Config, DataConfig
 from nsa.config.load import REPOSITORY
 from nsa.data import ByteTokenizer, Data, DataError, open_data, prepare
 from nsa.data.ahead import AHEAD, map_in_order
@@ -25,8 +27,15 @@ from nsa.data.manifest import FILE_NAME, Manifest, read_manifest, verify_shards
 from nsa.data.shards import open_shards
 from nsa.data.split import is_held_out
 from nsa.data.stream import Stream
+from nsa.operate.check_run import shards
+from nsa.operate.limits import CPU
+from nsa.operate.planned import Planned
+from nsa.operate.verdict import FAIL, PASS
+from nsa.telemetry import read_metrics
 from nsa.tests.test_sources import TEXTS, read_side, write_jsonl
 from nsa.tests.test_tokenizers import train_hf
+from nsa.train import LoaderFailed, checkpoint, run
+from nsa.train.runtime import resolve_runtime
 
 SHARD_TOKENS = 1000
 
@@ -46,6 +55,70 @@ def make(folder: Path, texts: list[str] = TEXTS, **options: Any) -> Manifest:
 
 def open_folder(folder: Path, seq_len: int = 16, seed: int = 1) -> Data:
     return open_data(DataConfig(dataset="shards", local_path=str(folder)), seq_len, seed)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("where", ["before the first step", "in the background"])
+def test_a_byte_that_has_changed_ends_the_run_and_no_later_checkpoint_counts(
+    where: str,
+    folder: Path,
+    tmp_path: Path,
+    tiny_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cfg = tiny_config(
+        *("data.dataset=shards", f"data.local_path={folder}", "train.seq_len=16"),
+        *("train.steps=6", "train.save_every=2", "train.eval_every=0"),
+    )
+    run(cfg, config_path="tiny.yaml", out=io.StringIO(), stop_after=2)
+    if where == "in the background":
+        monkeypatch.setattr("nsa.data.shard_check.SMALL_BYTES", 0)
+    mended = (folder / "train-00001.bin").read_bytes()
+    flip(folder / "train-00001.bin")
+
+    with pytest.raises((DataError, LoaderFailed), match=r"train-00001.bin: sha256 is") as found:
+        run(cfg, config_path="tiny.yaml", out=io.StringIO())
+
+    place = Path(cfg.train.out_dir)
+    assert getattr(found.value, "exit_code", BAD_INPUT) == BAD_INPUT
+    assert not list(place.glob("previous/*"))
+    if where == "in the background":
+        assert read_metrics(place).status == "bad_data"
+        saved = re.findall(r"checkpoint_step(\d+)\.pt", str(found.value).partition("stopped")[2])
+        assert not saved or f"--resume {place / 'checkpoint_step2.pt'}" in str(found.value)
+    else:
+        assert read_metrics(place).status == "finished", "the run before it"
+        assert checkpoint.steps_of(place) == [2]
+    (folder / "train-00001.bin").write_bytes(mended)
+    out = io.StringIO()
+    run(cfg, config_path="tiny.yaml", out=out, resume=str(place / "checkpoint_step2.pt"))
+    assert read_metrics(place).status == "finished"
+    assert ("match their sha256" in out.getvalue()) == (where == "before the first step")
+
+
+def test_preflight_reads_every_byte_of_the_shards(
+    folder: Path, tmp_path: Path, tiny_config: Callable[..., Config]
+) -> None:
+    cfg = tiny_config("data.dataset=shards", f"data.local_path={folder}")
+    plan = Planned(
+        config=cfg,
+        config_path="tiny.yaml",
+        config_named=True,
+        ranks=1,
+        runtime=resolve_runtime(cfg.runtime, (8, 8)),
+        limits=CPU,
+        scratch=tmp_path,
+    )
+    row = shards(plan)
+    assert row is not None and row.verdict == PASS
+    flip(folder / "val-00000.bin")
+    row = shards(plan)
+    assert row is not None and row.verdict == FAIL and "val-00000.bin: sha256" in row.value
 
 
 def test_shards_hold_what_the_documents_hold(folder: Path) -> None:

@@ -21,7 +21,7 @@ from nsa.data.rows import AnyOrder
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
 from nsa.telemetry import GpuReading, TrainingRow
-from nsa.train import RunRefused
+from nsa.train import RunRefused, run
 from nsa.train import loss as loss_module
 from nsa.train.evaluate import Evaluation, evaluate
 from nsa.train.guard import LONG_STEPS, refuse_waste
@@ -52,6 +52,23 @@ def test_wsd_stays_and_then_falls_to_zero_after_the_last_step() -> None:
     assert rates[80] == pytest.approx(20 / 21) and rates[99] == pytest.approx(1 / 21)
     default = TrainConfig(steps=100, lr=1.0, lr_schedule="wsd")
     assert lr_at(80, default) == 1.0 > lr_at(81, default)
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_deterministic_algorithms_are_on_in_the_run_alone(
+    chosen: bool, tiny_config: Callable[..., Config]
+) -> None:
+    seen: list[bool] = []
+
+    def sampler(*given: object) -> str:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return ""
+
+    cfg = tiny_config("train.steps=1", f"runtime.deterministic={str(chosen).lower()}")
+    run(cfg, config_path="tiny.yaml", out=io.StringIO(), sampler=sampler)
+    assert seen == [chosen]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 def test_warm_up_is_linear_and_ends_at_the_peak() -> None:

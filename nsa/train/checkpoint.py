@@ -6,7 +6,9 @@ Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_on
     step         optimizer updates done
     state_dict   the weights, on the CPU
     cfg          the resolved config as plain dicts
-    identity     what decides the numbers of the run (resume.py)
+    identity     what decides the numbers of the run (identity.py)
+    batch        `world_size`: ranks that wrote it; `rows_of_rank`: rows of an update that the
+                 config asked for on each, before accumulation was changed; absent in older files
     optimizer    its state_dict
     scaler       that of the loss scaling; empty where there is none
     rng          states of torch's generators: `cpu`, and `cuda` for every device

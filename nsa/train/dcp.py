@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from nsa.leftovers import temporary_name
 from nsa.train import checkpoint, sharded
 from nsa.train.checkpoint import BadCheckpoint, Content
 from nsa.train.nested import map_tensors
@@ -38,15 +39,16 @@ def write(folder: Path, content: Content, group: dist.ProcessGroup | None = None
     It appears under its name on all ranks, or OSError says on all of them what went wrong on one.
     """
     path = folder / sharded.NAME.format(step=content["step"])
-    temporary = sharded.temporary_path(path)
+    temporary = temporary_name(path)
     is_first = group is None or dist.get_rank(group) == 0
     rest, tensors = _split(content)
 
-    def prepare() -> None:
+    def prepare() -> str:
         if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             torch.save({"version": checkpoint.VERSION, **rest}, temporary / STATE)
+        return temporary.name
 
     def write_parts() -> dict[str, FilePrint]:
         writer = _Writer(temporary)
@@ -64,7 +66,7 @@ def write(folder: Path, content: Content, group: dist.ProcessGroup | None = None
             sharded.put_folder_in_place(temporary, path, content["step"], files)
 
     try:
-        _together(prepare, group)
+        temporary = path.with_name(_together(prepare, group)[0])  # all write into that of the first
         prints = _together(write_parts, group)
         _together(name, group)
     except OSError:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import BAD_INPUT, Config, RuntimeConfig
-from nsa.data import DataError, SourceLost, WaitEnded
+from nsa.data import DamagedShard, DataError, SourceLost, WaitEnded
 from nsa.model import TinyLM
 from nsa.telemetry.spans import here, span
 from nsa.train.compress import compress_gradients
@@ -37,6 +37,7 @@ from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed, RankLo
 from nsa.train.fingerprint import refuse_difference
 from nsa.train.parts import cut, part
 from nsa.train.ranks import Alone, Fingerprint, mark_shared
+from nsa.train.runtime import Runtime
 from nsa.train.stop import REASONS, Stop
 
 KEPT_LOSSES = 4
@@ -143,18 +144,23 @@ class Group(Alone):
             yield
         except (SourceLost, DataError, LoaderFailed, WaitEnded) as error:
             problem = error
-        asked, ended, code, lost, self.seen = self._highest(
+        damaged = isinstance(problem, DamagedShard)
+        asked, ended, code, lost, damage, self.seen = self._highest(
             REASONS.index(stop.requested()) if stop else 0,
             int(isinstance(problem, WaitEnded)),
             _exit_code(problem),
             self.rank + 1 if _exit_code(problem) else 0,
+            self.rank + 1 if damaged else 0,
             seen,
         )
+        if damaged and not self.is_first:
+            print(f"[data] {self.name}: {problem}", file=sys.stderr)  # the first speaks for all
         self._agreed = REASONS[asked]
         if stop is not None and asked:
             stop.ask(self._agreed)
         if code:
-            raise _same_failure(problem, code, lost - 1, started)
+            code = BAD_DATA if damage else code
+            raise _same_failure(problem, code, lost - 1, started, damage - 1)
         if ended:
             raise problem or WaitEnded("another rank was asked to stop while it waited for data")
 
@@ -216,8 +222,8 @@ class Ddp(Group):
     def adapt(self, cfg: Config) -> Config:
         return adapt_config(cfg, self._say)
 
-    def wrap(self, loss: nn.Module) -> nn.Module:
-        settings = read_settings()
+    def wrap(self, loss: nn.Module, runtime: Runtime) -> nn.Module:
+        settings = read_settings(runtime.precision)
         wrapped = DistributedDataParallel(
             loss,
             # Without device_ids: inputs stay where they are, and borders of documents on the host.
@@ -229,6 +235,8 @@ class Ddp(Group):
         if settings.compress != OFF:
             compress_gradients(wrapped, settings.compress)
             self._say(f"[ddp] gradient compression enabled: {settings.compress}")
+        else:
+            self._say("[ddp] gradient compression off: gradients are summed in fp32")
         self._wrapped, self._is_warm = wrapped, False
         return wrapped
 
@@ -269,9 +277,17 @@ def _exit_code(problem: Exception | None) -> int:
     return NO_DATA if isinstance(problem, SourceLost) else BAD_DATA
 
 
-def _same_failure(problem: Exception | None, code: int, rank: int, started: bool) -> Exception:
-    """What this rank raises: its own failure, or one of the same kind."""
-    if problem is not None and not isinstance(problem, WaitEnded):
+def _same_failure(
+    problem: Exception | None, code: int, rank: int, started: bool, damaged: int
+) -> Exception:
+    """What this rank raises: its own failure, or one of the same kind.
+
+    `rank` has no data, `damaged` has damaged data, or is -1: then that is why all end.
+    """
+    is_own = problem is not None and not isinstance(problem, WaitEnded)
+    if problem is not None and is_own and (damaged < 0 or isinstance(problem, DamagedShard)):
         return problem
     text = f"rank {rank} got no data, and no rank goes on without it"
-    return LoaderFailed(text, started=started, exit_code=code)
+    if damaged >= 0:
+        text = f"rank {damaged} has a damaged shard, and says above which; no rank goes on"
+    return LoaderFailed(text, started=started, exit_code=code, damaged=damaged >= 0)

@@ -10,7 +10,7 @@ from nsa.config import Config, ConfigError
 from nsa.config.env import read
 
 SAFE_BUCKET_MB = 2.0
-OFF = "off"
+AUTO, OFF = "auto", "off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,12 @@ class DdpSettings:
     """Gradients live in the pieces that are exchanged, which saves a copy of them."""
 
 
-def read_settings() -> DdpSettings:
-    """As the environment says; NSA_DDP_SAFE_MODE wins over the rest."""
+def read_settings(precision: str) -> DdpSettings:
+    """As the environment says, for a run of that precision; NSA_DDP_SAFE_MODE wins over the rest.
+
+    Gradients of bf16 products have lost their lower bits already, so bf16 on the wire costs little;
+    those of fp32 have not, and a run in fp32 should not lose them to a default.
+    """
     if read("NSA_DDP_SAFE_MODE"):
         return DdpSettings(
             bucket_mb=SAFE_BUCKET_MB,
@@ -37,9 +41,12 @@ def read_settings() -> DdpSettings:
             find_unused=read("NSA_DDP_FIND_UNUSED"),
             bucket_view=False,
         )
+    compress = read("NSA_DDP_COMPRESS")
+    if compress == AUTO:
+        compress = "bf16" if precision == "bf16" else OFF
     return DdpSettings(
         bucket_mb=read("NSA_DDP_BUCKET_MB") or None,
-        compress=read("NSA_DDP_COMPRESS"),
+        compress=compress,
         static_graph=read("NSA_DDP_STATIC_GRAPH"),
         find_unused=read("NSA_DDP_FIND_UNUSED"),
         bucket_view=True,

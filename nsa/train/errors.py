@@ -39,6 +39,12 @@ class RunRefused(TrainError):
     exit_code = 3
 
 
+class NothingLeft(TrainError):
+    """A launcher has restarted a run that is finished: its work is done."""
+
+    exit_code = 0
+
+
 class RankFailed(TrainError):
     """The first rank could not start the run, and says why."""
 
@@ -72,9 +78,12 @@ class LoaderFailed(TrainError):
 
     shared = True
 
-    def __init__(self, message: str, *, started: bool, exit_code: int) -> None:
+    def __init__(
+        self, message: str, *, started: bool, exit_code: int, damaged: bool = False
+    ) -> None:
+        """`damaged`: what came is not what was prepared, and was maybe trained on."""
         super().__init__(message)
-        self.started, self.exit_code = started, exit_code
+        self.started, self.exit_code, self.damaged = started, exit_code, damaged
 
 
 class NonFiniteLoss(TrainError):

@@ -12,7 +12,16 @@ from pathlib import Path
 
 from nsa.config import Config
 from nsa.config.env import read
-from nsa.data import Data, DataError, Loader, Rows, SourceLost, open_data, within
+from nsa.data import (
+    DamagedShard,
+    Data,
+    DataError,
+    Loader,
+    Rows,
+    SourceLost,
+    open_data,
+    within,
+)
 from nsa.data.loader import PATIENCE_S
 from nsa.telemetry import Heartbeat
 from nsa.train import shelf
@@ -54,6 +63,20 @@ def open_in_time(cfg: Config, options: LoaderOptions, say: Callable[[str], None]
     with failures(cfg, started=False, note=note):
         say(f"[data] opening {cfg.data.hub_dataset} ({cfg.data.hub_subset or 'default'})")
         return within(options.timeout_s, attempt, f"the data of {cfg.data.hub_dataset}")
+
+
+@contextmanager
+def checking(data: Data, ranks: Alone, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold shards to their hashes while a run lasts: on one rank of each machine."""
+    check = data.check if read("LOCAL_RANK") == 0 else None
+    with ranks.fetching():
+        if check is not None:
+            check.begin(say)
+    try:
+        yield
+    finally:
+        if check is not None:
+            check.close()
 
 
 def read_ahead(rows: Rows, cfg: Config, runtime: Runtime, ranks: Alone) -> Loader:
@@ -107,10 +130,14 @@ def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iter
         yield
     except (SourceLost, DataError) as error:
         when = "no data came any more" if started else "no first batch came"
+        damaged = isinstance(error, DamagedShard)
+        when = "the data is damaged" if damaged else when
         message = f"data.dataset={cfg.data.dataset}: {when}: {error}"
         note(message)
         exit_code = NO_DATA if isinstance(error, SourceLost) else BAD_DATA
-        raise LoaderFailed(message, started=started, exit_code=exit_code) from error
+        raise LoaderFailed(
+            message, started=started, exit_code=exit_code, damaged=damaged
+        ) from error
 
 
 def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -> Config:

@@ -11,8 +11,8 @@ import nsa
 from nsa.config import Config, to_container
 from nsa.config.env import in_effect
 from nsa.train.errors import RunRefused
+from nsa.train.identity import Identity
 from nsa.train.ranks import Fingerprint
-from nsa.train.resume import Identity
 from nsa.train.runtime import Runtime
 
 

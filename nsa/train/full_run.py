@@ -31,6 +31,7 @@ from nsa.train.build import build_model, build_step
 from nsa.train.errors import Halted, Interrupted, LoaderFailed, NonFiniteLoss, OutOfMemory
 from nsa.train.feed import (
     LoaderOptions,
+    checking,
     failures,
     fetch_first,
     open_in_time,
@@ -42,6 +43,7 @@ from nsa.train.finish import Sampler, finish, summarize
 from nsa.train.guard import CHECKPOINT_COPIES, refuse_full_disk, refuse_halted, refuse_waste
 from nsa.train.hang_watch import HangWatch
 from nsa.train.held import HeldFolder, hold
+from nsa.train.identity import INITIAL, global_batch, identity_of, rows_of_rank
 from nsa.train.init_from import find_origin
 from nsa.train.log import RunLog
 from nsa.train.loop import Trainer
@@ -50,9 +52,9 @@ from nsa.train.process_group import open_ranks
 from nsa.train.progress import Progress, Steady
 from nsa.train.ranks import AUTO as AUTO_RANKS
 from nsa.train.ranks import Alone
-from nsa.train.resume import AUTO, INITIAL, find_start_together, global_batch, identity_of
+from nsa.train.resume import AUTO, Asked, find_start_together, was_restarted
 from nsa.train.rollback import Rollback, with_rollbacks
-from nsa.train.runtime import Runtime, resolve_runtime
+from nsa.train.runtime import Runtime, ordered_sums, resolve_runtime
 from nsa.train.saver import new_saver
 from nsa.train.state import restore
 from nsa.train.stop import Stop, launcher_pid
@@ -99,8 +101,9 @@ def run(
     steady = Steady(out or sys.stdout)
     say = partial(print, file=steady, flush=True)
     fallbacks.reset()  # what a run counts is its own
-    parent = launcher_pid()
-    with hold(Path(cfg.train.out_dir), say) as lock, open_ranks(ddp, cfg, say) as ranks:
+    parent, folder = launcher_pid(), Path(cfg.train.out_dir)
+    sums = ordered_sums(cfg.runtime)
+    with sums, hold(folder, say) as lock, open_ranks(ddp, cfg, say) as ranks:
         job = _Job(
             ranks=ranks,
             held=lock(ranks),
@@ -126,7 +129,7 @@ def _attempts(cfg: Config, job: _Job) -> TrainResult:
         try:
             return _run(cfg, job, back, fallback)
         except LoaderFailed as error:
-            if error.started or not job.loader.synthetic_on_fail:
+            if error.started or error.damaged or not job.loader.synthetic_on_fail:
                 raise
             cfg, fallback = without_data(cfg, error, say), str(error)
             return _run(cfg, job, back, fallback)
@@ -162,26 +165,34 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     with ranks.fetching():
         data = open_in_time(cfg, job.loader, progress.say)
     opened_s = time.perf_counter() - since
-    loader = read_ahead(data.train, cfg, runtime, ranks)
-    data = data._replace(train=loader)
     origin = find_origin(ranks, cfg, data.tokenizer.vocab)
     identity = identity_of(cfg, data, ranks.world_size) | origin.identity
     ranks.check_same(partial(fingerprint_of_rank, cfg, identity, runtime, ranks.world_size))
+    asked = Asked(
+        folder=path,
+        wanted=str(back.path) if back else job.resume,
+        cfg=cfg,
+        identity=identity,
+        steps=steps,
+        world_size=ranks.world_size,
+        restarted=back is None and was_restarted(),
+    )
+    begin = find_start_together(ranks, asked, progress.say)
+    start, rows_asked, cfg = begin.start, rows_of_rank(cfg.train), begin.adapt(cfg)
+    origin.require(ranks, start)
+    loader = read_ahead(data.train, cfg, runtime, ranks)
+    data = data._replace(train=loader)
     model = build_model(cfg, data.tokenizer.vocab, runtime, ranks)
     step = build_step(cfg, model, runtime, ranks=ranks)
     metrics = _new_metrics(cfg, model, runtime, job, fallback)
 
-    with progress, closing(loader):
-        wanted = str(back.path) if back else job.resume
-        start = find_start_together(ranks, path, wanted, identity, steps, progress.say)
-        origin.require(ranks, start)
+    with progress, closing(loader), checking(data, ranks, progress.say):
         done = start.content["step"] if start else 0
-        goes_on = start is not None and start.path.parent.resolve() == path.resolve()
-        folder = _open_folder(ranks, cfg, job, goes_on, metrics.num_params)
+        folder = _open_folder(ranks, cfg, job, begin.keeps, metrics.num_params)
         announce(cfg, metrics, data, runtime, folder, progress)
         files = [path / CONFIG_FILE] if ranks.is_first else []
-        tracking = ranks.on_first(open_tracker, cfg, path, resumed=goes_on, say=progress.say)
-        beats_from = done if goes_on else 0
+        tracking = ranks.on_first(open_tracker, cfg, path, resumed=begin.keeps, say=progress.say)
+        beats_from = done if begin.keeps else 0
         with (
             Stop(path, parent=job.parent, heard=held.stopping, quiet=not ranks.is_first) as stop,
             tracking or Tracker() as tracker,
@@ -206,8 +217,8 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 log=log,
                 saver=new_saver(folder.path, cfg.train, progress.say, ranks),
                 stop=stop,
-                # The same; but a checkpoint knows its first weights even where their file is gone.
-                identity=start.content["identity"] if start else identity,
+                identity=start.fit.identity if start else identity,
+                rows_asked=rows_asked,
                 held=held,
             )
             _write_anew_where_removed(trainer, job.config_path, hang_watch)
@@ -266,14 +277,15 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
         with failures(trainer.cfg, started=True, note=log.loader_failed):
             yield
     except LoaderFailed as error:
-        log.metrics.status = "no_data"
+        log.metrics.status = "bad_data" if error.damaged else "no_data"
         log.settle()
-        then = trainer.save_last(log.metrics.step)
+        then = trainer.leave_unsaved() if error.damaged else trainer.save_last(log.metrics.step)
         log.write()
         raise LoaderFailed(
             f"{error}; stopped after step {log.metrics.step}; {then}",
             started=error.started,
             exit_code=error.exit_code,
+            damaged=error.damaged,
         ) from error
     except NonFiniteLoss as error:
         log.metrics.status = "non_finite"

@@ -21,9 +21,10 @@ from nsa.config import Config, DataConfig, to_container
 from nsa.config.schema import VOCABULARIES
 from nsa.model import TinyLM
 from nsa.train.checkpoint import UNREADABLE
+from nsa.train.identity import INITIAL, UNKNOWN, Identity
 from nsa.train.model_file import BadModelFile, find_model, load_model, weights_sha256
 from nsa.train.ranks import Alone
-from nsa.train.resume import INITIAL, UNKNOWN, Identity, Start
+from nsa.train.resume import Start
 
 SHAPE = (
     *("model.dim", "model.n_layers", "model.n_heads", "model.n_kv_groups", "model.d_k"),

@@ -17,13 +17,14 @@ from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
 from nsa.telemetry.size_files import write_dtypes, write_opt_state
 from nsa.telemetry.spans import EVALUATE, SAVE, span
+from nsa.train import shelf
 from nsa.train.errors import Halted, LossSpike
 from nsa.train.evaluate import evaluate
 from nsa.train.held import HeldFolder
+from nsa.train.identity import Identity, global_batch
 from nsa.train.log import RunLog
 from nsa.train.optimizer import TrainOptimizer
 from nsa.train.ranks import Alone, micro_positions
-from nsa.train.resume import Identity, global_batch
 from nsa.train.rollback import find_rollback
 from nsa.train.runtime import Runtime
 from nsa.train.saver import Saver
@@ -32,6 +33,9 @@ from nsa.train.spikes import Spikes
 from nsa.train.state import capture, large_state
 from nsa.train.step import EagerStep, MicroBatch, Updated
 from nsa.train.stop import ORPHANED, Stop
+
+CHECK_S = 60.0
+"""That a run waits at its end for the check of its shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,9 @@ class Trainer:
     stop: Stop
     identity: Identity
     """What decides the numbers of the run; it is kept in checkpoints."""
+    rows_asked: int
+    """Rows of an update on each rank, as the config asks for them, before a change of the number of
+    ranks has changed the accumulation."""
     held: HeldFolder
 
     @property
@@ -103,6 +110,10 @@ class Trainer:
                 self.halt(step, asked)
         self.log.settle()
         self.saver.wait()
+        if self.data.check is not None:
+            with self.ranks.fetching(started=True):
+                patience_s = self.ranks.patience_s(CHECK_S)
+                self.data.check.settle(patience_s, self.log.progress.say)
         return self.saver.written
 
     def write_types(self) -> None:
@@ -127,6 +138,7 @@ class Trainer:
     def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
         """Do one optimizer update, with the mean gradient over all its micro-batches."""
         with self.ranks.fetching(self.stop, started=True, seen=self.held.look()):
+            self.data.require_whole()
             batches = [self.fetch(position) for position in self.positions(step)]
         self.held.follow(self.ranks.seen, step)
         self.log.saw_input(step, batches[0].rows[:, :-1].shape)
@@ -195,6 +207,20 @@ class Trainer:
             self.save(step)
         saved = self.saver.wait()
         return "the same command goes on from there" if saved else "no checkpoint could be written"
+
+    def leave_unsaved(self) -> str:
+        """Save nothing, because what was trained on is damaged, and say what to do afterwards."""
+        self.saver.wait()
+        done = self.log.metrics.resumed_at or 0
+        if not self.saver.written:
+            return f"nothing was saved since step {done}; the same command goes on from there"
+        names = ", ".join(path.name for path in self.saver.written)
+        older = [p for p in shelf.paths_of(self.folder) if shelf.step_of(p) <= done]
+        back = f"--resume {older[0]}" if older else "--resume none"
+        return (
+            f"{names} may have learned from it; once the shard is mended, the same command with "
+            f"{back} trains these steps again"
+        )
 
     def _say_halt(self, asked: str) -> None:
         if asked == ".HALT":

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from nsa.config import Config
-from nsa.config.env import set_default
 from nsa.files import read_text
 from nsa.telemetry import MODEL, TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.telemetry.atomic import write_text
@@ -57,7 +56,8 @@ def _prepared(cfg: Config, folder: Path, stop_at: int) -> Config:
         cfg.train, out_dir=str(folder), save_every=stop_at, log_every=1, keep_last=0, backup_dir=""
     )
     train = dataclasses.replace(train, tracker="none")  # a proof is no run to follow
-    return dataclasses.replace(cfg, train=train)
+    runtime = dataclasses.replace(cfg.runtime, deterministic=True)
+    return dataclasses.replace(cfg, train=train, runtime=runtime)
 
 
 def _in_a_process(cfg: Config, config_path: str, until: int) -> None:
@@ -74,8 +74,6 @@ def _in_a_process(cfg: Config, config_path: str, until: int) -> None:
 
 
 def _train(cfg: Config, config_path: str, until: int) -> None:
-    set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two that are reproducible
-    torch.use_deterministic_algorithms(True)
     run(cfg, config_path=config_path, stop_after=until, allow_long_run=True, out=sys.stderr)
 
 

@@ -82,7 +82,7 @@ class Alone:
         """A new model on its device: all of it, or the part of this rank."""
         return model.to(runtime.device)
 
-    def wrap(self, loss: nn.Module) -> nn.Module:
+    def wrap(self, loss: nn.Module, runtime: Runtime) -> nn.Module:
         """Let the backward pass of a loss give every rank the mean gradient."""
         return loss
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config import ConfigError, RuntimeConfig
-from nsa.config.env import read
+from nsa.config.env import read, set_default
 from nsa.model.dense import describe_backends
 from nsa.ops.plan import plan_attention
 
@@ -84,7 +85,40 @@ def resolve_runtime(
         plan += ", SDPA: math only (runtime.use_flash=false)"
     if config.compile:
         plan += ", blocks compiled in training"
+    if config.deterministic:
+        plan += ", deterministic (runtime.deterministic=true)"
     return Runtime(device=device, precision=config.precision, use_flash=config.use_flash, plan=plan)
+
+
+@contextmanager
+def ordered_sums(config: RuntimeConfig) -> Iterator[None]:
+    """Let torch and our kernels sum in a fixed order where the config asks for it.
+
+    It must be entered before the first product on a GPU: cuBLAS looks at its variable once. An
+    operation that has no fixed order raises and names itself.
+    """
+    if not config.deterministic:  # whoever has chosen it for the process keeps it
+        yield
+        return
+    set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two that are reproducible
+    fills: Any = torch.utils.deterministic  # a module whose settings have no types
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        fills.fill_uninitialized_memory,
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
+    torch.use_deterministic_algorithms(True)
+    # New memory is written by whoever asked for it; filling it before costs time and no order.
+    fills.fill_uninitialized_memory = False
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        fills.fill_uninitialized_memory, cudnn.deterministic, cudnn.benchmark = before[2:]
 
 
 def _device(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,16 @@ import torch
 
 from nsa.config import TrainConfig
 from nsa.files import explain
+from nsa.leftovers import sweep
+from nsa.telemetry import MODEL
 from nsa.telemetry.spans import SAVE, span
-from nsa.train import sharded, shelf
+from nsa.train import shelf
 from nsa.train.checkpoint import BadCheckpoint, Content
 from nsa.train.host_memory import HostMemory
 from nsa.train.ranks import Alone
+
+OUR_ENDS = re.compile(r"\.(old|json)$")
+"""After the name of a checkpoint: a folder that is being removed, a manifest."""
 
 
 class Saver:
@@ -108,8 +114,15 @@ def new_saver(
     """The saver that a config asks for."""
     backup = Path(train.backup_dir) if train.backup_dir else None
     if ranks is None or ranks.is_first:
-        sharded.remove_leftovers(folder)
+        for swept in (sweep(folder, ours=_is_of_a_run), sweep(backup) if backup else None):
+            if swept and swept.names:
+                say(f"[boot] {swept}")
     return Saver(folder, keep=train.keep_last, backup=backup, say=say, ranks=ranks)
+
+
+def _is_of_a_run(name: str) -> bool:
+    """What nobody but its run writes into a run folder; a backup folder may have many writers."""
+    return name == MODEL or shelf.is_checkpoint(Path(OUR_ENDS.sub("", name)))
 
 
 def why_not_written(error: BaseException, folder: Path, need_bytes: int) -> str:

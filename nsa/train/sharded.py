@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nsa.files import is_regular, put_in_place, read_text
+from nsa.leftovers import temporary_name
 from nsa.telemetry.atomic import write_text
 from nsa.train.checkpoint import BadCheckpoint, file_sha256, require_file
 
@@ -47,11 +48,6 @@ class FolderManifest(NamedTuple):
     files: dict[str, FilePrint]
 
 
-def temporary_path(path: Path) -> Path:
-    """Where a folder grows until it is complete; all ranks must find the same name."""
-    return path.with_name(f".{path.name}.tmp")
-
-
 def print_of(path: Path) -> FilePrint:
     """The size and the hash of a file."""
     return FilePrint(path.stat().st_size, file_sha256(path))
@@ -72,7 +68,7 @@ def put_folder_in_place(
 
 def copy(path: Path, to: Path) -> None:
     """Copy a folder; `to` is complete when it is there."""
-    temporary = temporary_path(to)
+    temporary = temporary_name(to)
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(path, temporary)
     if to.exists():
@@ -82,17 +78,10 @@ def copy(path: Path, to: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a folder; it loses its name first, so that no half of it counts."""
-    doomed = path.with_name(f".{path.name}.old.tmp")
+    doomed = temporary_name(path.with_name(f"{path.name}.old"))
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete what a run that was killed left of folders it had not finished."""
-    for path in folder.glob(f".{NAME.format(step='*')}.tmp"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def verify(path: Path) -> FolderManifest:

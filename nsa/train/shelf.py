@@ -56,6 +56,11 @@ def verify(path: Path) -> Verified:
     return Verified(manifest.step, manifest.bytes)
 
 
+def is_complete(path: Path) -> bool:
+    """Whether all of a checkpoint is there, by its size; the hash takes seconds."""
+    return (sharded.is_complete if _is_folder(path) else checkpoint.is_complete)(path)
+
+
 def peek(path: Path, *, verified: bool = False) -> Content:
     """Read all but the large tensors of a folder, which are of the device meta; a file whole.
 
@@ -109,7 +114,7 @@ def remove_old(folder: Path, keep: int) -> list[Path]:
     good = 0
     for path in paths_of(folder) if keep else []:
         # Bytes alone: their hash was checked when they were written, and takes seconds.
-        if not (sharded.is_complete if _is_folder(path) else checkpoint.is_complete)(path):
+        if not is_complete(path):
             continue
         good += 1
         if good > keep:

@@ -32,6 +32,7 @@ def capture(trainer: Trainer, step: int) -> Content:
         "state_dict": tensors["state_dict"],
         "cfg": to_container(trainer.cfg),
         "identity": dict(trainer.identity),
+        "batch": {"world_size": trainer.ranks.world_size, "rows_of_rank": trainer.rows_asked},
         "optimizer": tensors["optimizer"],
         "scaler": trainer.scaler.state_dict(),
         "rng": _rng_states(),

@@ -63,7 +63,7 @@ class EagerStep:
         self.model, self.optimizer, self.runtime = model, optimizer, runtime
         self.grad_clip, self.scaler, self.spikes = grad_clip, scaler, spikes
         self.ranks = ranks or Alone()
-        self._loss = self.ranks.wrap(_Loss(model, runtime))
+        self._loss = self.ranks.wrap(_Loss(model, runtime), runtime)
 
     def __call__(
         self, batches: Sequence[MicroBatch], lr: float, stats: AttentionStats | None = None
