@@ -27,7 +27,19 @@ MAX_SHARED_BYTES |= {100: 227 << 10, 120: 99 << 10}
 MAX_TENSOR_MEMORY = 512
 """Columns, on the GPUs that have one."""
 POINTERS = {
-    "*bf16": ("p_part", "p_q", "p_k", "p_v", "p_o", "p_out", "p_dout", "p_x", "p_dx", "p_dq")
+    "*bf16": (
+        "p_part",
+        "p_q",
+        "p_k",
+        "p_v",
+        "p_o",
+        "p_out",
+        "p_dout",
+        "p_x",
+        "p_dx",
+        "p_dq",
+        "p_clean",
+    )
     + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits"),
     "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
     + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum", "p_losses"),

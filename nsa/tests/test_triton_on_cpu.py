@@ -6,13 +6,16 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton exists for Linux only")
+triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+import triton.language as tl
 
 from nsa.ops.triton.kernels import (
     band,
     band_backward,
     by_block,
     by_query,
+    documents,
     gate,
     index,
     loss,
@@ -32,7 +35,7 @@ from nsa.ops.triton.tiles import (
     query_tiles,
     score_tiles,
 )
-from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
+from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, shared_addresses, stack_bytes
 from nsa.tests.conftest import REPOSITORY
 
 MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
@@ -118,6 +121,7 @@ def test_attention_kernels_compile_and_fit(name, capability):
     if capability == 90:
         instruction = "mma.sync" if tiles.BM < 64 and kernel in ROWS_FIRST else "wgmma.mma_async"
         assert instruction in compiled.asm["ptx"]
+        assert not shared_addresses(compiled)
         dims = (constants.get("DK", 64), constants.get("DV", 64))
         allowed = MAX_STACK_BYTES.get(dims, 512)
         assert stack_bytes(compiled) <= max(allowed, 256 if tiles.max_registers else 0)
@@ -131,6 +135,57 @@ def test_the_widest_heads_and_blocks_fit_shared_memory(dtype, name):
     sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
     compiled = compile_kernel(kernel, 90, sized, dtype, **tiles.options)
     assert compiled.metadata.shared <= MAX_SHARED_BYTES[90]
+    assert not shared_addresses(compiled)
+    assert dtype != "fp32" or "wgmma" not in compiled.asm["ptx"]
+
+
+UNEQUAL = named(
+    (kernel, constants | dict(HAS_DOCS=True), tiles)
+    for case in attention_cases(((16, 64, 4), (40, 128, 4)), selects=(False,))
+    for kernel, constants, tiles in [case]
+    if kernel in (band_backward.band_dkv, band_backward.band_dq, by_block.block_backward)
+)
+"""Operands of several layouts in one kernel."""
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_operands_of_two_layouts_never_share_an_address(name):
+    kernel, constants, tiles = UNEQUAL[name]
+    sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
+    assert not shared_addresses(compile_kernel(kernel, 90, sized, **tiles.options))
+
+
+@triton.jit
+def one_pass_backward(
+    p_q, p_k, p_v, p_dout, p_dq, p_dk, p_dv, N,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Gradients of attention to BN keys, as small as shows what ptxas 12.8 does to it."""
+    o_d = tl.arange(0, D)
+    at = tl.arange(0, BN)[:, None] * D + o_d[None, :]
+    b_k, b_v = tl.load(p_k + at), tl.load(p_v + at)
+    b_dk, b_dv = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
+    for i in range(0, N, BM):
+        row = (i + tl.arange(0, BM))[:, None] * D + o_d[None, :]
+        b_q = tl.load(p_q + row)
+        b_p = tl.math.exp2(tl.dot(b_k, tl.trans(b_q)))
+        b_dout = tl.load(p_dout + row)
+        b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv)
+        b_ds = (b_p * tl.dot(b_v, tl.trans(b_dout))).to(b_q.dtype)  # at the address of dout
+        b_dk = tl.dot(b_ds, b_q, b_dk)
+        tl.store(p_dq + row, tl.trans(tl.dot(tl.trans(b_k), b_ds)).to(b_q.dtype))
+    tl.store(p_dk + at, b_dk)
+    tl.store(p_dv + at, b_dv)
+
+
+def test_the_check_finds_what_ptxas_compiles_to_wrong_code():
+    sizes = dict(BM=16, BN=128, D=64)
+    once, twice = (
+        compile_kernel(one_pass_backward, 90, sizes, num_warps=4, num_stages=stages)
+        for stages in (1, 2)
+    )
+    assert len(shared_addresses(once)) == 1
+    assert not shared_addresses(twice)
 
 
 ROWS_FIRST = (by_query.query_forward, by_query.query_dq)
@@ -155,6 +210,7 @@ SMALL_KERNELS = [
     (loss.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
     (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
+    (documents.finite_rows, dict(D=80, D_PAD=128, COMPRESSED=True, BM=16)),
     (mean.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
     (mean.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),
 ]
