@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -369,7 +370,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     monkeypatch.setattr(torch, "save", save)
     _, printed = train(cfg)
     folder = Path(cfg.train.out_dir)
-    assert "checkpoint_step6.pt" in printed and "No space left" in printed
+    assert re.search(r"checkpoint_step6.pt in .*: not written: disk full: need .*, have ", printed)
     assert checkpoint.steps_of(folder) == [3]
     assert not list(folder.glob(".*tmp"))
     assert read_metrics(folder).status == "finished"

@@ -354,7 +354,7 @@ def test_a_halt_that_cannot_be_read_still_asks_but_a_failing_disk_does_not(
 ) -> None:
     (tmp_path / ".HALT").mkdir()
     halt = sentinels.read_halt(tmp_path)
-    assert halt is not None and halt.text == "unreadable: Is a directory"
+    assert halt is not None and halt.text == "unreadable: is a folder, not a file"
 
     monkeypatch.setattr(Path, "stat", full_disk)
     assert sentinels.read_halt(tmp_path) is None
