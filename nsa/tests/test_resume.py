@@ -21,6 +21,7 @@ from torch import Tensor
 from nsa.config import Config
 from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
 from nsa.telemetry.metrics import write_metrics
+from nsa.telemetry.run_lock import RUN as RUN_LOCK
 from nsa.tests.conftest import REPOSITORY
 from nsa.train import (
     BadCheckpoint,
@@ -234,7 +235,7 @@ def test_a_long_run_is_not_put_aside_by_a_plain_command(
     metrics = read_metrics(folder)
     metrics.train_s = 3600.0
     write_metrics(folder, metrics)
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
+    before = {p: p.stat().st_mtime_ns for p in folder.iterdir() if p.name != RUN_LOCK}
     other = tiny_config(*LONG, "train.seed=7")
 
     with pytest.raises(RunRefused, match="after 1:00:00 of training") as refused:
@@ -242,7 +243,7 @@ def test_a_long_run_is_not_put_aside_by_a_plain_command(
 
     assert refused.value.exit_code == 3
     assert "the same command with train.seed=1337\n" in str(refused.value)
-    assert {p: p.stat().st_mtime_ns for p in folder.iterdir() if p.is_file()} == before
+    assert {p: p.stat().st_mtime_ns for p in folder.iterdir() if p.name != RUN_LOCK} == before
     train(tiny_config(*LONG, "train.seed=7", "train.seed=1337"))  # as the message says
     assert read_metrics(folder).resumed_at == 5
 
