@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
+pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+import triton
 import triton.language as tl
 
 from nsa.ops.triton.kernels import (
@@ -155,7 +156,7 @@ def test_operands_of_two_layouts_never_share_an_address(name):
     assert not shared_addresses(compile_kernel(kernel, 90, sized, **tiles.options))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def one_pass_backward(
     p_q, p_k, p_v, p_dout, p_dq, p_dk, p_dv, N,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
