@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shlex
-import stat
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from nsa.files import is_at
+from nsa.files import is_at, open_regular
 from nsa.telemetry.env_file import hide_arguments
 from nsa.telemetry.heartbeat import iso
 from nsa.telemetry.proc import FLAGS, STATE, start_ticks, stat_fields
@@ -45,7 +44,6 @@ MOST_REMOVED = 100
 """Attempts to lock a file that somebody removes at the same time."""
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What flock answers on a file system that has no locks, or whose lock server is not there."""
-OPENING = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 PF_EXITING = 0x4
 """Flag of a process that is being taken apart, which takes long if it has much memory."""
 
@@ -180,7 +178,7 @@ def take_lock(
 def read_holder(folder: Path, name: str = RUN) -> Holder | None:
     """What the file says; None where it says nothing that can be read."""
     try:
-        descriptor = _open(folder / name, 0)
+        descriptor = open_regular(folder / name, os.O_RDWR)
         try:
             content = json.loads(os.pread(descriptor, SIZE, 0))
         finally:
@@ -197,7 +195,7 @@ def read_holder(folder: Path, name: str = RUN) -> Holder | None:
 def held_by(folder: Path, name: str = RUN) -> Holder | str:
     """Who holds the lock now; empty if nobody does, or the file system has no locks."""
     try:
-        descriptor = _open(folder / name, 0)
+        descriptor = open_regular(folder / name, os.O_RDWR)
     except OSError:
         return ""
     try:
@@ -215,7 +213,7 @@ def _try(path: Path, say: Say) -> FolderLock | None:
     for _ in range(MOST_REMOVED):
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # removed since: make it again
-            descriptor = _open(path, os.O_CREAT)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o666)
             locks = True
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,15 +232,6 @@ def _try(path: Path, say: Say) -> FolderLock | None:
                 return FolderLock(path, descriptor, locks=locks)
             os.close(descriptor)  # its holder has removed it in between
     raise FileNotFoundError(errno.ENOENT, "removed again and again", str(path))
-
-
-def _open(path: Path, flags: int) -> int:
-    """Open a regular file; links are not followed, because the file is written to."""
-    descriptor = os.open(path, OPENING | flags, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
 
 
 _descriptors: set[int] = set()

@@ -323,6 +323,21 @@ def test_a_full_disk_on_rank_0_costs_checkpoints_and_not_the_run(
     assert no_half_file(folder)
 
 
+def test_a_disk_that_is_full_at_the_end_is_said_without_a_traceback_of_any_rank(
+    start: Callable[..., Ranks], folder: Path
+) -> None:
+    ranks = start("train.steps=20", "train.save_every=0", trouble="steady")
+    ranks.wait_for("step 0004")
+    _, hard = resource.prlimit(ranks.pids[0], resource.RLIMIT_FSIZE)
+    resource.prlimit(ranks.pids[0], resource.RLIMIT_FSIZE, (32 * 1024, hard))
+    codes, printed = ranks.finish()
+    assert codes == [1, 1], printed
+    assert "model.pt could not be written" in printed
+    assert "rank 1 of 2 was done, and another rank failed at the end of the run" in printed
+    assert "Traceback" not in printed, printed
+    assert no_half_file(folder)
+
+
 def test_a_corrupt_latest_checkpoint_is_passed_over(
     start: Callable[..., Ranks], folder: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:

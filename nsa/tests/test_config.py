@@ -236,7 +236,7 @@ def test_a_refused_value_names_who_set_it(tmp_path: Path) -> None:
 
 def test_every_key_is_refused_somewhere_or_is_a_plain_switch() -> None:
     switches = {"model.tie_embeddings", "runtime.use_flash", "runtime.gradient_checkpointing"}
-    switches |= {"runtime.compile", "runtime.cuda_graph"}
+    switches |= {"runtime.compile", "runtime.cuda_graph", "runtime.deterministic"}
 
     assert known_keys().keys() - {o.partition("=")[0] for o in REFUSED} == switches
 

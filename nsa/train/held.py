@@ -67,7 +67,8 @@ class HeldFolder:
                 f"stop it with `touch {self.path}/.HALT`, or name another folder with train.out_dir"
             ) from None
         except OSError as error:
-            if error.filename != str(self.path / RUN):
+            lock = self.path / RUN
+            if error.filename != str(lock) or not os.path.lexists(lock):
                 raise not_made(self.path, error) from None
             raise RunRefused(
                 f"{error.filename}, the lock of the run folder, cannot be opened "

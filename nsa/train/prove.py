@@ -19,6 +19,7 @@ from nsa.config import Config
 from nsa.files import read_text
 from nsa.telemetry import MODEL, TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.telemetry.atomic import write_text
+from nsa.train.checkpoint import load_tensors
 from nsa.train.full_run import run
 from nsa.train.model_file import weights_sha256
 
@@ -100,5 +101,4 @@ def compare_runs(whole: Path, parts: Path, steps: int) -> dict[str, Any]:
 
 
 def _weights_sha256(path: Path) -> str:
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    return weights_sha256(content["state_dict"])
+    return weights_sha256(load_tensors(path)["state_dict"])
