@@ -53,6 +53,7 @@ IN_A_RUN: dict[str, tuple[str, set[str]]] = {  # name: (value, what it changes a
 ELSEWHERE = (
     {
         "CONFIG",
+        "NSA_DASHBOARD_TOKEN",
         "NSA_NO_GC",
         "NSA_STRICT_ASSERTS",
         "NSA_PREFILL_BATCHED",
