@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa.ops import plan
-from nsa.ops.triton import start
+from nsa.ops.triton import problem, start
 from nsa.ops.triton.kernels import by_query
 
 MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
@@ -167,8 +167,10 @@ def starting_on(capability: int, kernels: Collection[str] | None = None) -> Iter
         patch.setattr(driver, "_active", _Driver(capability))
         patch.setattr(JITFunction, "run", compile_only)
         patch.setattr(plan, "_machine_of", lambda device: machine)
-        # Nothing is remembered: a memo holds what the driver has loaded.
+        # Nothing is remembered, before or after: a memo holds what the driver has loaded, and a
+        # problem the tiles of its GPU.
         patch.setattr(start, "INTERPRETED", True)
+        patch.setattr(problem, "_kept", {})
         yield started
 
 

@@ -222,7 +222,7 @@ def test_a_gpu_writes_what_the_cpu_writes(nsa: Nsa, precision: str) -> None:
 
 def write_checkpoint(config: Config, folder: Path) -> Path:
     model, _ = load_model(folder / "model.pt")
-    rest: dict[str, Any] = {key: {} for key in checkpoint.KEYS}
+    rest: dict[str, Any] = {key: kind() for key, kind in checkpoint.KEYS.items()}
     weights = model.state_dict()
     content = {**rest, "state_dict": weights, "cfg": to_container(config), "step": 7}
     return checkpoint.write(folder, content)

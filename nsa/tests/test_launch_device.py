@@ -136,7 +136,8 @@ def test_the_quick_way_enters_the_device_only_where_another_is_current(
     memo: dict[Any, Known] = {}
     for _ in range(2):
         start.start(memo, "here", kernel, (None, tensor), lambda: Launch.plain((1,), (), {}))
-    assert (launched, entered, memo["here"].device) == ([1, 1], [1, 1], 1)
+    (known,) = memo.values()
+    assert (launched, entered, known.device) == ([1, 1], [1, 1], 1)
     current[0] = 1
     start.start(memo, "here", kernel, (None, tensor), lambda: Launch.plain((1,), (), {}))
     assert (launched, entered) == ([1, 1, 1], [1, 1])
