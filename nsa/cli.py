@@ -282,9 +282,9 @@ def _train(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     check_environment()
-    from nsa.generate import command
+    from nsa.generate.command import run
 
-    return command.run(args)
+    return run(args)
 
 
 def _checkpoint(args: argparse.Namespace) -> int:

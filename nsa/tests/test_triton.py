@@ -197,8 +197,8 @@ def test_a_planted_future_block_raises_under_strict_asserts(monkeypatch):
     assert run(case, inputs, "triton").isfinite().all()
     run_kernel = select.start
 
-    def read_the_future(memo, place, kernel, tensors, launch):
-        run_kernel(memo, place, kernel, tensors, launch)
+    def read_the_future(memo, place, kernel, tensors, one):
+        run_kernel(memo, place, kernel, tensors, one)
         if kernel is select.score.choose_blocks:
             tensors[1][0, 9, 0, -1] = 2
 
