@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nsa.config import DataConfig
-from nsa.config.parser import StrictParser
+from nsa.config.load import StrictParser
 from nsa.data import ByteTokenizer, Rows, open_data
 from nsa.data.prepare import prepare
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PY
 from bench.compare import RunFailed, Variant, run_variant
 from nsa.config import StrictParser, load_config
 from nsa.config.load import REPOSITORY
-from nsa.telemetry import TRAINING, TrainingRow, read_env, read_metrics, read_rows, write_config
+from nsa.records import TRAINING, TrainingRow, read_env, read_metrics, read_rows, write_config
 
 PRODUCTION = REPOSITORY / "configs" / "m7c_125m_2xa100_production.yaml"
 SAVE_EVERY = 500

@@ -31,12 +31,12 @@ from nsa.config import Config, StrictParser, load_config
 from nsa.config.env import set_default
 from nsa.config.load import REPOSITORY
 from nsa.model import TinyLM
-from nsa.telemetry.spans import here
+from nsa.records.spans import here
 from nsa.train.build import build_model, build_step
+from nsa.train.distributed.process_group import open_ranks
+from nsa.train.distributed.strategy import ON, Strategy
 from nsa.train.loss import next_token_loss
 from nsa.train.optimizer import BETAS
-from nsa.train.process_group import open_ranks
-from nsa.train.ranks import ON, Alone
 from nsa.train.runtime import Runtime, resolve_runtime
 from nsa.train.step import MicroBatch
 
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if result["cost"] <= GOAL else 1
 
 
-def measure(config: Config, ranks: Alone, args: argparse.Namespace) -> dict[str, Any]:
+def measure(config: Config, ranks: Strategy, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of an update of both, in turns."""
     heads = (config.model.d_k, config.model.d_v)
     runtime = resolve_runtime(ranks.place(config.runtime), heads, config.model.attention)
@@ -108,7 +108,7 @@ def measure(config: Config, ranks: Alone, args: argparse.Namespace) -> dict[str,
     }
 
 
-def ours(config: Config, runtime: Runtime, ranks: Alone) -> Callable[[Tensor], object]:
+def ours(config: Config, runtime: Runtime, ranks: Strategy) -> Callable[[Tensor], object]:
     """An update as the trainer does it."""
     model = build_model(config, VOCAB, runtime)
     step = build_step(config, model, runtime, ranks=ranks)

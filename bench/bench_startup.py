@@ -33,7 +33,7 @@ from nsa.config import StrictParser
 from nsa.config.describe import text_table
 from nsa.config.env import changed
 from nsa.config.load import REPOSITORY
-from nsa.telemetry.env_file import git_commit
+from nsa.records.env import git_commit
 
 FILES, OPERATOR, TRAINS = "files", "operator", "trains"
 """What a command needs: no torch; torch; torch and an optimizer, whose making loads torch's own
@@ -73,7 +73,7 @@ COMMANDS = (
     Start("nsa data show {shards}", FILES),
     Start("nsa checkpoint verify {run}", FILES),
     Start("nsa checkpoint backup {run} --to {new}", FILES),
-    Start("python -c 'import nsa.web.dashboard'", FILES),
+    Start("python -c 'import nsa.cli.dashboard'", FILES),
     Start("python scripts/_watchdog.py --dir {run} --once", FILES),
     Start("python -c 'import nsa; nsa.nsa_attention, nsa.TinyLM'", OPERATOR),
     Start("nsa info --config {config}", OPERATOR),
@@ -83,7 +83,7 @@ COMMANDS = (
     Start("nsa checkpoint export {run} --to {new}.safetensors", OPERATOR),
     Start("nsa report {run}", OPERATOR),
     Start("nsa train --config {config} train.steps=9000", OPERATOR, 3),
-    Start("python -c 'import nsa.train.prove, nsa.operate.preflight'", OPERATOR),
+    Start("python -c 'import nsa.cli.prove_resume, nsa.operate.preflight.command'", OPERATOR),
     Start("nsa train --config {config} train.out_dir={new} train.steps=1", TRAINS),
 )
 """Every command, with the names of what `prepare` makes; {new} is another path at each call.
@@ -207,7 +207,7 @@ def argv_of(start: Start, names: dict[str, str]) -> list[str]:
         names = {**names, "new": str(folder / f"new{next(_count)}")}
     program, *rest = shlex.split(start.line)
     filled = [text.format(**names) for text in rest]
-    return ["-m", "nsa.cli", *filled] if program == "nsa" else filled
+    return ["-m", "nsa.cli.main", *filled] if program == "nsa" else filled
 
 
 def summarize(

@@ -22,7 +22,7 @@ from torch import Tensor
 import nsa
 from bench.cases import Case, Shape, make_inputs
 from bench.peers import call_dense, call_nsa
-from nsa.config.parser import StrictParser
+from nsa.config.load import StrictParser
 
 SHAPE = Shape(8, 2, 64, 64)
 

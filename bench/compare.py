@@ -18,9 +18,9 @@ import torch
 from bench.compare_report import Comparison, Result
 from nsa.config import Config
 from nsa.config.env import changed
-from nsa.operate.trainer_command import Nodes, trainer_command
-from nsa.telemetry import read_env, read_heartbeat, read_metrics, write_config
-from nsa.telemetry.heartbeat import BEAT, PROGRESS
+from nsa.operate.launch.plan import Nodes, trainer_command
+from nsa.records import read_env, read_heartbeat, read_metrics, write_config
+from nsa.records.heartbeat import BEAT, PROGRESS
 
 HEARTBEAT = "heartbeat_rank0.jsonl"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config.describe import markdown_table
-from nsa.telemetry.atomic import write_text
+from nsa.files import write_text
 
 VERSION = 2
 RESULTS, REPORT = "results.json", "comparison_report.md"

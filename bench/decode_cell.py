@@ -15,13 +15,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.cases import Shape
 from bench.timing import first_line, graph_ms, kernel_ms, median_ms
 from nsa.config import Config
-from nsa.generate.graph import GraphedStep, can_capture
+from nsa.generate.decode import GraphedStep, can_capture
 from nsa.model import DenseCache, ModelCache, NSACache, TinyLM
 from nsa.ops import BlockSpec, compress
-from nsa.ops.eager.attend import attend
-from nsa.ops.eager.cached import attend_cached
-from nsa.ops.eager.launch import split_heads
-from nsa.ops.eager.rows import choose_from_probs, compressed_keys, selected_keys, window_keys
+from nsa.ops.torch.attention import attend_cached, split_heads
+from nsa.ops.torch.rows import (
+    attend,
+    choose_from_probs,
+    compressed_keys,
+    selected_keys,
+    window_keys,
+)
 
 ANY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 BACKENDS = {
@@ -100,9 +104,9 @@ def _torch_step(cell: Cell, cache: NSACache, token: Token) -> Callable[[], Tenso
 
 def _kernel_step(cell: Cell, cache: NSACache, token: Token) -> Callable[[], Tensor]:
     """By the decode kernels; the sequences stay as long as they are."""
-    from nsa.ops.triton import decode  # Triton exists for Linux only
+    from nsa.ops.triton.decode import launch  # Triton exists for Linux only
 
-    new = decode.Token(token.q, token.k, token.v, token.gates)
+    new = launch.Token(token.q, token.k, token.v, token.gates)
     return lambda: cache.decoder(cell.shape.Hq).step(new, advance=False)
 
 

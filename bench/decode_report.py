@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import write_json
-from nsa.telemetry.atomic import write_text
+from nsa.files import write_text
 
 VERSION = 1
 """Of the JSON: environment, `attention` (rows of ours and of dense attention at a cell: eager_ms,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import nsa
 from bench.cases import Case
-from nsa.model.counts import Pairs, count_pairs, dense_pairs
+from nsa.model.cost import Pairs, count_pairs, dense_pairs
 
 __all__ = ["Pairs", "Work", "count_pairs", "dense_work", "nsa_work"]
 

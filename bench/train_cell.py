@@ -30,12 +30,10 @@ from bench.train_cases import Cell, Variant, config_of
 from bench.train_report import describe_machine
 from nsa.config import Config
 from nsa.model import TinyLM
-from nsa.model.flops import peak_flops, training_flops_per_token, utilization
-from nsa.train.build import build_step
-from nsa.train.compiler import compile_blocks
-from nsa.train.graph_step import GraphStep
+from nsa.model.cost import peak_flops, training_flops_per_token, utilization
+from nsa.train.build import build_step, compile_blocks
 from nsa.train.runtime import resolve_runtime
-from nsa.train.step import EagerStep, MicroBatch
+from nsa.train.step import EagerStep, GraphStep, MicroBatch
 
 BROKEN = 3
 """Exit code of a process whose device no longer answers; the failed variant has its event."""

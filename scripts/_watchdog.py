@@ -7,9 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
+from nsa.cli.flags import add_watch_flags
 from nsa.config import BAD_INPUT, StrictParser
-from nsa.operate.flags import add_watch_flags
-from nsa.operate.watch import watch
+from nsa.operate.watch.watchdog import watch
 
 DEFAULT = Path("artifacts/train_showcase")
 

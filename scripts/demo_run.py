@@ -21,8 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nsa.config import load_config
-from nsa.model.selection_map import BINS, LayerMap, distance_edges
-from nsa.telemetry import (
+from nsa.model.stats import BINS, LayerMap, distance_edges
+from nsa.records import (
     TRAINING,
     VAL,
     CounterFiles,
@@ -38,9 +38,9 @@ from nsa.telemetry import (
     write_env,
     write_metrics,
 )
-from nsa.telemetry.alarms import Alarm, append_alarm
-from nsa.telemetry.heartbeat import BEAT
-from nsa.telemetry.selection_file import SelectionFile
+from nsa.records.alarms import Alarm, append_alarm
+from nsa.records.heartbeat import BEAT
+from nsa.records.tables import SelectionFile
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "m7c_125m_2xa100_production.yaml"
 MAPS = 64

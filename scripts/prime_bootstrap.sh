@@ -10,5 +10,5 @@ extras="${EXTRAS-stream,tensorboard}"
 # Every package and what it needs is pinned in the file, so nothing is resolved.
 "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps -r "$requirements" -c constraints.txt
 [ -z "$extras" ] || "$venv/bin/python" -m pip install --disable-pip-version-check -e ".[$extras]" -c constraints.txt
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" "$venv/bin/python" -m nsa.operate.machine --text
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" "$venv/bin/python" -m nsa.operate.process --text
 echo "[done] $venv is ready; activate it with: . $venv/bin/activate"

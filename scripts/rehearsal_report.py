@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nsa.config.describe import markdown_table
-from nsa.telemetry.atomic import write_text
+from nsa.files import write_text
 from scripts.surface import Command
 
 VERSION = 1

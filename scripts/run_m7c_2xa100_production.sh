@@ -3,5 +3,5 @@
 # Variables and flags as in run_2xa100_production.sh.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_nsa.sh"
-"$python" -m nsa.operate.machine --text
-exec "$python" -m nsa.cli launch --profile "${PROFILE:-m7c}" "$@"
+"$python" -m nsa.operate.process --text
+exec "$python" -m nsa.cli.main launch --profile "${PROFILE:-m7c}" "$@"

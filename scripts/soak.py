@@ -28,9 +28,9 @@ import torch
 from nsa.config import load_config
 from nsa.config.env import changed
 from nsa.config.load import REPOSITORY
-from nsa.telemetry import write_config
-from nsa.telemetry.hang_call import kill
-from nsa.telemetry.spans import Place, read_span
+from nsa.records import write_config
+from nsa.records.spans import Place, read_span
+from nsa.train.distributed.hang import kill
 
 SAVE_EVERY = 2
 STEPS_A_CYCLE = 6

@@ -16,15 +16,15 @@ from nsa.config.env import check_environment, in_effect, raw, read, translate_to
 if __name__ == "__main__":
     translate_torch_logs()  # before anything imports torch
 
-from nsa.cli import in_sentences
+from nsa.cli.main import in_sentences
 from nsa.config import Config, StrictParser, load_config
 from nsa.data import end_process
 from nsa.generate import sample_text
 from nsa.model import TinyLM
 from nsa.train import LoaderOptions, TrainError, run
-from nsa.train.ranks import AUTO as AUTO_RANKS
-from nsa.train.ranks import OFF, ON, speaks_for_all
-from nsa.train.resume import AUTO
+from nsa.train.checkpoint.resume import AUTO
+from nsa.train.distributed.strategy import AUTO as AUTO_RANKS
+from nsa.train.distributed.strategy import OFF, ON, speaks_for_all
 
 __all__ = ["TinyLM", "main"]
 

@@ -1,9 +1,16 @@
 """Settings: the typed config tree, how it is resolved, and the table of environment variables."""
 
-from nsa.config.check import parse_layers
-from nsa.config.errors import ConfigError, nearest
-from nsa.config.load import Setting, build, known_keys, load_config, to_container
-from nsa.config.parser import BAD_INPUT, INTERRUPTED, StrictParser
+from nsa.config.check import ConfigError, nearest, parse_layers
+from nsa.config.load import (
+    BAD_INPUT,
+    INTERRUPTED,
+    Setting,
+    StrictParser,
+    build,
+    known_keys,
+    load_config,
+    to_container,
+)
 from nsa.config.schema import (
     Config,
     DataConfig,

@@ -1,13 +1,34 @@
-"""The rules that config values obey; each raises a ConfigError that names the key."""
+"""The error of bad settings, and the one definition of "the nearest known name"."""
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import re
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
 
-from nsa.config.errors import ConfigError, nearest
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; it says what was given, what is allowed and what to do."""
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+        """The "group.key" at fault, where there is one: the loader adds who set it."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that looks most like `name`; it always names one."""
+    choices = sorted(known)
+    assert choices, "nearest() needs at least one known name"
+    return difflib.get_close_matches(name, choices, n=1, cutoff=0.0)[0]
+
+
+# The rules that config values obey; each raises a ConfigError that names the key.
 
 
 def refuse(key: str, given: object, allowed: str, todo: str) -> NoReturn:
@@ -69,3 +90,41 @@ def ok_layers(key: str, text: str, n_layers: int) -> None:
     first, last = parse_layers(text)
     if not first < last <= n_layers:
         refuse(key, text, allowed, f'use a range inside "0:{n_layers}"')
+
+
+# How many ids a Hugging Face `tokenizer.json` has: model sizes depend on it before data opens.
+
+FILE_NAME = "tokenizer.json"
+
+
+def find_tokenizer_json(path: Path) -> Path:
+    """Return the file that `path` is, or that lies in the folder that it is."""
+    file = path / FILE_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"{file}: no such tokenizer file; it must be a Hugging Face {FILE_NAME}; correct "
+            "data.tokenizer or data.tokenizer_path"
+        )
+    return file
+
+
+def count_ids(path: Path) -> int:
+    """Return the highest id plus one: ids may have gaps, and a model needs a row for each."""
+    file = find_tokenizer_json(path)
+    stat = file.stat()
+    return _count(file, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=8)
+def _count(file: Path, _mtime_ns: int, _size_bytes: int) -> int:
+    """Read a version of the file once; the sizes of a model are asked for many times."""
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        return max(int(i) for i in [*ids, *(token["id"] for token in added)]) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file}: not a Hugging Face {FILE_NAME} with a vocabulary "
+            f"({type(error).__name__}: {error}); name such a file"
+        ) from None

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nsa.config import schema
-from nsa.config.env import raw
-from nsa.config.env_table import HIDDEN, TABLE, Variable
+from nsa.config.env import HIDDEN, TABLE, Variable, raw
 from nsa.config.load import known_keys, to_container
 
 Rows = list[tuple[str, ...]]

@@ -1,15 +1,285 @@
-"""The only module that reads environment variables: by name, with type and default."""
+"""The table of environment variables: name, type, default, who honours it, meaning."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from nsa.config.env_table import HIDDEN, TABLE, Value, Variable
-from nsa.config.errors import ConfigError, nearest
+from nsa.config.check import ConfigError, nearest
+
+Value = bool | int | float | str | None
+HIDDEN = "***"
+"""Stands for the value of a secret."""
+Honoured = Literal["code", "external", "planned"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable."""
+
+    name: str
+    kind: type
+    """bool, int, float or str; numbers are never negative."""
+    default: Value
+    """The value when the variable is unset or empty; None means "no opinion"."""
+    honoured: Honoured
+    """code: this package reads it. external: another program does. planned: nothing does yet."""
+    meaning: str
+    sets: tuple[str, ...] = ()
+    """Config overrides that it stands for; `{}` is its value. Only a non-default value applies."""
+    choices: tuple[str, ...] = ()
+    """Allowed words, where not every text is."""
+    secret: bool = False
+    """Its value is never shown."""
+
+
+_CONFIG = (
+    Variable("CONFIG", str, "configs/train_showcase.yaml", "code", "config file of the run"),
+    Variable("NSA_SEQ_LEN", int, None, "code", "tokens per training row", ("train.seq_len={}",)),
+    Variable("NSA_BATCH_SIZE", int, None, "code", "rows per micro-batch", ("train.batch_size={}",)),
+    Variable(
+        "NSA_ACCUM",
+        int,
+        None,
+        "code",
+        "micro-batches per optimizer step",
+        ("train.accumulate_grad_batches={}",),
+    ),
+    Variable("NSA_LR", float, None, "code", "peak learning rate", ("train.lr={}",)),
+    Variable(
+        "NSA_NO_GC",
+        bool,
+        False,
+        "code",
+        "1 turns gradient checkpointing off",
+        ("runtime.gradient_checkpointing=false", "runtime.gc_layers="),
+    ),
+    Variable(
+        "NSA_GC_RANGE",
+        str,
+        "",
+        "code",
+        "A:B turns gradient checkpointing on for layers A to B-1",
+        ("runtime.gradient_checkpointing=true", "runtime.gc_layers={}"),
+    ),
+    Variable(
+        "NSA_ROPE_SCALE",
+        float,
+        None,
+        "code",
+        "RoPE positions are divided by this",
+        ("model.rope_scale={}",),
+    ),
+)
+
+_ATTENTION = (
+    Variable("NSA_STRICT_ASSERTS", bool, False, "code", "check every selection for causality"),
+    Variable("NSA_SEL_RANGES_V2", bool, True, "code", "0 selects blocks with the slow reference"),
+    Variable(
+        "NSA_PREFILL_BATCHED",
+        bool,
+        True,
+        "code",
+        "0 runs prefill token by token through decode; training with 0 is refused",
+    ),
+    Variable(
+        "NSA_PREFILL_TILE",
+        int,
+        0,
+        "code",
+        "tokens per chunk of prefill; 0: all at once, of generation 2048",
+    ),
+    Variable(
+        "NSA_FORCE_BRANCH",
+        str,
+        "",
+        "code",
+        "every gate becomes one-hot on this branch",
+        choices=("cmp", "sel", "win"),
+    ),
+    Variable(
+        "NSA_USE_FA2",
+        bool,
+        False,
+        "code",
+        "1: window branch through torch's flash kernels; 0, written out: no branch, whatever else",
+    ),
+    Variable("NSA_USE_FA2_WIN", bool, False, "code", "flash kernels for the window branch"),
+    Variable("NSA_USE_FA2_CMP", bool, False, "code", "flash kernels for the compressed branch"),
+    Variable("NSA_USE_TRITON_SEL", bool, False, "planned", "Triton kernel, selected branch"),
+    Variable("NSA_SDPA_AUDIT", bool, False, "code", "log once which SDPA backends can run"),
+    Variable("NSA_SDPA_NO_FLASH", bool, False, "code", "no branch uses flash kernels"),
+    Variable(
+        "NSA_SDPA_FLASH_ONLY", bool, False, "code", "flash kernels asked for run, or it is an error"
+    ),
+    Variable("NSA_NVTX", bool, False, "code", "NVTX ranges around the parts of attention"),
+    Variable("NSA_DEBUG_LOG", bool, False, "planned", "detailed log of kernel routing"),
+    Variable("NSA_TEST_FA2", bool, False, "planned", "run the flash parity tests on a GPU"),
+)
+
+_TELEMETRY = (
+    Variable("NSA_DISABLE_CSV_LOGS", bool, False, "code", "1 writes no training.csv and val.csv"),
+    Variable(
+        "NSA_DISABLE_AUX_STATS", bool, False, "code", "1 collects no gate and selection statistics"
+    ),
+    Variable("NSA_TB_DISABLE", bool, False, "code", "1 writes no TensorBoard events"),
+    Variable("NSA_MEM_DUMP_EVERY", int, 0, "code", "memory snapshot every N steps; 0 is never"),
+    Variable("NSA_HEARTBEAT_EVERY", int, 1, "code", "heartbeat line every N steps"),
+    Variable("NSA_LOG_GRAD_NORM", bool, False, "code", "gradient norm in the step line"),
+)
+
+_DISTRIBUTED = (
+    Variable(
+        "NSA_DDP_COMPRESS",
+        str,
+        "auto",
+        "code",
+        "type of gradients on the wire; auto: bf16 with runtime.precision=bf16, else off",
+        choices=("auto", "bf16", "fp16", "off"),
+    ),
+    Variable("NSA_DDP_BUCKET_MB", int, 0, "code", "DDP bucket size in MB; 0 is torch's own"),
+    Variable("NSA_DDP_DISABLE_GC", bool, True, "code", "no gradient checkpointing under DDP"),
+    Variable("NSA_DDP_FIND_UNUSED", bool, False, "code", "DDP find_unused_parameters"),
+    Variable("NSA_DDP_STATIC_GRAPH", bool, False, "code", "DDP static_graph"),
+    Variable("NSA_DDP_SAFE_GC_LAYERS", str, "", "code", "A:B checkpoints these layers in DDP"),
+    Variable(
+        "NSA_DDP_SAFE_MODE",
+        bool,
+        False,
+        "code",
+        "2 MB buckets, no bucket views, no compression, no static graph, no flash kernels",
+    ),
+    Variable("NSA_PG_TIMEOUT_MIN", float, 15.0, "code", "process group timeout in minutes"),
+    Variable(
+        "NSA_HANG_LEAST_S",
+        float,
+        180.0,
+        "code",
+        "seconds in one span that are never called a hang; 0: no watch for hangs",
+    ),
+    Variable("NSA_SCALER_INIT_SCALE", float, 65536.0, "code", "fp16 loss scale at the start"),
+    Variable("NSA_SCALER_GROWTH_INTERVAL", int, 2000, "code", "good steps before it grows"),
+    Variable("NSA_SCALER_GROWTH_FACTOR", float, 2.0, "code", "factor when it grows"),
+    Variable("NSA_SCALER_BACKOFF_FACTOR", float, 0.5, "code", "factor after an overflow"),
+    Variable("WORLD_SIZE", int, 1, "code", "ranks, set by torchrun"),
+    Variable("RANK", int, 0, "code", "number of this rank, set by torchrun"),
+    Variable("LOCAL_RANK", int, 0, "code", "number on this machine, set by torchrun: its GPU"),
+    Variable("MASTER_ADDR", str, None, "code", "where ranks meet, set by torchrun"),
+    Variable("MASTER_PORT", int, None, "code", "the port there, set by torchrun"),
+    Variable("TORCHELASTIC_RUN_ID", str, None, "code", "set by torchrun: its ranks end with it"),
+    Variable("TORCHELASTIC_RESTART_COUNT", int, 0, "code", "set by torchrun, apart from the last"),
+    Variable(
+        "TORCH_BACKEND",
+        str,
+        "",
+        "code",
+        "process group backend; unset: nccl on GPUs, gloo on CPUs",
+        choices=("nccl", "gloo"),
+    ),
+    Variable("IB_DISABLE", str, None, "code", "old spelling of NCCL_IB_DISABLE"),
+    Variable("NCCL_ASYNC_ERROR_HANDLING", str, None, "code", "old TORCH_NCCL_ name, translated"),
+    Variable("NCCL_BLOCKING_WAIT", str, None, "code", "old TORCH_NCCL_ name, translated"),
+)
+
+_DATA = (
+    Variable("NSA_FWE_DOC_BATCH", int, 64, "code", "documents of a stream tokenized at a time"),
+    Variable("NSA_FWE_PREFETCH", bool, True, "code", "read batches ahead, in the background"),
+    Variable("NSA_FWE_Q", int, 4, "code", "batches in the queue, of any source"),
+    Variable("NSA_FWE_WARMUP_BATCHES", int, 0, "code", "batches in the queue before step 1"),
+    Variable(
+        "NSA_FWE_WARMUP_TIMEOUT", float, 0.0, "code", "seconds to wait for them; 0: loader timeout"
+    ),
+)
+
+_WATCHDOG = (
+    Variable("NSA_WATCH_HALT", bool, True, "code", "nsa watch may write .HALT"),
+    Variable("NSA_WATCH_INTERVAL_S", float, 30.0, "code", "seconds between its judgements"),
+    Variable("NSA_WATCH_HEARTBEAT_STALL_S", float, None, "code", "its limit stall_s"),
+    Variable("NSA_WATCH_FLATLINE_N", int, None, "code", "its limit flatline_n"),
+    Variable("NSA_WATCH_GATE_COLLAPSE_N", int, None, "code", "its limit gate_n"),
+    Variable(
+        "NSA_DASHBOARD_TOKEN",
+        str,
+        "",
+        "code",
+        "what a browser must know to see nsa dashboard; --token-file wins",
+        secret=True,
+    ),
+    Variable("NSA_PRICE_PER_H", float, None, "code", "price of an hour, for nsa preflight"),
+)
+
+_LAUNCHERS = (
+    # Words, not numbers: another program may use the same name, and the trainer must not mind.
+    Variable("NP", str, None, "code", "processes that nsa launch starts on this machine"),
+    Variable("DATASET", str, None, "code", "data source that nsa launch passes on"),
+    Variable("LOCAL_PATH", str, "", "code", "local data that nsa launch passes on"),
+    Variable(
+        "OUT_DIR",
+        str,
+        "artifacts/m7c_125m_2xa100_prod",
+        "code",
+        "folder that nsa monitor shows, and that nsa launch uses in place of train.out_dir",
+    ),
+    Variable(
+        "NSA_PHASE_STEPS", str, "", "code", "steps of each phase of nsa launch: 1,300,1000,all"
+    ),
+    Variable(
+        "NSA_RESTART_COUNT",
+        int,
+        0,
+        "code",
+        "set by nsa launch where it starts a run again: above 0, the run puts nothing aside",
+    ),
+    Variable("TMUX", str, None, "external", "set inside tmux: nsa launch stays where it is"),
+    Variable("PORT", int, 6006, "external", "scripts/run_tensorboard.sh: port"),
+    Variable("HOST", str, "127.0.0.1", "external", "scripts/run_tensorboard.sh: address"),
+)
+
+_EXTERNAL = (
+    Variable("NCCL_ALGO", str, None, "external", "NCCL: algorithm, Ring on PCIe"),
+    Variable("NCCL_PROTO", str, None, "external", "NCCL: protocol, Simple on PCIe"),
+    Variable("NCCL_IB_DISABLE", str, None, "external", "NCCL: 1 without InfiniBand"),
+    Variable("NCCL_P2P_DISABLE", str, None, "external", "NCCL: 1 without peer-to-peer"),
+    Variable("NCCL_DEBUG", str, None, "external", "NCCL: log level, WARN or INFO"),
+    Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", str, None, "external", "torch: fail fast"),
+    Variable("TORCH_NCCL_BLOCKING_WAIT", str, None, "external", "torch: collectives time out"),
+    Variable("TORCH_DISTRIBUTED_DEBUG", str, None, "external", "torch: DETAIL for triage"),
+    Variable("TORCH_LOGS", str, None, "external", "torch: log channels"),
+    Variable("PYTORCH_CUDA_ALLOC_CONF", str, None, "external", "torch: CUDA allocator settings"),
+    Variable("CUDA_LAUNCH_BLOCKING", str, None, "external", "CUDA: 1 makes launches synchronous"),
+    Variable("HF_ENDPOINT", str, None, "external", "hub client: address of the hub"),
+    Variable("HF_HOME", str, None, "external", "hub client: cache folder"),
+    Variable("HF_HUB_DOWNLOAD_TIMEOUT", str, None, "external", "hub client: read timeout in s, 10"),
+    Variable("HF_DATASETS_CACHE", str, None, "external", "datasets: cache folder"),
+    Variable("TOKENIZERS_PARALLELISM", str, None, "external", "tokenizers: threads or not"),
+    Variable("WANDB_MODE", str, None, "external", "wandb: offline keeps everything on disk"),
+    Variable("WANDB_PROJECT", str, None, "external", "wandb: project of the runs; ours is nsa"),
+    Variable("TRACKIO_DIR", str, None, "external", "trackio: folder of its database"),
+    Variable("TRITON_INTERPRET", str, None, "external", "Triton: 1 runs kernels on the CPU"),
+    Variable("PYTHONPATH", str, None, "external", "Python: import folders; not needed here"),
+)
+
+TABLE: dict[str, Variable] = {
+    variable.name: variable
+    for group in (
+        _CONFIG,
+        _ATTENTION,
+        _TELEMETRY,
+        _DISTRIBUTED,
+        _DATA,
+        _WATCHDOG,
+        _LAUNCHERS,
+        _EXTERNAL,
+    )
+    for variable in group
+}
+
+
+# The only module that reads environment variables: by name, with type and default.
 
 BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
 BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
@@ -19,7 +289,7 @@ BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
 def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     """Return the value of a variable of the table, in its type; its default when unset or empty."""
     if name not in TABLE:
-        raise KeyError(f"{name} is not in nsa/config/env_table.py; add a row for it there")
+        raise KeyError(f"{name} is not in nsa/config/env.py; add a row for it there")
     text = _environ(environ).get(name, "")
     return _parse(TABLE[name], text) if text else TABLE[name].default
 

@@ -1,7 +1,8 @@
-"""From a YAML file, the environment and the command line to one checked config tree."""
+"""Command-line parsing in which a wrong flag is an error that names the nearest one."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import re
@@ -9,14 +10,52 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from nsa.config.check import ConfigError, nearest
 from nsa.config.env import BOOLEANS, config_overrides
-from nsa.config.errors import ConfigError, nearest
 from nsa.config.schema import Config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+BAD_INPUT = 2
+"""Exit code of bad input."""
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C has ended; a run that trains then ends with 0."""
+
+
+class StrictParser(argparse.ArgumentParser):
+    """An ArgumentParser without abbreviations, whose errors are one line and exit code 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(  # type: ignore[override]  # typeshed overloads the namespace type
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse leftovers here, where the flags of this (sub)command are known."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(self._explain(rest[0]))
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with code 2."""
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _explain(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}; remove it, or write it after all flags"
+        flag = word.partition("=")[0]
+        known = nearest(flag, self._option_string_actions)
+        return f"unknown flag {flag!r}; the nearest known one is {known!r}"
+
+
+# From a YAML file, the environment and the command line to one checked config tree.
 
 INHERITS = "inherits"
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,14 +9,14 @@ from pathlib import Path, PurePath
 from nsa.config.check import (
     at_least,
     between,
+    count_ids,
     divides,
     finite_positive,
+    nearest,
     ok_layers,
     one_of,
     refuse,
 )
-from nsa.config.errors import nearest
-from nsa.config.tokenizer_json import count_ids
 
 ATTENTIONS = ("nsa", "dense")
 PHIS = ("avg", "mlp")

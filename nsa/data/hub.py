@@ -7,12 +7,9 @@ from itertools import chain, islice
 from typing import Any
 
 from nsa.config import DataConfig
-from nsa.data.documents import KEY, Document
-from nsa.data.endless import Place
-from nsa.data.errors import DataError
-from nsa.data.fingerprint import fingerprint_of
-from nsa.data.optional import need
-from nsa.data.retry import Retries, is_transient
+from nsa.data.documents import KEY, Document, fingerprint_of
+from nsa.data.encode import Place
+from nsa.data.errors import DataError, Retries, is_transient, need
 
 SPLIT = "train"
 PATHS_AT_ONCE = 500

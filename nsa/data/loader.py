@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nsa.data.deadline import late, leave_behind, within
-from nsa.data.errors import SourceLost, WaitEnded
-from nsa.data.rows import Rows, State
+from nsa.data.array_rows import Rows, State
+from nsa.data.errors import SourceLost, WaitEnded, late, leave_behind, within
 
 PATIENCE_S = 900.0
 """Waiting longer than this for a batch ends the run; retries are over well before that."""

@@ -10,23 +10,30 @@ from torch import Tensor
 
 from nsa.config import DataConfig
 from nsa.config.env import read
-from nsa.data.block_rows import BlockRows
-from nsa.data.boundaries import packed_bounds
-from nsa.data.choose_tokenizer import open_tokenizer
-from nsa.data.corpus import read_works
-from nsa.data.documents import read_documents
-from nsa.data.endless import first_held_out
-from nsa.data.fingerprint import fingerprint_of
+from nsa.data.array_rows import (
+    ArrayRows,
+    CopyRows,
+    Rows,
+    Stream,
+    SyntheticRows,
+    open_shards,
+    packed_bounds,
+    to_stream,
+)
+from nsa.data.documents import (
+    TRAIN,
+    VAL,
+    Counts,
+    fingerprint_of,
+    read_documents,
+    read_works,
+    split_works,
+)
+from nsa.data.encode import Report, encode_all, first_held_out
 from nsa.data.hub import HubDocuments
-from nsa.data.local import encode_all
-from nsa.data.report import Report
-from nsa.data.rows import Rows, StreamRows, to_stream
-from nsa.data.shard_check import ShardCheck
-from nsa.data.shards import open_shards
-from nsa.data.split import TRAIN, VAL, Counts, split_works
-from nsa.data.stream import Stream
-from nsa.data.synthetic import CopyRows, SyntheticRows
-from nsa.data.tokenizer import Tokenizer
+from nsa.data.shards import ShardCheck
+from nsa.data.streamed_rows import StreamedRows
+from nsa.data.tokenizers import Tokenizer, open_tokenizer
 
 
 class Data(NamedTuple):
@@ -139,8 +146,8 @@ def _open_hub(
     )
     doc_batch = max(1, read("NSA_FWE_DOC_BATCH"))
     return Data(
-        BlockRows(documents, tokenizer, seq_len, seed, doc_batch=doc_batch, report=report),
-        StreamRows(held_out, seq_len, 0, "held-out", content),
+        StreamedRows(documents, tokenizer, seq_len, seed, doc_batch=doc_batch, report=report),
+        ArrayRows(held_out, seq_len, 0, "held-out", content),
         tokenizer,
     )
 
@@ -161,9 +168,9 @@ def _cut(
         return fingerprint_of(side=side, tokens=tokens, tokenizer=tokenizer.fingerprint())
 
     return Data(
-        StreamRows(train, seq_len, seed, "training", content(TRAIN, train)),
+        ArrayRows(train, seq_len, seed, "training", content(TRAIN, train)),
         # A fixed seed for the held-out order: runs of different seeds are judged on the same rows.
-        StreamRows(val, seq_len, 0, "held-out", content(VAL, val)),
+        ArrayRows(val, seq_len, 0, "held-out", content(VAL, val)),
         tokenizer,
         counts,
     )

@@ -6,13 +6,12 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from nsa.data.documents import read_documents
-from nsa.data.durable import DurableFile
+from nsa.data.documents import TRAIN, VAL, Counts, read_documents
+from nsa.data.encode import encode_sides
 from nsa.data.errors import DataError
-from nsa.data.local import encode_sides
-from nsa.data.manifest import Manifest, Shard, write_manifest
-from nsa.data.split import TRAIN, VAL, Counts
-from nsa.data.tokenizer import Ids, Tokenizer, id_type
+from nsa.data.shards import Manifest, Shard, write_manifest
+from nsa.data.tokenizers import Ids, Tokenizer, id_type
+from nsa.files import DurableFile
 
 SHARD_TOKENS = 100_000_000
 """Tokens after which a shard ends, with the document that reaches them."""

@@ -1,4 +1,4 @@
-"""NSAAttention: projections, positions and gates around the operator, for training and decode."""
+"""phi: how a block of l raw tokens becomes one compressed token (Eq. 7)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,54 @@ from torch import Tensor, nn
 
 from nsa.config.env import read
 from nsa.model.cache import DecodedCache, NSACache, cache_dtype, check_one_token
-from nsa.model.compression import PHIS, BlockMLP
 from nsa.model.paged import PagedCache, Pages
 from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec, compress, nsa_attention
 from nsa.ops.checks import check_documents
-from nsa.ops.eager.cached import attend_cached
-from nsa.ops.eager.launch import compute_dtype
 from nsa.ops.fallbacks import in_layer, record
+from nsa.ops.nvtx import nvtx
 from nsa.ops.plan import Plan, cannot_run, machine_of, plan_attention
-from nsa.ops.ranges import nvtx
-from nsa.ops.triton.decode_tiles import decode_obstacle
+from nsa.ops.torch.attention import attend_cached, compute_dtype
+from nsa.ops.triton.decode.tiles import decode_obstacle
 from nsa.ops.triton.tiles import H200, query_obstacle
+
+PHIS = ("avg", "mlp")
+
+
+class BlockMLP(nn.Module):
+    """The learned phi of one branch tensor: a two-layer MLP on a block, shared by the KV heads.
+
+    Input: the block's l unrotated tokens plus a learned encoding of their place in the block.
+    """
+
+    def __init__(self, spec: BlockSpec, dim: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.place = nn.Parameter(torch.empty(spec.l, dim))
+        self.fc1 = nn.Linear(spec.l * dim, 2 * dim)
+        self.fc2 = nn.Linear(2 * dim, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.place, std=0.02)
+        for layer in (self.fc1, self.fc2):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, doc_lens: list[int]) -> Tensor:
+        """[B, S, H, D] -> [B, N, H, D]."""
+        return torch.cat([self._one_document(doc) for doc in x.split(doc_lens, dim=1)], dim=1)
+
+    def _one_document(self, x: Tensor) -> Tensor:
+        if x.shape[1] < self.spec.l:
+            return x[:, :0]
+        blocks = x.unfold(1, self.spec.l, self.spec.d).transpose(-1, -2)  # [B, N, H, l, D]
+        hidden = self.fc1((blocks + self.place.to(x.dtype)).flatten(-2))
+        return self.fc2(nn.functional.silu(hidden)).to(x.dtype)
+
+
+# NSAAttention: projections, positions and gates around the operator, for training and decode.
 
 GATES = ("softmax", "sigmoid")
 BRANCHES = ("cmp", "sel", "win")
@@ -233,7 +268,7 @@ class NSAAttention(Rotary):
     ) -> Tensor:  # [B, 1, Hq, Dv]
         """A step by the decode kernels: no word of it depends on the host's knowledge of lengths,
         so that it can be captured in a CUDA graph."""
-        from nsa.ops.triton.decode import Token
+        from nsa.ops.triton.decode.launch import Token
 
         made = None
         if self.phi == "mlp":
@@ -271,7 +306,7 @@ class NSAAttention(Rotary):
         self, q: Tensor, window: tuple[Tensor, Tensor], gates: Tensor, cache: NSACache
     ) -> Tensor:  # [B, T, Hq, Dv]
         """Attention of T new tokens by Triton; the window's keys and values are not stored yet."""
-        from nsa.ops.triton.continued import attend_continued  # Triton exists for Linux only
+        from nsa.ops.triton.chunked_prefill import attend_continued  # Triton exists for Linux only
 
         first, stop = cache.length, cache.length + q.shape[1]
         num_cmp = self.spec.num_cmp(stop)
@@ -325,7 +360,7 @@ class NSAAttention(Rotary):
         """The same for one token [B, 1, dim], with a single kernel behind the products."""
         if read("NSA_FORCE_BRANCH"):
             return self._project(x, rope)
-        from nsa.ops.triton.token import rotate_and_gate  # Triton exists for Linux only
+        from nsa.ops.triton.rope_and_gate import rotate_and_gate  # Triton exists for Linux only
 
         heads, values = self._heads(x)
         softmax = self.gate_kind == "softmax"

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nsa.ops.eager.attend import KeyValues, clean
-from nsa.ops.eager.rows import Branches
 from nsa.ops.spec import BlockSpec
-from nsa.ops.workspace import Workspace
+from nsa.ops.torch.rows import Branches, KeyValues, clean
+from nsa.ops.triton.decode.tiles import Workspace
 
 if TYPE_CHECKING:  # Triton exists for Linux only
-    from nsa.ops.triton.decode import Decoder
+    from nsa.ops.triton.decode.launch import Decoder
 
 Phi = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(raw k, raw v [B, S, Hkv, D], index of the first block) -> compressed k, v [B, N, Hkv, D]."""
@@ -157,7 +156,7 @@ class DecodedCache(Cache):
     def decoder(self, num_heads: int) -> Decoder:
         """What runs decode steps over these buffers with Triton; made by the first call."""
         if self._decoder is None:
-            from nsa.ops.triton.decode import Caches, Decoder  # Triton exists for Linux only
+            from nsa.ops.triton.decode.launch import Caches, Decoder  # Triton exists for Linux only
 
             counters = (self.reads, self.last_reads)
             rings = (self.win, self.raw)

@@ -14,9 +14,8 @@ from nsa.config import Config, parse_layers
 from nsa.config.env import read
 from nsa.config.schema import ATTENTIONS
 from nsa.model.attention import NSAAttention
-from nsa.model.block import Attention, Block
+from nsa.model.block import Attention, Block, RMSNorm
 from nsa.model.dense import DenseAttention
-from nsa.model.norm import RMSNorm
 from nsa.model.paged import PagedModelCache, Pages
 from nsa.model.rope import document_positions
 from nsa.model.stats import AttentionStats

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nsa.config.check import nearest
 from nsa.config.describe import markdown_table
-from nsa.config.errors import nearest
 
 HALTING = ("heartbeat_stall", "throughput_flatline", "gate_collapse", "zero_grad", "nan_loss")
 """Alarms after which going on wastes the machine: it is asked to stop. Others are only said."""

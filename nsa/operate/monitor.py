@@ -6,7 +6,10 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions
 from rich.live import Live
@@ -16,11 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa.config.env import check_environment, read
-from nsa.operate.board import Part, Row, board
-from nsa.operate.limits import limits_for
-from nsa.operate.rules import judge
-from nsa.operate.snapshot import Run, read_run
-from nsa.operate.text import printable
+from nsa.files import size
+from nsa.operate.limits import Limits, limits_for
+from nsa.operate.run_folder import Rank, Run, number, read_run
+from nsa.operate.text import ASCII_BARS, BARS, MIB, duration, printable, progress_bar
+from nsa.operate.text import sparkline as draw
+from nsa.operate.watch.rules import allowed_silence, judge
+from nsa.records import Beat
+from nsa.records.alarms import Alarm
 
 TAIL_BYTES = 1 << 20
 """Of each heartbeat: some hundred logged steps."""
@@ -128,3 +134,212 @@ def _follow_lines(look: Callable[[], Report], console: Console, interval_s: floa
         if (line := look().line()) != said:
             said = line
             print(f"{time.strftime('%H:%M:%S')} {line}", file=console.file, flush=True)
+
+
+# What the monitor shows of a run: one list of rows, for a terminal and for a pipe alike.
+
+GOOD, WARN, BAD, PLAIN = "green", "yellow", "bold red", ""
+NOT_MEASURED = "not measured"
+RECENT = 10
+"""Logged lines that say how long a step takes now."""
+SHOWN_ALARMS = 3
+STATUS_STYLES = {"running": GOOD, "finished": GOOD, "halted": WARN, "interrupted": WARN}
+
+
+class Part(NamedTuple):
+    """A piece of a row that is never broken into two lines."""
+
+    text: str
+    style: str = PLAIN
+
+
+class Row(NamedTuple):
+    """A label and what is said under it."""
+
+    label: str
+    parts: list[Part]
+
+
+def board(
+    run: Run, alarms: Sequence[Alarm], limits: Limits, width: int, *, unicode: bool = True
+) -> list[Row]:
+    """The rows, drawn for a width in characters; `alarms` are those that ring now."""
+    if run.status == "absent":
+        return [Row("status", [Part("no files of a run in this folder yet", WARN)])]
+    last = run.progress[-1] if run.progress else None
+    bars = BARS if unicode else ASCII_BARS
+    rows = [
+        Row("status", [*_status(run)]),
+        Row("progress", [*_progress(run, width, unicode)]),
+        Row("loss", [*_loss(run, width, bars)]),
+        Row("speed", [*_speed(run, last)]),
+        Row("memory", [*_memory(run, last, limits)]),
+        Row("data", [*_data(last, limits)]),
+        Row("gates", [*_gates(last, limits)]),
+        Row("fallbacks", [*_fallbacks(last)]),
+        Row("checkpoint", [*_checkpoint(run)]),
+        Row("ranks", [_rank(run, rank, limits) for rank in run.ranks] or [Part(NOT_MEASURED)]),
+        Row("alarms", [*_alarms(run, alarms)]),
+    ]
+    if run.problems:
+        rows.append(Row("unreadable", [Part(text, WARN) for text in run.problems]))
+    return [
+        Row(label, [Part(printable(text), style) for text, style in parts]) for label, parts in rows
+    ]
+
+
+def _status(run: Run) -> Iterator[Part]:
+    yield Part(run.standing, STATUS_STYLES.get(run.status, BAD))
+    if run.anomaly:
+        yield Part(f"anomaly: {run.anomaly}", BAD)
+    if run.halt is not None:
+        why = run.halt.reason or "touched"
+        yield Part(f".HALT, {duration(run.halt.age_s)} old: {why}", WARN)
+    if run.metrics is not None:
+        yield Part(f"{run.metrics.device}, {run.metrics.dtype}")
+        yield Part(f"{run.metrics.num_params / 1e6:.1f}M parameters")
+
+
+def _progress(run: Run, width: int, unicode: bool) -> Iterator[Part]:
+    if run.metrics is None or run.metrics.steps <= 0:
+        yield Part(NOT_MEASURED)
+        return
+    step, steps = max([run.metrics.step, *(beat.step for beat in run.progress)]), run.metrics.steps
+    marks = {} if unicode else {"full": "#", "empty": "."}
+    bar = progress_bar(step / steps, max(10, width // 4), **marks)
+    yield Part(f"{bar} {step / steps:.1%}")
+    yield Part(f"step {step:,} of {steps:,}")
+    if (eta_s := eta(run, step)) is not None and not run.over:
+        yield Part(f"eta {duration(eta_s)}")
+
+
+def eta(run: Run, step: int) -> float | None:
+    """Seconds to the last step at the speed of the last lines, with evaluations and checkpoints."""
+    times = [t for beat in run.progress[-RECENT:] if (t := number(beat, "step_time_s")) is not None]
+    if run.metrics is None or not times:
+        return None
+    pauses = run.metrics.eval_and_save_s / run.metrics.train_s if run.metrics.train_s else 0.0
+    return (run.metrics.steps - step) * median(times) * (1 + pauses)
+
+
+def _loss(run: Run, width: int, bars: str) -> Iterator[Part]:
+    losses = [loss for _, loss in run.losses if loss is not None]
+    if not losses:
+        yield Part(NOT_MEASURED)
+        return
+    yield Part(f"{losses[-1]:.4f}")
+    yield Part(draw(losses, max(10, width // 3), bars))
+    yield Part(f"lowest {min(losses):.4f}")
+    metrics = run.metrics
+    if metrics is not None and metrics.val_loss is not None:
+        yield Part(f"held-out {metrics.val_loss:.4f}")
+    if metrics is not None and metrics.spikes:
+        yield Part(f"spikes {metrics.spikes}", WARN)
+
+
+def _speed(run: Run, last: Beat | None) -> Iterator[Part]:
+    row = run.rows[-1] if run.rows else None
+    speed = number(last, "toks_per_s") if last else (row.toks_per_s if row else None)
+    lr = number(last, "lr") if last else (row.lr if row else None)
+    if speed is None:
+        yield Part(NOT_MEASURED)
+        return
+    yield Part(f"{speed:,.0f} tokens/s")
+    for name, form in (("step_time_s", "step {:.3g} s"), ("mfu", "mfu {:.1%}")):
+        value = number(last, name) if last else None
+        yield Part(form.format(value) if value is not None else f"{name} {NOT_MEASURED}")
+    if lr is not None:
+        yield Part(f"lr {lr:.2e}")
+    norm = number(last, "grad_norm") if last else None
+    if norm is not None:
+        yield Part(f"gradient norm {norm:.3g}", PLAIN if norm > 0 else BAD)
+
+
+def _memory(run: Run, last: Beat | None, limits: Limits) -> Iterator[Part]:
+    allocated, reserved, rss = (
+        number(last, name) if last else None
+        for name in ("gpu_mem_alloc", "gpu_mem_reserved", "rss_mib")
+    )
+    if allocated is not None and reserved is not None:
+        yield Part(f"GPU {size(allocated * MIB)} used, {size(reserved * MIB)} held")
+    elif rss is not None:
+        yield Part(f"process {size(rss * MIB)}")
+    else:
+        yield Part(NOT_MEASURED)
+    for name, form in (("gpu_util_pct", "GPU busy {:.0f}%"), ("gpu_temp_c", "{:.0f} C")):
+        if last is not None and (value := number(last, name)) is not None:
+            yield Part(form.format(value))
+    if run.free_bytes is not None:
+        low = run.free_bytes < limits.free_gib * (1 << 30)
+        yield Part(f"disk {size(run.free_bytes)} free", BAD if low else PLAIN)
+
+
+def _data(last: Beat | None, limits: Limits) -> Iterator[Part]:
+    wait_s = number(last, "dt_fetch_s") if last else None
+    if last is None or wait_s is None:
+        yield Part(NOT_MEASURED)
+        return
+    yield Part(f"fetch {1e3 * wait_s:.0f} ms", WARN if wait_s > limits.fetch_s else PLAIN)
+    for name, label in (("fetch_p50_ms", "p50"), ("fetch_p95_ms", "p95")):
+        if (value := number(last, name)) is not None:
+            yield Part(f"{label} {value:.0f} ms")
+
+
+def _gates(last: Beat | None, limits: Limits) -> Iterator[Part]:
+    entropy = number(last, "entropy_mean") if last else None
+    largest = number(last, "max_gate_mean") if last else None
+    if last is None or entropy is None or largest is None:
+        yield Part(NOT_MEASURED)
+        return
+    yield Part(f"entropy {entropy:.2f}", GOOD if entropy > limits.gate_entropy_low else BAD)
+    yield Part(f"largest {largest:.2f}", GOOD if largest < limits.gate_max else BAD)
+    collapsed = number(last, "collapse_fraction") or 0.0
+    yield Part(f"collapsed {collapsed:.1%}", WARN if collapsed > 0 else GOOD)
+    shares = last.extra.get("gate_branch_shares")
+    if isinstance(shares, list) and all(isinstance(share, int | float) for share in shares):
+        named = zip(("cmp", "sel", "win"), shares, strict=False)
+        yield Part(" ".join(f"{name} {share:.2f}" for name, share in named))
+
+
+def _fallbacks(last: Beat | None) -> Iterator[Part]:
+    total = number(last, "fb_total_fallbacks") if last else None
+    if last is None or total is None:
+        yield Part(NOT_MEASURED)
+        return
+    yield Part(f"{total:.0f}", WARN if total else GOOD)
+    for name, count in last.extra.items():
+        if name.startswith("fb_") and name != "fb_total_fallbacks" and count:
+            yield Part(f"{name.removeprefix('fb_')} {count}", WARN)
+
+
+def _checkpoint(run: Run) -> Iterator[Part]:
+    if not run.checkpoints:
+        yield Part("none yet")
+        return
+    newest = run.checkpoints[-1]
+    yield Part(f"step {newest.step:,}")
+    yield Part(f"{duration(max(0.0, run.now - newest.written))} ago")
+    yield Part(size(newest.num_bytes))
+    yield Part(f"{len(run.checkpoints)} in the folder")
+
+
+def _rank(run: Run, rank: Rank, limits: Limits) -> Part:
+    age_s = rank.age_s(run.now)
+    if rank.last is None or age_s is None:
+        return Part(f"{rank.rank}: {NOT_MEASURED}", WARN)
+    style = PLAIN
+    if not run.ended:
+        is_late = age_s > allowed_silence(run, rank, limits)[0] or bool(rank.gone)
+        style = BAD if is_late else GOOD
+    gone = ", process gone" if rank.gone and not run.ended else ""
+    return Part(f"{rank.rank}: step {rank.last.step:,}, {duration(age_s)} ago{gone}", style)
+
+
+def _alarms(run: Run, alarms: Sequence[Alarm]) -> Iterator[Part]:
+    for alarm in alarms:
+        yield Part(f"now {alarm.type}: {alarm.text}", BAD)
+    for alarm in run.alarms[-SHOWN_ALARMS:]:
+        at = datetime.fromtimestamp(alarm.ts).strftime("%m-%d %H:%M:%S")
+        yield Part(f"{at} {alarm.action} {alarm.type}: {alarm.text}", WARN)
+    if not alarms and not run.alarms:
+        yield Part("none", GOOD)

@@ -7,17 +7,21 @@ and has the command line that env.json recorded.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from nsa.config.env_table import HIDDEN
-from nsa.telemetry import proc
-from nsa.telemetry.env_file import RunEnvironment
-from nsa.telemetry.proc import START_TICKS, stat_fields
+from nsa.config.env import HIDDEN, with_package
+from nsa.records import machine
+from nsa.records.env import RunEnvironment
+from nsa.records.machine import START_TICKS, driver_version, stat_fields
 
 CLOCK_SLACK_S = 2.0
 """Between the clock of the heartbeat and the one that start times are counted with."""
@@ -29,7 +33,7 @@ def is_gone(pid: int, env: RunEnvironment, started: int = 0) -> bool | None:
     `started` is its start in clock ticks, where that is known: a process that has the number and
     another start has taken it over.
     """
-    if env.hostname != platform.node() or not (proc.PROC / "self").exists():
+    if env.hostname != platform.node() or not (machine.PROC / "self").exists():
         return None
     fields = stat_fields(pid)
     if fields is None or fields[0] in ("Z", "X"):
@@ -118,7 +122,7 @@ def _started(fields: Sequence[str]) -> float:
 
 def _command(pid: int) -> list[str]:
     try:
-        text = (proc.PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
+        text = (machine.PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return []
     return text.removesuffix("\0").split("\0")
@@ -126,8 +130,84 @@ def _command(pid: int) -> list[str]:
 
 def _handles(pid: int, number: signal.Signals) -> bool:
     try:
-        text = (proc.PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+        text = (machine.PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     caught = next((line for line in text.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+# The GPUs of this machine, looked at by a process that ends: the launcher holds none of them.
+#
+# `python -m nsa.operate.process` prints them as JSON, `--text` for people.
+
+TIMEOUT_S = 120
+
+
+class Gpu(NamedTuple):
+    """One CUDA device."""
+
+    name: str
+    num_bytes: int
+    """Of its memory."""
+
+
+class Machine(NamedTuple):
+    """What a run can use here."""
+
+    gpus: list[Gpu]
+
+    @property
+    def max_bytes(self) -> int:
+        """Memory of the largest GPU; 0 without any."""
+        return max((gpu.num_bytes for gpu in self.gpus), default=0)
+
+    def describe(self) -> str:
+        """As a line of run.info: the number, the memory and the models."""
+        names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
+        return f"{len(self.gpus)} (max_mem={self.max_bytes // 2**20}MB)" + (
+            f" {names}" * bool(names)
+        )
+
+
+def look() -> Machine:
+    """The GPUs that torch sees, CUDA_VISIBLE_DEVICES and all; nobody is asked without a driver."""
+    if driver_version() is None:
+        return Machine([])
+    command = [sys.executable, "-m", "nsa.operate.process"]
+    done = subprocess.run(
+        command,
+        env=with_package(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise ValueError(
+            f"the GPUs cannot be listed: {done.stderr.strip()[-300:]}; see `{' '.join(command)}`"
+        )
+    return Machine([Gpu(*gpu) for gpu in json.loads(done.stdout.splitlines()[-1])])
+
+
+def _look_here() -> Machine:
+    import torch
+
+    count = torch.cuda.device_count()
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return Machine([Gpu(gpu.name, gpu.total_memory) for gpu in found])
+
+
+def _main(arguments: list[str]) -> None:
+    machine = _look_here()
+    if "--text" not in arguments:
+        print(json.dumps(machine.gpus))
+        return
+    for index, gpu in enumerate(machine.gpus):
+        size = f"{gpu.num_bytes / 1e9:.0f} GB ({gpu.num_bytes // 2**20} MiB)"
+        print(f"GPU {index}: {gpu.name}, {size}")
+    if not machine.gpus:
+        print("no GPU: runs will be on the CPU")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from nsa.config.env import read
 from nsa.ops import checks, fallbacks, reference
-from nsa.ops.eager import compress as eager_compress
-from nsa.ops.eager import launch as eager_launch
 from nsa.ops.plan import Plan, audit_sdpa, choose_backend, machine_of, plan_attention
 from nsa.ops.spec import BlockSpec
+from nsa.ops.torch import attention as eager_compress
+from nsa.ops.torch import attention as eager_launch
 
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
 
@@ -197,7 +197,7 @@ def backend_of_call(
 def _path(modules: dict[str, Any], backend: str) -> Any:
     """The module of a backend; Triton, which does not exist everywhere, is imported when used."""
     if backend == "triton":
-        from nsa.ops.triton import launch
+        from nsa.ops.triton import operators
 
-        return launch
+        return operators
     return modules[backend]

@@ -18,8 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa.ops import plan
-from nsa.ops.triton import problem, start
-from nsa.ops.triton.kernels import by_query
+from nsa.ops.triton import by_query, launcher, problem
 
 MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 MAX_SHARED_BYTES |= {100: 227 << 10, 120: 99 << 10}
@@ -169,7 +168,7 @@ def starting_on(capability: int, kernels: Collection[str] | None = None) -> Iter
         patch.setattr(plan, "_machine_of", lambda device: machine)
         # Nothing is remembered, before or after: a memo holds what the driver has loaded, and a
         # problem the tiles of its GPU.
-        patch.setattr(start, "INTERPRETED", True)
+        patch.setattr(launcher, "INTERPRETED", True)
         patch.setattr(problem, "_kept", {})
         yield started
 

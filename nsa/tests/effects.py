@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from nsa.config import load_config
-from nsa.telemetry import TRAINING, VAL, read_metrics
+from nsa.records import TRAINING, VAL, read_metrics
 from nsa.train import run
 
 TINY = """\

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa import BlockSpec, NSAAttention, nsa_attention
 from nsa.ops import reference
-from nsa.ops.eager import launch, rows
+from nsa.ops.torch import attention, rows
 
 BACKENDS = ("reference", "torch")
 ZERO = 1e-12
@@ -186,8 +186,8 @@ def torch_path(
         if order != "auto":
             patch.setattr(rows, "FETCH_COST", 0 if order == "gather" else 1 << 60)
         if chunk is not None:
-            patch.setattr(launch, "MIN_CHUNK", chunk)
-            patch.setattr(launch, "MAX_CHUNK", chunk)
+            patch.setattr(attention, "MIN_CHUNK", chunk)
+            patch.setattr(attention, "MAX_CHUNK", chunk)
         yield
 
 

@@ -86,7 +86,7 @@ def _spike() -> None:
 
 def _before(step: int, what: Callable[[], object]) -> None:
     """Do something when the data of an update is asked for."""
-    from nsa.train.loop import Trainer
+    from nsa.train.trainer import Trainer
 
     real = Trainer.fetch
 
@@ -100,8 +100,8 @@ def _before(step: int, what: Callable[[], object]) -> None:
 
 def _in_source(step: int, what: Callable[[], object]) -> None:
     """Do something in the thread that reads ahead, where it reads the batch of an update."""
-    from nsa.train import full_run
-    from nsa.train.feed import read_ahead
+    from nsa.train import runner
+    from nsa.train.batches import read_ahead
 
     def troubled(rows: Any, cfg: Any, *rest: Any) -> Any:
         first = (step - 1) * 2 * cfg.train.batch_size
@@ -115,7 +115,7 @@ def _in_source(step: int, what: Callable[[], object]) -> None:
         rows.batch = batch
         return read_ahead(rows, cfg, *rest)
 
-    mock.patch.object(full_run, "read_ahead", troubled).start()
+    mock.patch.object(runner, "read_ahead", troubled).start()
 
 
 def _lose() -> None:
@@ -137,9 +137,9 @@ def _hold_lock() -> None:
 
 def _slow() -> None:
     """Evaluations, checkpoints and the first update take two seconds more."""
-    from nsa.train.evaluate import evaluate
-    from nsa.train.state import capture
+    from nsa.train.loss import evaluate
     from nsa.train.step import EagerStep
+    from nsa.train.trainer import capture
 
     def delayed(real: Any) -> Any:
         def call(*given: Any, **options: Any) -> Any:
@@ -148,8 +148,8 @@ def _slow() -> None:
 
         return call
 
-    mock.patch("nsa.train.loop.evaluate", delayed(evaluate)).start()
-    mock.patch("nsa.train.loop.capture", delayed(capture)).start()
+    mock.patch("nsa.train.trainer.evaluate", delayed(evaluate)).start()
+    mock.patch("nsa.train.trainer.capture", delayed(capture)).start()
     mock.patch.object(EagerStep, "_backward", delayed(EagerStep._backward)).start()
 
 
@@ -175,7 +175,7 @@ def _clock() -> None:
 
 
 def _code() -> None:
-    mock.patch("nsa.train.fingerprint.source_hash", lambda: "0123456789abcdef").start()
+    mock.patch("nsa.train.distributed.strategy.source_hash", lambda: "0123456789abcdef").start()
 
 
 def _other_config() -> None:

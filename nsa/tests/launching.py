@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nsa.config import load_config
-from nsa.telemetry import write_config
+from nsa.records import write_config
 from nsa.tests import launch
 from nsa.tests.conftest import REPOSITORY, TINY
 
@@ -47,7 +47,7 @@ def start_script(name: str, *arguments: object, cwd: Path, **environ: str) -> su
 def start_launch(*arguments: object, cwd: Path, **environ: str) -> subprocess.Popen[str]:
     """Start `nsa launch` on the tiny config of the folder, on the embedded corpus."""
     environ = {"CONFIG": "tiny.yaml", "DATASET": "shakespeare", "NP": "1"} | environ
-    command = [sys.executable, "-m", "nsa.cli", "launch", *LOOSE]
+    command = [sys.executable, "-m", "nsa.cli.main", "launch", *LOOSE]
     return _start(command, arguments, cwd, {"PYTHONPATH": str(REPOSITORY)} | environ)
 
 

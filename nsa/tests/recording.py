@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nsa.telemetry import (
+from nsa.records import (
     TRAINING,
     CsvLog,
     GpuReading,

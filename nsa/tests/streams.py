@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import chain, count
 
-from nsa.data.documents import Document
-from nsa.data.endless import Place
-from nsa.data.fingerprint import fingerprint_of
+from nsa.data.documents import Document, fingerprint_of
+from nsa.data.encode import Place
 
 
 class ListDocuments:

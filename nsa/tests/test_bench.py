@@ -28,7 +28,7 @@ from bench import (
 )
 from bench.cases import PRESETS, Case, Shape, parse_shape
 from bench.train_cases import GOALS, NAMES, Cell, Variant, config_of
-from nsa.model.flops import training_flops_per_token
+from nsa.model.cost import training_flops_per_token
 from nsa.ops import reference
 from nsa.tests.conftest import REPOSITORY
 

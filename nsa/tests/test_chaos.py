@@ -21,19 +21,19 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.telemetry import TRAINING, TrainingRow, read_heartbeat, read_metrics, read_rows
-from nsa.telemetry.alarms import last_alarms
-from nsa.telemetry.hang_call import kill
-from nsa.telemetry.hang_report import PATTERN, HangReport, read_report
-from nsa.telemetry.metrics import write_metrics
-from nsa.telemetry.run_lock import take_lock
-from nsa.telemetry.sentinels import read_anomaly, read_halt
-from nsa.telemetry.spans import read_span
+from nsa.records import TRAINING, TrainingRow, read_heartbeat, read_metrics, read_rows
+from nsa.records.alarms import last_alarms
+from nsa.records.folder import take_lock
+from nsa.records.hang_report import PATTERN, HangReport, read_report
+from nsa.records.metrics import write_metrics
+from nsa.records.sentinels import read_anomaly, read_halt
+from nsa.records.spans import read_span
 from nsa.tests import launch
 from nsa.tests.nursery import Nursery, Ranks
 from nsa.tests.test_ranks import begun, last_steps, weights, write
 from nsa.tests.test_shards import flip, make
-from nsa.train import checkpoint
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.distributed.hang import kill
 
 pytestmark = [pytest.mark.chaos, pytest.mark.dist]
 
@@ -87,7 +87,7 @@ def assert_equal(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 
 def checkpoints(folder: Path) -> list[int]:
-    return sorted(checkpoint.steps_of(folder))
+    return sorted(checkpoint_file.steps_of(folder))
 
 
 def only_report(folder: Path) -> HangReport:
@@ -319,7 +319,7 @@ def test_a_full_disk_on_rank_0_costs_checkpoints_and_not_the_run(
     steps = checkpoints(folder)
     assert lost not in steps and steps[0] == 2 and steps[-1] > lost
     for step in steps:
-        checkpoint.read(folder / checkpoint.NAME.format(step=step))
+        checkpoint_file.read(folder / checkpoint_file.NAME.format(step=step))
     assert no_half_file(folder)
 
 

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.cli import main
+from nsa.cli.main import main
+from nsa.cli.prove_resume import compare_runs, read_proof
 from nsa.config import Config
-from nsa.telemetry.config_file import read_config
+from nsa.records.metrics import read_config
 from nsa.tests.effects import TINY
-from nsa.train import checkpoint, run
-from nsa.train.export import read_safetensors, write_safetensors
-from nsa.train.prove import compare_runs, read_proof
-from nsa.train.saver import num_tensor_bytes
+from nsa.train import run
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint.model_file import read_safetensors, write_safetensors
+from nsa.train.checkpoint.writer import num_tensor_bytes
 
 BuildConfig = Callable[..., Config]
 TRAP = "ran_a_program"
@@ -45,18 +46,18 @@ def folder(tiny_config: BuildConfig) -> Path:
     return run(cfg, config_path="tiny").folder
 
 
-def _torchscript(content: checkpoint.Content, path: Path) -> None:
+def _torchscript(content: checkpoint_file.Content, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its deprecation
         torch.jit.save(torch.jit.script(Scripted()), path)
 
 
-def _half(content: checkpoint.Content, path: Path) -> None:
+def _half(content: checkpoint_file.Content, path: Path) -> None:
     torch.save(content, path)
     os.truncate(path, 5000)
 
 
-BAD: dict[str, Callable[[checkpoint.Content, Path], object]] = {
+BAD: dict[str, Callable[[checkpoint_file.Content, Path], object]] = {
     "a program": lambda content, path: torch.save(content | {"metrics": Trap()}, path),
     "a program, old format": lambda content, path: torch.save(
         content | {"metrics": Trap()}, path, _use_new_zipfile_serialization=False
@@ -77,10 +78,10 @@ BAD: dict[str, Callable[[checkpoint.Content, Path], object]] = {
 
 
 def write_manifest(path: Path) -> None:
-    size, digest = path.stat().st_size, checkpoint.file_sha256(path)
-    manifest = checkpoint.Manifest(path.name, 4, size, digest)
-    content = {"version": checkpoint.VERSION, **manifest._asdict()}
-    checkpoint.manifest_path(path).write_text(json.dumps(content))
+    size, digest = path.stat().st_size, checkpoint_file.file_sha256(path)
+    manifest = checkpoint_file.Manifest(path.name, 4, size, digest)
+    content = {"version": checkpoint_file.VERSION, **manifest._asdict()}
+    checkpoint_file.manifest_path(path).write_text(json.dumps(content))
 
 
 def test_bad_files_end_in_a_sentence_and_run_nothing(
@@ -92,7 +93,7 @@ def test_bad_files_end_in_a_sentence_and_run_nothing(
     monkeypatch.chdir(tmp_path)
     path, run_config = folder / "checkpoint_step4.pt", tmp_path / "tiny.yaml"
     shutil.copy(folder / "config.yaml", run_config)
-    content = checkpoint.read(path)
+    content = checkpoint_file.read(path)
     to = ["--to", str(tmp_path / "out.safetensors")]
     steps = ["train.steps=6", f"train.out_dir={tmp_path / 'other'}"]
     for kind, write in BAD.items():
@@ -121,7 +122,7 @@ def test_a_checkpoint_whose_tensors_do_not_fit_its_settings_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder / "checkpoint_step2.pt"
-    content = checkpoint.read(path)
+    content = checkpoint_file.read(path)
     shutil.copy(folder / "config.yaml", tmp_path / "tiny.yaml")
     for key, value in (
         ("state_dict", {"embed.weight": torch.zeros(3)}),
@@ -131,7 +132,7 @@ def test_a_checkpoint_whose_tensors_do_not_fit_its_settings_is_refused(
     ):
         torch.save(content | {key: value}, path)
         write_manifest(path)
-        manifest = checkpoint.manifest_path(path)
+        manifest = checkpoint_file.manifest_path(path)
         manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 2'))
         words = ["train", "--config", str(tmp_path / "tiny.yaml")]
         words += [f"train.out_dir={tmp_path / key}", "--resume", str(path)]
@@ -162,7 +163,7 @@ def test_show_prints_the_step_the_size_and_the_settings(
 
 def test_a_file_is_little_larger_than_its_tensors(folder: Path) -> None:
     path = folder / "checkpoint_step4.pt"
-    content = checkpoint.read(path)
+    content = checkpoint_file.read(path)
     weights = sum(x.numel() for x in content["state_dict"].values())
     assert num_tensor_bytes(content) >= 12 * weights  # weights and two moments, fp32
     assert num_tensor_bytes(content) < path.stat().st_size < 2 * num_tensor_bytes(content) + 100_000
@@ -170,7 +171,7 @@ def test_a_file_is_little_larger_than_its_tensors(folder: Path) -> None:
 
 def test_backup_copies_the_newest_and_verifies_it(folder: Path, tmp_path: Path) -> None:
     assert main(["checkpoint", "backup", str(folder), "--to", str(tmp_path / "copies")]) == 0
-    assert checkpoint.verify(tmp_path / "copies" / "checkpoint_step4.pt").step == 4
+    assert checkpoint_file.verify(tmp_path / "copies" / "checkpoint_step4.pt").step == 4
 
 
 @pytest.mark.parametrize("name", ["model.pt", "checkpoint_step4.pt"])

@@ -16,18 +16,21 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import Config
-from nsa.leftovers import temporary_name
-from nsa.operate.snapshot import read_run
-from nsa.train import BadCheckpoint, checkpoint, dcp, load_model, run, sharded, shelf
-from nsa.train.saver import Saver, new_saver
+from nsa.files import temporary_name
+from nsa.operate.run_folder import read_run
+from nsa.train import BadCheckpoint, load_model, run
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint import find, sharded_io
+from nsa.train.checkpoint import folder as checkpoint_folder
+from nsa.train.checkpoint.writer import Saver, new_saver
 
 BuildConfig = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")
-def content() -> checkpoint.Content:
+def content() -> checkpoint_file.Content:
     """Small, with every kind of thing that a real one has."""
     first, second = torch.randn(5, 3), torch.rand(5, 3)
     moments = {"step": torch.tensor(3.0), "exp_avg": first, "exp_avg_sq": second}
@@ -57,12 +60,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_what_is_written_is_read_and_nothing_else_is_left(
-    tmp_path: Path, content: checkpoint.Content
+    tmp_path: Path, content: checkpoint_file.Content
 ) -> None:
-    path = dcp.write(tmp_path, content)
+    path = sharded_io.write(tmp_path, content)
     assert path == tmp_path / "checkpoint_step3"
-    assert same(shelf.read(path), {"version": 1, **content})
-    light = shelf.peek(path)
+    assert same(find.read(path), {"version": 1, **content})
+    light = find.peek(path)
     assert light["state_dict"]["a.weight"].is_meta and not light["rng"]["cpu"].is_meta
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_step3"]
     assert sorted(p.name for p in path.iterdir()) == [
@@ -77,25 +80,27 @@ def test_what_is_written_is_read_and_nothing_else_is_left(
     assert str(tmp_path) not in (path / ".metadata").read_bytes().decode("latin-1")
 
 
-def test_a_second_write_replaces_the_first(tmp_path: Path, content: checkpoint.Content) -> None:
-    dcp.write(tmp_path, content)
-    dcp.write(tmp_path, content | {"tokens_seen": 7})
-    assert shelf.read(tmp_path / "checkpoint_step3")["tokens_seen"] == 7
+def test_a_second_write_replaces_the_first(
+    tmp_path: Path, content: checkpoint_file.Content
+) -> None:
+    sharded_io.write(tmp_path, content)
+    sharded_io.write(tmp_path, content | {"tokens_seen": 7})
+    assert find.read(tmp_path / "checkpoint_step3")["tokens_seen"] == 7
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_step3"]
 
 
 def test_a_failed_write_leaves_what_was_there(
-    tmp_path: Path, content: checkpoint.Content, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, content: checkpoint_file.Content, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dcp.write(tmp_path, content)
+    sharded_io.write(tmp_path, content)
 
-    def full(path: Path) -> sharded.FilePrint:
+    def full(path: Path) -> checkpoint_folder.FilePrint:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sharded, "print_of", full)
+    monkeypatch.setattr(checkpoint_folder, "print_of", full)
     said: list[str] = []
     saver = Saver(tmp_path, keep=0, backup=None, say=said.append)
-    monkeypatch.setattr(saver._ranks, "write_checkpoint", dcp.write)
+    monkeypatch.setattr(saver._ranks, "write_checkpoint", sharded_io.write)
     saver.save(content | {"step": 5})
     assert not saver.wait()
     assert "checkpoint_step5" in said[0] and "No space left on device" in said[0]
@@ -103,14 +108,18 @@ def test_a_failed_write_leaves_what_was_there(
 
 
 def test_the_newest_of_both_forms_is_found_and_the_oldest_go(
-    tmp_path: Path, content: checkpoint.Content
+    tmp_path: Path, content: checkpoint_file.Content
 ) -> None:
-    for step, write in ((2, checkpoint.write), (4, dcp.write), (6, checkpoint.write)):
+    for step, write in (
+        (2, checkpoint_file.write),
+        (4, sharded_io.write),
+        (6, checkpoint_file.write),
+    ):
         write(tmp_path, content | {"step": step})
-    dcp.write(tmp_path, content | {"step": 8})
+    sharded_io.write(tmp_path, content | {"step": 8})
     with (tmp_path / "checkpoint_step8" / "__0_0.distcp").open("ab") as file:
         file.write(b"!")
-    names = [p.name for p in shelf.paths_of(tmp_path)]
+    names = [p.name for p in find.paths_of(tmp_path)]
     assert names == [
         "checkpoint_step8",
         "checkpoint_step6.pt",
@@ -119,28 +128,28 @@ def test_the_newest_of_both_forms_is_found_and_the_oldest_go(
     ]
     assert read_run(tmp_path).checkpoints[-2].step == 6
     # Step 8 does not match its manifest: it neither counts nor goes.
-    removed = [p.name for p in shelf.remove_old(tmp_path, 1)]
+    removed = [p.name for p in find.remove_old(tmp_path, 1)]
     assert removed == ["checkpoint_step4", "checkpoint_step2.pt"]
     assert not (tmp_path / "checkpoint_step2.json").exists()
 
 
 def test_a_new_form_replaces_the_other_of_the_same_step(
-    tmp_path: Path, content: checkpoint.Content
+    tmp_path: Path, content: checkpoint_file.Content
 ) -> None:
-    dcp.write(tmp_path, content)
+    sharded_io.write(tmp_path, content)
     saver = Saver(tmp_path, keep=5, backup=tmp_path / "copies", say=pytest.fail)
     saver.save(content)
     assert saver.wait()
-    assert [p.name for p in shelf.paths_of(tmp_path)] == ["checkpoint_step3.pt"]
-    assert shelf.verify(tmp_path / "copies" / "checkpoint_step3.pt").step == 3
+    assert [p.name for p in find.paths_of(tmp_path)] == ["checkpoint_step3.pt"]
+    assert find.verify(tmp_path / "copies" / "checkpoint_step3.pt").step == 3
 
 
 def test_a_backup_of_a_folder_is_a_verified_copy(
-    tmp_path: Path, content: checkpoint.Content
+    tmp_path: Path, content: checkpoint_file.Content
 ) -> None:
-    path = dcp.write(tmp_path, content)
-    copy = shelf.back_up(path, tmp_path / "copies")
-    assert same(shelf.read(copy), shelf.read(path))
+    path = sharded_io.write(tmp_path, content)
+    copy = find.back_up(path, tmp_path / "copies")
+    assert same(find.read(copy), find.read(path))
 
 
 def test_a_run_converted_to_parts_and_back_goes_on_bit_for_bit(
@@ -153,7 +162,7 @@ def test_a_run_converted_to_parts_and_back_goes_on_bit_for_bit(
         assert main(["checkpoint", "convert", str(source), str(target)]) == 0
         assert main(["checkpoint", "verify", str(target)]) == 0
         assert main(["checkpoint", "show", str(target)]) == 0
-    assert same(checkpoint.read(back), checkpoint.read(file))
+    assert same(checkpoint_file.read(back), checkpoint_file.read(file))
     assert "step 2" in capsys.readouterr().out
     expected, _ = load_model(folder / "model.pt")
     rest = tmp_path / "rest"
@@ -172,10 +181,10 @@ def test_a_wrong_target_is_refused(
     target: str,
     message: str,
     tmp_path: Path,
-    content: checkpoint.Content,
+    content: checkpoint_file.Content,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = checkpoint.write(tmp_path, content)
+    path = checkpoint_file.write(tmp_path, content)
     assert main(["checkpoint", "convert", str(path), str(tmp_path / (target or path.name))]) == 2
     assert message in capsys.readouterr().err
 
@@ -223,12 +232,12 @@ def outside(path: Path) -> None:
     ],
 )
 def test_a_damaged_folder_is_refused_and_passed_over(
-    damage: Callable[[Path], None], message: str, tmp_path: Path, content: checkpoint.Content
+    damage: Callable[[Path], None], message: str, tmp_path: Path, content: checkpoint_file.Content
 ) -> None:
-    path = dcp.write(tmp_path, content)
+    path = sharded_io.write(tmp_path, content)
     damage(path)
     with pytest.raises(BadCheckpoint, match=message):
-        shelf.read(path)
+        find.read(path)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
 
 
@@ -253,17 +262,17 @@ def replace_list(path: Path, change: Callable[[Metadata], Any]) -> None:
 def refit(path: Path) -> None:
     """Make the manifest say what `.metadata` is now."""
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][".metadata"] = sharded.print_of(path / ".metadata")._asdict()
+    manifest["files"][".metadata"] = checkpoint_folder.print_of(path / ".metadata")._asdict()
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_a_list_that_would_run_something_is_not_read(
-    tmp_path: Path, content: checkpoint.Content
+    tmp_path: Path, content: checkpoint_file.Content
 ) -> None:
-    path = dcp.write(tmp_path, content)
+    path = sharded_io.write(tmp_path, content)
     replace_list(path, lambda _: Gadget(f"touch {tmp_path / 'ran'}"))
     with pytest.raises(BadCheckpoint, match="asks for (posix|nt).system"):
-        shelf.read(path)
+        find.read(path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -312,29 +321,34 @@ class Nothing:
     ids=["elsewhere", "beyond", "uncovered", "larger", "renamed", "no list", "another class"],
 )
 def test_a_list_that_does_not_fit_is_refused(
-    change: Callable[[Metadata], Any], message: str, tmp_path: Path, content: checkpoint.Content
+    change: Callable[[Metadata], Any],
+    message: str,
+    tmp_path: Path,
+    content: checkpoint_file.Content,
 ) -> None:
-    path = dcp.write(tmp_path, content)
+    path = sharded_io.write(tmp_path, content)
     replace_list(path, change)
     with pytest.raises(BadCheckpoint, match=message):
-        shelf.read(path)
+        find.read(path)
 
 
-def test_a_list_that_is_no_pickle_is_refused(tmp_path: Path, content: checkpoint.Content) -> None:
-    path = dcp.write(tmp_path, content)
+def test_a_list_that_is_no_pickle_is_refused(
+    tmp_path: Path, content: checkpoint_file.Content
+) -> None:
+    path = sharded_io.write(tmp_path, content)
     replace_list(path, lambda metadata: metadata)
     for junk in (b"", b"not a pickle", (path / ".metadata").read_bytes()[:-40]):
         (path / ".metadata").write_bytes(junk)
         refit(path)
         with pytest.raises(BadCheckpoint, match="no list of parts"):
-            shelf.read(path)
+            find.read(path)
 
 
-def test_torch_reads_the_parts_by_itself(tmp_path: Path, content: checkpoint.Content) -> None:
+def test_torch_reads_the_parts_by_itself(tmp_path: Path, content: checkpoint_file.Content) -> None:
     """The folder is DCP's own format: no tool of ours is needed to get the weights out."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    path = dcp.write(tmp_path, content)
+    path = sharded_io.write(tmp_path, content)
     dcp_to_torch_save(path, tmp_path / "out.pt")
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert torch.equal(loaded["state_dict.a.weight"], content["state_dict"]["a.weight"])
@@ -343,7 +357,7 @@ def test_torch_reads_the_parts_by_itself(tmp_path: Path, content: checkpoint.Con
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from nsa.leftovers import temporary_name
+from nsa.files import temporary_name
 folder = Path(sys.argv[1])
 for name in ("checkpoint_step5.pt", "metrics.json", "notes.txt"):
     temporary_name(folder / name).write_bytes(bytes(1000))

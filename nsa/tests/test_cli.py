@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import StrictParser, known_keys, load_config
-from nsa.config.env import in_effect
-from nsa.config.env_table import TABLE
+from nsa.config.env import TABLE, in_effect
 from nsa.config.load import REPOSITORY
-from nsa.model.counts import parameter_counts
+from nsa.model.cost import parameter_counts
 
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
 TINY = [
@@ -28,7 +27,7 @@ TINY = [
 def nsa(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the command as its own process, in an environment that holds only `environ`."""
     return subprocess.run(
-        [sys.executable, "-m", "nsa.cli", *arguments],
+        [sys.executable, "-m", "nsa.cli.main", *arguments],
         env={"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "error", **environ},
         capture_output=True,
         text=True,
@@ -56,7 +55,7 @@ def test_env_still_lists_when_a_name_is_wrong_and_then_says_so() -> None:
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    command = f"set -o pipefail; {sys.executable} -m nsa.cli keys | (exec <&-; sleep 3)"
+    command = f"set -o pipefail; {sys.executable} -m nsa.cli.main keys | (exec <&-; sleep 3)"
 
     result = subprocess.run(
         ["bash", "-c", command],
@@ -203,7 +202,8 @@ def test_version_is_that_of_the_package() -> None:
 
 
 def test_listing_settings_does_not_load_torch() -> None:
-    code = "import sys; from nsa.cli import main; main(['keys']); sys.exit('torch' in sys.modules)"
+    call = "from nsa.cli.main import main; main(['keys'])"
+    code = f"import sys; {call}; sys.exit('torch' in sys.modules)"
 
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
 
@@ -250,7 +250,7 @@ def test_the_old_torch_logs_channel_is_translated_with_one_line(
     for program in (
         [str(REPOSITORY / "scripts" / "train_showcase.py"), "--help"],
         [str(REPOSITORY / "scripts" / "train_showcase_fsdp.py"), "--help"],
-        ["-m", "nsa.cli", "plan", "--config", QUICKSTART],
+        ["-m", "nsa.cli.main", "plan", "--config", QUICKSTART],
     )[: 1 if early else 3]:
         result = subprocess.run(
             [sys.executable, *program],

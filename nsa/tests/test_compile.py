@@ -12,9 +12,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from nsa.config import Config, ConfigError
-from nsa.telemetry import TRAINING, TrainingRow, read_rows
+from nsa.records import TRAINING, TrainingRow, read_rows
 from nsa.tests.test_resume import stopped
-from nsa.train import TrainResult, compiler, load_model, run
+from nsa.train import TrainResult, build, load_model, run
 
 # torch warns about what its own tracer does; outside of tests that stays unseen.
 pytestmark = pytest.mark.filterwarnings(
@@ -37,7 +37,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces, guards and derives as inductor does, and leaves out its C++ compiler."""
-    monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
+    monkeypatch.setattr(build, "BACKEND", "aot_eager")
 
 
 def train(cfg: Config, **options: object) -> TrainResult:
@@ -74,7 +74,7 @@ def test_a_compiled_run_has_the_losses_of_a_plain_one(
 def test_names_in_checkpoints_and_models_stay(
     tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "BACKEND", "eager")  # the least that wraps a module
+    monkeypatch.setattr(build, "BACKEND", "eager")  # the least that wraps a module
     cfg = tiny_config(*COMPILED)
     result = train(cfg)
     folder = Path(cfg.train.out_dir)

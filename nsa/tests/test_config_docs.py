@@ -6,7 +6,7 @@ import pytest
 
 from nsa.config import known_keys
 from nsa.config.describe import key_meanings, key_rows, refresh, text_table
-from nsa.config.env_table import TABLE
+from nsa.config.env import TABLE
 from nsa.config.load import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")

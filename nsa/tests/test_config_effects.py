@@ -11,7 +11,7 @@ import pytest
 from nsa.config import known_keys
 from nsa.tests import fake_tracker
 from nsa.tests.effects import Fingerprint, fingerprint
-from nsa.train import compiler
+from nsa.train import build
 
 Usual = Callable[[tuple[str, ...]], Fingerprint]
 
@@ -124,7 +124,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Usual:
 def test_another_value_changes_the_run(
     key: str, usual: Usual, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "BACKEND", "eager")  # test_compile.py has the others
+    monkeypatch.setattr(build, "BACKEND", "eager")  # test_compile.py has the others
     value, field = EFFECTS[key]
     given = GIVEN.get(key, ())
     if key in ("train.out_dir", "train.backup_dir"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nsa.cli import main as nsa_main
+from nsa.cli.main import main as nsa_main
 from nsa.data.documents import read_documents
 from nsa.tests.corpora import (
     ENTRIES,

@@ -10,15 +10,18 @@ from nsa import select_blocks
 from nsa.config import Config, load_config
 from nsa.config.load import REPOSITORY
 from nsa.model import NSAAttention, TinyLM
-from nsa.model.counts import (
+from nsa.model.cost import (
     block_spec,
+    cache_bytes,
+    decode_reads,
+    dense_cache_bytes,
     forward_bytes,
     forward_flops,
     parameter_counts,
     step_bytes,
     step_flops,
+    training_memory,
 )
-from nsa.model.memory import cache_bytes, decode_reads, dense_cache_bytes, training_memory
 from nsa.tests.effects import keep_mkldnn
 from nsa.train.loss import next_token_loss
 from nsa.train.runtime import resolve_runtime

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from nsa.tests.conftest import REPOSITORY
-from nsa.train import cross_entropy
-from nsa.train.cross_entropy import linear_cross_entropy
+from nsa.train import loss as loss_functions
+from nsa.train.loss import linear_cross_entropy
 
 
 @pytest.mark.parametrize("part", [1, 7 * 50, 1 << 24], ids=["row-by-row", "parts", "whole"])
@@ -19,7 +19,7 @@ from nsa.train.cross_entropy import linear_cross_entropy
 def test_loss_and_gradients_equal_whole_logits(
     num_rows: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "PART_NUMBERS", part)
+    monkeypatch.setattr(loss_functions, "PART_NUMBERS", part)
     torch.manual_seed(0)
     hidden = torch.randn(num_rows, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
@@ -64,7 +64,7 @@ def test_a_target_outside_the_vocabulary_is_refused_with_its_number(wrong: int) 
 
 
 def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "PART_NUMBERS", 40 * 10)
+    monkeypatch.setattr(loss_functions, "PART_NUMBERS", 40 * 10)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -105,7 +105,7 @@ def test_the_kernel_equals_torch_in_the_interpreter() -> None:
 
 def test_padded_rows_of_the_matrix_are_zero_and_have_no_gradient() -> None:
     weight = torch.randn(5, 3)
-    matrix = cross_entropy._matrix(weight, torch.float32, 4)
+    matrix = loss_functions._matrix(weight, torch.float32, 4)
     assert matrix.shape == (8, 3) and torch.equal(matrix[:5], weight)
     assert (matrix[5:] == 0).all()
-    assert cross_entropy._matrix(weight, torch.float32, 5) is weight
+    assert loss_functions._matrix(weight, torch.float32, 5) is weight

@@ -17,10 +17,10 @@ from urllib.parse import urlencode
 
 import pytest
 
-from nsa.cli import main
+from nsa.cli import dashboard as command
+from nsa.cli.main import main
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.recording import Recorder
-from nsa.web import dashboard as command
 from nsa.web.access import COOKIE, Access, find_token
 from nsa.web.server import MOST_CONNECTIONS, Server, page_files
 from nsa.web.source import Sources, names
@@ -352,9 +352,9 @@ def test_the_run_folder_is_not_touched(recorder: Recorder) -> None:
 
 def test_the_command_listens_without_torch_and_ends_by_ctrl_c(recorder: Recorder) -> None:
     code = (
-        "import signal, sys, nsa.cli\n"
+        "import signal, sys, nsa.cli.main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `&` ignores it\n"
-        f"code = nsa.cli.main(['dashboard', {str(recorder.folder)!r}, '--port', '0'])\n"
+        f"code = nsa.cli.main.main(['dashboard', {str(recorder.folder)!r}, '--port', '0'])\n"
         "sys.exit(99 if 'torch' in sys.modules else code)\n"
     )
     with subprocess.Popen(
@@ -375,7 +375,7 @@ def test_the_command_listens_without_torch_and_ends_by_ctrl_c(recorder: Recorder
 
 
 def test_reading_a_run_folder_needs_no_torch() -> None:
-    code = "import sys, nsa.web.dashboard, nsa.operate.watch, nsa.operate.monitor\n"
+    code = "import sys, nsa.cli.dashboard, nsa.operate.watch.watchdog, nsa.operate.monitor\n"
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_rows
-from nsa.telemetry.alarms import Alarm, append_alarm
+from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_rows
+from nsa.records.alarms import Alarm, append_alarm
 from nsa.web.access import Access
 from nsa.web.server import Server
 from nsa.web.source import Sources

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from nsa.telemetry import Beat, read_config
-from nsa.telemetry.follow import Follower
-from nsa.telemetry.selection_file import read_selection
+from nsa.records import Beat, read_config
+from nsa.records.tables import read_selection
+from nsa.tail import Follower
 from nsa.tests.recording import Recorder
 from nsa.web import history
+from nsa.web.header import Settings
 from nsa.web.history import History
-from nsa.web.layers import FIELDS, LayerTable
-from nsa.web.settings import Settings
 from nsa.web.source import Source, Sources
-from nsa.web.table import Table
+from nsa.web.table import FIELDS, LayerTable, Table
 from nsa.web.timeline import Timeline
 from scripts.demo_run import main
 
@@ -107,7 +106,7 @@ def test_a_follower_begins_near_the_end_and_holds_no_endless_line(
     follower = Follower(path, 25)
     assert [line.text for line in follower.read(1 << 20).lines] == ["line 998", "line 999"]
     assert follower.begun_at == path.stat().st_size - 25
-    monkeypatch.setattr("nsa.telemetry.follow.MOST_LINE", 50)
+    monkeypatch.setattr("nsa.tail.MOST_LINE", 50)
     with path.open("a") as file:
         file.write("x" * 200)
     assert follower.read(100).lines == []
@@ -143,7 +142,7 @@ def test_of_a_huge_heartbeat_the_end_is_read_and_the_rest_sampled(
     size = recorder.beats[0].path.stat().st_size
     monkeypatch.setattr(history, "HISTORY_BYTES", size // 10)
     monkeypatch.setattr(history, "PLACES", 8)
-    monkeypatch.setattr("nsa.telemetry.follow.SAMPLE_BYTES", 8192)
+    monkeypatch.setattr("nsa.tail.SAMPLE_BYTES", 8192)
     whole = History(tmp_path)
     while whole.read():
         pass

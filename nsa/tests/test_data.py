@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from nsa.config import DataConfig
-from nsa.data import ByteTokenizer, DataError, StreamRows, SyntheticRows, open_data
-from nsa.data.corpus import read_works
-from nsa.data.order import shuffled
-from nsa.data.rows import to_stream
-from nsa.data.split import PIECE_CHARS, cut_pieces, is_held_out, split_works
+from nsa.data import ArrayRows, ByteTokenizer, DataError, SyntheticRows, open_data
+from nsa.data.array_rows import shuffled, to_stream
+from nsa.data.documents import PIECE_CHARS, cut_pieces, is_held_out, read_works, split_works
 
 CORPUS_SHA256 = "a2d5b2fec399db4e168aa3b3e895a2aac91da072f2ae7912c568ea6d1dbe8b1d"
 BOILERPLATE = r"\b(gutenberg|e-?text|e-?book|copyright|trademark|public domain|donations?)\b"
@@ -133,7 +131,7 @@ def test_shuffle_keeps_its_order_between_versions() -> None:
 
 def test_rows_overlap_by_one_and_cover_the_stream() -> None:
     stream = (np.arange(103) % 251).astype(np.uint8)
-    rows = StreamRows(stream, seq_len=10, seed=3, side="training")
+    rows = ArrayRows(stream, seq_len=10, seed=3, side="training")
     assert rows.num_rows == 10
     batch = rows.batch(0, 10)
     assert batch.shape == (10, 11) and batch.dtype == torch.int64
@@ -144,17 +142,17 @@ def test_rows_overlap_by_one_and_cover_the_stream() -> None:
 
 def test_rows_depend_on_seed_and_position_only() -> None:
     stream = np.random.default_rng(0).integers(1, 256, 5000, dtype=np.uint8)
-    one = StreamRows(stream, seq_len=16, seed=5, side="training")
-    two = StreamRows(stream, seq_len=16, seed=5, side="training")
+    one = ArrayRows(stream, seq_len=16, seed=5, side="training")
+    two = ArrayRows(stream, seq_len=16, seed=5, side="training")
     two.batch(11, 3)  # what was read before must not matter
     assert torch.equal(one.batch(100, 8), torch.cat([two.batch(100, 3), two.batch(103, 5)]))
-    other = StreamRows(stream, seq_len=16, seed=6, side="training")
+    other = ArrayRows(stream, seq_len=16, seed=6, side="training")
     assert not torch.equal(one.batch(100, 8), other.batch(100, 8))
 
 
 def test_every_epoch_visits_each_row_once_in_another_order() -> None:
     stream = np.arange(101, dtype=np.uint8)
-    rows = StreamRows(stream, seq_len=4, seed=0, side="training")
+    rows = ArrayRows(stream, seq_len=4, seed=0, side="training")
     epochs = [rows.batch(epoch * 25, 25)[:, 0].tolist() for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 100, 4))
     assert epochs[0] != epochs[1]
@@ -162,7 +160,7 @@ def test_every_epoch_visits_each_row_once_in_another_order() -> None:
 
 def test_a_row_longer_than_the_text_is_refused() -> None:
     with pytest.raises(DataError, match="seq_len=10 needs 11 tokens, the held-out text has 10"):
-        StreamRows(np.ones(10, dtype=np.uint8), seq_len=10, seed=0, side="held-out")
+        ArrayRows(np.ones(10, dtype=np.uint8), seq_len=10, seed=0, side="held-out")
 
 
 def test_synthetic_rows_are_uniform_fresh_and_repeatable() -> None:

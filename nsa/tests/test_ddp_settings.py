@@ -17,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import Config, ConfigError
 from nsa.config.env import raw
-from nsa.telemetry import read_config, read_metrics
+from nsa.records import read_config, read_metrics
 from nsa.train import Halted, RunRefused, run
-from nsa.train.compress import WIRE_TYPES
-from nsa.train.ddp import Ddp
-from nsa.train.process_group import translate_old_names
-from nsa.train.ranks import AUTO, OFF, ON
+from nsa.train.distributed.ddp import WIRE_TYPES, Ddp
+from nsa.train.distributed.process_group import translate_old_names
+from nsa.train.distributed.strategy import AUTO, OFF, ON
 from nsa.train.step import EagerStep, Updated
 from nsa.train.stop import ORPHANED, Stop, launcher_pid
 
@@ -296,7 +295,7 @@ def test_each_restart_has_names_of_its_own(
         prefixes.append(prefix)
         return real(prefix, store)
 
-    one_of_one.setattr("nsa.train.process_group.PrefixStore", prefixed)
+    one_of_one.setattr("nsa.train.distributed.process_group.PrefixStore", prefixed)
     one_of_one.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     train(tiny_config())
     assert prefixes == ["attempt2"]

@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import NUM_FORCED, BlockSpec
-from nsa.ops.triton.decode_tiles import decode_tiles, reads_pass_l1
-from nsa.ops.triton.kernels import decode, decode_merge, decode_score, token
+from nsa.ops.triton import rope_and_gate
+from nsa.ops.triton.decode import attend, merge, score
+from nsa.ops.triton.decode.tiles import decode_tiles, reads_pass_l1
 from nsa.ops.triton.tiles import padded, parts_of
 from nsa.tests.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
 
@@ -58,7 +59,7 @@ def constants_of(
     last = dict(EARLY=early, BM=tiles.BM)
     choice = dict(N_SEL=16, N_SEL_PAD=16, LEVELS=2)
     yield (
-        decode.attend_compressed,
+        attend.attend_compressed,
         dims
         | blocks
         | dict(PAGED=paged, MADE=False, LEVELS=2, SUMS=tiles.SUMS, CMP_PART=tiles.CMP_PART)
@@ -67,7 +68,7 @@ def constants_of(
         dict(num_warps=tiles.cmp_warps, num_stages=tiles.cmp_stages),
     )
     yield (
-        decode_score.score_blocks,
+        score.score_blocks,
         blocks
         | dict(PARTS=padded(num_parts), STRIDES_PAD=4, NB=tiles.BLOCKS, SUMS=tiles.SUMS)
         | dict(CMP_PART=tiles.CMP_PART, LEVELS=2, BESIDE=tiles.BESIDE)
@@ -78,12 +79,12 @@ def constants_of(
     each = dict(PER_PAGE=spec.l_sel * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
     each |= dict(NB=padded(num_blocks), AHEAD=True, UPCAST=False)
     yield (
-        decode.attend_tokens,
+        attend.attend_tokens,
         dims | blocks | choice | each | last | dict(BN=tiles.TOKENS),
         dict(num_warps=tiles.tok_warps, num_stages=tiles.tok_stages),
     )
     yield (
-        decode_merge.merge_parts,
+        merge.merge_parts,
         dict(DV=d_v, DV_PAD=padded(d_v))
         | blocks
         | dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + num_more))
@@ -107,12 +108,12 @@ def test_decode_kernels_compile_and_fit(d_k, d_v, per_group, segments, capabilit
             ptx = compiled.asm["ptx"]
             waits, lets_come = (ptx.index(f"griddepcontrol.{word}") for word in ORDER)
             # The next kernel reads ahead beside the one before this, or beside this one.
-            ahead = kernel is decode_score.score_blocks and constants["BESIDE"]
+            ahead = kernel is score.score_blocks and constants["BESIDE"]
             assert (lets_come < waits) == ahead, kernel.__name__
             # What is read before the wait must not come from the L1 cache.
             loads = re.findall(r"ld\.global[.\w:]*", ptx[:waits])
             assert all(".cg" in load for load in loads), kernel.__name__
-        if kernel is decode.attend_tokens:
+        if kernel is attend.attend_tokens:
             assert "cp.async.cg" in compiled.asm["ptx"] and "cp.async.ca" not in compiled.asm["ptx"]
 
 
@@ -137,10 +138,10 @@ def test_decode_reads_ahead_exactly_where_the_compiler_reads_past_l1():
         case = f"{d_k}, {d_v}, {name}, {l_sel}, paged {paged}"
         assert reads_pass_l1(d_k, d_v, dtypes[name], tiles) == ahead, case
         kernels = constants_of(*heads, True, paged, dtypes[name], spec)
-        constants, options = next(rest for k, *rest in kernels if k is decode.attend_tokens)
+        constants, options = next(rest for k, *rest in kernels if k is attend.attend_tokens)
         pointers = {key: kind.replace("bf16", name) for key, kind in POINTERS.items()}
         compiled = compile_kernel(
-            *(decode.attend_tokens, 90, constants, name), pointers=pointers, strides_aligned=False,
+            *(attend.attend_tokens, 90, constants, name), pointers=pointers, strides_aligned=False,
             **options,
         )  # fmt: skip
         ptx = compiled.asm["ptx"]
@@ -154,6 +155,6 @@ def test_rotation_and_gates_compile(softmax, capability):
     constants = dict(D=64, HALF_PAD=32, SOFTMAX=softmax)
     pointers = POINTERS | {"p_logits": "*bf16"}
     compiled = compile_kernel(
-        token.rotate_and_gate, capability, constants, pointers=pointers, num_warps=1
+        rope_and_gate.rotate_and_gate_kernel, capability, constants, pointers=pointers, num_warps=1
     )
     assert compiled.asm["cubin"]

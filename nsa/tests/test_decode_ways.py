@@ -14,11 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec
-from nsa.ops.eager.attend import KeyValues
-from nsa.ops.triton import decode
-from nsa.ops.triton.decode import Caches, Decoder, Token
-from nsa.ops.triton.decode_tiles import DecodeTiles, decode_tiles
-from nsa.ops.workspace import Workspace
+from nsa.ops.torch.rows import KeyValues
+from nsa.ops.triton.decode import launch
+from nsa.ops.triton.decode.launch import Caches, Decoder, Token
+from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles
 from nsa.tests.gpu import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -82,7 +81,7 @@ def steps(spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch) -> 
         return decode_tiles(*given, **named)._replace(**(PLAIN | way))
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "decode_tiles", cut)
+        patch.setattr(launch, "decode_tiles", cut)
         decoder = Decoder(caches, spec, MAX_LEN, HKV * G, D**-0.5, Workspace())
     for x in (decoder.part, decoder.part_lse, decoder.logits, decoder.tops, decoder.scores):
         x.fill_(torch.nan)  # nothing is read that a step has not written

@@ -17,11 +17,10 @@ from torch.nn import functional as F
 from nsa.config import Config
 from nsa.generate import generate
 from nsa.model import DenseAttention, TinyLM
-from nsa.model.counts import forward_flops
-from nsa.model.memory import cache_bytes, decode_reads
+from nsa.model.cost import cache_bytes, decode_reads, forward_flops
 from nsa.model.rope import apply_rope
-from nsa.telemetry import read_metrics
-from nsa.telemetry.heartbeat import ATTENTION_FIELDS
+from nsa.records import read_metrics
+from nsa.records.heartbeat import ATTENTION_FIELDS
 from nsa.tests.helpers import assert_near
 from nsa.train import TrainResult, load_model, run
 

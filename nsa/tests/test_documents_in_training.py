@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.config import Config
 from nsa.data import open_data, packed_bounds
 from nsa.model import TinyLM
-from nsa.telemetry import TRAINING, TrainingRow, read_rows
+from nsa.records import TRAINING, TrainingRow, read_rows
 from nsa.tests.test_resume import stopped
 from nsa.train import TrainResult, run
 from nsa.train.loss import next_token_loss

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from nsa.config import ConfigError, known_keys, load_config, to_container
-from nsa.config.env import check_environment, config_overrides, in_effect, raw, read
-from nsa.config.env_table import TABLE
+from nsa.config.env import TABLE, check_environment, config_overrides, in_effect, raw, read
 
 PARSED = {
     ("NSA_STRICT_ASSERTS", "1"): True,

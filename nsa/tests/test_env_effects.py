@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from nsa import BlockSpec, nsa_attention
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import DataConfig, load_config
-from nsa.config.env_table import TABLE
-from nsa.data import Loader, Rows, block_rows, open_data
+from nsa.config.env import TABLE
+from nsa.data import Loader, Rows, open_data, streamed_rows
 from nsa.model import TinyLM
-from nsa.operate.check_run import Rehearsal
 from nsa.operate.limits import GPU
-from nsa.operate.watch import with_environment
-from nsa.telemetry import Beat, Heartbeat, read_heartbeat
+from nsa.operate.preflight.run_checks import Rehearsal
+from nsa.operate.watch.watchdog import with_environment
+from nsa.records import Beat, Heartbeat, read_heartbeat
 from nsa.tests.effects import TINY, Fingerprint, fingerprint, tiny_config
 from nsa.tests.streams import ListDocuments
 from nsa.tests.test_ddp_settings import TESTED as UNDER_DDP
@@ -302,8 +302,8 @@ def test_documents_are_tokenized_so_many_at_a_time(monkeypatch: pytest.MonkeyPat
         chunks.add(size)
         return real(documents, size)
 
-    real = block_rows._chunks
-    monkeypatch.setattr(block_rows, "_chunks", chunks_of)
+    real = streamed_rows._chunks
+    monkeypatch.setattr(streamed_rows, "_chunks", chunks_of)
     monkeypatch.setattr("nsa.data.open.HubDocuments", Hub)
     for value in ("", "5"):
         monkeypatch.setenv("NSA_FWE_DOC_BATCH", value)
@@ -321,7 +321,7 @@ def test_watch_halt_off_leaves_the_run_alone(
 ) -> None:
     silent_run(tmp_path)
     then = time.time() + 300
-    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: then)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: then)
     monkeypatch.setenv("NSA_WATCH_HALT", "0")
     assert main(["watch", str(tmp_path), "--once"]) == 1
     assert not (tmp_path / ".HALT").exists()
@@ -340,7 +340,7 @@ def test_watch_interval_is_the_time_between_two_looks(
         if len(waits) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("nsa.operate.watch.time.sleep", sleep)
+    monkeypatch.setattr("nsa.operate.watch.watchdog.time.sleep", sleep)
     monkeypatch.setenv("NSA_WATCH_INTERVAL_S", "7")
     assert main(["watch", str(tmp_path)]) == 3
     assert waits == [7, 7]
@@ -357,7 +357,7 @@ def test_watch_limits_can_be_set_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
 def test_watch_stall_limit_rings_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silent_run(tmp_path)
     then = time.time() + 60
-    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: then)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: then)
     main(["watch", str(tmp_path), "--once"])
     assert not (tmp_path / ".HALT").exists()
     monkeypatch.setenv("NSA_WATCH_HEARTBEAT_STALL_S", "30")
@@ -377,7 +377,7 @@ def test_price_per_hour_is_the_cost_in_preflight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = Rehearsal(step_s=3600.0, checkpoint_bytes=1, resumed_at=3)
-    monkeypatch.setattr("nsa.operate.check_run.rehearse", lambda plan: done)
+    monkeypatch.setattr("nsa.operate.preflight.run_checks.rehearse", lambda plan: done)
     monkeypatch.setenv("NSA_PRICE_PER_H", "2.5")
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY, encoding="utf-8")

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from nsa.config.env_table import TABLE
+from nsa.config.env import TABLE
 from nsa.config.load import REPOSITORY
 
 READER = REPOSITORY / "nsa" / "config" / "env.py"

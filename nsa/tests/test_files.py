@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli import main
-from nsa.files import APPEND, NotRegular, open_regular, read_text
-from nsa.operate.watch import Watch
-from nsa.telemetry.atomic import write_text
-from nsa.telemetry.best_effort import LineFile
+from nsa.cli.main import main
+from nsa.files import APPEND, LineFile, NotRegular, open_regular, read_text, write_text
+from nsa.operate.watch.watchdog import Watch
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.conftest import TINY as OVERRIDES
 from nsa.tests.recording import dead_pid

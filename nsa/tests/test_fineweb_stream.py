@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from nsa.config import Config, load_config
-from nsa.data import ByteTokenizer, Data, SourceLost, StreamRows
-from nsa.data.block_rows import BlockRows
-from nsa.data.documents import Document
-from nsa.data.endless import Place, first_held_out
+from nsa.data import ArrayRows, ByteTokenizer, Data, SourceLost
+from nsa.data.documents import Document, is_held_out
+from nsa.data.encode import Place, first_held_out
 from nsa.data.open import HELD_OUT_DOCUMENTS
-from nsa.data.split import is_held_out
-from nsa.telemetry import (
+from nsa.data.streamed_rows import StreamedRows
+from nsa.records import (
     MODEL,
     TRAINING,
     VAL,
@@ -127,8 +126,8 @@ def from_lists(files: list[list[str]]) -> Source:
     def open_lists(config: object, seq_len: int, seed: int, **options: object) -> Data:
         texts, tokenizer = ListDocuments(*files), ByteTokenizer()
         held_out = first_held_out(texts, tokenizer, HELD_OUT_DOCUMENTS)
-        rows = BlockRows(texts, tokenizer, seq_len, seed)
-        return Data(rows, StreamRows(held_out, seq_len, 0, "held-out"), tokenizer)
+        rows = StreamedRows(texts, tokenizer, seq_len, seed)
+        return Data(rows, ArrayRows(held_out, seq_len, 0, "held-out"), tokenizer)
 
     return open_lists
 
@@ -138,7 +137,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that every other one must equal: its documents come from memory."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nsa.train.feed.open_data", from_lists(FILES))
+        patch.setattr("nsa.train.batches.open_data", from_lists(FILES))
         in_process(config_of(folder))
     return folder
 
@@ -268,7 +267,7 @@ def test_the_stream_can_be_checked(hub: Hub, tmp_path: Path) -> None:
 
 RESUMED = """
 from nsa.config import DataConfig
-from nsa.data.endless import Place
+from nsa.data.encode import Place
 from nsa.data.hub import HubDocuments
 documents = HubDocuments(DataConfig(dataset="fineweb_edu"), lambda line: None)
 for place in [Place(0, 0, 0), Place(0, 2, 0), Place(0, 0, 101), Place(3, 5, 27), Place(0, 5, 28)]:
@@ -318,7 +317,7 @@ def ending(then: Callable[[], None]) -> Source:
     def open_ending(config: object, seq_len: int, seed: int, **options: object) -> Data:
         data = from_lists(FILES)(config, seq_len, seed)
         texts = Ending(FILES, Place(0, 5), then)
-        return data._replace(train=BlockRows(texts, ByteTokenizer(), seq_len, seed))
+        return data._replace(train=StreamedRows(texts, ByteTokenizer(), seq_len, seed))
 
     return open_ending
 
@@ -330,7 +329,7 @@ def test_a_stream_that_ends_leaves_a_checkpoint_and_the_run_goes_on(
         raise SourceLost("the hub is gone")
 
     cfg = config_of(tmp_path / "run")
-    monkeypatch.setattr("nsa.train.feed.open_data", ending(lose))
+    monkeypatch.setattr("nsa.train.batches.open_data", ending(lose))
     with pytest.raises(LoaderFailed, match="the hub is gone; stopped after step.*goes on") as error:
         in_process(cfg, loader=LoaderOptions(synthetic_on_fail=True))  # not once it has started
     assert error.value.exit_code == 11
@@ -338,7 +337,7 @@ def test_a_stream_that_ends_leaves_a_checkpoint_and_the_run_goes_on(
     assert step == 16
     assert len(messages(tmp_path / "run", "error")) == 1
 
-    monkeypatch.setattr("nsa.train.feed.open_data", from_lists(FILES))
+    monkeypatch.setattr("nsa.train.batches.open_data", from_lists(FILES))
     assert f"{step} of {STEPS} steps are done" in in_process(cfg)
 
     assert_equal(tmp_path / "run", whole)
@@ -355,8 +354,8 @@ SETTINGS_OF_RESUME = {
 def test_a_resume_in_the_middle_of_an_epoch_is_exact(
     settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.train.feed.open_data", from_lists(FILES))
-    monkeypatch.setattr("nsa.data.block_rows.MOST_ROWS", 40)  # a checkpoint lies between two
+    monkeypatch.setattr("nsa.train.batches.open_data", from_lists(FILES))
+    monkeypatch.setattr("nsa.data.streamed_rows.MOST_ROWS", 40)  # a checkpoint lies between two
     whole, parts = (
         config_of(tmp_path / name, *SETTINGS_OF_RESUME[settings]) for name in ("whole", "parts")
     )
@@ -378,11 +377,11 @@ def test_a_signal_is_obeyed_while_no_data_comes(
         raise SourceLost("too late")
 
     cfg = config_of(tmp_path / "run")
-    monkeypatch.setattr("nsa.train.feed.open_data", ending(hang))
+    monkeypatch.setattr("nsa.train.batches.open_data", ending(hang))
     with pytest.raises(Halted, match="stopped by SIGTERM after step"):
         in_process(cfg)
 
-    monkeypatch.setattr("nsa.train.feed.open_data", from_lists(FILES))
+    monkeypatch.setattr("nsa.train.batches.open_data", from_lists(FILES))
     in_process(cfg)
 
     assert_equal(tmp_path / "run", whole)
@@ -391,13 +390,13 @@ def test_a_signal_is_obeyed_while_no_data_comes(
 def test_a_run_with_checkpoints_is_not_put_aside_for_random_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.train.feed.open_data", from_lists(FILES))
+    monkeypatch.setattr("nsa.train.batches.open_data", from_lists(FILES))
     in_process(config_of(tmp_path / "run"), stop_after=6)
 
     def lost(*args: object, **options: object) -> Data:
         raise SourceLost("no network")
 
-    monkeypatch.setattr("nsa.train.feed.open_data", lost)
+    monkeypatch.setattr("nsa.train.batches.open_data", lost)
     with pytest.raises(LoaderFailed, match="no network.*was not obeyed.*checkpoint of step 6"):
         in_process(config_of(tmp_path / "run"), loader=LoaderOptions(synthetic_on_fail=True))
     assert (tmp_path / "run" / "checkpoint_step6.pt").exists()

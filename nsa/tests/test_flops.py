@@ -7,17 +7,18 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from nsa.cli.info import describe_config
 from nsa.config import load_config
 from nsa.config.load import REPOSITORY
-from nsa.model.counts import dense_pairs, step_flops
-from nsa.model.flops import (
+from nsa.model.cost import (
     dense_forward_flops,
+    dense_pairs,
     dense_training_flops_per_token,
     peak_flops,
+    step_flops,
     training_flops_per_token,
     utilization,
 )
-from nsa.model.report import describe_config
 from nsa.tests.test_counts import small, visible_pairs
 
 PRODUCTION = REPOSITORY / "configs" / "m7c_125m_2xa100_production.yaml"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nsa.config import ConfigError
-from nsa.telemetry import VAL, ValRow, read_metrics, read_rows
-from nsa.telemetry.sentinels import read_anomaly
-from nsa.telemetry.size_files import read_dtypes
+from nsa.records import VAL, ValRow, read_metrics, read_rows
+from nsa.records.results import read_dtypes
+from nsa.records.sentinels import read_anomaly
 from nsa.tests import launch
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.test_ranks import (
@@ -25,9 +25,11 @@ from nsa.tests.test_ranks import (
     weights,
     write,
 )
-from nsa.train import load_model, sharded, shelf
+from nsa.train import load_model
 from nsa.train.build import build_model
-from nsa.train.ranks import OFF
+from nsa.train.checkpoint import find
+from nsa.train.checkpoint import folder as checkpoint_folder
+from nsa.train.distributed.strategy import OFF
 from nsa.train.runtime import resolve_runtime
 
 pytestmark = pytest.mark.dist
@@ -84,11 +86,11 @@ def test_the_model_file_is_whole_and_checkpoints_are_folders(
     assert {n: x.shape for n, x in model.state_dict().items()} == {
         n: x.shape for n, x in weights(one).items()
     }
-    assert [path.name for path in shelf.paths_of(folder)] == [
+    assert [path.name for path in find.paths_of(folder)] == [
         "checkpoint_step6",
         "checkpoint_step3",
     ]
-    assert sorted(sharded.verify(folder / "checkpoint_step6").files) == [
+    assert sorted(checkpoint_folder.verify(folder / "checkpoint_step6").files) == [
         ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
@@ -124,7 +126,7 @@ def test_ddp_goes_on_from_parts_and_fsdp_from_a_file(
     assert "checkpoint_step4.pt: 4 of 6 steps are done" in printed
     expected = {s: x for s, x in losses(shared_out[0]).items() if s > 3}
     assert losses(folder / "run") == pytest.approx(expected, rel=ROUNDING)
-    assert [path.name for path in shelf.paths_of(folder / "run")] == [
+    assert [path.name for path in find.paths_of(folder / "run")] == [
         "checkpoint_step6",
         "checkpoint_step4.pt",
     ]
@@ -144,7 +146,7 @@ def test_one_process_two_ranks_one_process(tmp_path: Path, one: Path) -> None:
     assert code == 0, printed
     assert "[train] gradient_checkpointing=on\n" in printed
     # keep_last=1: the folder of step 3 has replaced the file of step 2.
-    assert [path.name for path in shelf.paths_of(parts / "run")] == ["checkpoint_step3"]
+    assert [path.name for path in find.paths_of(parts / "run")] == ["checkpoint_step3"]
     alone(config(parts / "run", *batch), resume="latest")
     metrics = read_metrics(parts / "run")
     assert (metrics.step, metrics.resumed_at, metrics.world_size) == (6, 3, 1)
@@ -160,7 +162,7 @@ def test_half_precision_keeps_fp32_weights(tmp_path: Path) -> None:
     alone(config(tmp_path / "f", *settings, "train.batch_size=4"))
     folder = tmp_path / "e" / "run"
     assert losses(folder) == pytest.approx(losses(tmp_path / "f"), rel=BF16_ROUNDING)
-    content = shelf.read(folder / "checkpoint_step3")
+    content = find.read(folder / "checkpoint_step3")
     tensors = content["state_dict"].values()
     assert {x.dtype for x in tensors} == {torch.float32}
     moments = content["optimizer"]["adamw"]["state"].values()
@@ -243,13 +245,13 @@ def test_a_signal_to_one_rank_saves_together(tmp_path: Path) -> None:
     folder = tmp_path / "h" / "run"
     assert code == 0, printed
     fresh = build_model(config(folder), 256, resolve_runtime(config(folder).runtime))
-    saved = [shelf.read(folder / f"checkpoint_step{n}") for n in (1, 3)]
+    saved = [find.read(folder / f"checkpoint_step{n}") for n in (1, 3)]
     assert all(torch.equal(x, fresh.state_dict()[n]) for n, x in saved[0]["state_dict"].items())
     assert saved[0]["scaler"]["scale"] == 524288.0
     assert not torch.equal(saved[1]["state_dict"]["embed.weight"], fresh.embed.weight)
     assert printed.count("stopped by SIGTERM after step 3") == 1
     assert last_steps(folder) == [3, 3]
-    assert sharded.verify(folder / "checkpoint_step3").step == 3
+    assert checkpoint_folder.verify(folder / "checkpoint_step3").step == 3
     assert read_metrics(folder).status == "halted"
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from nsa.config import Config
 from nsa.files import explain
-from nsa.telemetry import TRAINING, TrainingRow, read_metrics, read_rows
+from nsa.records import TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.effects import TINY
 from nsa.train import RunRefused, run
@@ -25,7 +25,7 @@ RUN = """
 import io, json, resource, shutil, sys
 from nsa.config import load_config
 from nsa.train import TrainError, run
-from nsa.train.loop import Trainer
+from nsa.train.trainer import Trainer
 
 path, full_from, full_to = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 real, seen = Trainer.update, {}

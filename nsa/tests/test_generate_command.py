@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import Config, to_container
 from nsa.data import ByteTokenizer
 from nsa.generate import Completion, Completions, Limits, Sampling
 from nsa.model import TinyLM
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.gpu import needs_gpu
-from nsa.train import checkpoint, save_model
-from nsa.train.model_file import find_model, load_model
+from nsa.train import save_model
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint.model_file import find_model, load_model
 
 
 @pytest.fixture
@@ -158,7 +159,16 @@ def test_where_a_text_ends(
 def test_the_stream_reaches_a_pipe_token_by_token(model_file: Path) -> None:
     """The first characters are there long before the last token could be."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "nsa.cli", "generate", "--model", str(model_file), "a", "--greedy"]
+        [
+            sys.executable,
+            "-m",
+            "nsa.cli.main",
+            "generate",
+            "--model",
+            str(model_file),
+            "a",
+            "--greedy",
+        ]
         + ["--max-new-tokens", "60000", "--ignore-eos"],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
@@ -222,10 +232,10 @@ def test_a_gpu_writes_what_the_cpu_writes(nsa: Nsa, precision: str) -> None:
 
 def write_checkpoint(config: Config, folder: Path) -> Path:
     model, _ = load_model(folder / "model.pt")
-    rest: dict[str, Any] = {key: kind() for key, kind in checkpoint.KEYS.items()}
+    rest: dict[str, Any] = {key: kind() for key, kind in checkpoint_file.KEYS.items()}
     weights = model.state_dict()
     content = {**rest, "state_dict": weights, "cfg": to_container(config), "step": 7}
-    return checkpoint.write(folder, content)
+    return checkpoint_file.write(folder, content)
 
 
 def test_a_checkpoint_and_a_run_folder_write_what_the_model_file_writes(

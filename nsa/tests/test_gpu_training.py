@@ -13,11 +13,11 @@ import torch
 from nsa.config import Config
 from nsa.data import packed_bounds
 from nsa.model import TinyLM
-from nsa.telemetry import TRAINING, TrainingRow, read_rows
+from nsa.records import TRAINING, TrainingRow, read_rows
 from nsa.tests.gpu import needs_gpu
 from nsa.train import run
 from nsa.train.build import build_step
-from nsa.train.muon import orthogonalize
+from nsa.train.optimizer import orthogonalize
 from nsa.train.runtime import resolve_runtime
 from nsa.train.step import MicroBatch
 

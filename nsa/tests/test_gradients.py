@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa import BlockSpec, compress
-from nsa.model.compression import BlockMLP
+from nsa.model.attention import BlockMLP
 from nsa.tests.explicit import explicit_attention
 from nsa.tests.helpers import BACKENDS, Case, make_inputs, make_module, run, torch_path
 

@@ -12,16 +12,14 @@ from torch.amp.grad_scaler import GradScaler
 
 from nsa.config import Config
 from nsa.model import AttentionStats, TinyLM
-from nsa.telemetry import TRAINING, TrainingRow, read_rows
+from nsa.records import TRAINING, TrainingRow, read_rows
 from nsa.tests.gpu import needs_gpu
 from nsa.train import run
 from nsa.train.build import build_step
-from nsa.train.graph_step import WARM_UP, GraphStep
-from nsa.train.optimizer import build_optimizer, load_optimizer, set_lr
+from nsa.train.optimizer import build_optimizer, load_optimizer, lr_at, set_lr
 from nsa.train.runtime import Runtime, resolve_runtime
-from nsa.train.schedule import lr_at
 from nsa.train.spikes import Spikes
-from nsa.train.step import EagerStep, MicroBatch, Updated
+from nsa.train.step import WARM_UP, EagerStep, GraphStep, MicroBatch, Updated
 
 BuildConfig = Callable[..., Config]
 CPU = torch.device("cpu")

@@ -16,13 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import Config
-from nsa.operate.handoff import hand_over
-from nsa.operate.handoff_items import altered_files, find_run_info
-from nsa.operate.handoff_manifest import ITEMS, Manifest, manifest_bytes, read_manifest
-from nsa.operate.handoff_verify import examine
-from nsa.operate.redact import LONGEST_LINE, hide, hide_lines, lines_of, secrets_in
+from nsa.operate.handoff.command import examine, hand_over
+from nsa.operate.handoff.contents import (
+    ITEMS,
+    Manifest,
+    altered_files,
+    find_run_info,
+    manifest_bytes,
+    read_manifest,
+)
+from nsa.operate.handoff.redact import LONGEST_LINE, hide, hide_lines, lines_of, secrets_in
 from nsa.train import run as train
 
 SECRETS = {
@@ -138,11 +143,11 @@ def test_verify_finds_the_secret_that_somebody_put_back(run_folder: Path, tmp_pa
 
 
 def test_a_checkpoint_with_a_secret_stays_here(run_folder: Path, tmp_path: Path) -> None:
-    from nsa.train import checkpoint
+    from nsa.train.checkpoint import file as checkpoint_file
 
-    content = checkpoint.read(run_folder / "checkpoint_step3.pt")
+    content = checkpoint_file.read(run_folder / "checkpoint_step3.pt")
     content["cfg"]["data"]["local_path"] = "https://joe:pa55word@example.org/x"
-    checkpoint.write(run_folder, {k: v for k, v in content.items() if k != "version"})
+    checkpoint_file.write(run_folder, {k: v for k, v in content.items() if k != "version"})
     manifest = hand_over(run_folder, tmp_path / "h.tar.gz")
     assert [e.path for e in manifest.files if e.item == "checkpoint"][1] == "checkpoint_step2.pt"
     (lost,) = manifest.missing

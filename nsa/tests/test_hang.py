@@ -16,18 +16,8 @@ from pathlib import Path
 import pytest
 
 from nsa.config import Config
-from nsa.telemetry import read_heartbeat
-from nsa.telemetry.flight_recorder import read_recorder
-from nsa.telemetry.hang_call import (
-    answer,
-    end_calls,
-    gather,
-    kill,
-    make_call,
-    process_state,
-    read_call,
-)
-from nsa.telemetry.hang_report import (
+from nsa.records import read_heartbeat
+from nsa.records.hang_report import (
     GONE,
     PATTERN,
     RUNS,
@@ -39,10 +29,20 @@ from nsa.telemetry.hang_report import (
     sentence,
     write_report,
 )
-from nsa.telemetry.proc import start_ticks
-from nsa.telemetry.spans import PAUSE_S, SIZE, Place, Spans, read_span, span
+from nsa.records.machine import start_ticks
+from nsa.records.spans import PAUSE_S, SIZE, Place, Spans, read_span, span
 from nsa.train import run
-from nsa.train.loop import Trainer
+from nsa.train.distributed.hang import (
+    answer,
+    end_calls,
+    gather,
+    kill,
+    make_call,
+    process_state,
+    read_call,
+    read_recorder,
+)
+from nsa.train.trainer import Trainer
 
 
 def state(rank: int, span: str = "agreement", **others: object) -> RankState:
@@ -160,7 +160,7 @@ def test_what_is_allowed_follows_the_measured_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("nsa.telemetry.spans.time.monotonic", lambda: now)
+    monkeypatch.setattr("nsa.records.spans.time.monotonic", lambda: now)
     spans = Spans()
     spans.open(tmp_path, 0, least_s=5.0)
     for step in range(1, 5):

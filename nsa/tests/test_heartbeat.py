@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from nsa.model.stats import AttentionStats
-from nsa.telemetry import (
+from nsa.records import (
     BrokenHeartbeat,
     GpuReading,
     Heartbeat,
     age_seconds,
     last_beat,
-    nvml,
+    machine,
     read_gpu,
     read_heartbeat,
 )
-from nsa.telemetry.counter_files import fallback_counts
-from nsa.telemetry.heartbeat import BASE_FIELDS, SEARCH_BYTES, parse_beat, parse_head
-from nsa.telemetry.tail import BLOCK_BYTES, Line
+from nsa.records.heartbeat import BASE_FIELDS, SEARCH_BYTES, parse_beat, parse_head
+from nsa.records.tables import fallback_counts
+from nsa.tail import BLOCK_BYTES, Line
 from nsa.tests.gpu import on_gpu
 
 NAN, INF = float("nan"), float("inf")
@@ -459,10 +459,10 @@ class FakeDriver:
 def test_load_is_what_the_driver_says_or_none(
     driver: Any, uuid: str, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml, "_library", lambda: driver)
+    monkeypatch.setattr(machine, "_library", lambda: driver)
 
-    assert nvml.read_load(uuid) == expected
-    assert nvml.driver_version() == (None if driver is None else "580.65")
+    assert machine.read_load(uuid) == expected
+    assert machine.driver_version() == (None if driver is None else "580.65")
 
 
 @pytest.mark.gpu
@@ -476,7 +476,7 @@ def test_the_reading_of_a_gpu_is_complete() -> None:
     assert reading.gpu_mem_reserved >= reading.gpu_mem_alloc
     assert reading.gpu_util_pct is not None and 0 <= reading.gpu_util_pct <= 100
     assert reading.gpu_temp_c is not None and 0 < reading.gpu_temp_c < 120
-    assert nvml.driver_version()
+    assert machine.driver_version()
 
 
 def test_the_quick_way_to_read_a_line_gives_what_json_gives(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa.tests.gpu import needs_gpu
-from nsa.train.host_memory import HostMemory
+from nsa.train.checkpoint.writer import HostMemory
 
 
 def state_of(weight: Tensor, moment: Tensor) -> dict[str, object]:

@@ -16,9 +16,9 @@ import pytest
 import nsa
 from bench import bench_startup
 from bench.bench_startup import COMMANDS, FILES, OPERATOR, Start
-from nsa import cli
+from nsa.cli import main
 from nsa.data import DataError
-from nsa.data.optional import need
+from nsa.data.errors import need
 from nsa.tests.conftest import REPOSITORY
 
 FORBIDDEN = ("datasets", "pydantic", "fastapi")
@@ -33,7 +33,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 GROUPS = {
-    "trainer": ["scripts.train_showcase", "nsa.train.prove", "nsa.train.checkpoint_commands"],
+    "trainer": ["scripts.train_showcase", "nsa.cli.prove_resume", "nsa.cli.checkpoint"],
     "benches": [f"bench.{file.stem}" for file in sorted((REPOSITORY / "bench").glob("*.py"))],
     "gpu-tests": [
         f"nsa.tests.{file.stem}"
@@ -74,7 +74,7 @@ def test_a_folder_of_that_name_is_not_taken_for_the_package(
 
 
 HEAVY = ("numpy", "torch", "sympy", "torch._dynamo")
-NEEDS_NUMPY = ("nsa data prepare", "python -c 'import nsa.web.dashboard'")
+NEEDS_NUMPY = ("nsa data prepare", "python -c 'import nsa.cli.dashboard'")
 RUN_ALL = """
 import json, os, runpy, sys
 
@@ -86,7 +86,7 @@ def start(arguments):
     if arguments[0] == "-c":
         exec(arguments[1], {})
     elif arguments[0] == "-m":
-        from nsa.cli import main
+        from nsa.cli.main import main
         return main(arguments[2:])
     else:
         runpy.run_path(arguments[0], run_name="__main__")
@@ -107,7 +107,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A tiny run, shards and an archive, for commands to read."""
 
     def run_here(start: Start, tree: Path, names: dict[str, str]) -> None:
-        assert cli.main(bench_startup.argv_of(start, names)[2:]) == start.code, start.line
+        assert main.main(bench_startup.argv_of(start, names)[2:]) == start.code, start.line
 
     return bench_startup.prepare(tmp_path_factory.mktemp("start") / "made", do=run_here)
 
@@ -163,9 +163,9 @@ assert "nsa.ops.traced" in sys.modules
 
 def test_every_command_stands_in_the_table_of_starts() -> None:
     lines = [start.line for start in COMMANDS]
-    own = {"prove-resume": "nsa.train.prove", "preflight": "nsa.operate.preflight"}
-    own |= {"dashboard": "nsa.web.dashboard"}
-    for name in cli.subcommands():
+    own = {"prove-resume": "nsa.cli.prove_resume", "preflight": "nsa.operate.preflight.command"}
+    own |= {"dashboard": "nsa.cli.dashboard"}
+    for name in main.subcommands():
         known = own.get(name, f"nsa {name}")
         assert any(known in line for line in lines), f"{name}: give it a line in bench_startup"
     for group in ("data", "checkpoint"):
@@ -175,7 +175,7 @@ def test_every_command_stands_in_the_table_of_starts() -> None:
 
 
 def _subcommands_of(group: str) -> list[str]:
-    parser: argparse.ArgumentParser = cli._parser()
+    parser: argparse.ArgumentParser = main._parser()
     for name in ("", group):
         (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         if not name:

@@ -11,17 +11,19 @@ import torch
 
 from nsa.config import Config, DataConfig
 from nsa.data import open_data
-from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
+from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
 from nsa.tests import launch
 from nsa.tests.test_ranks import PLAIN, ROUNDING, config, exit_codes, write
 from nsa.tests.test_resume import losses, stopped, train, weights
-from nsa.train import BadModelFile, checkpoint, dcp, load_model, shelf
-from nsa.train.identity import INITIAL
-from nsa.train.init_from import read_origin
+from nsa.train import BadModelFile, load_model
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint import find, sharded_io
+from nsa.train.checkpoint.identity import INITIAL
+from nsa.train.checkpoint.init_from import read_origin
+from nsa.train.checkpoint.model_file import weights_sha256
 from nsa.train.loss import next_token_loss
-from nsa.train.model_file import weights_sha256
+from nsa.train.optimizer import lr_at
 from nsa.train.runtime import resolve_runtime
-from nsa.train.schedule import lr_at
 
 BuildConfig = Callable[..., Config]
 LONG = ("train.steps=6", "train.save_every=3", "train.eval_every=3")
@@ -33,9 +35,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with model.pt, a checkpoint file and a checkpoint folder of step 4."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     train(config(folder, *OTHER))
-    content = checkpoint.read(folder / "checkpoint_step4.pt")
+    content = checkpoint_file.read(folder / "checkpoint_step4.pt")
     content.pop("version")
-    dcp.write(folder, content)
+    sharded_io.write(folder, content)
     return folder
 
 
@@ -68,7 +70,7 @@ def test_the_first_loss_is_that_of_the_model(
     metrics = read_metrics(tmp_path / "run")
     assert (metrics.init_sha256, metrics.resumed_at, metrics.step) == (digest, None, 6)
     assert Path(metrics.init_from or "").parent == trained
-    content = shelf.read(tmp_path / "run" / "checkpoint_step3.pt")
+    content = find.read(tmp_path / "run" / "checkpoint_step3.pt")
     assert content["identity"][INITIAL] == digest
     assert content["optimizer"]["state"][0]["step"] == 3  # a new optimizer
 
@@ -109,7 +111,7 @@ def test_a_fine_tuned_run_resumes_bit_for_bit_and_without_the_file(
         assert torch.equal(weights(resumed)[name], tensor), name
     digest = read_metrics(tmp_path / "whole").init_sha256
     assert digest and read_metrics(tmp_path / "parts").init_sha256 == digest
-    content = checkpoint.read(tmp_path / "parts" / "checkpoint_step6.pt")
+    content = checkpoint_file.read(tmp_path / "parts" / "checkpoint_step6.pt")
     assert content["identity"][INITIAL] == digest
 
 
@@ -125,7 +127,7 @@ def test_the_weights_identify_a_run_and_their_path_does_not(
             train(wanted, resume="latest")
     with pytest.raises(BadModelFile, match="gone/model.pt does not exist"):
         train(gone, resume="none")
-    assert checkpoint.steps_of(folder) == [4, 3]  # nothing was moved aside
+    assert checkpoint_file.steps_of(folder) == [4, 3]  # nothing was moved aside
 
     _, printed = train(same)
 
@@ -140,7 +142,7 @@ def test_weights_that_are_gone_do_not_stand_for_random_ones(
     gone = tiny_config(*LONG, "train.init_from=gone/model.pt")
     with pytest.raises(BadModelFile, match="gone/model.pt does not exist"):
         train(gone)
-    assert checkpoint.steps_of(folder) == [4, 3]
+    assert checkpoint_file.steps_of(folder) == [4, 3]
 
 
 def test_a_longer_context_with_another_rope_is_said_and_trained(

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa.operate.child import Child, Transcript
-from nsa.telemetry import read_metrics
-from nsa.telemetry.phase_file import read_verdict
-from nsa.telemetry.run_info import RunInfo, read_run_info
+from nsa.operate.launch.phases import Child, Transcript
+from nsa.records import read_metrics
+from nsa.records.launch import RunInfo, read_run_info, read_verdict
 from nsa.tests.launching import (
     USUAL,
     environment,
@@ -280,7 +279,7 @@ def test_a_phase_that_takes_too_long_is_asked_to_halt(tmp_path: Path) -> None:
 
 def test_what_does_not_obey_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """.HALT, then SIGTERM, then SIGKILL."""
-    monkeypatch.setattr("nsa.operate.child.PATIENCE_S", 0.5)
+    monkeypatch.setattr("nsa.operate.launch.phases.PATIENCE_S", 0.5)
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('x', flush=True)"
     process, asked = child(tmp_path, f"{deaf}; time.sleep(600)", timeout_s=3.0)
     ended = process.run()

@@ -21,16 +21,16 @@ from triton import knobs
 from triton.runtime import interpreter
 
 from nsa import BlockSpec, TinyLM, compress, select_blocks
-from nsa.generate.graph import GraphedStep
+from nsa.generate.decode import GraphedStep
 from nsa.model.rope import document_positions
 from nsa.ops.checks import refuse_captured_documents
-from nsa.ops.triton import problem, start
+from nsa.ops.triton import launcher, problem
 from nsa.ops.triton.documents import index_documents
-from nsa.ops.triton.start import INTERPRETED, Known, Launch
+from nsa.ops.triton.launcher import INTERPRETED, Known, Launch
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.gpu import DEVICE, on_gpu
-from nsa.train import cross_entropy
-from nsa.train.cross_entropy import linear_cross_entropy
+from nsa.train import loss as loss_functions
+from nsa.train.loss import linear_cross_entropy
 
 MODEL: dict[str, Any] = dict(vocab=50, dim=32, n_layers=1, n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
 BLOCKS: dict[str, Any] = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
@@ -44,9 +44,9 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.inside: list[int] = []
         self.launches: list[int | None] = []
-        self._real = start._current
-        monkeypatch.setattr(start, "_current", self._current)
-        monkeypatch.setattr(start, "_is_current", lambda device: False)
+        self._real = launcher._current
+        monkeypatch.setattr(launcher, "_current", self._current)
+        monkeypatch.setattr(launcher, "_is_current", lambda device: False)
 
     @contextmanager
     def _current(self, device: int) -> Iterator[None]:
@@ -74,7 +74,7 @@ def test_every_launch_makes_the_device_of_its_tensors_current(
             return run(self, *args, **kwargs)
 
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", call)
-        monkeypatch.setattr(cross_entropy, "is_fused", lambda device, dtype: True)
+        monkeypatch.setattr(loss_functions, "is_fused", lambda device, dtype: True)
     else:
         knobs.runtime.launch_enter_hook.add(watch.launched)
     try:
@@ -121,7 +121,7 @@ def test_the_quick_way_enters_the_device_only_where_another_is_current(
     def run(*_: Any) -> None:
         launched.append(current[0])
 
-    monkeypatch.setattr(start, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
@@ -135,19 +135,19 @@ def test_the_quick_way_enters_the_device_only_where_another_is_current(
     tensor = SimpleNamespace(get_device=lambda: 1)
     memo: dict[Any, Known] = {}
     for _ in range(2):
-        start.start(memo, "here", kernel, (None, tensor), lambda: Launch.plain((1,), (), {}))
+        launcher.start(memo, "here", kernel, (None, tensor), lambda: Launch.plain((1,), (), {}))
     (known,) = memo.values()
     assert (launched, entered, known.device) == ([1, 1], [1, 1], 1)
     current[0] = 1
-    start.start(memo, "here", kernel, (None, tensor), lambda: Launch.plain((1,), (), {}))
+    launcher.start(memo, "here", kernel, (None, tensor), lambda: Launch.plain((1,), (), {}))
     assert (launched, entered) == ([1, 1, 1], [1, 1])
 
 
 def test_kernels_are_launched_by_start_alone_and_streams_name_their_device() -> None:
     found = []
     files = [*REPOSITORY.glob("nsa/ops/**/*.py"), *REPOSITORY.glob("nsa/model/*.py")]
-    files += [*REPOSITORY.glob("nsa/generate/*.py"), REPOSITORY / "nsa/train/graph_step.py"]
-    files += [REPOSITORY / "nsa/train/cross_entropy.py"]
+    files += [*REPOSITORY.glob("nsa/generate/*.py"), REPOSITORY / "nsa/train/step.py"]
+    files += [REPOSITORY / "nsa/train/loss.py"]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call):

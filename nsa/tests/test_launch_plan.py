@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli import main
+from nsa.cli.flags import add_launch_flags
+from nsa.cli.main import main
 from nsa.config import StrictParser, load_config
-from nsa.config.env import check_environment
-from nsa.config.env_table import TABLE
-from nsa.operate.flags import add_launch_flags
-from nsa.operate.launch import make_plan
-from nsa.operate.launch_plan import Plan, check_requirements, config_changes
-from nsa.operate.machine import Gpu, Machine, look
-from nsa.operate.profiles import load_profile, load_profiles
-from nsa.operate.trainer_command import SCRIPT, Nodes
-from nsa.telemetry import run_lock
-from nsa.telemetry.run_lock import LAUNCH, RUN, held_by, take_lock
+from nsa.config.env import TABLE, check_environment
+from nsa.operate.launch.command import make_plan
+from nsa.operate.launch.plan import SCRIPT, Nodes, Plan, check_requirements, config_changes
+from nsa.operate.launch.profiles import load_profile, load_profiles
+from nsa.operate.process import Gpu, Machine, look
+from nsa.records import folder as folders
+from nsa.records.folder import LAUNCH, RUN, held_by, take_lock
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.launching import write_tiny
 
@@ -56,7 +54,7 @@ def test_a_launch_is_refused_where_another_has_the_folder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_tiny(tmp_path)
-    monkeypatch.setattr(run_lock, "GRACE_S", 0.1)
+    monkeypatch.setattr(folders, "GRACE_S", 0.1)
     launch = ("launch", "--profile", "rehearsal", "--config", "tiny.yaml", "--out-dir", "run")
     with take_lock(tmp_path / place, name, say=pytest.fail):
         assert main([*launch, "--where", "foreground"]) == 3
@@ -201,7 +199,7 @@ def test_what_cannot_be_launched_says_why(
 def test_more_processes_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nsa.operate.launch.look", lambda: Machine([A100]))
+    monkeypatch.setattr("nsa.operate.launch.command.look", lambda: Machine([A100]))
     assert main(["launch", "--profile", "production"]) == 3
     assert "2 processes on 1 GPUs: each needs one; set NP=1" in capsys.readouterr().err
     assert main(["launch", "--profile", "prime", "--min-gpus", "2"]) == 3

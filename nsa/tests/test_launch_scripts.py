@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.telemetry import read_metrics
-from nsa.telemetry.run_info import read_run_info
+from nsa.records import read_metrics
+from nsa.records.launch import read_run_info
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.launching import LOOSE, environment, finish, start_script, wait_until, write_tiny
 

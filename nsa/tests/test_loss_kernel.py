@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from nsa.ops.triton.loss import BLOCK, losses_and_gradient
-from nsa.ops.triton.start import INTERPRETED
+from nsa.ops.triton.cross_entropy import BLOCK, losses_and_gradient
+from nsa.ops.triton.launcher import INTERPRETED
 from nsa.tests.gpu import DEVICE, on_gpu
 from nsa.tests.helpers import assert_near
-from nsa.train import cross_entropy
-from nsa.train.cross_entropy import IGNORED, linear_cross_entropy
+from nsa.train import loss as loss_functions
+from nsa.train.loss import IGNORED, linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,7 +113,7 @@ def test_a_target_outside_the_vocabulary_stops_a_gpu_as_in_torch(wrong: int) -> 
     """In a process of its own, which cannot use its GPU afterwards."""
     code = f"""if True:
         import torch
-        from nsa.train.cross_entropy import linear_cross_entropy
+        from nsa.train.loss import linear_cross_entropy
         hidden, weight = torch.randn(8, 64).cuda(), torch.randn(1031, 64).cuda()
         targets = torch.arange(8).cuda()
         linear_cross_entropy(hidden, weight, targets, torch.bfloat16).item()
@@ -135,15 +135,15 @@ def test_a_target_outside_the_vocabulary_stops_a_gpu_as_in_torch(wrong: int) -> 
 def test_the_loss_of_a_head_equals_float64(
     part: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "FUSED_PART_NUMBERS", part)
+    monkeypatch.setattr(loss_functions, "FUSED_PART_NUMBERS", part)
     if DEVICE == "cpu":
-        monkeypatch.setattr(cross_entropy, "is_fused", lambda device, dtype: True)
+        monkeypatch.setattr(loss_functions, "is_fused", lambda device, dtype: True)
     torch.manual_seed(0)
     hidden = torch.randn(60, 64, device=DEVICE, requires_grad=True)
     weight = (0.3 * torch.randn(1031, 64, device=DEVICE)).requires_grad_()
     targets = torch.randint(1031, (60,), device=DEVICE)
     targets[::7] = IGNORED
-    assert cross_entropy.is_fused(hidden.device, dtype)
+    assert loss_functions.is_fused(hidden.device, dtype)
     exact = F.cross_entropy(hidden.double() @ weight.double().t(), targets)
     expected = torch.autograd.grad(exact * 3, (hidden, weight))
     loss = linear_cross_entropy(hidden, weight, targets, dtype)

@@ -19,8 +19,8 @@ from nsa.config import Config, ConfigError, DataConfig, load_config
 from nsa.config.env import check_environment, in_effect
 from nsa.data import ByteTokenizer, open_data
 from nsa.data.prepare import prepare
-from nsa.operate.snapshot import number, read_run
-from nsa.telemetry import (
+from nsa.operate.run_folder import number, read_run
+from nsa.records import (
     TRAINING,
     VAL,
     Heartbeat,
@@ -37,7 +37,8 @@ from nsa.telemetry import (
     write_config,
 )
 from nsa.tests.conftest import REPOSITORY
-from nsa.train import Halted, RunRefused, checkpoint, load_model, run
+from nsa.train import Halted, RunRefused, load_model, run
+from nsa.train.checkpoint import file as checkpoint_file
 from scripts import _watchdog
 from scripts.train_showcase import TinyLM, main
 
@@ -192,10 +193,10 @@ def test_the_watchdog_halts_a_run_whose_heartbeat_is_300_s_old(
     heartbeat.write(step=10, msg="progress", extra={"loss": 2.5})
     now = time.time()
     arguments = ["--dir", str(tmp_path), "--halt", "1", "--interval", "1", "--once"]
-    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: now + 100)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: now + 100)
     _watchdog.main(arguments)
     assert sentinels.read_halt(tmp_path) is None
-    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: now + 300)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: now + 300)
     assert _watchdog.main(arguments) == 1
     assert (tmp_path / ".HALT").read_text() == "halt: heartbeat_stall\n"
     assert sentinels.read_anomaly(tmp_path) == "heartbeat_stall"
@@ -292,7 +293,7 @@ def test_a_halt_file_stops_a_run_that_the_same_command_then_finishes(
     monkeypatch.setattr(Heartbeat, "beat", beat)
     with pytest.raises(Halted, match="after step 3"):
         run(cfg, config_path="tiny", out=io.StringIO())
-    assert checkpoint.steps_of(folder) == [3]
+    assert checkpoint_file.steps_of(folder) == [3]
     result = run(cfg, config_path="tiny", out=io.StringIO())
     assert (result.metrics.resumed_at, result.metrics.step) == (3, 5)
     assert result.metrics.status == "finished"
@@ -328,7 +329,9 @@ def test_sigterm_ends_the_process_with_a_checkpoint_and_code_zero(
         process.kill()
     assert process.returncode == 0, said
     assert read_metrics(folder).status == "halted"
-    assert checkpoint.verify(folder / checkpoint.NAME.format(step=read_metrics(folder).step))
+    assert checkpoint_file.verify(
+        folder / checkpoint_file.NAME.format(step=read_metrics(folder).step)
+    )
 
 
 def test_the_files_of_a_run_agree_with_each_other(finished: Path) -> None:
@@ -337,7 +340,7 @@ def test_the_files_of_a_run_agree_with_each_other(finished: Path) -> None:
     assert rows[-1].loss == pytest.approx(metrics.loss_last, abs=1e-6)
     assert read_rows(ValRow, finished / VAL)[-1].loss == pytest.approx(metrics.val_loss, abs=1e-6)
     model, cfg = load_model(finished / "model.pt")
-    saved = checkpoint.read(finished / "checkpoint_step6.pt")["state_dict"]
+    saved = checkpoint_file.read(finished / "checkpoint_step6.pt")["state_dict"]
     assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
     assert cfg.train.out_dir == str(finished)
     assert sum(p.numel() for p in model.parameters()) == metrics.num_params

@@ -111,7 +111,7 @@ def test_every_option_changes_the_function(option):
 
 
 def test_norm_computes_in_fp32_in_a_bf16_model():
-    from nsa.model.norm import RMSNorm
+    from nsa.model.block import RMSNorm
 
     norm = RMSNorm(64).to(torch.bfloat16)
     x = (torch.randn(8, 64) * 300).to(torch.bfloat16)

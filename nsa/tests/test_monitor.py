@@ -14,20 +14,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import Config
-from nsa.files import size
-from nsa.operate.board import eta
-from nsa.operate.evidence import read_evidence
-from nsa.operate.monitor import Report, monitor
-from nsa.operate.report import judge_evidence
-from nsa.operate.snapshot import read_run
+from nsa.files import size, write_text
+from nsa.operate.monitor import Report, eta, monitor
+from nsa.operate.report.command import judge_evidence
+from nsa.operate.report.evidence import read_evidence
+from nsa.operate.run_folder import read_run
 from nsa.operate.text import duration, printable, progress_bar, sparkline
-from nsa.operate.watch import describe_run
-from nsa.telemetry import proc, sentinels
-from nsa.telemetry.alarms import Alarm, append_alarm
-from nsa.telemetry.atomic import write_text
-from nsa.telemetry.spans import Spans
+from nsa.operate.watch.watchdog import describe_run
+from nsa.records import machine, sentinels
+from nsa.records.alarms import Alarm, append_alarm
+from nsa.records.spans import Spans
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.recording import Recorder, dead_pid
 from nsa.train import run
@@ -105,7 +103,7 @@ def test_what_was_not_recorded_reads_not_measured(
 def test_a_pipe_gets_a_report_and_then_a_line_for_what_is_new(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: recorder.now)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: recorder.now)
     looks = 0
 
     def sleep(seconds: float) -> None:
@@ -129,7 +127,7 @@ def test_a_pipe_gets_a_report_and_then_a_line_for_what_is_new(
 def test_a_terminal_is_drawn_again_and_keeps_the_last_picture(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: recorder.now)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: recorder.now)
     looks = 0
 
     def sleep(seconds: float) -> None:
@@ -214,7 +212,7 @@ def test_a_dead_run_is_not_called_running_by_any_reader(
     here.close()
     assert "died" not in look(recorder.now + 5)[0]
     place = folder / "span_rank0.json"
-    started = proc.start_ticks()
+    started = machine.start_ticks()
     place.write_text(
         place.read_text().replace(f'"started": {started}', f'"started": {started - 1}')
     )

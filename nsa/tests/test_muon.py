@@ -14,10 +14,9 @@ from torch.amp.grad_scaler import GradScaler
 
 from nsa.config import Config
 from nsa.model import TinyLM
-from nsa.model.memory import training_memory
+from nsa.model.cost import training_memory
 from nsa.train import run
-from nsa.train.muon import RMS, Muon, orthogonalize
-from nsa.train.optimizer import MuonAndAdamW, build_optimizer, set_lr
+from nsa.train.optimizer import RMS, Muon, MuonAndAdamW, build_optimizer, orthogonalize, set_lr
 
 BuildConfig = Callable[..., Config]
 

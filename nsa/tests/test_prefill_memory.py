@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa import NSAAttention, TinyLM
 from nsa.config import Config
 from nsa.model import DenseAttention, ModelCache
-from nsa.model.memory import cache_bytes, dense_cache_bytes
+from nsa.model.cost import cache_bytes, dense_cache_bytes
 from nsa.tests.helpers import assert_near, torch_path
 
 VOCAB, TILE = 1024, 128

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import Config
 from nsa.model import TinyLM
-from nsa.operate import check_config, check_kernels, check_machine, check_run
 from nsa.operate.limits import CPU, refresh, with_values
-from nsa.operate.planned import Check, Planned
-from nsa.operate.preflight import CHEAP, LARGE, REHEARSED, examine
-from nsa.operate.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row
+from nsa.operate.preflight import config_checks, kernel_checks, machine_checks, run_checks
+from nsa.operate.preflight.command import CHEAP, LARGE, REHEARSED, examine
+from nsa.operate.preflight.config_checks import Check, Planned
+from nsa.operate.report.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row
 from nsa.ops import nsa_attention
-from nsa.telemetry import sentinels
+from nsa.records import sentinels
 from nsa.tests.conftest import REPOSITORY, TINY
-from nsa.train import checkpoint
+from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.runtime import Runtime, resolve_runtime
 
 BuildConfig = Callable[..., Config]
@@ -116,8 +116,8 @@ def test_an_existing_run_folder_is_only_looked_at(tiny_config: BuildConfig, tmp_
 
 
 def test_a_config_that_nobody_named_is_no_go(planned: BuildPlan) -> None:
-    said(check_config.config_named(planned()), PASS)
-    said(check_config.config_named(planned(config_named=False)), FAIL)
+    said(config_checks.config_named(planned()), PASS)
+    said(config_checks.config_named(planned(config_named=False)), FAIL)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_a_config_that_nobody_named_is_no_go(planned: BuildPlan) -> None:
 def test_settings_that_make_a_run_pointless_are_no_go(
     planned: BuildPlan, overrides: tuple[str, ...]
 ) -> None:
-    said(check_config.config_sane(planned()), PASS)
-    row = said(check_config.config_sane(planned(*overrides)), FAIL)
+    said(config_checks.config_sane(planned()), PASS)
+    row = said(config_checks.config_sane(planned(*overrides)), FAIL)
     assert overrides[-1].partition("=")[0] in row.value
 
 
 def test_a_gpu_that_would_not_compute_in_bf16_is_no_go(planned: BuildPlan) -> None:
-    said(check_config.precision(planned()), PASS)
-    row = said(check_config.precision(planned("runtime.precision=fp16", runtime=ON_GPU)), FAIL)
+    said(config_checks.precision(planned()), PASS)
+    row = said(config_checks.precision(planned("runtime.precision=fp16", runtime=ON_GPU)), FAIL)
     assert row.value == "fp16 on cuda"
 
 
@@ -149,41 +149,41 @@ def test_a_gpu_without_bf16_is_no_go(planned: BuildPlan, monkeypatch: pytest.Mon
     plan = planned("runtime.precision=bf16", runtime=ON_GPU)
     for has_it, verdict in ((True, PASS), (False, FAIL)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has_it=has_it, **_: has_it)
-        said(check_config.precision(plan), verdict)
+        said(config_checks.precision(plan), verdict)
 
 
 def test_a_long_run_without_checkpoints_is_no_go(planned: BuildPlan) -> None:
-    said(check_config.checkpoints(planned("train.steps=4999")), PASS)
-    said(check_config.checkpoints(planned("train.steps=5000")), FAIL)
-    said(check_config.checkpoints(planned("train.steps=5000", "train.save_every=500")), PASS)
-    said(check_config.checkpoints(planned("train.steps=5000", "train.save_every=9000")), FAIL)
+    said(config_checks.checkpoints(planned("train.steps=4999")), PASS)
+    said(config_checks.checkpoints(planned("train.steps=5000")), FAIL)
+    said(config_checks.checkpoints(planned("train.steps=5000", "train.save_every=500")), PASS)
+    said(config_checks.checkpoints(planned("train.steps=5000", "train.save_every=9000")), FAIL)
 
 
 def test_a_switch_of_a_triage_that_is_still_set_is_no_go(
     planned: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said(check_config.switches(planned()), PASS)
+    said(config_checks.switches(planned()), PASS)
     monkeypatch.setenv("NSA_DISABLE_AUX_STATS", "1")
-    said(check_config.switches(planned()), PASS)
+    said(config_checks.switches(planned()), PASS)
     monkeypatch.setenv("NSA_FORCE_BRANCH", "win")
-    assert "NSA_FORCE_BRANCH=win" in said(check_config.switches(planned()), FAIL).value
+    assert "NSA_FORCE_BRANCH=win" in said(config_checks.switches(planned()), FAIL).value
 
 
 # the machine
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_no_go(planned: BuildPlan) -> None:
-    said(check_machine.disk_space(planned()), PASS)
-    said(check_machine.disk_space(planned(limits={"free_gib": 1e9})), FAIL)
+    said(machine_checks.disk_space(planned()), PASS)
+    said(machine_checks.disk_space(planned(limits={"free_gib": 1e9})), FAIL)
     config = ("train.steps=100000000", "train.save_every=1", "train.keep_last=0")
-    row = said(check_machine.disk_space(planned(*config)), FAIL)
+    row = said(machine_checks.disk_space(planned(*config)), FAIL)
     assert "100000001 checkpoints" in row.limit
 
 
 def test_a_slow_disk_is_no_go(planned: BuildPlan) -> None:
-    said(check_machine.disk_speed(planned(limits={"write_mib_per_s": 0.0})), PASS)
+    said(machine_checks.disk_speed(planned(limits={"write_mib_per_s": 0.0})), PASS)
     plan = planned(limits={"write_mib_per_s": 1e9})
-    said(check_machine.disk_speed(plan), FAIL)
+    said(machine_checks.disk_speed(plan), FAIL)
     assert list(plan.scratch.iterdir()) == []
 
 
@@ -193,17 +193,17 @@ def test_a_step_that_does_not_fit_is_no_go_and_nothing_large_is_tried(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said(check_machine.memory(planned()), PASS)
+    said(machine_checks.memory(planned()), PASS)
     info = tmp_path / "meminfo"
     info.write_text("MemTotal: 99 kB\nMemAvailable:   64 kB\n", "ascii")
-    monkeypatch.setattr(check_machine, "MEMINFO", info)
-    assert "64" not in said(check_machine.memory(planned()), FAIL).limit
+    monkeypatch.setattr(machine_checks, "MEMINFO", info)
+    assert "64" not in said(machine_checks.memory(planned()), FAIL).limit
     verdict = examine(tiny_config(), "tiny.yaml", ranks=1, limits=SMALL)
     tried = {row.name: row.verdict for row in verdict.rows}
     assert verdict.word == NO_GO and tried["memory"] == FAIL
     assert {tried[name] for name in (*ARISING, *REHEARSED)} == {NOT_MEASURED}
     info.unlink()
-    said(check_machine.memory(planned()), NOT_MEASURED)
+    said(machine_checks.memory(planned()), NOT_MEASURED)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A real run at work, and its folder."""
     folder = tmp_path / "busy"
     config = [*TINY, "train.steps=4000", "train.eval_every=0", f"train.out_dir={folder}"]
-    command = [sys.executable, "-m", "nsa.cli", "train"]
+    command = [sys.executable, "-m", "nsa.cli.main", "train"]
     command += ["--config", "configs/base.yaml", *config]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL)
@@ -230,14 +230,14 @@ def test_a_run_that_is_still_at_work_is_no_go(
     planned: BuildPlan, training: tuple[subprocess.Popen[bytes], Path]
 ) -> None:
     process, folder = training
-    row = said(check_machine.processes(planned(f"train.out_dir={folder}")), FAIL)
+    row = said(machine_checks.processes(planned(f"train.out_dir={folder}")), FAIL)
     assert f"pid {process.pid} writes to" in row.evidence
-    said(check_machine.processes(planned()), PASS)
-    row = said(check_machine.processes(planned(runtime=ON_GPU)), FAIL)
-    assert process.pid in [pid for pid, _ in check_machine.trainers()]
+    said(machine_checks.processes(planned()), PASS)
+    row = said(machine_checks.processes(planned(runtime=ON_GPU)), FAIL)
+    assert process.pid in [pid for pid, _ in machine_checks.trainers()]
     process.kill()
     process.wait()
-    said(check_machine.processes(planned(f"train.out_dir={folder}")), PASS)
+    said(machine_checks.processes(planned(f"train.out_dir={folder}")), PASS)
 
 
 @pytest.mark.parametrize(
@@ -245,37 +245,37 @@ def test_a_run_that_is_still_at_work_is_no_go(
     [
         ("python -u scripts/train_showcase.py --steps 3", True),
         ("/usr/bin/python3.11 /x/bin/torchrun --nproc_per_node=2 scripts/train_showcase.py", True),
-        ("python -m nsa.cli train --config x", True),
+        ("python -m nsa.cli.main train --config x", True),
         ("python /x/.venv/bin/nsa train", True),
-        ("python -m nsa.cli preflight --config train", False),
+        ("python -m nsa.cli.main preflight --config train", False),
         ("vim scripts/train_showcase.py", False),
         ("tail -f train_showcase.py", False),
         ("", False),
     ],
 )
 def test_what_counts_as_a_trainer(command: str, trains: bool) -> None:
-    assert check_machine.is_trainer(command.split()) is trains
+    assert machine_checks.is_trainer(command.split()) is trains
 
 
 def test_an_order_to_stop_that_was_left_is_no_go(planned: BuildPlan) -> None:
     plan = planned()
-    said(check_machine.halt_file(plan), PASS)
+    said(machine_checks.halt_file(plan), PASS)
     plan.folder.mkdir()
     sentinels.write_halt(plan.folder, "operator")
-    assert "operator" in said(check_machine.halt_file(plan), FAIL).value
+    assert "operator" in said(machine_checks.halt_file(plan), FAIL).value
 
 
 def test_versions_that_do_not_belong_together_are_no_go(planned: BuildPlan) -> None:
-    problems = check_machine.pairing_problems
+    problems = machine_checks.pairing_problems
     needs = ['triton==3.6.0; platform_system == "Linux"', "numpy"]
     assert problems("13.0", "580.65.06", "3.6.0", needs) == []
     assert "older than 580" in problems("13.0", "550.1", "3.6.0", needs)[0]
     assert "torch asks for 3.6.0" in problems("13.0", "580.65", "3.7.1", needs)[0]
     assert "not installed" in problems("12.8", "580.65", None, needs)[0]
     assert "without CUDA" in problems(None, "580.65", "3.6.0", needs)[0]
-    said(check_machine.versions(planned()), PASS)
+    said(machine_checks.versions(planned()), PASS)
     if torch.version.cuda is None:
-        said(check_machine.versions(planned(runtime=ON_GPU)), FAIL)
+        said(machine_checks.versions(planned(runtime=ON_GPU)), FAIL)
 
 
 # the kernels
@@ -285,33 +285,33 @@ def test_kernels_that_differ_from_the_oracle_are_no_go(
     planned: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned()
-    said(check_kernels.parity(plan), PASS)
+    said(kernel_checks.parity(plan), PASS)
 
     def wrong_output(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         out, chosen = nsa_attention(*args, **options)
         return out * (1.0 if options["backend"] == "reference" else 1.001), chosen
 
-    monkeypatch.setattr(check_kernels, "nsa_attention", wrong_output)
-    said(check_kernels.parity(plan), FAIL)
+    monkeypatch.setattr(kernel_checks, "nsa_attention", wrong_output)
+    said(kernel_checks.parity(plan), FAIL)
 
     def wrong_selection(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         out, chosen = nsa_attention(*args, **options)
         is_own = options["backend"] != "reference" and options["selection"] is None
         return out, chosen.roll(1, dims=1) if is_own else chosen
 
-    monkeypatch.setattr(check_kernels, "nsa_attention", wrong_selection)
-    assert "error" in said(check_kernels.parity(plan), FAIL).value
+    monkeypatch.setattr(kernel_checks, "nsa_attention", wrong_selection)
+    assert "error" in said(kernel_checks.parity(plan), FAIL).value
 
 
 def test_parity_of_dense_attention_is_no_question(planned: BuildPlan) -> None:
-    assert check_kernels.parity(planned("model.attention=dense")) is None
+    assert kernel_checks.parity(planned("model.attention=dense")) is None
 
 
 def test_a_model_that_sees_the_future_is_no_go(
     planned: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said(check_kernels.causality(planned()), PASS)
-    said(check_kernels.causality(planned("model.attention=dense")), PASS)
+    said(kernel_checks.causality(planned()), PASS)
+    said(kernel_checks.causality(planned("model.attention=dense")), PASS)
     forward = TinyLM.forward
 
     def leaks(self: TinyLM, ids: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -319,7 +319,7 @@ def test_a_model_that_sees_the_future_is_no_go(
         return logits + 1e-3 * logits.roll(-1, dims=1)
 
     monkeypatch.setattr(TinyLM, "forward", leaks)
-    said(check_kernels.causality(planned()), FAIL)
+    said(kernel_checks.causality(planned()), FAIL)
 
 
 # what the run will do
@@ -328,49 +328,49 @@ def test_a_model_that_sees_the_future_is_no_go(
 def test_ranks_that_do_not_meet_or_add_up_wrong_are_no_go(
     planned: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said(check_run.all_reduce(planned()), PASS)
+    said(run_checks.all_reduce(planned()), PASS)
     (planned().scratch / "store").unlink(missing_ok=True)
 
     def wrong(tensor: Tensor) -> None:
         tensor += 1
 
     monkeypatch.setattr(dist, "all_reduce", wrong)
-    assert "the sum is 2, not 1" in said(check_run.all_reduce(planned()), FAIL).value
+    assert "the sum is 2, not 1" in said(run_checks.all_reduce(planned()), FAIL).value
     assert not dist.is_initialized()
 
 
 @pytest.mark.dist
 def test_two_ranks_meet_and_one_that_is_late_is_no_go(planned: BuildPlan) -> None:
-    said(check_run.all_reduce(planned(ranks=2)), PASS)
+    said(run_checks.all_reduce(planned(ranks=2)), PASS)
     (planned().scratch / "store").unlink(missing_ok=True)
     late = planned(ranks=2, limits={"all_reduce_s": 0.05})
-    assert "did not come back" in said(check_run.all_reduce(late), FAIL).value
+    assert "did not come back" in said(run_checks.all_reduce(late), FAIL).value
 
 
 def test_data_that_does_not_come_in_time_is_no_go(planned: BuildPlan, tmp_path: Path) -> None:
-    said(check_run.first_batch(planned()), PASS)
+    said(run_checks.first_batch(planned()), PASS)
     missing = ("data.dataset=fineweb_edu_local", f"data.local_path={tmp_path / 'none.jsonl'}")
-    assert "none.jsonl" in said(check_run.first_batch(planned(*missing)), FAIL).value
+    assert "none.jsonl" in said(run_checks.first_batch(planned(*missing)), FAIL).value
     late = planned(limits={"first_batch_s": 1e-4})
-    assert "did not come within" in said(check_run.first_batch(late), FAIL).value
+    assert "did not come within" in said(run_checks.first_batch(late), FAIL).value
     assert not planned().folder.exists()
 
 
 def test_a_checkpoint_that_does_not_hold_is_no_go(
     planned: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint.write
+    write = checkpoint_file.write
 
-    def broken(folder: Path, content: checkpoint.Content) -> Path:
+    def broken(folder: Path, content: checkpoint_file.Content) -> Path:
         path = write(folder, content)
         path.write_bytes(path.read_bytes()[:-1])
         return path
 
-    monkeypatch.setattr(checkpoint, "write", broken)
+    monkeypatch.setattr(checkpoint_file, "write", broken)
     plan = planned()
-    rehearsal = check_run.rehearse(plan)
-    assert "it was cut" in said(check_run.saves_and_resumes(plan, rehearsal), FAIL).value
-    said(check_run.eta_and_cost(plan, rehearsal), NOT_MEASURED)
+    rehearsal = run_checks.rehearse(plan)
+    assert "it was cut" in said(run_checks.saves_and_resumes(plan, rehearsal), FAIL).value
+    said(run_checks.eta_and_cost(plan, rehearsal), NOT_MEASURED)
 
 
 def test_the_time_is_measured_where_a_run_writes_no_tables(
@@ -378,25 +378,25 @@ def test_the_time_is_measured_where_a_run_writes_no_tables(
 ) -> None:
     monkeypatch.setenv("NSA_DISABLE_CSV_LOGS", "1")
     plan = planned()
-    rehearsal = check_run.rehearse(plan)
+    rehearsal = run_checks.rehearse(plan)
     assert rehearsal.problem == "" and 0 < rehearsal.step_s < 60
-    said(check_run.saves_and_resumes(plan, rehearsal), PASS)
+    said(run_checks.saves_and_resumes(plan, rehearsal), PASS)
 
 
 def test_a_rehearsal_that_was_not_resumed_is_no_go(planned: BuildPlan) -> None:
-    rehearsal = check_run.Rehearsal(step_s=1.0, checkpoint_bytes=1, resumed_at=None)
-    said(check_run.saves_and_resumes(planned(), rehearsal), FAIL)
+    rehearsal = run_checks.Rehearsal(step_s=1.0, checkpoint_bytes=1, resumed_at=None)
+    said(run_checks.saves_and_resumes(planned(), rehearsal), FAIL)
 
 
 def test_a_run_that_takes_too_long_or_costs_too_much_is_no_go(planned: BuildPlan) -> None:
-    done = check_run.Rehearsal(step_s=72.0, checkpoint_bytes=1, resumed_at=3)
+    done = run_checks.Rehearsal(step_s=72.0, checkpoint_bytes=1, resumed_at=3)
     steps = "train.steps=50"  # an hour
-    row = said(check_run.eta_and_cost(planned(steps, price_per_h=3.0), done), PASS)
+    row = said(run_checks.eta_and_cost(planned(steps, price_per_h=3.0), done), PASS)
     assert row.value == "1 h 0 min for 50 steps, cost 3.00 at 3/h"
-    said(check_run.eta_and_cost(planned(steps, limits={"eta_h": 0.9}), done), FAIL)
-    said(check_run.eta_and_cost(planned(steps, price_per_h=3.0, max_cost=3.1), done), PASS)
-    said(check_run.eta_and_cost(planned(steps, price_per_h=3.0, max_cost=2.9), done), FAIL)
-    said(check_run.eta_and_cost(planned(steps, max_cost=2.9), done), NOT_MEASURED)
+    said(run_checks.eta_and_cost(planned(steps, limits={"eta_h": 0.9}), done), FAIL)
+    said(run_checks.eta_and_cost(planned(steps, price_per_h=3.0, max_cost=3.1), done), PASS)
+    said(run_checks.eta_and_cost(planned(steps, price_per_h=3.0, max_cost=2.9), done), FAIL)
+    said(run_checks.eta_and_cost(planned(steps, max_cost=2.9), done), NOT_MEASURED)
 
 
 # what goes wrong in the checks themselves
@@ -409,7 +409,7 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(
         raise OSError(5, "Input/output error")
 
     checks: dict[str, Check] = {"disk speed": broken}
-    monkeypatch.setattr("nsa.operate.preflight.CHEAP", CHEAP | checks)
+    monkeypatch.setattr("nsa.operate.preflight.command.CHEAP", CHEAP | checks)
     verdict = examine(tiny_config(), "tiny.yaml", ranks=1, limits=SMALL)
     found = {row.name: row for row in verdict.rows}
     assert "Input/output error" in found["disk speed"].value and verdict.word == NO_GO

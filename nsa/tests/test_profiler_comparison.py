@@ -11,7 +11,7 @@ import pytest
 from bench import compare, compare_report
 from bench.compare import RunFailed, step_times
 from nsa.config import Config
-from nsa.telemetry import Heartbeat, read_metrics, write_config
+from nsa.records import Heartbeat, read_metrics, write_config
 from scripts.profiler_comparison import main
 
 STEPS, WARMUP = 4, 1

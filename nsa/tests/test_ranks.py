@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa.config import Config, load_config
-from nsa.telemetry import (
+from nsa.records import (
     TRAINING,
     VAL,
     Beat,

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from nsa.cli import main
+from nsa.cli.flags import REPORT_POINTS
+from nsa.cli.main import main
 from nsa.config import Config
-from nsa.operate import report_html, svg
-from nsa.operate.evidence import read_evidence
-from nsa.operate.flags import REPORT_POINTS
-from nsa.operate.report import POINTS, judge
-from nsa.operate.verdict import (
+from nsa.operate.report import html
+from nsa.operate.report.command import POINTS, judge
+from nsa.operate.report.evidence import read_evidence
+from nsa.operate.report.verdict import (
     FAIL,
     GO,
     NO_GO,
@@ -28,9 +28,9 @@ from nsa.operate.verdict import (
     read_report,
     write_report,
 )
-from nsa.telemetry import GpuReading, sentinels, write_config, write_metrics
-from nsa.telemetry.alarms import Alarm, append_alarm
-from nsa.telemetry.tail import sampled_lines
+from nsa.records import GpuReading, sentinels, write_config, write_metrics
+from nsa.records.alarms import Alarm, append_alarm
+from nsa.tail import sampled_lines
 from nsa.tests.recording import GATES, Recorder
 from nsa.train import run
 
@@ -419,7 +419,7 @@ def test_a_bad_folder_is_described_shown_as_far_as_it_goes_and_not_modified(
     for point in POINTS:
         verdict = at(healthy, point)
         evidence = read_evidence(healthy.folder, now=healthy.now)
-        assert verdict.text() and verdict.markdown() and report_html.page(verdict, evidence)
+        assert verdict.text() and verdict.markdown() and html.page(verdict, evidence)
     verdict = at(healthy, "500")
     assert word in (None, verdict.word), verdict.text()
     assert said in " ".join(verdict.problems)
@@ -507,7 +507,7 @@ def test_what_a_run_holds_cannot_become_markup(healthy: Recorder) -> None:
     metric(config_file=evil, status="running")(healthy)
     verdict = at(healthy, "launch")
     evidence = read_evidence(healthy.folder, now=healthy.now)
-    assert "<script" not in report_html.page(verdict, evidence) + verdict.markdown()
+    assert "<script" not in html.page(verdict, evidence) + verdict.markdown()
     assert "\x1b" not in verdict.text()
 
 
@@ -521,16 +521,16 @@ def test_the_points_of_the_command_are_those_with_criteria() -> None:
 def test_a_curve_that_is_thinned_keeps_its_spikes_and_its_ends() -> None:
     points = [(float(step), 1.0) for step in range(10_000)]
     points[5_003] = (5_003.0, 99.0)
-    kept = svg.thin(points)
-    assert len(kept) <= svg.MOST_POINTS and (5_003.0, 99.0) in kept
+    kept = html.thin(points)
+    assert len(kept) <= html.MOST_POINTS and (5_003.0, 99.0) in kept
     assert kept == sorted(kept) and kept[-1][0] > 9_900
 
 
 @pytest.mark.parametrize("values", [[3.0], [2.0, 2.0], [0.0, 0.0], [1e-9, 5e8], [-3.0, 4.0]])
 def test_any_curve_can_be_drawn(values: list[float]) -> None:
-    drawn = svg.chart("a < b", [svg.Curve("x", [(float(i), v) for i, v in enumerate(values)])])
+    drawn = html.chart("a < b", [html.Curve("x", [(float(i), v) for i, v in enumerate(values)])])
     assert drawn.startswith("<svg") and "a &lt; b" in drawn and "nan" not in drawn
-    assert svg.chart("none", [svg.Curve("x", [])]) == ""
+    assert html.chart("none", [html.Curve("x", [])]) == ""
 
 
 def test_a_sample_of_a_large_file_has_whole_lines_in_order_from_start_to_end(

@@ -19,23 +19,16 @@ import torch
 from torch import Tensor
 
 from nsa.config import Config
-from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
-from nsa.telemetry.metrics import write_metrics
-from nsa.telemetry.run_lock import RUN as RUN_LOCK
+from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
+from nsa.records.folder import RUN as RUN_LOCK
+from nsa.records.metrics import write_metrics
 from nsa.tests.conftest import REPOSITORY
-from nsa.train import (
-    BadCheckpoint,
-    Halted,
-    NonFiniteLoss,
-    RunRefused,
-    TrainResult,
-    checkpoint,
-    run,
-    shelf,
-)
+from nsa.train import BadCheckpoint, Halted, NonFiniteLoss, RunRefused, TrainResult, run
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint import find
+from nsa.train.checkpoint.find import back_up
+from nsa.train.checkpoint.writer import Saver
 from nsa.train.loss import next_token_loss
-from nsa.train.saver import Saver
-from nsa.train.shelf import back_up
 from nsa.train.step import Updated
 
 BuildConfig = Callable[..., Config]
@@ -51,7 +44,7 @@ def train(cfg: Config, **options: object) -> tuple[TrainResult, str]:
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal arrives while step `step` is being computed."""
-    from nsa.train.loop import Trainer
+    from nsa.train.trainer import Trainer
 
     real = Trainer.update
 
@@ -224,7 +217,7 @@ def test_a_run_that_is_extended_equals_one_of_that_length_from_the_start(
     assert losses(extended) == losses(whole)
     for name, tensor in weights(expected).items():
         assert torch.equal(weights(resumed)[name], tensor), name
-    content = checkpoint.read(Path(extended.train.out_dir) / "checkpoint_step9.pt")
+    content = checkpoint_file.read(Path(extended.train.out_dir) / "checkpoint_step9.pt")
     assert f"train.steps={content['identity']['train.steps']}" == then
 
 
@@ -305,28 +298,28 @@ def test_a_batch_cut_otherwise_goes_on_and_a_larger_one_does_not(
 def test_only_the_newest_checkpoints_are_kept(tiny_config: BuildConfig) -> None:
     cfg = tiny_config("train.steps=6", "train.save_every=1", "train.keep_last=2")
     train(cfg)
-    assert checkpoint.steps_of(Path(cfg.train.out_dir)) == [6, 5]
+    assert checkpoint_file.steps_of(Path(cfg.train.out_dir)) == [6, 5]
     assert len(list(Path(cfg.train.out_dir).glob("checkpoint_step*.json"))) == 2
 
 
 def test_what_does_not_match_its_manifest_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
-        checkpoint.write(tmp_path, {"step": step})
+        checkpoint_file.write(tmp_path, {"step": step})
     with (tmp_path / "checkpoint_step4.pt").open("ab") as file:
         file.write(b"!")
-    assert [p.name for p in shelf.remove_old(tmp_path, 1)] == [
+    assert [p.name for p in find.remove_old(tmp_path, 1)] == [
         "checkpoint_step2.pt",
         "checkpoint_step1.pt",
     ]
-    assert checkpoint.steps_of(tmp_path) == [4, 3]
+    assert checkpoint_file.steps_of(tmp_path) == [4, 3]
 
 
 def test_backups_are_verified_copies(tiny_config: BuildConfig, tmp_path: Path) -> None:
     backup = tmp_path / "elsewhere"
     cfg = tiny_config(*LONG, f"train.backup_dir={backup}")
     train(cfg)
-    assert checkpoint.steps_of(backup) == [6, 3]
-    assert checkpoint.read(backup / "checkpoint_step6.pt")["step"] == 6
+    assert checkpoint_file.steps_of(backup) == [6, 3]
+    assert checkpoint_file.read(backup / "checkpoint_step6.pt")["step"] == 6
     with (backup / "checkpoint_step6.pt").open("ab") as file:
         file.write(b"!")
     with pytest.raises(BadCheckpoint, match="bytes"):
@@ -340,7 +333,7 @@ def test_a_backup_that_fails_is_said_and_the_checkpoint_counts(
     cfg = tiny_config(*LONG, f"train.backup_dir={tmp_path / 'taken'}")
     _, printed = train(cfg)
     assert f"checkpoint_step6.pt: no copy in {tmp_path / 'taken'}" in printed
-    assert checkpoint.steps_of(Path(cfg.train.out_dir)) == [6, 3]
+    assert checkpoint_file.steps_of(Path(cfg.train.out_dir)) == [6, 3]
 
 
 def test_gradients_that_overflow_without_end_end_the_run(
@@ -372,7 +365,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     _, printed = train(cfg)
     folder = Path(cfg.train.out_dir)
     assert re.search(r"checkpoint_step6.pt in .*: not written: disk full: need .*, have ", printed)
-    assert checkpoint.steps_of(folder) == [3]
+    assert checkpoint_file.steps_of(folder) == [3]
     assert not list(folder.glob(".*tmp"))
     assert read_metrics(folder).status == "finished"
 
@@ -385,7 +378,7 @@ def test_writing_happens_beside_the_steps(tmp_path: Path, monkeypatch: pytest.Mo
         assert release.wait(30)
         return folder / "checkpoint_step1.pt"
 
-    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(checkpoint_file, "write", write)
     saver = Saver(tmp_path, keep=0, backup=None, say=print)
     saver.save({"step": 1})  # returns although nothing is written yet
     release.set()
@@ -396,7 +389,7 @@ def test_writing_happens_beside_the_steps(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_halt_file_stops_after_the_step_and_is_put_aside(
     tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nsa.train.loop import Trainer
+    from nsa.train.trainer import Trainer
 
     cfg = tiny_config(*LONG)
     folder = Path(cfg.train.out_dir)
@@ -414,7 +407,7 @@ def test_a_halt_file_stops_after_the_step_and_is_put_aside(
     assert halted.value.exit_code == 0
     assert "[train] HALT file detected — stopping gracefully." in out.getvalue()
     assert not (folder / ".HALT").exists() and (folder / ".HALT.done").exists()
-    assert checkpoint.steps_of(folder) == [4, 3]
+    assert checkpoint_file.steps_of(folder) == [4, 3]
 
 
 def test_a_halt_file_from_before_is_refused_with_the_way_out(tiny_config: BuildConfig) -> None:
@@ -448,7 +441,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_state_and_blocks_a_resta
     assert (folder / ".anomaly_type").read_text().strip() == "nan_loss"
     assert (folder / ".HALT").read_text().strip() == "halt: nan_loss"
     assert read_metrics(folder).status == "non_finite"
-    assert checkpoint.steps_of(folder) == [3]
+    assert checkpoint_file.steps_of(folder) == [3]
     found = torch.load(folder / "anomaly_step5.pt", weights_only=True)
     assert found["step"] == 5 and found["batch"].shape[1] == cfg.train.seq_len + 1
     assert all(x.isfinite().all() for x in found["state_dict"].values())
@@ -478,7 +471,7 @@ def test_kill_9_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
         process.kill()
         process.wait()
         assert process.returncode in (-signal.SIGKILL, 0), "it ended by itself, and badly"
-        steps = [s for s in checkpoint.steps_of(folder) if _is_whole(folder, s)]
+        steps = [s for s in checkpoint_file.steps_of(folder) if _is_whole(folder, s)]
         assert steps and steps[0] >= newest, f"attempt {attempt}: {steps} after {newest}"
         assert steps[0] > seen or process.returncode == 0, f"attempt {attempt}: nothing gained"
         seen = steps[0]
@@ -499,14 +492,14 @@ def test_kill_9_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
 
 def _newest_finished(folder: Path) -> int:
     """The newest checkpoint that has its manifest; 0 without one."""
-    steps = checkpoint.steps_of(folder)
-    paths = ((step, folder / checkpoint.NAME.format(step=step)) for step in steps)
-    return next((step for step, path in paths if checkpoint.manifest_path(path).exists()), 0)
+    steps = checkpoint_file.steps_of(folder)
+    paths = ((step, folder / checkpoint_file.NAME.format(step=step)) for step in steps)
+    return next((step for step, path in paths if checkpoint_file.manifest_path(path).exists()), 0)
 
 
 def _is_whole(folder: Path, step: int) -> bool:
     try:
-        checkpoint.verify(folder / checkpoint.NAME.format(step=step))
+        checkpoint_file.verify(folder / checkpoint_file.NAME.format(step=step))
     except BadCheckpoint:
         return False
     return True
@@ -526,8 +519,8 @@ def _tiny(folder: Path) -> Path:
 
 
 def test_a_manifest_names_its_file_its_size_and_its_hash(tmp_path: Path) -> None:
-    path = checkpoint.write(tmp_path, {"step": 7})
+    path = checkpoint_file.write(tmp_path, {"step": 7})
     manifest = json.loads((tmp_path / "checkpoint_step7.json").read_text())
     assert manifest["file"] == path.name and manifest["step"] == 7
     assert manifest["bytes"] == path.stat().st_size
-    assert manifest["sha256"] == checkpoint.file_sha256(path)
+    assert manifest["sha256"] == checkpoint_file.file_sha256(path)

@@ -11,12 +11,13 @@ import torch
 
 from nsa.config import Config, to_container
 from nsa.data import open_data
-from nsa.telemetry import Metrics, write_config
-from nsa.telemetry.metrics import write_metrics
-from nsa.train import BadCheckpoint, RunRefused, checkpoint
+from nsa.records import Metrics, write_config
+from nsa.records.metrics import write_metrics
+from nsa.train import BadCheckpoint, RunRefused
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint.identity import identity_of, rows_of_rank
+from nsa.train.checkpoint.resume import Asked, Beginning, find_start
 from nsa.train.errors import NothingLeft
-from nsa.train.identity import identity_of, rows_of_rank
-from nsa.train.resume import Asked, Beginning, find_start
 
 BuildConfig = Callable[..., Config]
 
@@ -307,7 +308,7 @@ def fill(folder: Path, cfg: Config, case: Case) -> None:
     if case.saved:
         content = content_of(cfg, case)
         for step in (case.step - 1, case.step):
-            path = checkpoint.write(folder, content | {"step": step})
+            path = checkpoint_file.write(folder, content | {"step": step})
             if case.damaged:
                 path.write_bytes(path.read_bytes()[:-1])
     if case.status and case.train_s is not None:
@@ -329,7 +330,7 @@ def fill(folder: Path, cfg: Config, case: Case) -> None:
         write_metrics(folder, metrics)
 
 
-def content_of(cfg: Config, case: Case) -> checkpoint.Content:
+def content_of(cfg: Config, case: Case) -> checkpoint_file.Content:
     data = open_data(cfg.data, 32, cfg.train.seed)
     rows = case.was_asked or rows_of_rank(cfg.train)
     return {

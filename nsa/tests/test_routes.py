@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa import BlockSpec, NSAAttention, compress, nsa_attention
-from nsa.ops import fallbacks, plan, plan_attention, ranges
+from nsa.ops import fallbacks, nvtx, plan, plan_attention
 from nsa.ops.fallbacks import Fallback
 from nsa.ops.triton import flash
 from nsa.tests.conftest import REPOSITORY
@@ -457,7 +457,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("pop"))
-    monkeypatch.setattr(ranges, "_has_cuda", lambda: True)
+    monkeypatch.setattr(nvtx, "_has_cuda", lambda: True)
     return told
 
 
@@ -484,7 +484,7 @@ def test_an_nvtx_range_closes_after_an_error(
 ) -> None:
     monkeypatch.setenv("NSA_NVTX", "1")
 
-    with pytest.raises(RuntimeError, match="inside"), ranges.nvtx("part"):
+    with pytest.raises(RuntimeError, match="inside"), nvtx.nvtx("part"):
         raise RuntimeError("inside")
 
     assert marks == ["part", "pop"]

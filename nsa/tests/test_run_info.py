@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from nsa.telemetry.env_file import altered_files
-from nsa.telemetry.phase_file import PhaseVerdict, read_verdict, write_verdict
-from nsa.telemetry.run_info import RunInfo, read_run_info, write_run_info
+from nsa.records.env import altered_files
+from nsa.records.launch import (
+    PhaseVerdict,
+    RunInfo,
+    read_run_info,
+    read_verdict,
+    write_run_info,
+    write_verdict,
+)
 
 
 def sample() -> RunInfo:

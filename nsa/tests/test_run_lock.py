@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from nsa.config import Config
-from nsa.telemetry import run_lock
-from nsa.telemetry.run_lock import (
+from nsa.records import folder as folders
+from nsa.records.folder import (
     ENDED,
     LAUNCH,
     RUN,
@@ -34,7 +34,7 @@ BuildConfig = Callable[..., Config]
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from nsa.telemetry.run_lock import take_lock
+from nsa.records.folder import take_lock
 lock = take_lock(Path(sys.argv[1]), say=print)
 if sys.argv[2] == "exec":
     print(os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ), flush=True)
@@ -46,7 +46,7 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "GRACE_S", 0.1)
+    monkeypatch.setattr(folders, "GRACE_S", 0.1)
 
 
 def test_a_second_holder_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_second_holder_is_refused_and_the_first_is_named(tmp_path: Path) -> No
         holder = read_holder(folder)
         assert holder is not None and holder.command and not holder.is_ending
         assert lock.is_there()
-    assert held_by(folder) == "" and (folder / RUN).stat().st_size == run_lock.SIZE
+    assert held_by(folder) == "" and (folder / RUN).stat().st_size == folders.SIZE
     assert read_holder(folder) == dataclasses.replace(holder, state=ENDED)
     take_lock(folder, say=pytest.fail).release()
 
@@ -116,7 +116,7 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_refused_and_nothing_is_written(tmp_p
         take_lock(folder, say=pytest.fail)
 
 
-@pytest.mark.parametrize("number", run_lock.WITHOUT_LOCKS)
+@pytest.mark.parametrize("number", folders.WITHOUT_LOCKS)
 def test_without_locks_the_run_goes_on_after_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -78,7 +78,7 @@ print(tok.decode(ids[0].tolist()))
 STAND_IN = '''\
 """The two methods that the runbook calls, on this project's own GPT-2 tokenizer."""
 from pathlib import Path
-from nsa.data.gpt2_tokenizer import GPT2Tokenizer as Ours
+from nsa.data.tokenizers import GPT2Tokenizer as Ours
 
 class GPT2Tokenizer:
     def __init__(self, folder):

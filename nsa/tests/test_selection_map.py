@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nsa.config import Config
-from nsa.model.selection_map import BINS, LayerMap, count_reads, distance_edges
-from nsa.telemetry.selection_file import NAME, SelectionFile, read_selection
+from nsa.model.stats import BINS, LayerMap, count_reads, distance_edges
+from nsa.records.tables import NAME, SelectionFile, read_selection
 from nsa.train import run
 
 BuildConfig = Callable[..., Config]

@@ -17,24 +17,24 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import BAD_INPUT, Config, DataConfig
 from nsa.config.load import REPOSITORY
 from nsa.data import ByteTokenizer, Data, DataError, open_data, prepare
-from nsa.data.ahead import AHEAD, map_in_order
-from nsa.data.gpt2_files import EOS_NAME
-from nsa.data.manifest import FILE_NAME, Manifest, read_manifest, verify_shards
-from nsa.data.shards import open_shards
-from nsa.data.split import is_held_out
-from nsa.data.stream import Stream
-from nsa.operate.check_run import shards
+from nsa.data.array_rows import Stream, open_shards
+from nsa.data.documents import is_held_out
+from nsa.data.encode import AHEAD, map_in_order
+from nsa.data.shards import FILE_NAME, Manifest, read_manifest, verify_shards
+from nsa.data.tokenizers import EOS_NAME
 from nsa.operate.limits import CPU
-from nsa.operate.planned import Planned
-from nsa.operate.verdict import FAIL, PASS
-from nsa.telemetry import read_metrics
+from nsa.operate.preflight.config_checks import Planned
+from nsa.operate.preflight.run_checks import shards
+from nsa.operate.report.verdict import FAIL, PASS
+from nsa.records import read_metrics
 from nsa.tests.test_sources import TEXTS, read_side, write_jsonl
 from nsa.tests.test_tokenizers import train_hf
-from nsa.train import LoaderFailed, checkpoint, run
+from nsa.train import LoaderFailed, run
+from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.runtime import resolve_runtime
 
 SHARD_TOKENS = 1000
@@ -77,7 +77,7 @@ def test_a_byte_that_has_changed_ends_the_run_and_no_later_checkpoint_counts(
     )
     run(cfg, config_path="tiny.yaml", out=io.StringIO(), stop_after=2)
     if where == "in the background":
-        monkeypatch.setattr("nsa.data.shard_check.SMALL_BYTES", 0)
+        monkeypatch.setattr("nsa.data.shards.SMALL_BYTES", 0)
     mended = (folder / "train-00001.bin").read_bytes()
     flip(folder / "train-00001.bin")
 
@@ -93,7 +93,7 @@ def test_a_byte_that_has_changed_ends_the_run_and_no_later_checkpoint_counts(
         assert not saved or f"--resume {place / 'checkpoint_step2.pt'}" in str(found.value)
     else:
         assert read_metrics(place).status == "finished", "the run before it"
-        assert checkpoint.steps_of(place) == [2]
+        assert checkpoint_file.steps_of(place) == [2]
     (folder / "train-00001.bin").write_bytes(mended)
     out = io.StringIO()
     run(cfg, config_path="tiny.yaml", out=out, resume=str(place / "checkpoint_step2.pt"))

@@ -14,8 +14,7 @@ import torch
 
 from nsa.config import ConfigError, DataConfig
 from nsa.data import CopyRows, Data, DataError, cu_seqlens, document_starts, open_data
-from nsa.data.documents import find_files, read_documents
-from nsa.data.split import is_held_out
+from nsa.data.documents import find_files, is_held_out, read_documents
 
 TEXTS = [f"document {i}: " + "lorem ipsum dolor " * (1 + i % 7) for i in range(120)]
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from nsa.config import Config, TrainConfig
 from nsa.data import Data, open_data
-from nsa.data.rows import AnyOrder
-from nsa.telemetry import TRAINING, TrainingRow, read_metrics, read_rows
+from nsa.data.array_rows import AnyOrder
+from nsa.records import TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.tests.test_resume import stopped
-from nsa.train import Halted, TrainError, TrainResult, checkpoint, run
-from nsa.train.loop import Trainer
+from nsa.train import Halted, TrainError, TrainResult, run
+from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.spikes import Spikes
+from nsa.train.trainer import Trainer
 
 BuildConfig = Callable[..., Config]
 ROWS = 4
@@ -66,7 +67,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], SimpleNamespace]
             seen.all.append(seen.rows)
             return data._replace(train=seen.rows)
 
-        monkeypatch.setattr(import_module("nsa.train.feed"), "open_data", opened)
+        monkeypatch.setattr(import_module("nsa.train.batches"), "open_data", opened)
         monkeypatch.setenv("NSA_FWE_PREFETCH", "0")  # rows are then read when they are needed
         return seen
 
@@ -158,7 +159,7 @@ def test_rollback_returns_to_the_checkpoint_and_jumps_over_the_data(
     assert second == list(range(ROWS * SPIKE, ROWS * (30 + SPIKE - 16), 2))
     steps = [row.step for row in read_rows(TrainingRow, folder / TRAINING)]
     assert steps == sorted(set(steps)) and steps[-1] == 30
-    saved = checkpoint.read(folder / "checkpoint_step24.pt")
+    saved = checkpoint_file.read(folder / "checkpoint_step24.pt")
     assert saved["spikes"]["jumped"] == SPIKE - 16
 
 
@@ -175,7 +176,7 @@ def test_a_run_that_rolled_back_is_resumed_exactly(
     whole, _ = train(tiny_config(*settings, f"train.out_dir={tmp_path / 'whole'}"))
     parts = tiny_config(*settings, f"train.out_dir={tmp_path / 'parts'}")
     stopped(parts, step, monkeypatch)
-    newest = checkpoint.steps_of(tmp_path / "parts")[0]
+    newest = checkpoint_file.steps_of(tmp_path / "parts")[0]
     assert newest == (27 if step == 27 else 16), "a spike is not saved"
     resumed, _ = train(parts)
     assert same(resumed, whole)
@@ -231,7 +232,7 @@ def test_a_halt_in_a_spike_is_obeyed_and_saves_it_only_where_there_is_nothing_el
     monkeypatch.setattr(Trainer, "update", update)
     with pytest.raises(Halted, match=r"stopped by .HALT"):
         train(cfg)
-    assert checkpoint.steps_of(folder)[0] == newest
+    assert checkpoint_file.steps_of(folder)[0] == newest
     assert (folder / ".HALT.done").exists()
 
 

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import pytest
 
-from nsa.telemetry import read_metrics
+from nsa.records import read_metrics
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.effects import TINY
 
 RUNS = """
 import ctypes, json, os, sys, threading, time
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.train import stop
-from nsa.train.loop import Trainer
+from nsa.train.trainer import Trainer
 
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 
@@ -166,11 +166,11 @@ def kill(pid: int) -> None:
 def test_ctrl_c_in_any_command_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nsa import cli
+    from nsa.cli import main
 
     def interrupted(args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_keys", interrupted)
-    assert cli.main(["keys"]) == 130
+    monkeypatch.setattr(main, "_keys", interrupted)
+    assert main.main(["keys"]) == 130
     assert capsys.readouterr().err == "nsa: interrupted\n"

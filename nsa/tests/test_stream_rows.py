@@ -13,13 +13,12 @@ import torch
 
 from nsa.config import DataConfig
 from nsa.data import ByteTokenizer, DataError, Loader, SourceLost, SyntheticRows, WaitEnded, within
-from nsa.data.block_rows import MOST_ROWS, BlockRows
-from nsa.data.endless import Place, first_held_out
+from nsa.data.array_rows import shuffled
+from nsa.data.documents import is_held_out
+from nsa.data.encode import Place, Report, first_held_out
+from nsa.data.errors import MOST, Retries, is_transient
 from nsa.data.hub import HubDocuments
-from nsa.data.order import shuffled
-from nsa.data.report import Report
-from nsa.data.retry import MOST, Retries, is_transient
-from nsa.data.split import is_held_out
+from nsa.data.streamed_rows import MOST_ROWS, StreamedRows
 from nsa.tests.streams import ListDocuments, wait_for
 
 TEXTS = [f"document {i}: " + "lorem ipsum dolor " * (1 + i % 7) for i in range(200)]
@@ -30,12 +29,12 @@ SEQ_LEN, ROWS = 16, 40
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa.data.block_rows.MOST_ROWS", ROWS)
+    monkeypatch.setattr("nsa.data.streamed_rows.MOST_ROWS", ROWS)
 
 
-def stream(seed: int = 1, doc_batch: int = 64) -> BlockRows:
+def stream(seed: int = 1, doc_batch: int = 64) -> StreamedRows:
     documents = ListDocuments(TEXTS[:90], [], TEXTS[90:])
-    return BlockRows(documents, ByteTokenizer(), SEQ_LEN, seed, doc_batch=doc_batch)
+    return StreamedRows(documents, ByteTokenizer(), SEQ_LEN, seed, doc_batch=doc_batch)
 
 
 def expected_rows(number: int, seed: int = 1) -> list[list[int]]:
@@ -61,8 +60,8 @@ def test_every_token_of_every_epoch_comes_once_and_the_end_is_a_new_epoch() -> N
 
 def test_a_block_is_bounded_in_rows_and_in_tokens() -> None:
     assert MOST_ROWS == 256
-    long = BlockRows(ListDocuments(TEXTS), ByteTokenizer(), 1 << 18, 1)
-    longest = BlockRows(ListDocuments(TEXTS), ByteTokenizer(), 1 << 22, 1)
+    long = StreamedRows(ListDocuments(TEXTS), ByteTokenizer(), 1 << 18, 1)
+    longest = StreamedRows(ListDocuments(TEXTS), ByteTokenizer(), 1 << 22, 1)
     assert (stream().block_rows, long.block_rows, longest.block_rows) == (ROWS, 2, 1)
 
 
@@ -100,7 +99,7 @@ def test_a_state_is_small_and_continues_without_reading_from_the_start(position:
         first.batch(0, position)
     state = first.state(position)
     documents = ListDocuments(TEXTS[:90], [], TEXTS[90:])
-    second = BlockRows(documents, ByteTokenizer(), SEQ_LEN, 1, doc_batch=1)
+    second = StreamedRows(documents, ByteTokenizer(), SEQ_LEN, 1, doc_batch=1)
 
     second.resume(state)
 
@@ -144,7 +143,7 @@ def test_held_out_documents_are_the_first_of_their_side_and_never_trained_on() -
 
 @pytest.mark.parametrize("texts", [["", "  "], [t for t in TEXTS if is_held_out(t)]])
 def test_documents_without_one_to_train_on_end_with_an_error(texts: list[str]) -> None:
-    rows = BlockRows(ListDocuments(texts), ByteTokenizer(), SEQ_LEN, 1, doc_batch=1)
+    rows = StreamedRows(ListDocuments(texts), ByteTokenizer(), SEQ_LEN, 1, doc_batch=1)
     with pytest.raises(DataError, match="no document to train on"):
         rows.batch(0, 1)
 
@@ -154,8 +153,8 @@ def test_a_fingerprint_changes_with_what_decides_the_rows() -> None:
     assert stream(doc_batch=3).fingerprint() == base
     others = {
         stream(seed=2).fingerprint(),
-        BlockRows(ListDocuments(TEXTS), ByteTokenizer(), 32, 1).fingerprint(),
-        BlockRows(ListDocuments(TEXTS[1:]), ByteTokenizer(), SEQ_LEN, 1).fingerprint(),
+        StreamedRows(ListDocuments(TEXTS), ByteTokenizer(), 32, 1).fingerprint(),
+        StreamedRows(ListDocuments(TEXTS[1:]), ByteTokenizer(), SEQ_LEN, 1).fingerprint(),
     }
     assert len(others | {base}) == 4
 
@@ -163,7 +162,7 @@ def test_a_fingerprint_changes_with_what_decides_the_rows() -> None:
 def test_a_line_comes_every_so_many_documents() -> None:
     lines: list[str] = []
     report = Report(every=60, say=lines.append)
-    rows = BlockRows(ListDocuments(TEXTS), ByteTokenizer(), SEQ_LEN, 1, report=report)
+    rows = StreamedRows(ListDocuments(TEXTS), ByteTokenizer(), SEQ_LEN, 1, report=report)
     rows.batch(2 * rows_per_epoch(), 1)
     assert lines[0].startswith("[data] 60 documents, ") and lines[0].endswith("(epoch 1)")
     assert lines[3].startswith("[data] 240 documents, ") and lines[3].endswith("(epoch 2)")
@@ -354,7 +353,7 @@ class FlakyHub(HubDocuments):
 
 @pytest.fixture
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa.data.retry.FIRST_S", 0.0)
+    monkeypatch.setattr("nsa.data.errors.FIRST_S", 0.0)
 
 
 @pytest.mark.usefixtures("_no_waiting")

@@ -16,13 +16,13 @@ import torch
 
 from nsa import TinyLM
 from nsa.config import DataConfig, ModelConfig
+from nsa.data.documents import TRAIN, VAL
 from nsa.data.errors import DataError
-from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.manifest import verify_shards
 from nsa.data.open import open_data
-from nsa.data.split import TRAIN, VAL
+from nsa.data.shards import verify_shards
+from nsa.data.tokenizers import HFTokenizer
 from nsa.ops.spec import NUM_FORCED
-from nsa.telemetry import read_config, read_metrics
+from nsa.records import read_config, read_metrics
 from studies.long_context import plot, run, shards
 from studies.long_context.evaluate import ANSWERERS, Exam, ask, scale_rope
 from studies.long_context.presets import FULL, PRESETS, TINY

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from nsa.cli import _parser as cli_parser
-from nsa.cli import subcommands
+from nsa.cli.main import _parser as cli_parser
+from nsa.cli.main import subcommands
 from nsa.config import Config, StrictParser, known_keys, load_config, to_container
-from nsa.config.env_table import TABLE
-from nsa.telemetry import Metrics, read_heartbeat
+from nsa.config.env import TABLE
+from nsa.records import Metrics, read_heartbeat
 from nsa.train import run
 from scripts.rehearsal_report import Rehearsal, Row, read_rehearsal, write_rehearsal
 from scripts.surface import (

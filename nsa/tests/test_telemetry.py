@@ -12,7 +12,8 @@ import pytest
 from matplotlib.image import imread
 
 from nsa.config import Config, ConfigError
-from nsa.telemetry import (
+from nsa.files import replacing, write_text
+from nsa.records import (
     TRAINING,
     CsvLog,
     Metrics,
@@ -29,7 +30,6 @@ from nsa.telemetry import (
     write_metrics,
     write_sample,
 )
-from nsa.telemetry.atomic import replacing, write_text
 
 ROWS = [
     TrainingRow(step, 5.5 * 0.98**step + (step % 7) * 0.02, 1e-3 / step, 1000.0)

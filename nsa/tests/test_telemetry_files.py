@@ -23,14 +23,15 @@ import torch
 from bench.compare_report import Comparison, Result
 from nsa.config.load import REPOSITORY
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
-from nsa.operate import handoff_manifest, triage_report
-from nsa.operate.handoff_manifest import Entry, Manifest, Missing
-from nsa.operate.triage_report import Triage
-from nsa.operate.triage_run import Outcome
-from nsa.operate.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row, Verdict
+from nsa.operate.handoff import contents
+from nsa.operate.handoff.contents import Entry, Manifest, Missing
+from nsa.operate.report.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row, Verdict
+from nsa.operate.triage import command
+from nsa.operate.triage.command import Triage
+from nsa.operate.triage.trials import Outcome
 from nsa.ops import fallbacks
 from nsa.ops.fallbacks import Fallback
-from nsa.telemetry import (
+from nsa.records import (
     CounterFiles,
     CsvLog,
     FallbackRow,
@@ -42,12 +43,10 @@ from nsa.telemetry import (
     TrainingRow,
     ValRow,
     alarms,
-    env_file,
+    env,
     fallback_counts,
-    gate_details,
     hang_report,
     last_beat,
-    memory_dump,
     open_folder,
     open_tensorboard,
     read_env,
@@ -55,24 +54,22 @@ from nsa.telemetry import (
     read_k_stats,
     read_memory,
     read_rows,
-    run_lock,
-    scalars,
+    results,
     sentinels,
-    size_files,
+    sinks,
     spans,
-    stack_dump,
-    tensorboard,
     write_env,
 )
-from nsa.telemetry.alarms import Alarm, as_line
-from nsa.telemetry.heartbeat import BASE_FIELDS
-from nsa.telemetry.phase_file import PhaseVerdict
-from nsa.telemetry.run_info import RunInfo
-from nsa.telemetry.scalars import attention_scalars, train_scalars, val_scalars
-from nsa.telemetry.selection_file import SelectionRecord
-from nsa.telemetry.tracker import Tracked, write_tracked
+from nsa.records import dumps as dump_files
+from nsa.records import folder as folders
+from nsa.records.alarms import Alarm, as_line
+from nsa.records.heartbeat import BASE_FIELDS
+from nsa.records.launch import PhaseVerdict, RunInfo
+from nsa.records.sinks import Tracked, attention_scalars, train_scalars, val_scalars, write_tracked
+from nsa.records.tables import SelectionRecord
 from nsa.tests.gpu import on_gpu
-from nsa.train import checkpoint, sharded
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint import folder as checkpoint_folder
 from scripts.rehearsal_report import Rehearsal
 from scripts.rehearsal_report import Row as RehearsedRow
 from studies.corpus.pack_manifest import Packed
@@ -121,7 +118,7 @@ def test_env_file_records_the_variables_of_a_run_and_no_others() -> None:
     kept = {"NSA_LR": "1", "NCCL_ALGO": "Ring", "TORCH_LOGS": "+sdp", "CUDA_VISIBLE_DEVICES": "0"}
     kept |= {"PYTORCH_CUDA_ALLOC_CONF": "a:b", "RANK": "1", "WORLD_SIZE": "2", "CONFIG": "x.yaml"}
 
-    found = env_file.collect([], kept | {"HOME": "/", "RANKING": "1", "MY_NSA_LR": "1"})
+    found = env.collect([], kept | {"HOME": "/", "RANKING": "1", "MY_NSA_LR": "1"})
 
     assert found.env == kept
 
@@ -136,7 +133,7 @@ def test_env_file_hides_secrets() -> None:
     argv = ["train.py", "--hf-token", "k5", "api_key=k6", "--password=k7", "data.tokenizer=byte"]
     argv += ["--token", "--steps", "5"]
 
-    found = env_file.collect(argv, environ)
+    found = env.collect(argv, environ)
 
     assert not re.search(r"k\d", json.dumps(dataclasses.asdict(found)["env"]) + str(found.argv))
     assert found.env == dict.fromkeys(environ, "***")
@@ -158,18 +155,18 @@ def test_the_commit_is_known_in_a_repository_only(
         )
         return done.stdout.strip()
 
-    assert env_file.git_commit(tmp_path) is None
+    assert env.git_commit(tmp_path) is None
     git("init", "-q")
-    assert env_file.git_commit(tmp_path) is None  # nothing is committed
+    assert env.git_commit(tmp_path) is None  # nothing is committed
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-qm", "a")
     commit = git("rev-parse", "HEAD")
-    assert env_file.git_commit(tmp_path) == commit
+    assert env.git_commit(tmp_path) == commit
     (tmp_path / "a").write_text("2")
-    assert env_file.git_commit(tmp_path) == f"{commit}-dirty"
+    assert env.git_commit(tmp_path) == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
-    assert env_file.git_commit(tmp_path) is None
+    assert env.git_commit(tmp_path) is None
 
 
 def test_env_file_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -251,7 +248,7 @@ def test_a_full_disk_costs_csv_lines_and_not_the_run(
     path, row = tmp_path / "t.csv", TrainingRow(1, 2.0, 1e-3, 10.0)
     with monkeypatch.context() as full:
         full.setattr(os, "write", full_disk)
-        full.setattr("nsa.telemetry.csv_log.write_text", full_disk)
+        full.setattr("nsa.records.tables.write_text", full_disk)
         log = CsvLog(TrainingRow, path)
         log.append(row)
         log.append(row)
@@ -286,7 +283,7 @@ def test_logs_that_nobody_holds_any_more_keep_no_file_open(tmp_path: Path) -> No
     ],
 )
 def test_memory_is_due_around_every_n_steps(every: int, pre: list[int], post: list[int]) -> None:
-    due = {step: memory_dump.due(step, every) for step in range(1, 8)}
+    due = {step: dump_files.due(step, every) for step in range(1, 8)}
 
     assert [step for step in due if due[step].pre] == pre
     assert [step for step in due if due[step].post] == post
@@ -398,8 +395,8 @@ def test_a_full_disk_is_reported_by_what_asks_for_a_halt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sentinels, "write_text", full_disk)
-    monkeypatch.setattr(env_file, "write_text", full_disk)
-    monkeypatch.setattr(memory_dump, "write_text", full_disk)
+    monkeypatch.setattr(env, "write_text", full_disk)
+    monkeypatch.setattr(dump_files, "write_text", full_disk)
 
     assert not sentinels.write_halt(tmp_path, "oom")
     assert not sentinels.write_anomaly(tmp_path, "oom")
@@ -415,7 +412,7 @@ def test_a_full_disk_is_reported_by_what_asks_for_a_halt(
 
 TWO_THREADS = """
 import hashlib, sys, threading
-from nsa.telemetry import stack_dump
+from nsa.records import stack_dump
 
 def wait_in_a_thread():
     sys.stdin.readline()
@@ -504,7 +501,7 @@ def test_the_stack_is_left_even_where_no_python_can_run(tmp_path: Path) -> None:
 def test_dumps_of_one_second_get_a_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1700000000.5)
 
-    paths = [stack_dump.write_dump(tmp_path, "Signal 10") for _ in range(3)]
+    paths = [dump_files.write_dump(tmp_path, "Signal 10") for _ in range(3)]
 
     assert [path.name for path in paths if path] == [
         "stackdump_1700000000.txt",
@@ -515,7 +512,7 @@ def test_dumps_of_one_second_get_a_suffix(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_uninstalling_restores_the_handler_and_leaves_nothing(tmp_path: Path) -> None:
     before, threads = signal.getsignal(signal.SIGUSR1), threading.active_count()
-    installed = stack_dump.install(tmp_path)
+    installed = dump_files.install(tmp_path)
     assert installed is not None
     assert signal.getsignal(signal.SIGUSR1) is not before
 
@@ -528,7 +525,7 @@ def test_uninstalling_restores_the_handler_and_leaves_nothing(tmp_path: Path) ->
 
 def test_outside_the_main_thread_nothing_is_installed(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    thread = threading.Thread(target=stack_dump.install, args=(tmp_path,))
+    thread = threading.Thread(target=dump_files.install, args=(tmp_path,))
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGUSR1) is before and list(tmp_path.iterdir()) == []
@@ -538,7 +535,7 @@ def test_a_full_disk_costs_the_dump_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "write", full_disk)
-    assert stack_dump.write_dump(tmp_path, "Signal 10") is None
+    assert dump_files.write_dump(tmp_path, "Signal 10") is None
     assert "not written (No space left on device)" in capsys.readouterr().err
 
 
@@ -555,7 +552,7 @@ def test_events_read_back_what_was_written(tmp_path: Path) -> None:
     board.add(2, val_scalars(loss=2.0, ppl=8.0))
     board.close()
 
-    found = tensorboard.read_scalars(tmp_path)
+    found = sinks.read_scalars(tmp_path)
 
     assert found["train/loss"] == [(1, 4.0), (2, 4.0)] and found["train/mfu"] == [(1, 0.25)]
     assert found["train/lr"][0] == (1, 0.5) and found["train/toks_per_s"][0] == (1, 100.0)
@@ -563,8 +560,8 @@ def test_events_read_back_what_was_written(tmp_path: Path) -> None:
     assert found["gates/entropy_min"] == [(1, 0.5)] and found["gates/share_win"] == [(1, 0.25)]
     assert found["selection/k_max"] == [(1, SUMMARY["sel_k_max"])]
     assert [found[f"layer_entropy_mean/{i:02d}"] for i in (0, 1)] == [[(1, 0.25)], [(1, 0.75)]]
-    fixed = {*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS}
-    by_layer = {f"{tag}/{i:02d}" for tag in scalars.LAYER_TAGS for i in (0, 1)}
+    fixed = {*sinks.TRAIN_TAGS, *sinks.VAL_TAGS, *sinks.GATE_TAGS, *sinks.SELECTION_TAGS}
+    by_layer = {f"{tag}/{i:02d}" for tag in sinks.LAYER_TAGS for i in (0, 1)}
     assert found.keys() == fixed | by_layer
 
 
@@ -576,7 +573,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
         board.close()
 
     expected = [(step, 4.0 if step <= 4 else 2.0) for step in range(1, 10)]
-    assert tensorboard.read_scalars(tmp_path)["train/loss"] == expected
+    assert sinks.read_scalars(tmp_path)["train/loss"] == expected
 
 
 @pytest.mark.parametrize("options", [{"disabled": True}, {"rank": 1}])
@@ -636,8 +633,8 @@ def test_a_folder_that_cannot_be_made_costs_the_events(
 
 def test_types_and_sizes_read_back_what_was_written(tmp_path: Path) -> None:
     layer = torch.nn.Linear(3, 2)
-    size_files.write_dtypes(tmp_path, "bf16", [*layer.named_parameters(), ("s", torch.ones(()))])
-    report = size_files.read_dtypes(tmp_path)
+    results.write_dtypes(tmp_path, "bf16", [*layer.named_parameters(), ("s", torch.ones(()))])
+    report = results.read_dtypes(tmp_path)
     assert report.compute == "bf16"
     assert report.parameters == [
         ("weight", "float32", (2, 3)),
@@ -645,15 +642,15 @@ def test_types_and_sizes_read_back_what_was_written(tmp_path: Path) -> None:
         ("s", "float32", ()),
     ]
     state = {"state": {0: {"m": torch.zeros(2**18), "step": 1}}, "groups": [{"lr": 0.1}]}
-    size_files.write_opt_state(tmp_path, state)
-    assert size_files.read_opt_state(tmp_path) == 1.0
+    results.write_opt_state(tmp_path, state)
+    assert results.read_opt_state(tmp_path) == 1.0
 
 
 @pytest.mark.parametrize("text", ["", "version 2\ncompute bf16\n", "version 1\ncompute a\nx y\n"])
 def test_a_report_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / size_files.DTYPES).write_text(text)
-    (tmp_path / size_files.OPT_STATE).write_text(text)
-    for read in (size_files.read_dtypes, size_files.read_opt_state):
+    (tmp_path / results.DTYPES).write_text(text)
+    (tmp_path / results.OPT_STATE).write_text(text)
+    for read in (results.read_dtypes, results.read_opt_state):
         with pytest.raises(ValueError, match=r"dtypes_report.txt|opt_state_mb.txt"):
             read(tmp_path)
 
@@ -666,7 +663,7 @@ def test_the_files_of_an_earlier_run_move_aside_but_an_order_to_stop_stays(tmp_p
     write_env(tmp_path, [])
     CounterFiles(tmp_path)
     MemoryDumps(tmp_path, "cpu", every=1).boot()
-    stack_dump.write_dump(tmp_path, "Signal 10")
+    dump_files.write_dump(tmp_path, "Signal 10")
     (tmp_path / "tb").mkdir()
     sentinels.write_halt(tmp_path, "x")
     sentinels.obeyed(tmp_path)
@@ -698,7 +695,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
     last = last_beat(heartbeat.path, "progress")
     assert last is not None
     tracked = Tracked("wandb", "x")
-    memory = memory_dump.write_memory(folder, "boot", "cpu")
+    memory = dump_files.write_memory(folder, "boot", "cpu")
     return {
         "heartbeat.md": {*BASE_FIELDS}.union(*lines, layers, (line["msg"] for line in lines)),
         "training_csv.md": {*TrainingRow._fields},
@@ -710,9 +707,15 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "dtypes_report.md": {"version", "compute"},
         "opt_state_mb.md": {"MiB"},
         "checkpoint.md": {
-            *("version", "step", "spikes", *checkpoint.KEYS, *checkpoint.Manifest._fields),
-            *(*sharded.FolderManifest._fields, *sharded.FilePrint._fields),
-            *(sharded.STATE, sharded.METADATA, sharded.MANIFEST),
+            *(
+                "version",
+                "step",
+                "spikes",
+                *checkpoint_file.KEYS,
+                *checkpoint_file.Manifest._fields,
+            ),
+            *(*checkpoint_folder.FolderManifest._fields, *checkpoint_folder.FilePrint._fields),
+            *(checkpoint_folder.STATE, checkpoint_folder.METADATA, checkpoint_folder.MANIFEST),
         },
         "fallback_counters_csv.md": {*FallbackRow._fields},
         "sentinels.md": {*sentinels.ANOMALIES, sentinels.HALT, sentinels.DONE, sentinels.ANOMALY},
@@ -726,10 +729,10 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "mem_dumps.md": {*read_memory(memory)},
         "alarms.md": {*as_line(Alarm(type="x")), *alarms.TYPES, *alarms.ACTIONS},
         "gate_collapse_details.md": {
-            *json.loads(gate_details.write_gate_details(folder, last).read_text())
+            *json.loads(alarms.write_gate_details(folder, last).read_text())
         },
         "run_info.md": {*(field.name for field in dataclasses.fields(RunInfo))} - {"notes"},
-        "lock.md": {field.name for field in dataclasses.fields(run_lock.Holder)},
+        "lock.md": {field.name for field in dataclasses.fields(folders.Holder)},
         "phase_json.md": {field.name for field in dataclasses.fields(PhaseVerdict)},
         "tracker_json.md": {*json.loads(write_tracked(folder, tracked).read_text())},
         "profiler_comparison.md": {
@@ -737,7 +740,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         },
         "handoff.md": {
             *(f.name for kind in (Manifest, Entry, Missing) for f in dataclasses.fields(kind)),
-            *handoff_manifest.ITEMS,
+            *contents.ITEMS,
         },
         # What is really written is held to these two in test_corpus.py and test_corpus_pack.py.
         "corpus_json.md": {field.name for field in dataclasses.fields(KindRecord)},
@@ -747,7 +750,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         },
         "triage.md": {
             *(f.name for kind in (Triage, Outcome) for f in dataclasses.fields(kind)),
-            *triage_report.VERDICTS,
+            *command.VERDICTS,
         },
         "report.md": {
             *json.loads(Verdict(folder="x", at="500", made="x").json()),
@@ -761,8 +764,8 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         },
         "study_results.md": {*study_results.FIELDS, *study_results.ARM_FIELDS},
         "tensorboard.md": {
-            *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
-            *(f"{tag}/{{layer}}" for tag in scalars.LAYER_TAGS),
+            *(*sinks.TRAIN_TAGS, *sinks.VAL_TAGS, *sinks.GATE_TAGS, *sinks.SELECTION_TAGS),
+            *(f"{tag}/{{layer}}" for tag in sinks.LAYER_TAGS),
         },
     }
 

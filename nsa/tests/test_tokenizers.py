@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from nsa.config import Config, ConfigError, DataConfig
-from nsa.data import ByteTokenizer, DataError, Tokenizer, gpt2_tokenizer, open_tokenizer
-from nsa.data.gpt2_files import EOS_NAME, NUM_MERGES, byte_letters
-from nsa.data.tokenizer import id_type
-from nsa.model.counts import parameter_counts
+from nsa.data import ByteTokenizer, DataError, Tokenizer, open_tokenizer, tokenizers
+from nsa.data.tokenizers import EOS_NAME, NUM_MERGES, byte_letters, id_type
+from nsa.model.cost import parameter_counts
 
 TEXTS = ["", "a", "Füße & ☕\n\tand  more ", f"before {EOS_NAME} after", "</s> [SEP] <eos>"]
 
@@ -112,7 +111,7 @@ def test_ids_take_the_smallest_type_that_holds_them(vocab: int, name: str) -> No
 
 def test_gpt2_has_its_size_under_both_pairs_of_names(gpt2_folder: Path, tmp_path: Path) -> None:
     write_gpt2(tmp_path, "encoder.json", "vocab.bpe")
-    one, two = (gpt2_tokenizer.GPT2Tokenizer(folder) for folder in (gpt2_folder, tmp_path))
+    one, two = (tokenizers.GPT2Tokenizer(folder) for folder in (gpt2_folder, tmp_path))
 
     assert (one.vocab, one.eos) == (50257, 50256)
     assert one.encode("the cat").tolist() == two.encode("the cat").tolist()
@@ -163,7 +162,7 @@ def test_gpt2_without_a_folder_is_asked_of_tiktoken(
 ) -> None:
     """The source does not matter to the fingerprint: shards of one fit a run with the other."""
     tiktoken = pytest.importorskip("tiktoken")
-    local = gpt2_tokenizer.GPT2Tokenizer(gpt2_folder)
+    local = tokenizers.GPT2Tokenizer(gpt2_folder)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": local._encoding}[name])
 
     cached = open_tokenizer(DataConfig(tokenizer="gpt2"))
@@ -188,7 +187,7 @@ def test_gpt2_that_cannot_be_had_says_what_was_looked_for_and_what_to_do(
 def test_a_download_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     tiktoken, never = pytest.importorskip("tiktoken"), threading.Event()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: never.wait(30))
-    monkeypatch.setattr(gpt2_tokenizer, "DOWNLOAD_LIMIT_S", 0.05)
+    monkeypatch.setattr(tokenizers, "DOWNLOAD_LIMIT_S", 0.05)
 
     with pytest.raises(DataError, match="TimeoutError"):
         open_tokenizer(DataConfig(tokenizer="gpt2"))

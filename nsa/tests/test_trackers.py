@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from nsa.config import Config, ConfigError, to_container
-from nsa.telemetry import TrainingRow, read_metrics, read_rows, tracker
-from nsa.telemetry.tracker import Tracked, Tracker, open_tracker, read_tracked, require_tracker
+from nsa.records import TrainingRow, read_metrics, read_rows, sinks
+from nsa.records.sinks import Tracked, Tracker, open_tracker, read_tracked, require_tracker
 from nsa.tests.fake_tracker import install, read_calls
 from nsa.train import run
 
@@ -84,7 +84,7 @@ def test_a_broken_tracker_file_costs_the_id_and_not_the_run(
     folder = Path(cfg.train.out_dir)
     folder.mkdir()
     for text in ("{", "[]", '{"version": 9}'):
-        (folder / tracker.NAME).write_text(text)
+        (folder / sinks.NAME).write_text(text)
         open_tracker(cfg, folder, resumed=True, say=said.append).close()
 
         assert "under a new id" in said[-2]
@@ -128,7 +128,7 @@ def test_a_tracker_that_blocks_is_ended_with_one_line(
     cfg = tiny_config("train.tracker=trackio")
     Path(cfg.train.out_dir).mkdir()
     blocked = open_tracker(cfg, Path(cfg.train.out_dir), resumed=False, say=said.append)
-    monkeypatch.setattr(tracker, "MOST_WAITING", 1 << 20)
+    monkeypatch.setattr(sinks, "MOST_WAITING", 1 << 20)
     point = {f"layer_{i}": 0.123456789 for i in range(1000)}
 
     start = time.monotonic()
@@ -170,7 +170,7 @@ def test_no_tracker_starts_no_process_and_writes_nothing(
 
 def test_tracker_file_reads_back_and_another_version_is_refused(tmp_path: Path) -> None:
     assert read_tracked(tmp_path) is None
-    path = tracker.write_tracked(tmp_path, Tracked("wandb", "run-1"))
+    path = sinks.write_tracked(tmp_path, Tracked("wandb", "run-1"))
     assert read_tracked(tmp_path) == ("wandb", "run-1")
     path.write_text('{"version": 2}')
     with pytest.raises(ValueError, match="has version 2; this program reads version 1"):

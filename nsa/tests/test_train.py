@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from nsa.config import Config, to_container
 from nsa.data import ByteTokenizer
 from nsa.model import TinyLM
-from nsa.model.flops import training_flops_per_token
-from nsa.telemetry import (
+from nsa.model.cost import training_flops_per_token
+from nsa.records import (
     TRAINING,
     VAL,
     TrainingRow,
@@ -29,7 +29,7 @@ from nsa.telemetry import (
     read_rows,
     read_sample,
 )
-from nsa.telemetry.tensorboard import read_scalars
+from nsa.records.sinks import read_scalars
 from nsa.train import (
     Interrupted,
     NonFiniteLoss,
@@ -117,8 +117,8 @@ def test_mfu_is_the_same_in_line_heartbeat_and_metrics(
     plain, printed = train(tiny_config())
     assert plain.metrics.mfu is None and "| mfu" not in printed and " | rss " in printed
 
-    monkeypatch.setattr("nsa.model.flops.PEAKS", (("cpu", 1.0),))
-    monkeypatch.setattr("nsa.model.flops.HALF", ("fp32",))
+    monkeypatch.setattr("nsa.model.cost.PEAKS", (("cpu", 1.0),))
+    monkeypatch.setattr("nsa.model.cost.HALF", ("fp32",))
     cfg = tiny_config("train.seed=5")
     result, printed = train(cfg)
     metrics = result.metrics
@@ -379,7 +379,7 @@ def test_refused_run_touches_nothing(tiny_config: BuildConfig) -> None:
 def test_override_starts_a_run_that_would_be_refused(
     tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.train.guard.LONG_STEPS", 3)
+    monkeypatch.setattr("nsa.train.errors.LONG_STEPS", 3)
     with pytest.raises(RunRefused):
         train(tiny_config())
     assert train(tiny_config(), allow_long_run=True)[0].metrics.status == "finished"

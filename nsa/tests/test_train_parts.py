@@ -17,20 +17,26 @@ from torch import Tensor
 
 from nsa.config import Config, ConfigError, RuntimeConfig, TrainConfig
 from nsa.data import ByteTokenizer, Data, open_data
-from nsa.data.rows import AnyOrder
+from nsa.data.array_rows import AnyOrder
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
-from nsa.telemetry import GpuReading, TrainingRow
+from nsa.records import GpuReading, TrainingRow
 from nsa.train import RunRefused, run
-from nsa.train import loss as loss_module
-from nsa.train.evaluate import Evaluation, evaluate
-from nsa.train.guard import LONG_STEPS, refuse_waste
-from nsa.train.loss import next_token_loss
-from nsa.train.optimizer import build_optimizer, clip_gradients, set_lr
-from nsa.train.progress import Progress, Steady, fill_lines
+from nsa.train import loss as loss_functions
+from nsa.train.errors import LONG_STEPS, refuse_waste
+from nsa.train.loss import Evaluation, evaluate, next_token_loss
+from nsa.train.optimizer import build_optimizer, clip_gradients, lr_at, set_lr
+from nsa.train.progress import (
+    FetchTimes,
+    Progress,
+    Steady,
+    StepReport,
+    clock,
+    fill_lines,
+    step_line,
+    step_numbers,
+)
 from nsa.train.runtime import resolve_runtime
-from nsa.train.schedule import lr_at
-from nsa.train.step_report import FetchTimes, StepReport, clock, step_line, step_numbers
 
 
 class Terminal(io.StringIO):
@@ -157,13 +163,13 @@ def test_loss_is_the_mean_over_all_targets_of_a_row(tiny_config: Callable[..., C
 def test_statistics_in_their_own_pass_are_of_the_first_rows(
     packed: bool, tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_module, "SAMPLE", 2 * 64)
+    monkeypatch.setattr(loss_functions, "SAMPLE", 2 * 64)
     cfg = tiny_config()
     model, runtime = tiny_model(cfg), resolve_runtime(cfg.runtime)
     batch = torch.randint(256, (3, 65), generator=torch.Generator().manual_seed(3))
     bounds = torch.tensor([0, 50, 100, 150, 192], dtype=torch.int32) if packed else None
     found, expected = AttentionStats(maps=True), AttentionStats(maps=True)
-    loss_module.collect_stats(model, batch, runtime, found, bounds)
+    loss_functions.collect_stats(model, batch, runtime, found, bounds)
 
     rows = batch[:2, :-1]
     cut = None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa.config import Config
-from nsa.telemetry import read_config, read_metrics, write_config
+from nsa.records import read_config, read_metrics, write_config
 from nsa.tests.effects import keep_mkldnn
 from scripts.train_showcase import main
 

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import Config
-from nsa.config.env_table import TABLE
-from nsa.operate import triage_toggles
-from nsa.operate.triage import find
-from nsa.operate.triage_report import Triage, read_triage, write_triage
-from nsa.operate.triage_run import Trial, run_trial
-from nsa.operate.triage_toggles import BASELINE, Toggle, matrix
-from nsa.telemetry import write_config
+from nsa.config.env import TABLE
+from nsa.operate.triage import trials
+from nsa.operate.triage.command import Triage, find, read_triage, write_triage
+from nsa.operate.triage.trials import BASELINE, Toggle, Trial, matrix, run_trial
+from nsa.records import write_config
 
 BROKEN = {"fails": "raise RuntimeError('broken')", "hangs": "import time; time.sleep(600)"}
 """What a TensorBoard does that is installed wrongly."""
@@ -82,8 +80,8 @@ def test_a_fault_that_nothing_clears_is_an_exit_code(
 def test_a_fault_that_comes_and_goes_is_not_called_cleared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from nsa.operate import triage as module
-    from nsa.operate.triage_run import Outcome
+    from nsa.operate.triage import command as module
+    from nsa.operate.triage.trials import Outcome
 
     def outcome(fault: str) -> Outcome:
         words: dict[str, Any] = dict.fromkeys(("name", "setting", "meaning", "log", "kind"), "x")
@@ -147,7 +145,7 @@ def test_toggles_only_use_what_exists(tiny_config: Callable[..., Config]) -> Non
     for toggle in toggles:
         assert toggle.environ.keys() <= TABLE.keys()
         tiny_config(*local, *toggle.overrides)  # none of them is refused
-    assert triage_toggles.SELECTION in toggles
+    assert trials.SELECTION in toggles
 
 
 def test_a_toggle_that_the_config_forbids_is_an_outcome(config_file: Path, tmp_path: Path) -> None:

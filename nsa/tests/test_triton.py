@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, select_blocks
-from nsa.ops.triton import band, by_block, inverse, launch, problem, select
+from nsa.ops.triton import banded, block_index, by_block, operators, problem, select
 from nsa.tests import matrix
 from nsa.tests.gpu import forward_backward
 from nsa.tests.helpers import (
@@ -127,7 +127,7 @@ def test_shapes_drawn_at_random_equal_float64(drawn):
 
 def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
     force_order("by-block")
-    for module in (inverse, by_block):
+    for module in (block_index, by_block):
         monkeypatch.setattr(module, "chunk_size", lambda problem: 16)
         monkeypatch.setattr(module, "piece_size", lambda problem: 3)
     monkeypatch.setattr(by_block, "PART_BYTES", 1)
@@ -149,7 +149,7 @@ def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
 )
 def test_sums_in_a_fixed_order_equal_the_oracle(order, part_bytes, case, force_order, monkeypatch):
     force_order(order)
-    for module in (inverse, by_block):
+    for module in (block_index, by_block):
         monkeypatch.setattr(module, "chunk_size", lambda problem: 16)
         monkeypatch.setattr(module, "piece_size", lambda problem: 3)
     monkeypatch.setattr(by_block, "PART_BYTES", part_bytes)
@@ -173,9 +173,9 @@ def _noting(calls, function):
 
 def test_slices_of_queries_for_compressed_keys_change_nothing(monkeypatch):
     slices = []
-    real = band._parts
-    monkeypatch.setattr(band, "SLICE_TILES", 1)
-    monkeypatch.setattr(band, "_parts", lambda *args: slices.append(real(*args)) or slices[-1])
+    real = banded._parts
+    monkeypatch.setattr(banded, "SLICE_TILES", 1)
+    monkeypatch.setattr(banded, "_parts", lambda *args: slices.append(real(*args)) or slices[-1])
 
     for docs in ((45, 55), ()):
         case = Case(SMALL, S=100, Hkv=1, G=2, docs=docs)
@@ -228,7 +228,7 @@ def test_batches_that_a_grid_cannot_hold_are_cut(monkeypatch):
     inputs = to_device(make_inputs(case, torch.float32))
     expected, expected_grads = run_with_gradients(case, inputs, "triton")
     blocks = select_blocks(inputs["q"], inputs["k_cmp"], SMALL, backend="triton")
-    monkeypatch.setattr(launch, "MAX_GRID", 4)  # two sequences of two heads
+    monkeypatch.setattr(operators, "MAX_GRID", 4)  # two sequences of two heads
     out, grads = run_with_gradients(case, inputs, "triton")
     cut = select_blocks(inputs["q"], inputs["k_cmp"], SMALL, backend="triton")
     assert torch.equal(out, expected) and torch.equal(cut, blocks)

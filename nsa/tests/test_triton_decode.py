@@ -14,15 +14,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, NSAAttention, TinyLM, compress
-from nsa.generate.graph import GraphedStep, can_capture
+from nsa.generate.decode import GraphedStep, can_capture
 from nsa.model import NSACache
 from nsa.model.paged import OutOfPages
-from nsa.ops.eager import cached
-from nsa.ops.eager.cached import attend_cached
-from nsa.ops.eager.launch import split_heads
-from nsa.ops.eager.rows import forward_rows
+from nsa.ops.torch import attention
+from nsa.ops.torch.attention import attend_cached, split_heads
+from nsa.ops.torch.rows import forward_rows
 from nsa.ops.triton import select
-from nsa.ops.triton.decode import Token
+from nsa.ops.triton.decode.launch import Token
 from nsa.tests.gpu import DEVICE, TOLERANCE, on_gpu
 from nsa.tests.helpers import assert_near
 
@@ -313,7 +312,7 @@ def test_chunked_prefill_by_kernels_is_that_of_the_torch_path(shape, sizes, monk
         rows = ids[:, :, first : first + q.shape[2]]
         return forward_rows(q, branches, first, spec, scale, rows)
 
-    monkeypatch.setattr(cached, "forward_rows", given_rows)
+    monkeypatch.setattr(attention, "forward_rows", given_rows)
     assert_near(torch.cat(outs, dim=1), wide.prefill(x.double(), wide_cache), 1e-4)
     for name in ("sel", "win", "raw"):
         assert_near(getattr(cache, name).k, getattr(wide_cache, name).k, 1e-4)

@@ -16,14 +16,13 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import NSAAttention
 from nsa.ops import fallbacks, plan
-from nsa.ops.eager.attend import KeyValues
 from nsa.ops.spec import BlockSpec
+from nsa.ops.torch.rows import KeyValues
 from nsa.ops.triton import tiles as tables
-from nsa.ops.triton.continued import attend_continued
-from nsa.ops.triton.decode import Caches, Decoder, Token
-from nsa.ops.triton.decode_tiles import decode_obstacle, decode_tiles
-from nsa.ops.triton.launch import nsa_attention
-from nsa.ops.workspace import Workspace
+from nsa.ops.triton.chunked_prefill import attend_continued
+from nsa.ops.triton.decode.launch import Caches, Decoder, Token
+from nsa.ops.triton.decode.tiles import Workspace, decode_obstacle, decode_tiles
+from nsa.ops.triton.operators import nsa_attention
 from nsa.tests.compiling import MAX_SHARED_BYTES, assert_fits, starting_on
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

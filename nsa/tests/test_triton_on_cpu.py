@@ -11,19 +11,9 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.kernels import (
-    band,
-    band_backward,
-    by_block,
-    by_query,
-    documents,
-    gate,
-    index,
-    loss,
-    mean,
-    sums,
-)
-from nsa.ops.triton.kernels import score as scoring
+from nsa.ops.triton import banded, block_index, by_block, by_query, cross_entropy, documents, tile
+from nsa.ops.triton import compress as compression
+from nsa.ops.triton import select as scoring
 from nsa.ops.triton.tiles import (
     block_tiles,
     dkv_tiles,
@@ -68,9 +58,9 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
         for select in selects:
             branch = dims | dict(L_SEL=l_sel, SELECT=select, HAS_DOCS=False, UPCAST=False)
             for number in (1,) if select else (0, 2):
-                yield band.band_forward, branch, forward_tiles(d_k, d_v, dtype, number)
-            yield band_backward.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
-            yield band_backward.band_dq, branch | dict(HAS_CMP=True), dq_tiles(d_k, d_v, dtype)
+                yield banded.band_forward, branch, forward_tiles(d_k, d_v, dtype, number)
+            yield banded.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
+            yield banded.band_dq, branch | dict(HAS_CMP=True), dq_tiles(d_k, d_v, dtype)
         flags = dict(HAS_DOCS=False, UPCAST=False)
         scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
         yield scoring.group_scores, scores, score_tiles(d_k, dtype)
@@ -144,7 +134,7 @@ UNEQUAL = named(
     (kernel, constants | dict(HAS_DOCS=True), tiles)
     for case in attention_cases(((16, 64, 4), (40, 128, 4)), selects=(False,))
     for kernel, constants, tiles in [case]
-    if kernel in (band_backward.band_dkv, band_backward.band_dq, by_block.block_backward)
+    if kernel in (banded.band_dkv, banded.band_dq, by_block.block_backward)
 )
 """Operands of several layouts in one kernel."""
 
@@ -203,17 +193,17 @@ SMALL_KERNELS = [
     (by_block.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
-    (index.count_choices, dict(SUBS=8, BQ=128)),
-    (index.add_up, dict(BLOCK=8192)),
-    (index.list_choices, dict(SUBS=8, BQ=128)),
-    (index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
-    (sums.sum_parts, dict(BLOCK=1024)),
-    (loss.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
-    (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
-    (gate.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
+    (block_index.count_choices, dict(SUBS=8, BQ=128)),
+    (block_index.add_up, dict(BLOCK=8192)),
+    (block_index.list_choices, dict(SUBS=8, BQ=128)),
+    (block_index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
+    (banded.sum_parts, dict(BLOCK=1024)),
+    (cross_entropy.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
+    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
+    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
     (documents.finite_rows, dict(D=80, D_PAD=128, COMPRESSED=True, BM=16)),
-    (mean.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
-    (mean.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),
+    (compression.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
+    (compression.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.cli import main
+from nsa.cli.main import main
 from nsa.config import Config
 from nsa.operate.limits import (
     CPU,
@@ -27,16 +27,15 @@ from nsa.operate.limits import (
     refresh,
 )
 from nsa.operate.monitor import Report
-from nsa.operate.rules import RULES, judge
-from nsa.operate.snapshot import read_run
-from nsa.operate.watch import Watch
-from nsa.telemetry import Heartbeat, sentinels
-from nsa.telemetry.alarms import TYPES, Alarm, append_alarm, last_alarms
-from nsa.telemetry.gate_details import read_gate_details
-from nsa.telemetry.gpu import GpuReading
+from nsa.operate.run_folder import read_run
+from nsa.operate.watch.rules import RULES, judge
+from nsa.operate.watch.watchdog import Watch
+from nsa.records import Heartbeat, sentinels
+from nsa.records.alarms import TYPES, Alarm, append_alarm, last_alarms, read_gate_details
+from nsa.records.machine import GpuReading
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.recording import GATES, Recorder
-from nsa.train import Halted, RunRefused, full_run, held, run
+from nsa.train import Halted, RunRefused, locked_folder, run, runner
 from nsa.train.build import build_model
 
 BuildConfig = Callable[..., Config]
@@ -365,7 +364,7 @@ def test_a_real_run_that_goes_wrong_is_halted_and_a_restart_is_refused(
         spoil(model)
         return model
 
-    monkeypatch.setattr(full_run, "build_model", build)
+    monkeypatch.setattr(runner, "build_model", build)
     look_at_each_step(Watch(folder, say=lambda text: None, adapt=roomy), monkeypatch)
     with pytest.raises(Halted, match=f"after step {at}"):
         run(cfg, config_path="tiny", out=io.StringIO())
@@ -482,12 +481,12 @@ def test_of_a_huge_heartbeat_only_the_end_is_read(recorder: Recorder) -> None:
 def test_the_exit_code_says_whether_an_alarm_rings(
     recorder: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.operate.resource_rules.GIB", 1)
+    monkeypatch.setattr("nsa.operate.watch.rules.GIB", 1)
     recorder.run(40)
     folder = str(recorder.folder)
-    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: recorder.now + 10)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: recorder.now + 10)
     assert main(["watch", folder, "--once"]) == 0
-    monkeypatch.setattr("nsa.operate.snapshot.time.time", lambda: recorder.now + 300)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: recorder.now + 300)
     assert main(["watch", folder, "--once", "--halt", "0"]) == 1
     assert "NOTE heartbeat_stall at step 40" in capsys.readouterr().out
     assert sentinels.read_halt(folder) is None
@@ -515,7 +514,7 @@ def test_bad_flags_are_refused(
 
 
 def test_every_rule_has_its_word_and_the_halting_ones_are_anomalies() -> None:
-    by_the_run = (held.ALARM,)  # a watcher cannot know it
+    by_the_run = (locked_folder.ALARM,)  # a watcher cannot know it
     assert (*(rule.__name__ for rule in RULES), *by_the_run) == TYPES
     assert {*HALTING} <= {*TYPES} and {*HALTING} <= {*sentinels.ANOMALIES}
 

@@ -17,16 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from nsa.operate.ladder import Ladder
 from nsa.operate.limits import GPU, Limits
 from nsa.operate.process import is_gone, same_command, send, why_not_ours
-from nsa.operate.rules import judge
-from nsa.operate.snapshot import read_run
-from nsa.operate.watch import Watch
-from nsa.operate.webhook import Webhook
-from nsa.telemetry import RunEnvironment, proc, read_env, sentinels
-from nsa.telemetry.alarms import Alarm, last_alarms
-from nsa.telemetry.stack_dump import PREFIX
+from nsa.operate.run_folder import read_run
+from nsa.operate.watch.rules import judge
+from nsa.operate.watch.watchdog import Ladder, Watch, Webhook
+from nsa.records import RunEnvironment, machine, read_env, sentinels
+from nsa.records.alarms import Alarm, last_alarms
+from nsa.records.dumps import PREFIX
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.effects import TINY
 from nsa.tests.recording import Recorder, dead_pid
@@ -36,7 +34,7 @@ HANGS = """
 import io, sys, time
 from nsa.config import load_config
 from nsa.train import run
-from nsa.train.loop import Trainer
+from nsa.train.trainer import Trainer
 
 real = Trainer.update
 
@@ -207,8 +205,8 @@ def test_whether_a_process_is_gone_is_only_known_on_its_machine(env: RunEnvironm
     assert env.hostname == platform.node()
     assert is_gone(os.getpid(), env) is False
     assert is_gone(dead_pid(), env) is True
-    assert is_gone(os.getpid(), env, proc.start_ticks()) is False
-    assert is_gone(os.getpid(), env, proc.start_ticks() - 1) is True, "its number was given anew"
+    assert is_gone(os.getpid(), env, machine.start_ticks()) is False
+    assert is_gone(os.getpid(), env, machine.start_ticks() - 1) is True, "its number was given anew"
     assert is_gone(dead_pid(), dataclasses.replace(env, hostname="elsewhere")) is None
 
 
@@ -216,7 +214,7 @@ def test_whether_a_process_is_gone_is_only_known_on_its_machine(env: RunEnvironm
     ("command", "argv", "is_same"),
     [
         ("python -u scripts/t.py --steps 3", "scripts/t.py --steps 3", True),
-        ("python -m nsa.cli train --key secret", "/x/nsa/cli.py train --key ***", True),
+        ("python -m nsa.cli.main train --key secret", "/x/nsa/cli/main.py train --key ***", True),
         ("/v/bin/python /v/bin/nsa train a=secret", "/v/bin/nsa train a=***", True),
         ("python -m pytest x", "/lib/pytest/__main__.py x", True),
         ("python scripts/t.py --steps 4", "scripts/t.py --steps 3", False),
@@ -246,7 +244,7 @@ def test_a_process_that_died_rings_soon_and_nothing_is_written_for_it(
 def test_proc_that_cannot_be_read_is_nobody_to_signal(
     env: RunEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proc, "PROC", tmp_path)
+    monkeypatch.setattr(machine, "PROC", tmp_path)
     assert is_gone(os.getpid(), env) is None
     assert "is gone" in why_not_ours(os.getppid(), time.time(), env)
 

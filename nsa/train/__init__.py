@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING
 from nsa import on_first_use
 
 if TYPE_CHECKING:
-    from nsa.train.checkpoint import BadCheckpoint as BadCheckpoint
+    from nsa.train.batches import LoaderOptions as LoaderOptions
+    from nsa.train.checkpoint.file import BadCheckpoint as BadCheckpoint
+    from nsa.train.checkpoint.model_file import BadModelFile as BadModelFile
+    from nsa.train.checkpoint.model_file import load_model as load_model
+    from nsa.train.checkpoint.model_file import save_model as save_model
     from nsa.train.errors import Halted as Halted
     from nsa.train.errors import Interrupted as Interrupted
     from nsa.train.errors import LoaderFailed as LoaderFailed
@@ -13,17 +17,15 @@ if TYPE_CHECKING:
     from nsa.train.errors import OutOfMemory as OutOfMemory
     from nsa.train.errors import RunRefused as RunRefused
     from nsa.train.errors import TrainError as TrainError
-    from nsa.train.feed import LoaderOptions as LoaderOptions
-    from nsa.train.full_run import TrainResult as TrainResult
-    from nsa.train.full_run import run as run
-    from nsa.train.model_file import BadModelFile as BadModelFile
-    from nsa.train.model_file import load_model as load_model
-    from nsa.train.model_file import save_model as save_model
+    from nsa.train.runner import TrainResult as TrainResult
+    from nsa.train.runner import run as run
 
 __getattr__ = on_first_use(
     __name__,
     {
-        "checkpoint": ("BadCheckpoint",),
+        "batches": ("LoaderOptions",),
+        "checkpoint.file": ("BadCheckpoint",),
+        "checkpoint.model_file": ("BadModelFile", "load_model", "save_model"),
         "errors": (
             "Halted",
             "Interrupted",
@@ -33,8 +35,6 @@ __getattr__ = on_first_use(
             "RunRefused",
             "TrainError",
         ),
-        "feed": ("LoaderOptions",),
-        "full_run": ("TrainResult", "run"),
-        "model_file": ("BadModelFile", "load_model", "save_model"),
+        "runner": ("TrainResult", "run"),
     },
 )

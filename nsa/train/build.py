@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+
 import torch
 
 from nsa.config import Config, ConfigError
 from nsa.model import TinyLM
-from nsa.train.compiler import compile_blocks
-from nsa.train.graph_step import GraphStep
-from nsa.train.optimizer import build_optimizer
-from nsa.train.ranks import Alone
+from nsa.model.cost import training_memory
+from nsa.train.distributed.strategy import Strategy
+from nsa.train.optimizer import build_optimizer, new_scaler
 from nsa.train.runtime import Runtime
-from nsa.train.scaler import new_scaler
 from nsa.train.spikes import Spikes
-from nsa.train.step import EagerStep
+from nsa.train.step import EagerStep, GraphStep
 
 
-def build_model(cfg: Config, vocab: int, runtime: Runtime, ranks: Alone | None = None) -> TinyLM:
+def build_model(cfg: Config, vocab: int, runtime: Runtime, ranks: Strategy | None = None) -> TinyLM:
     """The model with its first weights, on its device, compiled where the config asks for that."""
     torch.manual_seed(cfg.train.seed)
-    model = (ranks or Alone()).bring(TinyLM.from_config(cfg, vocab), runtime)
+    model = (ranks or Strategy()).bring(TinyLM.from_config(cfg, vocab), runtime)
     if cfg.runtime.compile:
         compile_blocks(model, runtime.device)
     return model
@@ -30,7 +30,7 @@ def build_step(
     model: TinyLM,
     runtime: Runtime,
     *,
-    ranks: Alone | None = None,
+    ranks: Strategy | None = None,
     share: GraphStep | None = None,
 ) -> EagerStep:
     """The update of the config, replayed as a CUDA graph where it asks for that.
@@ -48,3 +48,74 @@ def build_step(
     parts = (model, optimizer, runtime, cfg.train.grad_clip, new_scaler(runtime))
     spikes = Spikes(cfg.train, runtime.device)
     return GraphStep(*parts, spikes, share=share) if graph else EagerStep(*parts, spikes, ranks)
+
+
+# torch.compile for the blocks of a model: one graph, compiled once, that all layers share.
+#
+# The blocks are compiled one by one and not the model as a whole: the graph is as small as a layer,
+# gradient checkpointing works around it, and the names of the weights stay as they are. Training
+# alone runs compiled. Evaluations and statistics run as written.
+
+BACKEND = "inductor"
+
+
+def compile_blocks(model: TinyLM, device: torch.device) -> None:
+    """Compile at the first training step; refuse at once where that could not work."""
+    if device.type == "cpu":
+        _require_compiler()
+    model.compiled = [
+        torch.compile(block, fullgraph=True, dynamic=False, backend=BACKEND)
+        for block in model.layers
+    ]
+
+
+def _require_compiler() -> None:
+    from torch._inductor import config  # where torch.compile itself looks for the name
+
+    wanted = config.cpp.cxx
+    names = [name for name in (wanted if isinstance(wanted, tuple) else (wanted,)) if name]
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            f"runtime.compile=true needs a C++ compiler on a CPU, and {' or '.join(names)} is not "
+            "there; install one (or name it in CXX), or set runtime.compile=false",
+            key="runtime.compile",
+        )
+
+
+# What to say when a step does not fit into memory.
+
+GIB = 2**30
+
+
+def explain_memory(cfg: Config, runtime: Runtime, error: str) -> str:
+    """The estimate by part, what the device has, and what to try, best first."""
+    parts = training_memory(cfg)
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    has = ""
+    if runtime.device.type == "cuda":
+        total = torch.cuda.get_device_properties(runtime.device).total_memory
+        has = f"; {runtime.device} has {total / GIB:.1f} GiB"
+    return (
+        f"out of memory ({error.strip().splitlines()[0]}); the estimate for this config is "
+        f"{sum(parts.values()) / GIB:.1f} GiB ({named}){has}; try: {'; '.join(_advice(cfg))}"
+    )
+
+
+def _advice(cfg: Config) -> list[str]:
+    train, tried = cfg.train, []
+    if train.batch_size > 1:
+        size, accumulate = train.batch_size, train.accumulate_grad_batches
+        tried.append(
+            f"train.batch_size={-(-size // 2)} train.accumulate_grad_batches={accumulate * 2}, "
+            "which keeps the global batch"
+        )
+    if not cfg.runtime.gradient_checkpointing:
+        tried.append("runtime.gradient_checkpointing=true, which recomputes activations")
+    elif cfg.runtime.gc_layers:
+        tried.append("runtime.gc_layers= (empty), which checkpoints all layers")
+    if cfg.runtime.precision == "fp32":
+        tried.append("runtime.precision=bf16")
+    tried.append(f"train.seq_len={max(train.seq_len // 2, 1)}, a shorter context")
+    tried.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments")
+    return tried[:3]

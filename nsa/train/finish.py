@@ -7,17 +7,19 @@ from pathlib import Path
 
 import torch
 
+from nsa.config import to_container
 from nsa.data import Tokenizer
+from nsa.files import best_effort, replacing
 from nsa.model import TinyLM
-from nsa.telemetry import Metrics, PlotUnavailable, draw_loss_curve, write_sample
-from nsa.telemetry.best_effort import best_effort
-from nsa.telemetry.curve import NAME as CURVE
-from nsa.telemetry.sample import NAME as SAMPLE
+from nsa.records import Metrics, PlotUnavailable, draw_loss_curve, write_sample
+from nsa.records.results import CURVE_NAME as CURVE
+from nsa.records.results import SAMPLE_NAME as SAMPLE
+from nsa.records.sentinels import write_anomaly, write_halt
+from nsa.train.checkpoint.model_file import save_model
+from nsa.train.checkpoint.writer import num_tensor_bytes, why_not_written
 from nsa.train.errors import TrainError
-from nsa.train.loop import Trainer
-from nsa.train.model_file import save_model
-from nsa.train.saver import num_tensor_bytes, why_not_written
-from nsa.train.step_report import clock
+from nsa.train.progress import clock
+from nsa.train.trainer import Trainer
 
 Sampler = Callable[[TinyLM, Tokenizer, int], str]
 """Lets a model write: (model, tokenizer, seed) -> text. nsa.generate.sample_text is one."""
@@ -86,3 +88,32 @@ def summarize(metrics: Metrics, files: Sequence[Path]) -> str:
 def _printable(text: str) -> str:
     """Keep line ends; show other control characters, which an untrained model writes, as dots."""
     return "".join(c if c.isprintable() or c == "\n" else "." for c in text)
+
+
+# What a run that met a number that is not finite leaves for those who look into it.
+#
+# anomaly_step{N}.pt, a dict that loads with `weights_only=True`: `step`, `batch` (the token rows of
+# that update, [rows, S+1]), `state_dict` (the weights, without that update) and `cfg`. Every rank
+# leaves its own rows; those above 0 in anomaly_step{N}_rank{r}.pt, without the weights, which are
+# the same.
+
+KIND = "nan_loss"
+
+
+def record_anomaly(trainer: Trainer, step: int) -> Path:
+    """Write the two files that keep a restart from repeating it, then the batch and the weights."""
+    ranks, size = trainer.ranks, trainer.cfg.train.batch_size
+    ranks.on_first(write_anomaly, trainer.folder, KIND)
+    ranks.on_first(write_halt, trainer.folder, KIND)
+    batches = [trainer.data.train.batch(first, size) for first in trainer.positions(step)]
+    content = {
+        "step": step,
+        "batch": torch.cat(batches),
+        "state_dict": ranks.weights(trainer.model),
+        "cfg": to_container(trainer.cfg),
+    }
+    suffix = "" if ranks.is_first else f"_rank{ranks.rank}"
+    path = trainer.folder / f"anomaly_step{step}{suffix}.pt"
+    with best_effort(path), replacing(path) as temporary:
+        torch.save(content, temporary)
+    return path

@@ -1,4 +1,4 @@
-"""What the steps of a run report, and when it is written: CSV lines, metrics.json, the screen."""
+"""The signs of life of a run: heartbeat, environment, TensorBoard, counters, dumps on request."""
 
 from __future__ import annotations
 
@@ -7,29 +7,193 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
 from nsa.config import TrainConfig
 from nsa.config.env import read
-from nsa.model.flops import utilization
-from nsa.model.host_copy import HostCopy
-from nsa.model.stats import AttentionStats
-from nsa.telemetry import TRAINING, VAL, CsvLog, Metrics, TrainingRow, ValRow, write_metrics
-from nsa.telemetry.best_effort import complain
-from nsa.telemetry.gpu import read_gpu
-from nsa.telemetry.memory_dump import peak_memory_mib, rss_mib
-from nsa.telemetry.metrics import NAME as METRICS
-from nsa.telemetry.spans import span
+from nsa.files import complain
+from nsa.model.cost import utilization
+from nsa.model.stats import AttentionStats, HostCopy
+from nsa.records import (
+    TRAINING,
+    VAL,
+    CounterFiles,
+    CsvLog,
+    Heartbeat,
+    MemoryDumps,
+    Metrics,
+    TrainingRow,
+    ValRow,
+    open_tensorboard,
+    write_metrics,
+)
+from nsa.records.dumps import Installed, install, peak_memory_mib, rss_mib
+from nsa.records.env import write_env
+from nsa.records.heartbeat import BEAT
+from nsa.records.machine import read_gpu
+from nsa.records.metrics import NAME as METRICS
+from nsa.records.sinks import Scalars, Tracker, attention_scalars, train_scalars, val_scalars
+from nsa.records.spans import here, span
+from nsa.records.tables import SelectionFile, fallback_counts
+from nsa.train.distributed.strategy import Strategy
 from nsa.train.errors import NonFiniteLoss
-from nsa.train.evaluate import Evaluation
-from nsa.train.progress import Progress
-from nsa.train.ranks import Alone
+from nsa.train.loss import Evaluation
+from nsa.train.progress import FetchTimes, Progress, StepReport
+from nsa.train.runtime import Runtime
 from nsa.train.step import Updated
-from nsa.train.step_report import StepReport
-from nsa.train.vitals import Vitals
+
+FETCHES = 200
+"""The last so many times to get a batch make the percentiles."""
+
+
+class Vitals:
+    """Open while a run trains; every call costs microseconds, and none can end the run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        runtime: Runtime,
+        resumed_at: int,
+        say: Callable[[str], None],
+        tracker: Tracker | None = None,
+        *,
+        rank: int = 0,
+        hear: Callable[[int], None] | None = None,
+    ) -> None:
+        """`hear` is told of every signal, also while the main thread hangs."""
+        self._rank, self._hear = rank, hear
+        self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
+        self.heartbeat = Heartbeat(folder, rank, every=read("NSA_HEARTBEAT_EVERY"))
+        self._open_board = partial(
+            open_tensorboard, folder, rank=rank, disabled=read("NSA_TB_DISABLE"), say=say
+        )
+        self._board = self._open_board(resumed_at=resumed_at)
+        self._tracker = tracker or Tracker()
+        csv = rank == 0 and not read("NSA_DISABLE_CSV_LOGS")
+        self._counters = CounterFiles(folder, resumed_at) if csv else None
+        self._selection = SelectionFile(folder) if rank == 0 else None
+        every = read("NSA_MEM_DUMP_EVERY")
+        self._memory = MemoryDumps(folder, runtime.device, every=every, rank=rank)
+        self._fetches: deque[float] = deque(maxlen=FETCHES)
+        self._dumps: Installed | None = None
+
+    def __enter__(self) -> Vitals:
+        if self._rank == 0:
+            write_env(self._folder)
+        self._dumps = install(self._folder, self._rank, self._hear)
+        here.open(self._folder, self._rank, read("NSA_HANG_LEAST_S"))
+        self.heartbeat.boot(self._resumed_at)
+        self._memory.boot()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._dumps is not None:
+            self._dumps.uninstall()
+        here.close()
+        self._board.close()
+        self.heartbeat.close()
+
+    def renew(self, step: int) -> None:
+        """Write on in a folder that was removed, and made anew, in the update `step`."""
+        self.heartbeat.close()
+        self.heartbeat.boot(step - 1)
+        here.renew()
+        if self._dumps is not None:
+            self._dumps.renew()
+        if self._rank != 0:
+            return
+        write_env(self._folder)
+        self._tracker.renew()
+        self._board.close()
+        self._board = self._open_board(resumed_at=step - 1)
+        for file in (self._counters, self._selection):
+            if file is not None:
+                file.renew()
+
+    def before_step(self, step: int) -> None:
+        """An update begins."""
+        here.begin_update(step)
+        self.heartbeat.beat(step)
+        self._memory.before_step(step)
+
+    def entering(self, step: int, phase: str) -> None:
+        """Something begins after an update that may take longer than one; it has its own name."""
+        self.heartbeat.write(step, BEAT, {"phase": phase})
+
+    def after_step(self, step: int) -> None:
+        """An update has been handed to the device."""
+        self._memory.after_step(step)
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Time how long a batch takes."""
+        start = time.perf_counter()
+        yield
+        self._fetches.append(time.perf_counter() - start)
+
+    def fetch_times(self) -> FetchTimes:
+        """How long batches took, up to now."""
+        return FetchTimes.of(self._fetches)
+
+    def logged(self, report: StepReport) -> None:
+        """An update got a line in the log."""
+        row, fetch = report.row, report.fetch
+        self.heartbeat.progress(
+            row.step,
+            loss=row.loss,
+            toks_per_s=row.toks_per_s,
+            lr=row.lr,
+            grad_norm=report.grad_norm,
+            step_time_s=report.step_time_s,
+            mfu=report.mfu,
+            dt_fetch_s=fetch.last_s,
+            fetch_p50_ms=fetch.p50_ms,
+            fetch_p95_ms=fetch.p95_ms,
+            gpu=report.gpu,
+            rss_mib=report.rss_mib,
+            attention=report.attention,
+            layers=report.layers,
+            fallbacks=fallback_counts(),
+        )
+        self.heartbeat.step_end(row.step)
+        self._curves(row.step, _scalars(report))
+        if self._counters is not None:
+            self._counters.append(row.step, report.attention)
+        if self._selection is not None and report.maps:
+            self._selection.append(row.step, report.maps)
+
+    def evaluated(self, step: int, found: Evaluation) -> None:
+        """The held-out loss was measured."""
+        self._curves(step, val_scalars(loss=found.loss, ppl=found.ppl))
+
+    def _curves(self, step: int, scalars: Scalars) -> None:
+        self._board.add(step, scalars)
+        self._tracker.add(step, scalars)
+
+
+def _scalars(report: StepReport) -> Scalars:
+    row = report.row
+    scalars = train_scalars(
+        loss=row.loss,
+        toks_per_s=row.toks_per_s,
+        lr=row.lr,
+        grad_norm=report.grad_norm,
+        mfu=report.mfu,
+    )
+    return scalars | attention_scalars(report.attention, report.layers)
+
+
+# What the steps of a run report, and when it is written: CSV lines, metrics.json, the screen.
 
 MAX_OVERFLOWS = 40
 """In a row, with fp16: from a scale of 65536 even 2^-24 would have been tried by then."""
@@ -67,13 +231,13 @@ class RunLog:
         *,
         resumed_at: int = 0,
         overflows: bool = False,
-        ranks: Alone | None = None,
+        ranks: Strategy | None = None,
     ) -> None:
         """`overflows`: a gradient may do so now and then; loss scaling skips it and goes lower.
 
         All ranks look at the same numbers, and the first writes them.
         """
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or Strategy()
         csv = self._ranks.is_first and not read("NSA_DISABLE_CSV_LOGS")
         self.training = CsvLog(TrainingRow, folder / TRAINING if csv else None, resumed_at)
         self.val = CsvLog(ValRow, folder / VAL if csv else None, resumed_at)

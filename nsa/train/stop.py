@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from nsa.config.env import raw
-from nsa.telemetry.sentinels import read_halt
+from nsa.records.sentinels import read_halt
 from nsa.train.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

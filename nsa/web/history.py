@@ -1,25 +1,96 @@
-"""The whole past of a run, read once and then only where its files grow.
-
-Heartbeats and CSV files are followed; of a file that is larger than HISTORY_BYTES the end is read
-and the part before it sampled. Everything that is kept has a bound.
-"""
+"""selection.jsonl as an index: where the map of each step lies; it is read when asked for."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from nsa.operate.snapshot import heartbeat_files, number
-from nsa.telemetry import TRAINING, VAL, Beat, FallbackRow, TrainingRow, ValRow
-from nsa.telemetry.csv_log import parse_row
-from nsa.telemetry.follow import Follower, sample_lines
-from nsa.telemetry.heartbeat import BOOT, PROGRESS, BrokenHeartbeat, parse_beat, parse_head
-from nsa.telemetry.tail import Line
-from nsa.web.layers import LayerTable
-from nsa.web.selection import SelectionIndex
-from nsa.web.table import Table
+from nsa.files import open_binary
+from nsa.operate.run_folder import heartbeat_files, number
+from nsa.records import TRAINING, VAL, Beat, FallbackRow, TrainingRow, ValRow
+from nsa.records.heartbeat import BOOT, PROGRESS, BrokenHeartbeat, parse_beat, parse_head
+from nsa.records.tables import NAME, parse_row, parse_selection
+from nsa.tail import Follower, Line, sample_lines
+from nsa.web.table import LayerTable, Table
 from nsa.web.timeline import Timeline
+
+MOST_BACK = 64 << 20
+MOST_MAPS = 512
+PLACE = re.compile(r"the line at byte (\d+)")
+
+
+class _Entry(NamedTuple):
+    step: int
+    offset: int
+    num_bytes: int
+
+
+class SelectionIndex:
+    """The steps that have a map, by rising step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self.problems: list[str] = []
+        self._follower = Follower(self.path, MOST_BACK)
+        self._entries: list[_Entry] = []
+
+    @property
+    def steps(self) -> list[int]:
+        """Those that can be asked for."""
+        return [entry.step for entry in self._entries]
+
+    def read(self, budget: int) -> tuple[bool, bool]:
+        """Follow the file; say whether it grew, and whether there is more."""
+        try:
+            lines, anew, more = self._follower.read(budget)
+        except OSError as error:
+            self.problems = [f"{self.path}: {error.strerror or error}"]
+            return False, False
+        if anew:
+            self._entries, self.problems = [], []
+        for line in lines:
+            match = PLACE.fullmatch(line.where)
+            assert match is not None
+            self._add(line.text, int(match[1]))
+        return anew or bool(lines), more
+
+    def load(self, step: int) -> dict[str, Any] | None:
+        """The map of a step, or of the last one before it; None without any."""
+        entries = [entry for entry in self._entries if entry.step <= step] or self._entries[:1]
+        if not entries:
+            return None
+        entry = entries[-1]
+        with open_binary(self.path) as file:
+            content = os.pread(file.fileno(), entry.num_bytes, entry.offset)
+        text = content.decode("utf-8", "replace")
+        where = f"{self.path}, the line at byte {entry.offset}"
+        return dataclasses.asdict(parse_selection(text, where)) | {"steps": self.steps}
+
+    def _add(self, text: str, offset: int) -> None:
+        where = f"{self.path}, the line at byte {offset}"
+        try:
+            content = json.loads(text)
+            step = content.get("step") if isinstance(content, dict) else None
+            if type(step) is not int:
+                raise ValueError("it has no step")
+        except (ValueError, RecursionError) as error:
+            self.problems = [f"{where}: not a line of {NAME} ({error})"]
+            return
+        while self._entries and self._entries[-1].step >= step:
+            self._entries.pop()
+        self._entries.append(_Entry(step, offset, len(text.encode())))
+        del self._entries[:-MOST_MAPS]
+
+
+# The whole past of a run, read once and then only where its files grow.
+#
+# Heartbeats and CSV files are followed; of a file that is larger than HISTORY_BYTES the end is read
+# and the part before it sampled. Everything that is kept has a bound.
 
 HISTORY_BYTES = 64 << 20
 """Of the first rank's heartbeat, from its end: all of a run of 50,000 steps."""

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.operate.snapshot import Run, read_run
+from nsa.operate.run_folder import Run, read_run
 from nsa.operate.text import printable
 from nsa.web import timeline
-from nsa.web.header import MOST_PROBLEMS, MOST_TEXT, describe
+from nsa.web.header import MOST_PROBLEMS, MOST_TEXT, Settings, describe, side_by_side
 from nsa.web.history import History
-from nsa.web.settings import Settings, side_by_side
 
 INTERVAL_S = 1.0
 """Between two looks at files that did not grow."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.telemetry import Beat
-from nsa.telemetry.heartbeat import BEAT, BOOT, STEP_END, WATCHDOG_DUMP
+from nsa.records import Beat
+from nsa.records.heartbeat import BEAT, BOOT, STEP_END, WATCHDOG_DUMP
 
 STATES = ("step", "evaluate", "save", "start", "down", "slow", "waiting", "silent", "other")
 """`down`: between the last line of a process and the start of the next; `slow`: a step of more than

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from nsa.files import put_in_place
-from nsa.leftovers import temporary_name
+from nsa.files import put_in_place, temporary_name
 from studies.corpus.archives import read_members
 from studies.corpus.dedup import Seen
 from studies.corpus.errors import CorpusError

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.files import put_in_place
-from nsa.leftovers import temporary_name
+from nsa.files import put_in_place, temporary_name
 from studies.corpus.build import TOKENIZER_FOLDER
 from studies.corpus.errors import CorpusError
 from studies.corpus.fetch import sha256_of

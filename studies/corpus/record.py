@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.files import put_in_place
-from nsa.leftovers import temporary_name
+from nsa.files import put_in_place, temporary_name
 from studies.corpus.errors import CorpusError
 from studies.corpus.sources import Sources
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nsa.files import put_in_place
-from nsa.leftovers import temporary_name
+from nsa.files import put_in_place, temporary_name
 from studies.corpus.errors import CorpusError
 from studies.corpus.pack_manifest import Packed, read_pack_manifest
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PY
 import numpy as np
 
 from nsa.config import BAD_INPUT, StrictParser
-from nsa.telemetry.atomic import replacing, write_text
+from nsa.files import replacing, write_text
 from studies.long_context.results import ROPES, Grid, Results, merge_grids, read_results
 
 TABLE = "table.md"

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.telemetry.atomic import write_text
+from nsa.files import write_text
 from studies.long_context.presets import MODELS
 
 VERSION = 2

@@ -23,8 +23,8 @@ import torch
 
 from bench.train_report import describe_machine, new_result
 from nsa.config import BAD_INPUT, StrictParser
-from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.split import VAL
+from nsa.data.documents import VAL
+from nsa.data.tokenizers import HFTokenizer
 from studies.long_context.evaluate import Exam, ask, scale_rope
 from studies.long_context.presets import MODELS, PRESETS, Preset
 from studies.long_context.results import NAME, ROPES, Results, read_results, write_results

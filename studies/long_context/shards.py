@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.durable import DurableFile
-from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.manifest import FILE_NAME, Manifest, Shard, write_manifest
-from nsa.data.order import shuffled
-from nsa.data.split import TRAIN, VAL, Counts
-from nsa.data.tokenizer import id_type
+from nsa.data.array_rows import shuffled
+from nsa.data.documents import TRAIN, VAL, Counts
+from nsa.data.shards import FILE_NAME, Manifest, Shard, write_manifest
+from nsa.data.tokenizers import HFTokenizer, id_type
+from nsa.files import DurableFile
 from studies.long_context.task import Ids
 from studies.long_context.text import TOKENIZER, Say, read_hay
 from studies.long_context.training_rows import Mixture, make_row

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from nsa.config import Config
-from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.split import TRAIN, VAL
+from nsa.data.documents import TRAIN, VAL
+from nsa.data.tokenizers import HFTokenizer
 from nsa.model import TinyLM
-from nsa.telemetry import MODEL
-from nsa.train.model_file import load_model
+from nsa.records import MODEL
+from nsa.train.checkpoint.model_file import load_model
 from studies.long_context.presets import Preset
 from studies.long_context.probe import probe
 from studies.long_context.results import Probe

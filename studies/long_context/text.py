@@ -11,13 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.corpus import read_works
-from nsa.data.documents import read_documents
-from nsa.data.durable import DurableFile
+from nsa.data.documents import TRAIN, VAL, is_held_out, read_documents, read_works, split_works
 from nsa.data.errors import DataError
-from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.split import TRAIN, VAL, is_held_out, split_works
-from nsa.data.tokenizer import Ids
+from nsa.data.tokenizers import HFTokenizer, Ids
+from nsa.files import DurableFile
 from studies.long_context.vocabulary import Words, train_tokenizer
 
 TOKENIZER = "tokenizer.json"

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.errors import DataError
-from nsa.data.hf_tokenizer import HFTokenizer
-from nsa.data.optional import need
-from nsa.telemetry.atomic import replacing
+from nsa.data.errors import DataError, need
+from nsa.data.tokenizers import HFTokenizer
+from nsa.files import replacing
 
 EOS = "<|endoftext|>"
 WORD = re.compile(r" [a-z]{4,}")

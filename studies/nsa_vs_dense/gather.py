@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nsa.telemetry import TRAINING, VAL, TrainingRow, ValRow, read_heartbeat
-from nsa.telemetry.csv_log import read_rows
-from nsa.telemetry.heartbeat import BEAT, NAME, PROGRESS, Beat
-from nsa.telemetry.selection_file import NAME as SELECTION
-from nsa.telemetry.selection_file import read_selection
+from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_heartbeat
+from nsa.records.heartbeat import BEAT, NAME, PROGRESS, Beat
+from nsa.records.tables import NAME as SELECTION
+from nsa.records.tables import read_rows, read_selection
 
 MOST_POINTS = 400
 MOST_GATES = 60

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from nsa.telemetry.atomic import replacing
+from nsa.files import replacing
 from studies.nsa_vs_dense.results import dense_twin
 
 # Colours that stay apart for colour-blind readers.

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
 
 from nsa.config import StrictParser
-from nsa.telemetry.atomic import write_text
+from nsa.files import write_text
 from studies.nsa_vs_dense import pictures
 from studies.nsa_vs_dense.page import write_page
 from studies.nsa_vs_dense.results import merge, read_results, write_results

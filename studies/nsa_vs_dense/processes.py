@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nsa.config.env import changed
-from nsa.telemetry.atomic import write_text
+from nsa.files import write_text
 from studies.nsa_vs_dense.arms import Arm
 from studies.nsa_vs_dense.train_arm import Task
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.telemetry.atomic import write_text
-from nsa.telemetry.strict_json import strict
+from nsa.files import write_text
+from nsa.records.heartbeat import strict
 
 SCHEMA = 1
 NAME = "results.json"

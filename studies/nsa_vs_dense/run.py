@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PY
 
 from nsa.config import StrictParser
 from nsa.config.env import read
-from nsa.data.manifest import read_manifest
-from nsa.data.split import TRAIN, VAL
+from nsa.data.documents import TRAIN, VAL
+from nsa.data.shards import read_manifest
 from studies.nsa_vs_dense.arms import Arm, choose, read_table
 from studies.nsa_vs_dense.processes import Job, start_job, stop_jobs
 from studies.nsa_vs_dense.results import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa import BlockSpec
-from nsa.model.selection_map import count_reads, distance_edges
+from nsa.model.stats import count_reads, distance_edges
 from nsa.ops.spec import NUM_FORCED
 
 LAGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -23,11 +23,11 @@ from bench.selections import write_selection
 from nsa.config import Config, to_container
 from nsa.data import end_process, open_data
 from nsa.model import TinyLM
-from nsa.telemetry import MODEL, read_env, read_metrics
+from nsa.records import MODEL, read_env, read_metrics
 from nsa.train import TrainError, run
-from nsa.train.model_file import load_model
+from nsa.train.checkpoint.find import paths_of, remove
+from nsa.train.checkpoint.model_file import load_model
 from nsa.train.runtime import resolve_runtime
-from nsa.train.shelf import paths_of, remove
 from studies.nsa_vs_dense.arms import Arm
 from studies.nsa_vs_dense.gather import gather_curves, steps_per_s
 from studies.nsa_vs_dense.measure import measure_loss, record_selection

@@ -7,15 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops.nvtx import nvtx
 from nsa.ops.plan import FLASH, flash_asked, plan_attention
-from nsa.ops.ranges import nvtx
-from nsa.ops.triton import band, by_block, by_query, flash, select
-from nsa.ops.triton.band import Gated
-from nsa.ops.triton.inverse import Inverse, empty_inverse, invert
-from nsa.ops.triton.kernels import gate
+from nsa.ops.triton import banded, by_block, by_query, flash, select, tile
+from nsa.ops.triton.banded import Gated
+from nsa.ops.triton.block_index import Inverse, empty_inverse, invert
+from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.start import Launch, ceil_div, start
 from nsa.ops.triton.tiles import padded
 
 ROWS_PER_GATE_PROGRAM = 16
@@ -104,7 +103,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     dq_more: Tensor | None = None
     for branch in (0, 2):
         if branch not in routes:
-            grads[branch] = band.backward_kv(problem, branch, q, *keys[branch], dout, stats, bits)
+            grads[branch] = banded.backward_kv(problem, branch, q, *keys[branch], dout, stats, bits)
             continue
         dq, *grads_kv = flash.backward(
             *(branch, q, *keys[branch], saved.o_cmp if branch == 0 else saved.o_win),
@@ -114,7 +113,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         dq_more = dq if dq_more is None else dq_more + dq
     dq_sel: Tensor | None = None
     if problem.masked:
-        grads[1] = band.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
+        grads[1] = banded.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
     else:
         chosen = Selection(saved.ids, saved.num_chosen, bits, saved.before)
         rest = (q, *keys[1], dout, stats[1])
@@ -129,7 +128,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     if 2 in routes:
         stats[2, ..., 2] = 0.0  # with a gate of 0 the window adds nothing to the gradient of q
     own = (dq_sel, dq_more)
-    dq = band.backward_q(problem, q, keys, dout, stats, bits, *own, skip_cmp=0 in routes)
+    dq = banded.backward_q(problem, q, keys, dout, stats, bits, *own, skip_cmp=0 in routes)
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 
@@ -163,7 +162,7 @@ def _band(
     """Output of the compressed or window branch; writes lse."""
     if branch in routes:
         return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, routes[branch])
-    return band.forward(problem, branch, q, k, v, lse)
+    return banded.forward(problem, branch, q, k, v, lse)
 
 
 def _selected(
@@ -171,7 +170,7 @@ def _selected(
 ) -> tuple[Tensor, Inverse]:
     q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
     if problem.masked:
-        o_sel = band.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
+        o_sel = banded.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
         return o_sel, empty_inverse(problem)
     if problem.by_query:
         o_sel = by_query.forward(problem, q, k, v, chosen, lse, gated)
@@ -191,7 +190,7 @@ def _gate_backward(
     start(
         problem.memo,
         ("gates", *routes),
-        gate.gate_backward,
+        tile.gate_backward,
         (
             saved.o_cmp, saved.o_sel, saved.o_win, dout, saved.lse, gates, dgates, stats,
             gated.get(0), gated.get(2),

@@ -1,26 +1,330 @@
-"""Launching the selected branch by key blocks: groups of chunks and their partial results."""
+"""Selected attention in key-block order: a program takes one block and the queries that chose it.
+
+A query's own blocks lie anywhere, so going by queries reads every block again for each of them;
+going by blocks reads it once for many. `p_queries` lists, chunk by chunk of queries and block by
+block, who chose the block. The rows of a tile are pairs of such a query and a head of the group:
+any group size fills a tile. Chunks keep what is gathered and scattered within the L2 cache.
+
+Names as in tile.py. A segment is one (batch element, KV head). An item is a piece of a bin, a bin
+the queries of one chunk that chose one block. What a query gets from its blocks is written to its
+own places and summed by a second kernel, in their order.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.band import Gated
-from nsa.ops.triton.inverse import (
-    PART_BYTES,
-    SUBS,
-    Inverse,
-    chunk_size,
-    part_bytes,
-    piece_size,
-)
-from nsa.ops.triton.kernels import by_block
+from nsa.ops.triton.banded import Gated
+from nsa.ops.triton.block_index import PART_BYTES, SUBS, Inverse, chunk_size, part_bytes, piece_size
+from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.start import Launch, ceil_div, start
+from nsa.ops.triton.tile import _dot, _dot_add, _load, _offsets, _rows, _stats, _store_gated
 from nsa.ops.triton.tiles import Tiles, fitted_block_tiles, padded
+
+
+@triton.jit
+def _item(
+    p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    SUBS: tl.constexpr,
+):  # fmt: skip
+    """Block of a program's item, its first entry, one past its last; block >= NUM_BLOCKS: none."""
+    i_item, i_seg = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    block = tl.load(p_items + (i_seg * num_chunks + chunk) * NUM_ITEMS + i_item)
+    bin = (i_seg * num_chunks + chunk) * NUM_BLOCKS + tl.minimum(block, NUM_BLOCKS - 1)
+    first_item = tl.load(p_item_ends + bin - 1, mask=block > 0, other=0)
+    start = tl.load(p_ends + bin * SUBS - 1, mask=(block > 0) | (chunk > 0), other=0)
+    first = start + (i_item - first_item) * PIECE
+    stop = tl.minimum(first + PIECE, tl.load(p_ends + bin * SUBS + SUBS - 1))
+    return block, first, stop
+
+
+@triton.jit
+def _block_range(
+    p_block_start, p_block_stop, block, S, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr
+):
+    """First token of a block, and one past its last."""
+    if HAS_DOCS:
+        return tl.load(p_block_start + block), tl.load(p_block_stop + block)
+    return block * L_SEL, tl.minimum(block * L_SEL + L_SEL, S)
+
+
+@triton.jit
+def _masked_stop(p_queries, first, stop, k0, PER_TILE, ALWAYS: tl.constexpr, BN: tl.constexpr):
+    """One past the last entry whose tile needs a mask, a whole number of tiles from `first`.
+
+    Entries are in the order of the queries, so only the first BN of a block's can be queries that
+    lie in the block and do not see all of it. ALWAYS: the block may end before the tile.
+    """
+    if ALWAYS:
+        return stop
+    own = tl.load(p_queries + first) < k0 + BN
+    return tl.where(own, tl.minimum(first + tl.cdiv(BN, PER_TILE) * PER_TILE, stop), first)
+
+
+@triton.jit
+def block_forward(
+    p_q, t_k, t_k2, t_v, p_part, p_part_lse, p_queries, p_places, p_items, p_item_ends, p_ends,
+    p_block_start, p_block_stop,
+    first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    Hkv, G, scale_log2, s_qb, s_qs, s_qh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Partial outputs of one item: up to PIECE queries that chose one block, all their heads.
+
+    part is [segments, num_rows, N_SEL, G, DV], part_lse the same without DV, for the rows of the
+    sequence from first_row on.
+    """
+    i_seg = tl.program_id(2).to(tl.int64)
+    chunk = first_chunk + tl.program_id(1)
+    block, first, stop = _item(
+        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
+    )
+    if block >= NUM_BLOCKS:
+        return  # the list is as long as the worst case; here it has ended
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    o_r, o_dk, o_dv = tl.arange(0, BM), tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    nth, head = o_r // G, (o_r % G).to(tl.int64)
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_k = k0 + tl.arange(0, BN)
+    b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+    b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+    p_qh = p_q + i_b * s_qb + i_g * G * s_qh
+    masked_stop = _masked_stop(
+        p_queries + i_seg * NUM_ENTRIES, first, stop, k0, BM // G, HAS_DOCS or L_SEL < BN, BN
+    )
+    for part in tl.static_range(2):
+        if part == 0:
+            lo, hi = first, masked_stop
+        else:
+            lo, hi = masked_stop, stop
+        for entry in range(lo, hi, BM // G):
+            m_r = (entry + nth < stop) & (nth < BM // G)
+            at = i_seg * NUM_ENTRIES + entry + nth
+            t = tl.load(p_queries + at, mask=m_r, other=0)
+            p_rows = p_qh + _offsets(t, s_qs, head, s_qh, NARROW)[:, None]
+            b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+            b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+            if DK2 > 0:
+                b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
+                b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+            if part == 0:
+                visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= t[:, None])
+                b_s = tl.where(visible, b_s, float("-inf"))
+            # An unused row may see nothing of the block; a chosen block holds a visible token.
+            top = tl.where(m_r, tl.max(b_s, axis=1) * scale_log2, 0.0)
+            b_p = tl.math.exp2(b_s * scale_log2 - top[:, None])
+            total = tl.where(m_r, tl.sum(b_p, axis=1), 1.0)
+            b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST) * (1.0 / total)[:, None]
+            place = tl.load(p_places + at, mask=m_r, other=0).to(tl.int32)
+            row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + head
+            tl.store(p_part_lse + row, top + tl.math.log2(total), mask=m_r)
+            m_o = m_r[:, None] & (o_dv < DV)[None, :]
+            p_rows_o = p_part + row[:, None] * DV + o_dv[None, :]
+            tl.store(p_rows_o, b_out.to(p_part.dtype.element_ty), mask=m_o)
+
+
+@triton.jit
+def merge_parts(
+    p_part, p_part_lse, p_num_chosen, p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
+    first_row, num_rows, S, Hkv, G, s_gb, s_gs, s_gh,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
+):  # fmt: skip
+    """Selected output of one query and group from its partial ones, and the gated sum."""
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    t = first_row + tl.program_id(0)
+    o_h, o_d = tl.arange(0, G_PAD), tl.arange(0, DV_PAD)
+    m_h = o_h < G
+    m_o = m_h[:, None] & (o_d < DV)[None, :]
+    num_chosen = tl.load(p_num_chosen + i_seg * S + t)
+    row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    top = tl.full([G_PAD], float("-inf"), tl.float32)
+    for n in tl.range(0, num_chosen, loop_unroll_factor=8):
+        lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
+        top = tl.maximum(top, lse)
+    none = top == float("-inf")
+    safe_top = tl.where(none, 0.0, top)
+    total = tl.zeros([G_PAD], tl.float32)
+    b_out = tl.zeros([G_PAD, DV_PAD], tl.float32)
+    for n in tl.range(0, num_chosen, loop_unroll_factor=8):
+        lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
+        b_part = tl.load(p_part + (row + n * G)[:, None] * DV + o_d[None, :], mask=m_o, other=0.0)
+        weight = tl.math.exp2(lse - safe_top)
+        total += weight
+        b_out += b_part.to(tl.float32) * weight[:, None]
+    b_out = b_out * (1.0 / tl.where(none, 1.0, total))[:, None]
+    lse = tl.where(none, float("inf"), top + tl.math.log2(total))
+    i_h = i_g * G + o_h
+    tl.store(p_lse + (i_b * Hkv * G + i_h) * S + t, lse, mask=m_h)
+    at = ((i_b * S + t) * Hkv * G + i_h)[:, None] * DV + o_d[None, :]
+    tl.store(p_o + at, b_out.to(p_o.dtype.element_ty), mask=m_o)
+    p_gate = p_gates + i_b * s_gb + tl.cast(t, tl.int64) * s_gs + i_h * s_gh
+    _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_h, m_o)
+
+
+@triton.jit
+def block_backward(
+    p_q, p_k, p_v, p_dout, p_stats, p_dk, p_dv, p_part, p_queries, p_places, p_items, p_item_ends,
+    p_ends, p_block_start, p_block_stop,
+    first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    Hkv, G, scale, scale_log2,
+    s_qb, s_qs, s_qh, s_kb, s_ks, s_kh, s_vb, s_vs, s_vh, s_ob, s_os, s_oh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr, WITH_DQ: tl.constexpr,
+    ORDERED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradients from one item: of a block's keys and values, and the item's share of its queries'.
+
+    Those of keys and values are summed in registers and added to fp32 [B, S, Hkv, D] once an item,
+    in no fixed order. ORDERED: they go to the item's own slot, [segments, chunks of this launch,
+    NUM_ITEMS, BN, D] fp32, which sum_items reads.
+    Those of queries, WITH_DQ, go to part [segments, num_rows, N_SEL, G, DK], as in the forward.
+    Tiles are [keys, rows]: probabilities and their gradients are left operands as they are.
+    """
+    i_seg = tl.program_id(2).to(tl.int64)
+    chunk = first_chunk + tl.program_id(1)
+    block, first, stop = _item(
+        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
+    )
+    if block >= NUM_BLOCKS:
+        return
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    p_queries += i_seg * NUM_ENTRIES
+    p_places += i_seg * NUM_ENTRIES
+    o_r = tl.arange(0, BM)
+    head = i_g * G + o_r % G
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_k = k0 + tl.arange(0, BN)
+    m_k = o_k < k_stop
+    keys = o_k.to(tl.int64)[:, None]
+    p_rows = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks
+    b_k = _load(p_rows + o_dk[None, :], m_k, o_dk, DK, DK1, True)
+    b_dk = tl.zeros([BN, DK1], tl.float32)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _load(p_rows + o_dk2[None, :], m_k, o_dk2, DK, DK1 + DK2, True)
+        b_dk2 = tl.zeros([BN, DK2], tl.float32)
+    p_rows = p_v + i_b * s_vb + i_g * s_vh + keys * s_vs + o_dv[None, :]
+    b_v = _load(p_rows, m_k, o_dv, DV, DV_PAD, True)
+    b_dv = tl.zeros([BN, DV_PAD], tl.float32)
+    for entry in range(first, stop, BM // G):
+        m_r = (entry + o_r // G < stop) & (o_r // G < BM // G)
+        t = tl.load(p_queries + entry + o_r // G, mask=m_r, other=0)
+        p_rows_q = p_q + i_b * s_qb + _offsets(t, s_qs, head, s_qh, NARROW)[:, None]
+        b_q = _load(p_rows_q + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+        b_s = _dot(b_k, tl.trans(b_q), UPCAST)  # [BN, BM]
+        if DK2 > 0:
+            b_q2 = _load(p_rows_q + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
+            b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
+        p_rows_o = p_dout + i_b * s_ob + _offsets(t, s_os, head, s_oh, NARROW)[:, None]
+        b_dout = _load(p_rows_o + o_dv[None, :], m_r, o_dv, DV, DV_PAD, True)
+        lse, delta, gate, token = _stats(p_stats, (i_b * Hkv * G + head) * S + t, m_r)
+        b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :])
+        visible = o_k.to(tl.float32)[:, None] <= token[None, :]
+        if HAS_DOCS or L_SEL < BN:  # else a key beyond the block is beyond every query, too
+            visible = visible & m_k[:, None]
+        b_p = tl.where(visible, b_p, 0.0) * gate[None, :]
+        b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
+        b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)
+        b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
+        b_dk = _dot_add(b_dk, b_ds, b_q, UPCAST)
+        if DK2 > 0:
+            b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
+        if WITH_DQ:
+            place = tl.load(p_places + entry + o_r // G, mask=m_r, other=0).to(tl.int32)
+            row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + o_r % G
+            p_row = p_part + row[:, None] * DK
+            # As [DK, rows]: K can be turned as a left operand, dS would have to be moved.
+            b_dq = tl.trans(_dot(tl.trans(b_k), b_ds, UPCAST)) * scale
+            m_q = m_r[:, None] & (o_dk < DK)[None, :]
+            tl.store(p_row + o_dk[None, :], b_dq.to(p_part.dtype.element_ty), mask=m_q)
+            if DK2 > 0:
+                b_dq2 = tl.trans(_dot(tl.trans(b_k2), b_ds, UPCAST)) * scale
+                m_q2 = m_r[:, None] & (o_dk2 < DK)[None, :]
+                tl.store(p_row + o_dk2[None, :], b_dq2.to(p_part.dtype.element_ty), mask=m_q2)
+    if ORDERED:
+        slot = (i_seg * tl.num_programs(1) + tl.program_id(1)) * NUM_ITEMS + tl.program_id(0)
+        row = slot * BN + tl.arange(0, BN)[:, None]
+    else:
+        row = (i_b * S + keys) * Hkv + i_g
+    p_rows = p_dk + row * DK + o_dk[None, :]
+    _give(p_rows, b_dk * scale, m_k[:, None] & (o_dk < DK)[None, :], ORDERED)
+    if DK2 > 0:
+        p_rows = p_dk + row * DK + o_dk2[None, :]
+        _give(p_rows, b_dk2 * scale, m_k[:, None] & (o_dk2 < DK)[None, :], ORDERED)
+    p_rows = p_dv + row * DV + o_dv[None, :]
+    _give(p_rows, b_dv, m_k[:, None] & (o_dv < DV)[None, :], ORDERED)
+
+
+@triton.jit
+def _give(p, b, mask, ORDERED: tl.constexpr):
+    """Write to places of one's own, or add to those that others add to."""
+    if ORDERED:
+        tl.store(p, b, mask=mask)
+    else:
+        tl.atomic_add(p, b, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def sum_items(
+    p_slots, p_sum, p_item_ends, p_block_start, p_block_stop,
+    first_chunk, num_chunks, num_together, S, NUM_BLOCKS, NUM_ITEMS, Hkv,
+    D: tl.constexpr, D_PAD: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Add the slots of one block's items to fp32 [B, S, Hkv, D], in the order of the items."""
+    block, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_n, o_d = tl.arange(0, BN), tl.arange(0, D_PAD)
+    mask = (k0 + o_n < k_stop)[:, None] & (o_d < D)[None, :]
+    row = ((i_seg // Hkv) * S + k0 + o_n) * Hkv + i_seg % Hkv
+    p_rows = p_sum + row[:, None] * D + o_d[None, :]
+    b_sum = tl.load(p_rows, mask=mask, other=0.0)
+    for i in range(0, num_together):
+        p_ends = p_item_ends + (i_seg * num_chunks + first_chunk + i) * NUM_BLOCKS + block
+        first = tl.load(p_ends - 1, mask=block > 0, other=0)
+        for item in range(first, tl.load(p_ends)):
+            slot = (i_seg * num_together + i) * NUM_ITEMS + item
+            p_slot = p_slots + (slot * BN + o_n)[:, None] * D + o_d[None, :]
+            b_sum += tl.load(p_slot, mask=mask, other=0.0)
+    tl.store(p_rows, b_sum, mask=mask)
+
+
+@triton.jit
+def sum_places(
+    p_part, p_num_chosen, p_dq, first_row, num_rows, S, Hkv, G,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one query and group from its partial ones: fp32 [B, S, Hq, DK]."""
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    t = first_row + tl.program_id(0)
+    o_h, o_d = tl.arange(0, G_PAD), tl.arange(0, DK_PAD)
+    mask = (o_h < G)[:, None] & (o_d < DK)[None, :]
+    row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    b_dq = tl.zeros([G_PAD, DK_PAD], tl.float32)
+    for n in tl.range(0, tl.load(p_num_chosen + i_seg * S + t), loop_unroll_factor=8):
+        p_rows = p_part + (row + n * G)[:, None] * DK + o_d[None, :]
+        b_dq += tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
+    at = ((i_b * S + t) * Hkv * G + i_g * G + o_h)[:, None] * DK + o_d[None, :]
+    tl.store(p_dq + at, b_dq, mask=mask)
+
+
+# Launching the selected branch by key blocks: groups of chunks and their partial results.
 
 WIDE = 1 << 31
 """Offsets from here on need 64 bits."""
@@ -71,7 +375,7 @@ def _forward_group(
     start(
         problem.memo,
         ("by block", group),
-        by_block.block_forward,
+        block_forward,
         (
             q, *problem.keys(k, v, tiles.BN), part, part_lse, inverse.queries, inverse.places,
             inverse.item_block, inverse.item_ends, inverse.ends, *problem.block_index(q),
@@ -98,7 +402,7 @@ def _merge_group(
     start(
         problem.memo,
         ("merge", group),
-        by_block.merge_parts,
+        merge_parts,
         (part, part_lse, chosen.num_chosen, out, lse, *gated),
         lambda: Launch.plain(
             (group.num_rows, problem.num_segments),
@@ -182,7 +486,7 @@ def _backward_group(
     start(
         problem.memo,
         ("backward by block", group, ordered),
-        by_block.block_backward,
+        block_backward,
         (
             q, k, v, dout, stats, *grads, q if part is None else part,
             inverse.queries, inverse.places, inverse.item_block, inverse.item_ends, inverse.ends,
@@ -204,7 +508,7 @@ def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, 
     start(
         problem.memo,
         ("sum of places", group),
-        by_block.sum_places,
+        sum_places,
         (part, chosen.num_chosen, dq),
         lambda: Launch.plain(
             (group.num_rows, problem.num_segments),
@@ -254,7 +558,7 @@ def _sum_slots_of(
     start(
         problem.memo,
         ("sum of slots", name, group),
-        by_block.sum_items,
+        sum_items,
         (slots, total, inverse.item_ends, *block_index),
         lambda: Launch.plain(
             (problem.num_blocks, problem.num_segments),

@@ -1,18 +1,147 @@
-"""Launching the selected branch by queries."""
+"""Selected attention in query order: a program takes one query and the heads of a group.
+
+Every selected block is read again for each query, so this is for large groups, whose heads fill a
+tile; by_block.py has the other order. Names as in tile.py.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.band import Gated
-from nsa.ops.triton.kernels import by_query
+from nsa.ops.triton.banded import Gated
+from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.start import Launch, start
+from nsa.ops.triton.tile import _dot, _dot_add, _load, _rows, _stats, _store_gated
 from nsa.ops.triton.tiles import Tiles, query_tiles
+
+
+@triton.jit
+def query_forward(
+    p_q, t_k, t_k2, t_v, p_selection, p_num_chosen, p_row_start, p_row_key,
+    p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
+    S, Hkv, G, scale_log2,
+    s_qb, s_qs, s_qh, s_gb, s_gs, s_gh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of one query and the BM >= G heads of its group, and the gated sum."""
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    t = tl.program_id(0)
+    start, last = 0, t
+    if HAS_DOCS:
+        start = tl.load(p_row_key + t)
+        last = start + t - tl.load(p_row_start + t)
+    o_h, o_n = tl.arange(0, BM), tl.arange(0, BN)
+    m_h = o_h < G
+    i_h = i_g * G + o_h
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    p_rows = p_q + i_b * s_qb + tl.cast(t, tl.int64) * s_qs + (i_h * s_qh)[:, None]
+    b_q = _load(p_rows + o_dk[None, :], m_h, o_dk, DK, DK1, True)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_q2 = _load(p_rows + o_dk2[None, :], m_h, o_dk2, DK, DK1 + DK2, True)
+    p_ids = p_selection + ((i_b * S + t) * Hkv + i_g) * N_SEL
+    num_chosen = tl.load(p_num_chosen + i_seg * S + t)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
+    for i in range(0, num_chosen * STEPS):
+        k0 = start + tl.load(p_ids + i // STEPS) * L_SEL + i % STEPS * BN
+        o_k = k0 + o_n
+        # A block ends with the sequence at the latest, and a query sees nothing beyond itself.
+        m_k = (o_k <= last) & (i % STEPS * BN + o_n < L_SEL)
+        b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+        if DK2 > 0:
+            b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+        b_s = tl.where(m_k[None, :], b_s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(b_s, axis=1) * scale_log2)
+        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        b_p = tl.math.exp2(b_s * scale_log2 - safe_top[:, None])
+        shrink = tl.math.exp2(top - safe_top)
+        total = total * shrink + tl.sum(b_p, axis=1)
+        b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
+        top = new_top
+    sees_none = total == 0.0
+    b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
+    lse = tl.where(sees_none, float("inf"), top + tl.math.log2(total))
+    tl.store(p_lse + (i_b * Hkv * G + i_h) * S + t, lse, mask=m_h)
+    at = ((i_b * S + t) * Hkv * G + i_h)[:, None] * DV + o_dv[None, :]
+    m_o = m_h[:, None] & (o_dv < DV)[None, :]
+    tl.store(p_o + at, b_out.to(p_o.dtype.element_ty), mask=m_o)
+    p_gate = p_gates + i_b * s_gb + tl.cast(t, tl.int64) * s_gs + i_h * s_gh
+    _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_h, m_o)
+
+
+@triton.jit
+def query_dq(
+    p_q, t_k, t_k2, t_v, p_dout, p_stats, p_selection, p_num_chosen, p_row_start, p_dq,
+    S, Hkv, G, scale, scale_log2,
+    s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one query and the BM >= G heads of its group: fp32 dq."""
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    t = tl.program_id(0)
+    start = 0
+    if HAS_DOCS:
+        start = tl.load(p_row_start + t)
+    o_h, o_n = tl.arange(0, BM), tl.arange(0, BN)
+    m_h = o_h < G
+    i_h = i_g * G + o_h
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    p_rows = p_q + i_b * s_qb + tl.cast(t, tl.int64) * s_qs + (i_h * s_qh)[:, None]
+    b_q = _load(p_rows + o_dk[None, :], m_h, o_dk, DK, DK1, True)
+    b_dq = tl.zeros([BM, DK1], tl.float32)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_q2 = _load(p_rows + o_dk2[None, :], m_h, o_dk2, DK, DK1 + DK2, True)
+        b_dq2 = tl.zeros([BM, DK2], tl.float32)
+    p_rows = p_dout + i_b * s_ob + tl.cast(t, tl.int64) * s_os + (i_h * s_oh)[:, None]
+    b_dout = _load(p_rows + o_dv[None, :], m_h, o_dv, DV, DV_PAD, True)
+    lse, delta, gate, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + t, m_h)
+    p_ids = p_selection + ((i_b * S + t) * Hkv + i_g) * N_SEL
+    num_chosen = tl.load(p_num_chosen + i_seg * S + t)
+    STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
+    for i in range(0, num_chosen * STEPS):
+        k0 = start + tl.load(p_ids + i // STEPS) * L_SEL + i % STEPS * BN
+        m_k = (k0 + o_n <= t) & (i % STEPS * BN + o_n < L_SEL)
+        b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+        if DK2 > 0:
+            b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+        b_p = tl.where(m_k[None, :], tl.math.exp2(b_s * scale_log2 - lse[:, None]), 0.0)
+        b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
+        b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)
+        b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
+        if DK2 > 0:
+            b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)
+    gate = gate * scale
+    p_rows = p_dq + ((i_b * S + t) * Hkv * G + i_h)[:, None] * DK
+    m_rows = m_h[:, None] & (o_dk < DK)[None, :]
+    tl.store(p_rows + o_dk[None, :], b_dq * gate[:, None], mask=m_rows)
+    if DK2 > 0:
+        m_rows = m_h[:, None] & (o_dk2 < DK)[None, :]
+        tl.store(p_rows + o_dk2[None, :], b_dq2 * gate[:, None], mask=m_rows)
+
+
+# Launching the selected branch by queries.
 
 
 def forward(
@@ -30,7 +159,7 @@ def forward(
     start(
         problem.memo,
         "by query",
-        by_query.query_forward,
+        query_forward,
         (
             q, *problem.keys(k, v, tiles.BN), chosen.ids, chosen.num_chosen,
             *problem.row_index(1, q)[:2], out, lse, *gated,
@@ -63,7 +192,7 @@ def backward_q(
     start(
         problem.memo,
         "dq by query",
-        by_query.query_dq,
+        query_dq,
         (
             q, *problem.keys(k, v, tiles.BN), dout, stats, chosen.ids, chosen.num_chosen,
             problem.row_index(1, q)[0], dq,

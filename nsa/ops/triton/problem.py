@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa.ops.plan import machine_of
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
-from nsa.ops.triton.start import INTERPRETED, Memo, Rows, ceil_div, form
+from nsa.ops.triton.launcher import INTERPRETED, Memo, Rows, ceil_div, form
 from nsa.ops.triton.tiles import (
     H200,
     Capability,

@@ -1,19 +1,263 @@
-"""Launching the scores and the choice of blocks, a bounded chunk of queries at a time."""
+"""Block scores from the compressed branch, and the choice of blocks (Eq. 9 to 12).
+
+Probabilities are recomputed from the log-sum-exp, a tile at a time, summed over the heads of a
+group and, where blocks of one document lie in step with the tiles, folded into blocks at once. A
+block hears the compressed tokens that start in it and the last ones that start before it, so it
+adds LEVELS parts: level k of block j is what the tokens of block j give to block j + k. All sums
+are fp32, in an order that is the same for every block, so that equal scores tie exactly.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from nsa.config.env import read
 from nsa.ops.checks import assert_selection
-from nsa.ops.ranges import nvtx
-from nsa.ops.triton.kernels import score
+from nsa.ops.nvtx import nvtx
+from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
-from nsa.ops.triton.start import Launch, ceil_div, start
+from nsa.ops.triton.tile import FORCED, _band, _dot, _dot_add, _rows
 from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles
+
+FIRST_GUESS = tl.constexpr(2 << 23)
+"""Two in the exponent of an fp32 number: a factor of 4."""
+
+
+@triton.jit
+def _group_probs(
+    t_q, t_q2, b_k, b_k2, p_lse, i_b, t0, h0, o_t, m_t, visible, S, G, scale_log2,
+    DK1: tl.constexpr, DK2: tl.constexpr, UPCAST: tl.constexpr, EDGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """p_cmp of a tile, summed over the G heads from h0 on: [BM, BN]."""
+    b_sum = tl.zeros([BM, BN], tl.float32)
+    for g in range(0, G):
+        b_q = _rows(t_q, i_b, t0, h0 + g, 0, BM, DK1)
+        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+        if DK2 > 0:
+            b_q2 = _rows(t_q2, i_b, t0, h0 + g, DK1, BM, DK2)
+            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        p_lse_rows = p_lse + tl.cast(g, tl.int64) * S + o_t
+        if EDGE:
+            lse = tl.load(p_lse_rows, mask=m_t, other=float("inf"))
+            b_p = tl.math.exp2(b_s * scale_log2 - lse[:, None])
+            b_sum += tl.where(visible, b_p, 0.0)
+        else:
+            lse = tl.load(p_lse_rows)
+            b_sum += tl.math.exp2(b_s * scale_log2 - lse[:, None])
+    return b_sum
+
+
+@triton.jit
+def group_scores(
+    t_q, t_q2, t_k, t_k2, p_lse, p_scores, p_row_start, p_row_key,
+    first_row, stop_row, S, Hkv, G, WIDTH, scale_log2,
+    OFF, STEP,
+    DK1: tl.constexpr, DK2: tl.constexpr,
+    STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Scores of BM queries and BN compressed tokens, for the rows first_row .. stop_row.
+
+    LEVELS > 0: parts of the blocks, fp32 [B * Hkv, LEVELS, rows, WIDTH]. LEVELS = 0: the
+    probabilities themselves, [B * Hkv, rows, WIDTH]. What nobody reads is not written.
+    """
+    i_bg = tl.program_id(2).to(tl.int64)
+    i_b, i_g = i_bg // Hkv, i_bg % Hkv
+    r0 = tl.program_id(1) * BM
+    o_m = tl.arange(0, BM)
+    o_t = first_row + r0 + o_m
+    m_t = o_t < stop_row
+    k0 = tl.program_id(0) * BN
+    o_k = k0 + tl.arange(0, BN)
+    t = first_row + r0
+    begin, reach = _band(t, t < S, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
+    t = tl.minimum(first_row + r0 + BM, stop_row) - 1
+    _, last_reach = _band(t, t < S, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
+    if (k0 > last_reach) | (k0 + BN <= begin):
+        return  # nobody sees these tokens, and nobody will read this part
+    b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+    b_k2 = b_k
+    if DK2 > 0:
+        b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+    p_lse += i_bg * G * S
+    t0, h0 = first_row + r0, i_g * G
+    inside = (k0 + BN - 1 <= reach) & (first_row + r0 + BM <= stop_row)
+    if inside and not HAS_DOCS:
+        b_sum = _group_probs(
+            t_q, t_q2, b_k, b_k2, p_lse, i_b, t0, h0, o_t, m_t, m_t, S, G, scale_log2,
+            DK1, DK2, UPCAST, False, BM, BN,
+        )  # fmt: skip
+    else:
+        first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
+        visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
+        b_sum = _group_probs(
+            t_q, t_q2, b_k, b_k2, p_lse, i_b, t0, h0, o_t, m_t, visible, S, G, scale_log2,
+            DK1, DK2, UPCAST, True, BM, BN,
+        )  # fmt: skip
+    num_rows = stop_row - first_row
+    if LEVELS == 0:
+        p_rows = p_scores + (i_bg * num_rows + r0 + o_m[:, None]) * WIDTH
+        tl.store(p_rows + o_k[None, :], b_sum, mask=m_t[:, None] & (o_k < WIDTH)[None, :])
+    else:
+        BLOCKS: tl.constexpr = BN // STRIDES
+        o_s = tl.arange(0, STRIDES)
+        o_j = k0 // STRIDES + tl.arange(0, BLOCKS)
+        b_tokens = tl.reshape(b_sum, [BM, BLOCKS, STRIDES])
+        for level in tl.static_range(LEVELS):
+            # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
+            stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
+            weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
+            b_part = tl.sum(b_tokens * weight[None, None, :], axis=2)
+            p_rows = p_scores + ((i_bg * LEVELS + level) * num_rows + r0 + o_m[:, None]) * WIDTH
+            tl.store(p_rows + o_j[None, :], b_part, mask=m_t[:, None] & (o_j < WIDTH)[None, :])
+
+
+@triton.jit
+def _chosen(scores, o_j, current, N_SEL: tl.constexpr):
+    """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
+
+    The n-th best score is found by bisection of its bits: scores are not negative, so their bits
+    are ordered like them. Of equal scores the lower block goes first.
+    """
+    forced = (o_j == 0) | (o_j == current - 1) | (o_j == current)
+    legal = (o_j >= 0) & (o_j <= current)
+    ranked = legal & (forced == 0)
+    scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
+    key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
+    num_forced = tl.minimum(current + 1, FORCED)
+    need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
+    # The largest `low` that at least `need` keys reach; of all candidates, 0 will do. It is likely
+    # to lie above a quarter of the largest, which is tried first.
+    low = 0
+    high = 0
+    if current + 1 > N_SEL:
+        high = tl.max(key, axis=0)
+    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
+    while low < high:
+        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
+        low = tl.where(reached >= need, middle, low)
+        high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
+        middle = low + (high - low + 1) // 2
+    above = key > low
+    equal = key == low
+    spare = need - tl.sum(above.to(tl.int32), axis=0)
+    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks go first
+        equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
+    return ((forced & legal) | above | equal).to(tl.int32)
+
+
+@triton.jit
+def choose_blocks(
+    p_scores, p_selection, p_num_chosen, p_bits, p_before, p_row_start, p_row_key, p_row_block,
+    first_row, num_rows, S, Hkv, WIDTH,
+    OFF, STEP, NUM_WORDS,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
+    STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr,
+    NB: tl.constexpr, NW: tl.constexpr, HAS_DOCS: tl.constexpr,
+):  # fmt: skip
+    """The choice of one query, as ids (ascending, then -1), their number, and bits.
+
+    STRIDES = l_sel / d and OVERLAP = l / d. Bits count from the first block of all documents, ids
+    from the row's document; `before` holds, for each word of 32 bits, how many blocks were chosen
+    in earlier words.
+    """
+    i_bg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_bg // Hkv, i_bg % Hkv
+    t = first_row + tl.program_id(0)
+    position, base, base_block = t, 0, 0
+    if HAS_DOCS:
+        position = t - tl.load(p_row_start + t)
+        base = tl.load(p_row_key + t)
+        base_block = tl.load(p_row_block + t)
+    num_visible = tl.maximum((position - OFF + STEP) // STEP, 0)
+    current = position // L_SEL
+    first_word = base_block // 32
+    o_j = first_word * 32 + tl.arange(0, NB) - base_block
+    scores = tl.zeros([NB], tl.float32)
+    if LEVELS > 0:
+        # Tokens up to num_visible - 1 lie in the blocks before this one; others were not written.
+        num_written = tl.cdiv(num_visible, STRIDES)
+        for level in tl.static_range(LEVELS):
+            p_row = p_scores + ((i_bg * LEVELS + level) * num_rows + tl.program_id(0)) * WIDTH
+            from_block = o_j - level
+            written = (from_block >= 0) & (from_block < num_written)
+            scores += tl.load(p_row + from_block, mask=written, other=0.0)
+    else:
+        p_row = p_scores + (i_bg * num_rows + tl.program_id(0)) * WIDTH + base
+        for stride in range(0, STRIDES):
+            for back in range(0, OVERLAP):
+                i = o_j * STRIDES + stride - back
+                scores += tl.load(p_row + i, mask=(i >= 0) & (i < num_visible), other=0.0)
+    chosen = _chosen(scores, o_j, current, N_SEL)
+
+    row = (i_b * S + t) * Hkv + i_g
+    place = tl.cumsum(chosen, axis=0) - 1
+    tl.store(p_selection + row * N_SEL + place, o_j, mask=chosen != 0)
+    o_n = tl.arange(0, N_SEL_PAD)
+    num_chosen = tl.sum(chosen, axis=0)
+    tl.store(p_num_chosen + i_bg * S + t, num_chosen)
+    unused = (o_n >= num_chosen) & (o_n < N_SEL)
+    tl.store(p_selection + row * N_SEL + o_n, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+    o_w = tl.arange(0, NW)
+    words = tl.sum(tl.reshape(chosen << (tl.arange(0, NB) % 32), [NW, 32]), axis=1)
+    counts = tl.sum(tl.reshape(chosen, [NW, 32]), axis=1)
+    at = (i_bg * NUM_WORDS + first_word + o_w) * S + t
+    m_w = first_word + o_w < NUM_WORDS
+    tl.store(p_bits + at, words, mask=m_w)
+    tl.store(p_before + at, (tl.cumsum(counts, axis=0) - counts).to(tl.int16), mask=m_w)
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def pack_selection(
+    p_selection, p_legal, p_num_chosen, p_bits, p_before, p_row_start, p_row_block,
+    S, Hkv, NUM_WORDS,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
+    NW: tl.constexpr, HAS_DOCS: tl.constexpr,
+):  # fmt: skip
+    """One query's given ids, in any order, as a selection: each block once, none of the future."""
+    i_bg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_bg // Hkv, i_bg % Hkv
+    t = tl.program_id(0)
+    position, base_block = t, 0
+    if HAS_DOCS:
+        position = t - tl.load(p_row_start + t)
+        base_block = tl.load(p_row_block + t)
+    o_n, o_w, o_bit = tl.arange(0, N_SEL_PAD), tl.arange(0, NW), tl.arange(0, 32)
+    row = ((i_b * S + t) * Hkv + i_g) * N_SEL
+    ids = tl.load(p_selection + row + o_n, mask=o_n < N_SEL, other=-1)
+    legal = (ids >= 0) & (ids <= position // L_SEL)
+    block = base_block + tl.where(legal, ids, 0)
+    here = legal[None, :] & ((block // 32)[None, :] == o_w[:, None])
+    # Or-ed, not added: a block may be named twice. All else is read from the bits.
+    words = tl.reduce(tl.where(here, 1 << (block % 32)[None, :], 0), 1, _or)  # [NW]
+    chosen = (words[:, None] >> o_bit[None, :]) & 1  # [NW, 32]
+    counts = tl.sum(chosen, axis=1)
+    before = tl.cumsum(counts, axis=0) - counts
+    num_chosen = tl.sum(counts, axis=0)
+    tl.store(p_num_chosen + i_bg * S + t, num_chosen)
+    place = before[:, None] + tl.cumsum(chosen, axis=1) - 1
+    id = o_w[:, None] * 32 + o_bit[None, :] - base_block
+    tl.store(p_legal + row + place, id, mask=chosen != 0)
+    unused = (o_n >= num_chosen) & (o_n < N_SEL)
+    tl.store(p_legal + row + o_n, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+    at = (i_bg * NUM_WORDS + o_w) * S + t
+    m_w = o_w < NUM_WORDS
+    tl.store(p_bits + at, words, mask=m_w)
+    tl.store(p_before + at, before.to(tl.int16), mask=m_w)
+
+
+# Launching the scores and the choice of blocks, a bounded chunk of queries at a time.
 
 SCORE_BYTES = 256 << 20
 """Workspace for the scores; longer sequences go in chunks of queries."""
@@ -73,7 +317,7 @@ def _score(
     start(
         problem.memo,
         ("score", chunk),
-        score.group_scores,
+        group_scores,
         (
             *problem.rows_k(q, tiles.BM), *problem.rows_k(k_cmp, tiles.BN), lse, scores,
             *problem.row_index(0, q)[:2],
@@ -106,7 +350,7 @@ def _choose(
     start(
         problem.memo,
         ("choose", chunk),
-        score.choose_blocks,
+        choose_blocks,
         (scores, *chosen, *problem.row_index(0, q)),
         lambda: Launch.plain(
             (chunk.stop - chunk.first, problem.num_segments),
@@ -131,7 +375,7 @@ def given(problem: Problem, selection: Tensor) -> Selection:
     start(
         problem.memo,
         "given",
-        score.pack_selection,
+        pack_selection,
         (selection, *chosen, row_start, row_block),
         lambda: Launch.plain(
             (problem.seq_len, problem.num_segments),

@@ -1,0 +1,103 @@
+"""The commands `nsa checkpoint verify|show|backup|export|convert`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint import find
+from nsa.train.checkpoint import folder as checkpoint_folder
+from nsa.train.checkpoint.file import BadCheckpoint
+
+
+def verify(path: Path) -> int:
+    """Hold a checkpoint, or every one in a folder, to its manifest; 1 where one does not match."""
+    paths = _paths(path)
+    bad = 0
+    for one in paths:
+        try:
+            found = find.verify(one)
+            print(f"ok   {one}: step {found.step}, {found.bytes:,} bytes")
+        except BadCheckpoint as error:
+            bad += 1
+            print(f"BAD  {error}")
+    print(f"{len(paths) - bad} of {len(paths)} match their manifests")
+    return 1 if bad else 0
+
+
+def show(path: Path) -> int:
+    """Print what a checkpoint holds."""
+    from nsa.train.checkpoint.writer import (
+        num_tensor_bytes,  # torch takes seconds: others go without
+    )
+
+    path = _paths(path)[0]
+    num_bytes, content = find.verify(path).bytes, find.peek(path, verified=True)
+    weights = content["state_dict"]
+    expected = num_tensor_bytes(content)
+    print(f"{path}: step {content['step']}, {content['tokens_seen']:,} tokens seen")
+    print(f"parameters: {sum(x.numel() for x in weights.values()):,} in {len(weights)} tensors")
+    print(f"bytes: {num_bytes:,} (tensors alone: {expected:,})")
+    for name, value in content["metrics"].items():
+        print(f"{name}: {value}")
+    for name, value in content["identity"].items():
+        print(f"  {name}: {value}")
+    return 0
+
+
+def backup(path: Path, to: Path) -> int:
+    """Copy a checkpoint, or the newest one of a folder, elsewhere, and verify the copy."""
+    copy = find.back_up(_paths(path)[0], to)
+    print(f"{copy}: a verified copy")
+    return 0
+
+
+def export(path: Path, to: Path) -> int:
+    """Write the weights of a checkpoint or of model.pt as safetensors, with the config."""
+    from nsa.train.checkpoint.model_file import (
+        read_weights,
+        write_safetensors,  # torch takes seconds: others go without
+    )
+
+    content = read_weights(_paths(path)[0])
+    metadata = {"format": "pt", "cfg": json.dumps(content["cfg"])}
+    write_safetensors(to, content["state_dict"], metadata)
+    print(f"{to}: {len(content['state_dict'])} tensors, {to.stat().st_size:,} bytes")
+    return 0
+
+
+def convert(path: Path, to: Path) -> int:
+    """Write a checkpoint in the other form: the file as a folder of parts, a folder as the file."""
+    source = _paths(path)[0]
+    step, forms = find.step_of(source), {checkpoint_file.NAME, checkpoint_folder.NAME}
+    allowed = sorted(form.format(step=step) for form in forms)
+    if to.name not in allowed:
+        raise BadCheckpoint(
+            f"{to} cannot be a copy of {source.name}; its name must be {' or '.join(allowed)}"
+        )
+    if to.exists():
+        raise BadCheckpoint(f"{to} exists; remove it, or name another place")
+    content = find.read(source)
+    content.pop("version")
+    if checkpoint_file.PATTERN.fullmatch(to.name):
+        checkpoint_file.write(to.parent, content)
+    else:
+        from nsa.train.checkpoint import sharded_io  # takes a second to import
+
+        sharded_io.write(to.parent, content)
+    print(f"{to}: step {step}, {find.verify(to).bytes:,} bytes, verified")
+    return 0
+
+
+def _paths(path: Path) -> list[Path]:
+    """A checkpoint, or those of a folder, newest first."""
+    if not path.is_dir() or find.is_checkpoint(path):
+        return [checkpoint_file.named_by_user(path)]
+    paths = find.paths_of(path)
+    if not paths:
+        raise BadCheckpoint(
+            f"{path} holds no checkpoint_step{{N}}.pt and no checkpoint_step{{N}}; name a run "
+            "folder or a checkpoint"
+        )
+    return paths

@@ -1,0 +1,163 @@
+"""The command `nsa generate`: where prompts come from, and how texts go out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from nsa.config import Config, DataConfig, RuntimeConfig
+from nsa.data import Tokenizer, open_tokenizer
+from nsa.generate.complete import Completion, Completions, Limits
+from nsa.generate.sampling import Sampling
+from nsa.train import load_model
+from nsa.train.checkpoint.model_file import find_model
+from nsa.train.runtime import resolve_runtime
+
+STDIN = "-"
+NO_MEMORY = "can't allocate memory"
+"""In the message of torch's allocator for the CPU, which has no error of its own."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue the prompts of the arguments; what is wrong with them is said before loading."""
+    sampling = Sampling(
+        temperature=0.0 if args.greedy else args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+    limits = Limits(
+        max_new_tokens=args.max_new_tokens,
+        max_len=args.max_len,
+        stops=tuple(args.stop or ()),
+        ignore_eos=args.ignore_eos,
+        batch_size=args.batch_size,
+    )
+    prompts = read_prompts(args, limits)
+    try:
+        _complete(args, prompts, _load(args, sampling, limits))
+    except KeyboardInterrupt:  # the usual way to say that it is enough
+        _write("\n")
+        return INTERRUPTED
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error):
+            raise ValueError(_no_room(prompts, limits)) from None
+        raise
+    return 0
+
+
+def _complete(args: argparse.Namespace, prompts: list[str], completions: Completions) -> None:
+    if args.json:
+        for completion in completions.complete(prompts):
+            _write(json.dumps(completion.as_json(), ensure_ascii=False) + "\n")
+    elif args.prompts or args.no_stream:
+        _write_all(completions.complete(prompts), args.echo)
+    else:
+        _write(prompts[0] if args.echo else "")
+        completions.complete(prompts, show=_write)
+        _write("\n")
+
+
+def _no_room(prompts: list[str], limits: Limits) -> str:
+    return (
+        f"there is no memory for the model and the caches of {len(prompts)} prompts, "
+        f"--batch-size {limits.batch_size} at a time, with {limits.max_new_tokens} new tokens; use "
+        "a smaller --batch-size or --max-new-tokens, a shorter prompt, or --precision bf16"
+    )
+
+
+def read_prompts(args: argparse.Namespace, limits: Limits) -> list[str]:
+    """The prompt of the command line, of a file or of stdin; or the lines of a file of prompts."""
+    given = [source for source in (args.prompt, args.file, args.prompts) if source is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{len(given)} sources of prompts are given; use one of PROMPT, --file and --prompts"
+        )
+    if args.prompts is not None:
+        text = _read(args.prompts, limits.max_prompt_bytes)
+        lines = text.removesuffix("\n").split("\n")
+        return [line.removesuffix("\r") for line in lines]
+    if args.prompt is not None and args.prompt != STDIN:
+        return [args.prompt]
+    return [_read(args.file or STDIN, limits.max_prompt_bytes)]
+
+
+def _read(source: str, limit: int) -> str:
+    """A text of at most `limit` bytes, which are UTF-8."""
+    name = "stdin" if source == STDIN else source
+    try:
+        with _opened(source) as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read ({error.strerror}); name a text file") from None
+    if len(content) > limit:
+        raise ValueError(
+            f"{name} has more than {limit:,} bytes; that many cannot fit the cache; shorten it, or "
+            "allow a larger --max-len"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8: byte {content[error.start]:#04x} at {error.start}; a prompt "
+            "must be; convert it"
+        ) from None
+
+
+@contextmanager
+def _opened(source: str) -> Iterator[BinaryIO]:
+    if source == STDIN:
+        yield sys.stdin.buffer
+        return
+    with Path(source).open("rb") as file:
+        yield file
+
+
+def _load(args: argparse.Namespace, sampling: Sampling, limits: Limits) -> Completions:
+    model, config = load_model(find_model(Path(args.model)))
+    heads = (config.model.d_k, config.model.d_v)
+    runtime = resolve_runtime(_runtime(args, config.runtime), heads, config.model.attention)
+    precision = args.precision or ("fp32" if runtime.device.type == "cpu" else runtime.precision)
+    runtime = replace(runtime, precision=precision)
+    model = model.to(device=runtime.device, dtype=runtime.dtype)
+    return Completions(model, _tokenizer(args, config), sampling, limits)
+
+
+def _runtime(args: argparse.Namespace, config: RuntimeConfig) -> RuntimeConfig:
+    """The config's, on the device that is asked for; what only training needs is left out."""
+    return RuntimeConfig(
+        device=args.device, precision=args.precision or config.precision, backend=config.backend
+    )
+
+
+def _tokenizer(args: argparse.Namespace, config: Config) -> Tokenizer:
+    """The model's own; another one, or the place where its files are now, can be named."""
+    data = config.data
+    name = args.tokenizer or data.tokenizer
+    same = name == data.tokenizer
+    path = args.tokenizer_path or (data.tokenizer_path if same else "")
+    eos = data.eos if same or name == "hf" or name.endswith(".json") else ""
+    return open_tokenizer(DataConfig(tokenizer=name, tokenizer_path=path, eos=eos))
+
+
+def _write_all(completions: list[Completion], echo: bool) -> None:
+    for completion in completions:
+        _write(f"{completion.prompt if echo else ''}{completion.text}\n")
+
+
+def _write(text: str) -> None:
+    """UTF-8, whatever the terminal is said to speak, and at once."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
+    sys.stdout.buffer.flush()

@@ -1,0 +1,140 @@
+"""What `nsa info` prints: a config, and what it costs, as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nsa.config import Config, to_container
+from nsa.config.describe import show, text_table
+from nsa.model.cost import (
+    cache_bytes,
+    decode_reads,
+    dense_cache_bytes,
+    dense_training_flops_per_token,
+    forward_bytes,
+    forward_flops,
+    parameter_counts,
+    step_bytes,
+    step_flops,
+    training_flops_per_token,
+    training_memory,
+)
+
+DECODE_LENGTHS = (4096, 65536)
+"""Lengths, beside the training one, at which the decode cache is shown."""
+
+
+def describe_config(config: Config, path: str) -> str:
+    """Return the whole report."""
+    sections = (
+        f"config: {path}\n{_settings(config)}",
+        f"parameters\n{_parameters(config)}",
+        f"{_step(config)}",
+        f"cost by part (token: forward; step: forward and backward, one rank)\n{_costs(config)}",
+        f"training one token\n{_beside_dense(config)}",
+        f"training memory on one rank (estimate)\n{_shares(training_memory(config), _bytes)}",
+        f"decoding one sequence: tokens read per KV head, and cache\n{_decode(config)}",
+    )
+    return "\n\n".join(sections)
+
+
+def _settings(config: Config) -> str:
+    rows = [
+        (f"  {group}.{key}", show(value))
+        for group, keys in to_container(config).items()
+        for key, value in keys.items()
+    ]
+    return text_table(rows)
+
+
+def _parameters(config: Config) -> str:
+    return _shares(parameter_counts(config), lambda count: f"{count:,}")
+
+
+def _step(config: Config) -> str:
+    train = config.train
+    tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
+    return (
+        f"tokens per step: {tokens:,} per rank = batch_size {train.batch_size} "
+        f"x accumulate_grad_batches {train.accumulate_grad_batches} x seq_len {train.seq_len}\n"
+        f"tokens in {train.steps:,} steps: {tokens * train.steps:,} per rank"
+    )
+
+
+def _costs(config: Config) -> str:
+    seq_len = config.train.seq_len
+    columns = (
+        _per_token(forward_flops(config), seq_len),
+        step_flops(config),
+        _per_token(forward_bytes(config), seq_len),
+        step_bytes(config),
+    )
+    rows = [("  part", "FLOPs/token", "FLOPs/step", "bytes/token", "bytes/step")]
+    for part in columns[0]:
+        rows.append(_cost_row(part, *(column[part] for column in columns)))
+    rows.append(_cost_row("total", *(sum(column.values()) for column in columns)))
+    return text_table(rows, right=(1, 2, 3, 4))
+
+
+def _beside_dense(config: Config) -> str:
+    """Forward and backward, beside the same model with dense causal attention."""
+    ours = sum(training_flops_per_token(config).values())
+    dense = sum(dense_training_flops_per_token(config).values())
+    return f"  {_flops(ours)}; with dense causal attention {_flops(dense)} ({ours / dense:.2f}x)"
+
+
+def _cost_row(part: str, *costs: float) -> tuple[str, str, str, str, str]:
+    flops_token, flops_step, bytes_token, bytes_step = costs
+    return (
+        f"  {part}",
+        _flops(flops_token),
+        _flops(flops_step),
+        _bytes(bytes_token),
+        _bytes(bytes_step),
+    )
+
+
+def _per_token(costs: dict[str, int], seq_len: int) -> dict[str, float]:
+    return {part: cost / seq_len for part, cost in costs.items()}
+
+
+def _decode(config: Config) -> str:
+    branches = tuple(decode_reads(config, 1))
+    header = ("  length", *branches, "reads", "dense reads", "cache", "dense cache")
+    rows: list[tuple[str, ...]] = [header]
+    for length in sorted({config.train.seq_len, *DECODE_LENGTHS}):
+        reads = decode_reads(config, length)
+        rows.append(
+            (
+                f"  {length}",
+                *(str(count) for count in reads.values()),
+                str(sum(reads.values())),
+                str(length),
+                _bytes(sum(cache_bytes(config, length).values())),
+                _bytes(dense_cache_bytes(config, length)),
+            )
+        )
+    return text_table(rows, right=range(1, len(header)))
+
+
+def _shares(parts: dict[str, int], show: Callable[[float], str]) -> str:
+    total = sum(parts.values())
+    rows = [(f"  {part}", show(size), f"{size / total:.1%}") for part, size in parts.items()]
+    return text_table([*rows, ("  total", show(total), "")], right=(1, 2))
+
+
+def _flops(count: float) -> str:
+    return _scaled(count, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def _bytes(count: float) -> str:
+    return _scaled(count, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def _scaled(count: float, step: float, units: tuple[str, ...]) -> str:
+    """Write a number with the unit that leaves it below `step`."""
+    for unit in units[:-1]:
+        if count < step:
+            return f"{count:.4g} {unit}"
+        count /= step
+    return f"{count:.4g} {units[-1]}"

@@ -1,0 +1,166 @@
+"""Rows of an endless stream of documents that can only be read forward.
+
+The training documents of all epochs make one stream of tokens, in which row i starts at token i*S.
+Rows are shuffled within blocks of neighbouring rows, so the row at a position depends on the seed
+and the position alone, and a block can be read again from the place where it starts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nsa.data.array_rows import State, shuffled
+from nsa.data.documents import TRAIN, Counts, Document, fingerprint_of
+from nsa.data.encode import EndlessDocuments, Place, Report, encode_sides
+from nsa.data.errors import DataError, SourceLost
+from nsa.data.tokenizers import Ids, Tokenizer
+
+MOST_ROWS, MOST_TOKENS = 256, 1 << 19
+"""A block has no more rows than the first and, if a row is not longer, no more tokens than the
+second: a megabyte or two of text, which a resume reads again."""
+
+
+class Start(NamedTuple):
+    """Where a block starts: its number, a document, and how many tokens of that lie before it."""
+
+    block: int
+    place: Place
+    skip: int
+
+
+class StreamedRows:
+    """Rows by position, from documents that come in order; going back reads again."""
+
+    num_rows = None
+
+    def __init__(
+        self,
+        documents: EndlessDocuments,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        seed: int,
+        *,
+        doc_batch: int = 64,
+        report: Report | None = None,
+    ) -> None:
+        """`doc_batch` documents are read, then tokenized, at a time."""
+        self._documents, self._tokenizer = documents, tokenizer
+        self._seq_len, self._seed, self._doc_batch = seq_len, seed, doc_batch
+        self._report = report or Report(every=0)
+        self.block_rows = max(1, min(MOST_ROWS, MOST_TOKENS // seq_len))
+        self._kept: dict[int, tuple[Start, NDArray[np.int64]]] = {}
+        self._go_to(Start(0, Place(), 0))
+
+    def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
+        """Return the rows at the positions; everything before them is read, too."""
+        rows = np.empty((size, self._seq_len + 1), dtype=np.int64)
+        for row, place in zip(rows, range(position, position + size), strict=True):
+            number, index = divmod(place, self.block_rows)
+            _, tokens = self._block(number)
+            start = shuffled(index, self.block_rows, self._seed, number) * self._seq_len
+            row[:] = tokens[start : start + self._seq_len + 1]
+        return torch.from_numpy(rows)
+
+    def state(self, position: int) -> State:
+        """Return where the block of a position starts, or the nearest known one before it."""
+        known = [self._origin, *(start for start, _ in self._kept.values())]
+        start = max(start for start in known if start.block * self.block_rows <= position)
+        return {"block": start.block, **start.place._asdict(), "skip": start.skip}
+
+    def resume(self, state: State) -> None:
+        """Go on from a state; rows of blocks before it are found from the beginning."""
+        names = {"block", *Place._fields, "skip"}
+        if state.keys() != names or any(type(v) is not int or v < 0 for v in state.values()):
+            raise DataError(
+                f"{state!r} is no place in {self._documents!r}; it needs whole numbers >= 0 for "
+                f"{', '.join(sorted(names))}; resume from another checkpoint"
+            )
+        place = Place(*(state[name] for name in Place._fields))
+        self._go_to(Start(state["block"], place, state["skip"]))
+
+    def fingerprint(self) -> str:
+        """Hash what decides every row."""
+        return fingerprint_of(
+            rows="blocks",
+            documents=self._documents.fingerprint(),
+            tokenizer=self._tokenizer.fingerprint(),
+            seq_len=self._seq_len,
+            seed=self._seed,
+            block=self.block_rows,
+        )
+
+    def _block(self, number: int) -> tuple[Start, NDArray[np.int64]]:
+        """The tokens of a block; the last two stay, because a batch may lie in both."""
+        if number not in self._kept and number < self._next.block:
+            self._go_to(Start(0, Place(), 0))
+        while number not in self._kept:
+            start, tokens = self._read_block()
+            self._kept[start.block] = start, tokens
+            for old in sorted(self._kept)[:-2]:
+                del self._kept[old]
+        return self._kept[number]
+
+    def _go_to(self, start: Start) -> None:
+        self._kept.clear()
+        self._origin = self._next = start
+        self._ahead = deque[tuple[Place, Ids]]()
+        self._tokens_ahead = -start.skip
+        self._encoded = self._encode(start.place)
+
+    def _read_block(self) -> tuple[Start, NDArray[np.int64]]:
+        """Take a block off the stream; its last token is also the first of the next."""
+        length = self.block_rows * self._seq_len
+        while self._tokens_ahead <= length:
+            try:
+                place, ids = next(self._encoded)
+            except StopIteration:  # an error has ended it, and was raised then
+                raise SourceLost("the stream has failed before; start again") from None
+            self._ahead.append((place, ids))
+            self._tokens_ahead += len(ids)
+        start = self._next
+        stream = np.concatenate([ids for _, ids in self._ahead])
+        tokens = stream[start.skip : start.skip + length + 1].astype(np.int64)
+        skip = start.skip + length
+        while skip >= len(self._ahead[0][1]):
+            skip -= len(self._ahead.popleft()[1])
+        self._next = Start(start.block + 1, self._ahead[0][0], skip)
+        self._tokens_ahead -= length
+        return start, tokens
+
+    def _encode(self, place: Place) -> Iterator[tuple[Place, Ids]]:
+        """Yield each training document with its place and its end mark."""
+        counts, at, barren_since = Counts(), place, place.epoch
+        for chunk in _chunks(self._documents.read(place), self._doc_batch):
+            for at, document in chunk:  # one at a time, so that each keeps its place
+                for side, ids in encode_sides([document], self._tokenizer, counts):
+                    self._report.add(at.epoch, len(ids))
+                    if side == TRAIN:
+                        barren_since = at.epoch
+                        yield at, ids
+            if at.epoch > barren_since + 1:
+                raise DataError(
+                    f"a whole epoch had no document to train on ({counts.documents} documents, "
+                    f"{counts.empty} empty); name another source"
+                )
+
+
+def _chunks(
+    documents: Iterator[tuple[Place, Document]], size: int
+) -> Iterator[list[tuple[Place, Document]]]:
+    """Yield `size` documents at a time; what came before an error still counts."""
+    while True:
+        chunk: list[tuple[Place, Document]] = []
+        try:
+            for _ in range(size):
+                chunk.append(next(documents))
+        except (DataError, SourceLost):
+            yield chunk
+            raise
+        yield chunk

@@ -1,0 +1,1 @@
+"""`nsa handoff`: one archive for whoever takes over a run."""

@@ -1,0 +1,229 @@
+"""`nsa handoff`: what whoever takes over a run needs, in one archive, without secrets.
+
+It reads the run folder and its launch records and writes nothing there. What is not there is named
+in the manifest and never made up. The same folder gives the same archive, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import io
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from nsa.files import replacing
+from nsa.operate.handoff.contents import (
+    ITEMS,
+    NAME,
+    PREFIX,
+    Collection,
+    Entry,
+    Manifest,
+    Source,
+    is_safe,
+    manifest_bytes,
+    read_manifest,
+)
+from nsa.operate.handoff.redact import as_bytes, hide, hide_lines, lines_of, secrets_in
+from nsa.operate.text import printable
+from nsa.train.checkpoint.file import CHUNK
+
+COMPLETE, INCOMPLETE = 0, 1
+"""Exit codes: all of the checklist is there; something is missing, and named."""
+LEVEL = 1
+"""Of compression: weights hardly shrink, and text does at any level."""
+
+
+def command(args: argparse.Namespace) -> int:
+    """Make an archive, or verify one."""
+    if (args.folder is None) == (args.verify is None):
+        raise ValueError("give a run folder, or --verify FILE; one of them")
+    if args.verify is not None:
+        return verify(args.verify)
+    out = args.out or Path(f"{args.folder.resolve().name}-handoff.tar.gz")
+    manifest = hand_over(args.folder, out, args.run_info, args.report)
+    for entry in manifest.files:
+        hidden = f", {entry.redacted} secrets hidden" if entry.redacted else ""
+        print(f"{entry.item:13} {entry.path} ({entry.bytes:,} bytes{hidden})")
+    for missing in manifest.missing:
+        print(f"{missing.item:13} MISSING: {missing.reason}")
+    print(f"wrote {out}")
+    return INCOMPLETE if manifest.missing else COMPLETE
+
+
+def hand_over(
+    folder: Path, out: Path, run_info: Path | None = None, report: Path | None = None
+) -> Manifest:
+    """Write the archive of a run folder to `out`, which must be new and outside of it."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
+    if out.exists():
+        raise ValueError(f"{out} exists; name another file with --out, or remove it")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{out} is inside the run folder, which is only read; use --out elsewhere")
+    with ExitStack() as open_files:
+        found = Collection(folder, open_files)
+        found.collect(run_info, report)
+        known = {s for source in found.sources if source.is_text for s in _secrets(source)}
+        staged = [_stage(source, known, open_files) for source in found.sources]
+        manifest = Manifest(
+            run=folder.resolve().name,
+            status=found.metrics.status if found.metrics else None,
+            step=found.metrics.step if found.metrics else None,
+            files=[entry for entry, _ in staged],
+            missing=found.missing,
+        )
+        with replacing(out) as temporary:
+            _write(temporary, manifest, [file for _, file in staged])
+    return manifest
+
+
+def _secrets(source: Source) -> set[str]:
+    found = secrets_in(lines_of(source.file))
+    source.file.seek(0)
+    return found
+
+
+def _stage(source: Source, known: set[str], open_files: ExitStack) -> tuple[Entry, IO[bytes]]:
+    """The file as it goes into the archive, and its entry."""
+    file, redacted = source.file, 0
+    if source.is_text:
+        # Closed by the stack of whoever writes the archive.
+        file = open_files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        for line, count in hide_lines(lines_of(source.file), known):
+            file.write(as_bytes(line))
+            redacted += count
+        file.seek(0)
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(CHUNK):
+        digest.update(chunk)
+        size += len(chunk)
+    file.seek(0)
+    parents = source.origin.absolute().parts
+    entry = Entry(
+        item=source.item,
+        path=source.path,
+        source=hide("/".join(parents[-3:]), sorted(known))[0],
+        bytes=size,
+        sha256=digest.hexdigest(),
+        redacted=redacted,
+    )
+    return entry, file
+
+
+def _write(path: Path, manifest: Manifest, files: list[IO[bytes]]) -> None:
+    content = manifest_bytes(manifest)
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, compresslevel=LEVEL, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        archive.addfile(_member(NAME, len(content)), io.BytesIO(content))
+        for entry, file in zip(manifest.files, files, strict=True):
+            archive.addfile(_member(entry.path, entry.bytes), file)
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    """A member that says nothing of who wrote it, and when."""
+    member = tarfile.TarInfo(PREFIX + name)
+    member.size, member.mode = size, 0o644
+    return member
+
+
+# `nsa handoff --verify`: hold an archive to its manifest; nothing is ever extracted.
+
+GOOD, BAD = 0, 1
+LARGEST_MANIFEST = 1 << 20
+VERIFY_CHUNK = 1 << 20
+BINARY = (".pt", ".distcp", ".metadata")
+
+
+def verify(path: Path) -> int:
+    """Print what is wrong, and what the checklist lacks; 0 when the archive is as written."""
+    try:
+        manifest, problems = examine(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give a file that nsa handoff wrote") from None
+    except (OSError, ValueError, EOFError, tarfile.TarError, zlib.error) as error:
+        print(f"BAD  {path}: {printable(str(error))}")
+        return BAD
+    for problem in problems:
+        print(f"BAD  {printable(problem)}")
+    for missing in manifest.missing:
+        print(f"missing when it was written: {missing.item}: {printable(missing.reason)}")
+    print(f"{path}: {len(manifest.files)} files of the run {printable(manifest.run)}, ", end="")
+    print(f"{len(problems)} problems" if problems else "all as the manifest says")
+    return BAD if problems else GOOD
+
+
+def examine(path: Path) -> tuple[Manifest, list[str]]:
+    """The manifest of an archive, and what in the archive is not as it says."""
+    problems: list[str] = []
+    with tarfile.open(path, "r:gz") as archive:
+        members = iter(archive)
+        manifest = _manifest(archive, next(members, None))
+        expected = {entry.path: entry for entry in manifest.files}
+        for member in members:
+            name = member.name.removeprefix(PREFIX)
+            if not member.isreg() or not member.name.startswith(PREFIX) or not is_safe(name):
+                problems.append(f"{member.name!r:.100} is a link, or leads out of the archive")
+            elif (entry := expected.pop(name, None)) is None:
+                problems.append(f"{name}: not in the manifest, or there twice")
+            else:
+                problems += _compare(entry, member.size, archive.extractfile(member))
+    problems += [f"{name}: in the manifest, not in the archive" for name in expected]
+    covered = {entry.item for entry in manifest.files} | {lost.item for lost in manifest.missing}
+    problems += [
+        f"{item}: neither there nor named as missing" for item in ITEMS if item not in covered
+    ]
+    return manifest, problems
+
+
+def _manifest(archive: tarfile.TarFile, first: tarfile.TarInfo | None) -> Manifest:
+    if first is None or first.name != PREFIX + NAME or not first.isreg():
+        raise ValueError(f"its first file is not {PREFIX}{NAME}; it is no archive of nsa handoff")
+    if first.size > LARGEST_MANIFEST:
+        raise ValueError(f"its {NAME} has {first.size} bytes; {LARGEST_MANIFEST} are allowed")
+    file = archive.extractfile(first)
+    return read_manifest(file.read() if file else b"")
+
+
+def _compare(entry: Entry, size: int, file: IO[bytes] | None) -> Iterator[str]:
+    if file is None or size != entry.bytes:
+        yield f"{entry.path}: {size} bytes, the manifest says {entry.bytes}"
+        return
+    digest = hashlib.sha256()
+    if entry.path.endswith(BINARY):
+        while chunk := file.read(VERIFY_CHUNK):
+            digest.update(chunk)
+    else:
+        hashed = _Hashed(file, digest)
+        with io.BufferedReader(hashed) as lines:
+            for number, (_, count) in enumerate(hide_lines(lines_of(lines)), 1):
+                if count:
+                    yield f"{entry.path}, line {number}: looks like a secret"
+    if digest.hexdigest() != entry.sha256:
+        yield f"{entry.path}: its bytes are not those of the manifest"
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is hashed as it is read."""
+
+    def __init__(self, file: IO[bytes], digest: hashlib._Hash) -> None:
+        self.file, self.digest = file, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        chunk = self.file.read(len(buffer))
+        self.digest.update(chunk)
+        buffer[: len(chunk)] = chunk
+        return len(chunk)

@@ -1,0 +1,302 @@
+"""manifest.json of a handoff archive: what it holds, with checksums, and what is missing.
+
+Schema, version 1: the fields of Manifest, as one JSON object; `files` and `missing` are lists of
+objects with the fields of Entry and Missing. It holds no time of its own, so that the same run
+folder gives the same archive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from nsa.config.load import REPOSITORY
+from nsa.files import open_binary
+from nsa.operate.handoff.redact import hide
+from nsa.operate.run_folder import require_types
+from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import Metrics, read_metrics
+from nsa.train.checkpoint import find
+from nsa.train.checkpoint.file import BadCheckpoint, manifest_path
+
+VERSION = 1
+SCHEMA = "nsa-handoff"
+NAME = "manifest.json"
+PREFIX = "handoff/"
+"""Of every name in the archive."""
+ITEMS = {
+    "run_info": "run.info: config, GPUs and their memory, how it was launched",
+    "train_log": "train.log: what the run printed",
+    "training_csv": "training.csv: loss, rate and speed",
+    "checkpoint": "the newest checkpoint that matches its manifest",
+    "machine": "GPU model and launch details, as the run recorded them",
+    "success": "the report: success criteria met, or deviations with their times",
+    "altered": "the resolved config, and files that differ from the commit",
+}
+"""The checklist: what whoever takes over a run has to get."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A file of the archive."""
+
+    item: str
+    """One of ITEMS."""
+    path: str
+    """In the archive, below PREFIX."""
+    source: str
+    """Where it lay, from the folder above the run folder, or by its name alone."""
+    bytes: int
+    """Of the file in the archive."""
+    sha256: str
+    redacted: int = 0
+    """Secrets that were replaced by ***."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """Something of the checklist that was not there."""
+
+    item: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What an archive holds."""
+
+    schema: str = SCHEMA
+    version: int = VERSION
+    run: str
+    """Name of the run folder."""
+    status: str | None = None
+    """As metrics.json says."""
+    step: int | None = None
+    files: list[Entry] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The file, always the same for the same content."""
+    return (json.dumps(dataclasses.asdict(manifest), indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_manifest(content: bytes) -> Manifest:
+    """Read the file; whatever is not such a manifest is a ValueError that says why."""
+    try:
+        found: dict[str, Any] = json.loads(content)
+        if (found.get("schema"), found.get("version")) != (SCHEMA, VERSION):
+            raise ValueError(
+                f"{NAME} is of {found.get('schema')!r:.40} version {found.get('version')!r:.20}; "
+                f"this program reads {SCHEMA} version {VERSION}; use the program that wrote it"
+            )
+        files = [Entry(**entry) for entry in found.pop("files")]
+        missing = [Missing(**entry) for entry in found.pop("missing")]
+        manifest = Manifest(**found, files=files, missing=missing)
+        for record in (manifest, *manifest.files, *manifest.missing):
+            require_types(record, NAME)
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{NAME} is not a manifest of a handoff ({error!s:.200})") from None
+    for entry in manifest.files:
+        if not is_safe(entry.path):
+            raise ValueError(f"{NAME} names {entry.path!r:.80}, which is no plain relative path")
+    return manifest
+
+
+def is_safe(name: str) -> bool:
+    """Whether a name stays below the folder that it would be extracted to."""
+    parts = name.split("/")
+    return bool(re.fullmatch(r"[\w. @+=/-]+", name)) and not {"", ".", ".."} & set(parts)
+
+
+# The files that a handoff is made of: found where runs and launchers leave them, and opened.
+
+LOGS = ("train.log", "production.log")
+REPORTS = ("report.md", "report.json")
+LAUNCHES = "train_runs"
+"""The folder of launch records, beside the run folders."""
+
+
+class Source(NamedTuple):
+    """A file to hand over; it is open, so that nobody can replace it meanwhile."""
+
+    item: str
+    path: str
+    origin: Path
+    file: IO[bytes]
+    is_text: bool
+
+
+class Collection:
+    """The files of the checklist, as far as they are there."""
+
+    def __init__(self, folder: Path, open_files: ExitStack) -> None:
+        self.folder, self.open_files = folder, open_files
+        self.sources: list[Source] = []
+        self.missing: list[Missing] = []
+        self.metrics = read_metrics_if_whole(folder)
+
+    def collect(self, run_info: Path | None, report: Path | None) -> None:
+        """Look for every item, in the order of the checklist."""
+        info = run_info or find_run_info(self.folder)
+        text = self._run_info(info)
+        logs = [info.parent / LOGS[0]] if info else []
+        self._first("train_log", [*logs, *(self.folder / name for name in LOGS)])
+        self._first("training_csv", [self.folder / "training.csv"])
+        self._checkpoint()
+        self._first("machine", [self.folder / "env.json"])
+        places = [report] if report else [self.folder, *([info.parent] if info else [])]
+        self._success(places)
+        self._altered(text)
+        order = list(ITEMS)
+        self.sources.sort(key=lambda source: (order.index(source.item), source.path))
+
+    def _run_info(self, info: Path | None) -> str:
+        if info is None:
+            self._miss("run_info", f"no run.info names {self.folder}; give it with --run-info")
+            return ""
+        source = self._add("run_info", info, "run.info")
+        if source is None:
+            return ""
+        text = source.file.read(1 << 20).decode("utf-8", "replace")
+        source.file.seek(0)
+        return text
+
+    def _first(self, item: str, paths: list[Path]) -> None:
+        for path in paths:
+            if path.is_symlink() or path.exists():
+                self._add(item, path, "train.log" if item == "train_log" else path.name)
+                return
+        self._miss(item, f"none of {', '.join(map(str, paths))} exists")
+
+    def _checkpoint(self) -> None:
+        reasons = []
+        for path in find.paths_of(self.folder):
+            try:
+                if path.is_symlink():
+                    raise BadCheckpoint(f"{path} is a link, which is not followed")
+                find.verify(path)
+                files = sorted(path.iterdir()) if path.is_dir() else [path, manifest_path(path)]
+                for file in files:
+                    if where := secret_in(file):
+                        raise BadCheckpoint(f"{file} holds what looks like a secret ({where})")
+            except (BadCheckpoint, OSError) as error:
+                reasons.append(str(error))
+                continue
+            for file in files:
+                name = str(file.relative_to(self.folder))
+                self._add("checkpoint", file, name, is_text=False)
+            break
+        else:
+            reasons.append(f"{self.folder} has no checkpoint that can be handed over")
+        if reasons:
+            self._miss("checkpoint", "; ".join(reasons))
+
+    def _success(self, places: list[Path]) -> None:
+        for place in places:
+            there = [name for name in REPORTS if (place / name).exists()]
+            for name in there:
+                self._add("success", place / name, name)
+            if there:
+                return
+        looked = " or ".join(map(str, places))
+        self._miss("success", f"no report in {looked}; nsa report --out DIR, then --report DIR")
+
+    def _altered(self, run_info: str) -> None:
+        self._first("altered", [self.folder / "config.yaml"])
+        for name in altered_files(run_info):
+            path = REPOSITORY / name
+            if not is_safe(name) or not path.resolve().is_relative_to(REPOSITORY):
+                self._miss("altered", f"{name!r} is no path inside the repository")
+            elif not path.exists():
+                self._miss("altered", f"{name}, which run.info names, is gone")
+            else:
+                self._add("altered", path, f"altered/{name}")
+
+    def _add(self, item: str, origin: Path, path: str, *, is_text: bool = True) -> Source | None:
+        try:
+            file = self.open_files.enter_context(open_binary(origin))
+        except OSError as error:
+            self._miss(item, f"{origin}: {error.strerror or error}")
+            return None
+        self.sources.append(Source(item, path, origin, file, is_text))
+        return self.sources[-1]
+
+    def _miss(self, item: str, reason: str) -> None:
+        clean = "".join(hide(line)[0] for line in reason.splitlines())
+        self.missing.append(Missing(item=item, reason=clean))
+
+
+def read_metrics_if_whole(folder: Path) -> Metrics | None:
+    """metrics.json of the run; None where it is not there, or not as a run writes it."""
+    try:
+        metrics = read_metrics(folder)
+        require_types(metrics, METRICS)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+    return metrics
+
+
+def find_run_info(folder: Path) -> Path | None:
+    """The run.info in the folder, or the newest launch record beside it that names the folder."""
+    if (folder / "run.info").exists():
+        return folder / "run.info"
+    records = folder.resolve().parent.glob(f"{LAUNCHES}/*/run.info")
+    for path in sorted(records, key=lambda p: p.parent.name, reverse=True):
+        try:
+            with open_binary(path) as file:
+                text = file.read(1 << 20).decode("utf-8", "replace")
+        except OSError:
+            continue  # somebody else's; the next one may be ours
+        if any(_is_folder(value, folder) for value in _values(text)):
+            return path
+    return None
+
+
+def altered_files(run_info: str) -> list[str]:
+    """Files of the repository that run.info lists as altered: a line each."""
+    # As git lists them: up to two letters for what was done to the file, and its path.
+    found = re.findall(r"^altered:\s+(?:[ MADRCTU?!]{1,2} )?(\S.*?)\s*$", run_info, re.MULTILINE)
+    return sorted(set(found))
+
+
+def secret_in(path: Path) -> str:
+    """What in a file of a checkpoint looks like a secret; tensors are not looked at."""
+    if path.suffix == ".distcp":
+        return ""
+    if path.suffix == ".pt":
+        with open_binary(path) as file, zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            contents = [archive.read(name) for name in names]
+    else:
+        with open_binary(path) as file:
+            contents = [file.read()]
+    for text in (t for content in contents for t in re.findall(rb"[\x20-\x7e]{8,}", content)):
+        shown, count = hide(text.decode())
+        if count:
+            return shown[:80]
+    return ""
+
+
+def _values(run_info: str) -> Iterator[str]:
+    for line in run_info.splitlines():
+        yield line.partition(":")[2].strip()
+
+
+def _is_folder(value: str, folder: Path) -> bool:
+    """Whether a value of run.info is this folder: as it is, or from where the run was started."""
+    if not value or "\0" in value:
+        return False
+    whole, given = folder.resolve(), Path(value)
+    return Path(value).resolve() == whole or (
+        not given.is_absolute()
+        and len(given.parts) > 1
+        and whole.parts[-len(given.parts) :] == given.parts
+    )

@@ -1,0 +1,408 @@
+"""The phases of a launch: each trains, is judged from its artifacts, and lets the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from nsa.files import APPEND, best_effort, complain, open_regular
+from nsa.operate.launch.plan import Plan
+from nsa.operate.launch.profiles import Phase
+from nsa.operate.report.command import judge
+from nsa.operate.report.verdict import write_report
+from nsa.records.folder import LAUNCH, RUN, STOPPING, FolderHeld, FolderLock, take_lock
+from nsa.records.heartbeat import iso
+from nsa.records.launch import NAME as RUN_INFO
+from nsa.records.launch import PHASE_NAME as VERDICT
+from nsa.records.launch import PhaseVerdict, read_verdict, write_run_info, write_verdict
+from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import Metrics, read_metrics
+from nsa.records.sentinels import HALT, read_halt, write_halt
+
+OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
+BY_STATUS = {"non_finite": 10, "no_data": 11, "bad_data": 2}
+"""Exit codes that torchrun hides: it ends with 1 whatever its ranks did."""
+NOT_AGAIN = (0, 2, 3, 10)
+"""Exit codes after which another start would end in the same way."""
+LAUNCHER = "launcher: "
+RESTARTED = "NSA_RESTART_COUNT"
+
+
+STEPS = {"launch": "steps_launch", "phase1": "steps_phase1", "phase2": "steps_phase2"}
+"""The limit that says how many steps a point of a report needs: so many as the phase has."""
+
+
+class Phases:
+    """Runs the phases of a plan one after the other, and keeps run.info."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        lock: FolderLock | None = None,
+        *,
+        limits: Mapping[str, float] | None = None,
+        redo: bool = False,
+        go_anyway: bool = False,
+    ) -> None:
+        """`lock` is that of the launch, which its first node holds. `limits` replaces some of
+        limits.toml. `redo`: verdicts of earlier launches do not count. `go_anyway`: nor do those of
+        now.
+        """
+        self._plan, self._lock, self._limits = plan, lock, dict(limits or {})
+        self._redo, self._go_anyway = redo, go_anyway
+        self._info = plan.info()
+
+    def run(self) -> int:
+        """All phases, or up to the one that does not end well; the exit code of the launch."""
+        code, text = OK, "all phases are done"
+        for phase in self._plan.profile.phases:
+            code, text = self._phase(phase)
+            if text:
+                break
+        self._info.done(text or "all phases are done", code)
+        self._write()
+        return code
+
+    def preflight(self) -> bool:
+        """Whether `nsa preflight` of the last phase, in a process of its own, says GO."""
+        plan, phase = self._plan, self._plan.profile.phases[-1]
+        transcript = Transcript(
+            [plan.records / "preflight.log", *map(plan.place, plan.profile.logs)]
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "nsa.cli.main",
+            "preflight",
+            "--config",
+            plan.config_of(phase),
+        ]
+        command += ["--ranks", str(plan.ranks), "--out", str(plan.records / "preflight.json")]
+        command += [f"--limit={name}={value:g}" for name, value in self._limits.items()]
+        try:
+            self._say(transcript, "preflight")
+            child = Child(
+                [*command, *plan.overrides_of(phase)],
+                plan.environ,
+                transcript,
+                halt=lambda who: None,  # SIGTERM, the next step, is gentle enough
+                kill_last=True,
+            )
+            go = child.run().code == 0
+            self._say(transcript, f"preflight: {'GO' if go else 'NO-GO'}")
+        finally:
+            transcript.close()
+        if not go and not self._go_anyway:
+            self._info.done("preflight: NO-GO", NO_GO)
+            self._write()
+        return go or self._go_anyway
+
+    def note(self, text: str) -> None:
+        """Add a line to run.info."""
+        self._info.note(text)
+        self._write()
+
+    def _write(self) -> None:
+        path = self._plan.records / RUN_INFO
+        with best_effort(path):  # a full disk is no reason to leave a run alone
+            write_run_info(path, self._info)
+
+    def _phase(self, phase: Phase) -> tuple[int, str]:
+        """Exit code, and why the launch ends here; empty if it goes on."""
+        plan, folder = self._plan, self._plan.folder(phase)
+        transcript = Transcript(plan.logs(phase))
+        try:
+            if self._stands(phase):
+                self._say(transcript, f"phase {phase.name}: GO from before stands; not run again")
+                return OK, ""
+            with ExitStack() as stack:
+                try:
+                    self._keep_others_out(stack, folder, transcript)
+                except (FolderHeld, OSError) as problem:
+                    text = f"refused: {problem}; wait for its end, or use another --out-dir"
+                    return REFUSED, self._end(transcript, phase, text)
+                self._say(transcript, f"phase {phase.name}: {plan.steps(phase)} steps in {folder}")
+                before = _stamp(folder)
+                ended = self._train(phase, transcript)
+                metrics = _metrics(folder) if _stamp(folder) != before else None
+                return self._judged(phase, transcript, ended, metrics)
+        finally:
+            transcript.close()
+
+    def _keep_others_out(self, stack: ExitStack, folder: Path, transcript: Transcript) -> None:
+        """Lock the folder of a phase against other launches, and wait until no run is there."""
+        if self._lock is None:
+            return
+        if folder != self._plan.out_dir:
+            stack.enter_context(take_lock(folder, LAUNCH, say=transcript.say))
+        # The trainer takes it again; but torchrun would hide why its ranks were refused.
+        take_lock(folder, RUN, say=transcript.say).release()
+
+    def _train(self, phase: Phase, transcript: Transcript) -> Ended:
+        plan, folder = self._plan, self._plan.folder(phase)
+        (folder / VERDICT).unlink(missing_ok=True)
+        command = plan.command(phase)
+        alone = "torch.distributed.run" not in command
+        left = plan.restarts(phase) if alone else 0  # torchrun counts its own
+        timeout_s = None if phase.timeout_min is None else 60.0 * phase.timeout_min
+        again = 0
+        while True:
+            self._say(transcript, "command: " + " ".join(command))
+            child = Child(
+                command,
+                {**plan.environ, **({RESTARTED: str(again)} if again else {})},
+                transcript,
+                halt=lambda who: self._ask_to_halt(folder, who),
+                timeout_s=timeout_s,
+                kill_last=alone,
+            )
+            ended = child.run()
+            _take_back_halt(folder)
+            if ended.code in NOT_AGAIN or ended.stopped or left == 0:
+                return ended
+            left, again = left - 1, again + 1
+            self._say(transcript, f"exit code {ended.code}; starting again, {left} times left")
+
+    def _ask_to_halt(self, folder: Path, who: str) -> None:
+        if self._lock is not None:
+            self._lock.mark(STOPPING)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_halt(folder, LAUNCHER + who)
+
+    def _judged(
+        self, phase: Phase, transcript: Transcript, ended: Ended, metrics: Metrics | None
+    ) -> tuple[int, str]:
+        folder = self._plan.folder(phase)
+        if ended.stopped == "timeout":
+            text = f"NO-GO: not done in {phase.timeout_min:g} minutes"
+            return FAILED, self._end(transcript, phase, text)
+        halted = metrics is not None and metrics.status == "halted"
+        if ended.code != 0 and not halted:  # torchrun calls a signal to it a failure
+            code = _exit_code(ended.code, metrics)
+            return code, self._end(transcript, phase, f"NO-GO: the trainer ended with {code}")
+        if metrics is None or metrics.status != "finished":
+            at = f"at step {metrics.step}" if metrics else "before its first step"
+            text = f"stopped {at} ({ended.stopped or 'asked to'}); the same command goes on"
+            return OK, self._end(transcript, phase, text)
+        verdict = judge(folder, phase.judged, limits=self._limits_of(phase))
+        transcript.write(f"{verdict.text()}\n".encode())
+        with best_effort(folder / VERDICT):
+            write_report(self._plan.records / f"report_{phase.name}", verdict)
+            write_verdict(folder, self._verdict(phase, verdict.go))
+        if verdict.go:
+            self._say(transcript, f"phase {phase.name}: GO")
+            return OK, ""
+        text = self._end(transcript, phase, verdict.summary())
+        if self._go_anyway:
+            self._say(transcript, f"phase {phase.name}: NO-GO, and on by --go-anyway")
+        return (OK, "") if self._go_anyway else (NO_GO, text)
+
+    def _limits_of(self, phase: Phase) -> dict[str, float]:
+        steps = {STEPS[phase.judged]: self._plan.steps(phase)} if phase.judged in STEPS else {}
+        return {**self._plan.profile.limits, **steps, **self._limits}
+
+    def _end(self, transcript: Transcript, phase: Phase, text: str) -> str:
+        text = f"phase {phase.name}: {text}"
+        self._say(transcript, text)
+        return text
+
+    def _say(self, transcript: Transcript, text: str) -> None:
+        transcript.say(text)
+        self.note(text)
+
+    def _verdict(self, phase: Phase, go: bool) -> PhaseVerdict:
+        return PhaseVerdict(
+            phase=phase.name,
+            judged=phase.judged,
+            go=go,
+            time=iso(time.time()),
+            launched=self._plan.launched(phase),
+        )
+
+    def _stands(self, phase: Phase) -> bool:
+        """Whether a verdict of an earlier launch of the same thing lets this phase be passed."""
+        if self._redo:
+            return False
+        verdict = read_verdict(self._plan.folder(phase))
+        return verdict is not None and verdict.go and verdict.launched == self._plan.launched(phase)
+
+
+def _take_back_halt(folder: Path) -> None:
+    """A request of ours that nobody obeyed, because the run had ended, would stop the next one."""
+    halt = read_halt(folder)
+    if halt is not None and halt.reason.startswith(LAUNCHER.strip()):
+        (folder / HALT).unlink(missing_ok=True)
+
+
+def _stamp(folder: Path) -> int | None:
+    """Changes whenever metrics.json is replaced."""
+    try:
+        return (folder / METRICS).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _metrics(folder: Path) -> Metrics | None:
+    try:
+        return read_metrics(folder)
+    except (OSError, ValueError, TypeError):  # gone, torn, or of another version
+        return None
+
+
+def _exit_code(code: int, metrics: Metrics | None) -> int:
+    if code == 1 and metrics is not None:
+        return BY_STATUS.get(metrics.status, code)
+    return 128 - code if code < 0 else code  # a signal, as shells say it
+
+
+# A training process under the launcher: its output goes to logs, and stopping it is gentle first.
+#
+# It gets a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, and starts
+# with SIGUSR1 ignored: ranks answer that signal with a stack dump, and torchrun, which shares their
+# command line and would die of it, does not notice.
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TICK_S = 0.5
+LAST_WORDS_S = 2.0
+"""For output that is still on its way when the process has ended, and somebody holds its pipe."""
+PATIENCE_S = 180.0
+"""From a .HALT for a timeout to SIGTERM, and from there to SIGKILL."""
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    code: int
+    stopped: str
+    """Who asked for it: the name of a signal, timeout, or nobody."""
+
+
+class Transcript:
+    """What is said on the console, and in files that grow; a full disk costs only the lines."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files: dict[Path, int] = {}
+        self._has_console = True
+        for path in dict.fromkeys(paths):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[path] = open_regular(path, APPEND)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self.write(f"[launch] {text}\n".encode())
+
+    def write(self, data: bytes) -> None:
+        """Pass output on."""
+        for path, descriptor in list(self._files.items()):
+            try:
+                os.write(descriptor, data)
+            except OSError as error:
+                complain(path, error)
+        if self._has_console:
+            try:
+                sys.stdout.buffer.write(data)
+                sys.stdout.flush()
+            except (OSError, ValueError):  # the terminal is gone, or its reader has seen enough
+                self._has_console = False
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+
+class Child:
+    """One process, from its start to its end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        transcript: Transcript,
+        *,
+        halt: Callable[[str], None],
+        timeout_s: float | None = None,
+        kill_last: bool,
+    ) -> None:
+        """`halt` asks the run to end after a step. `kill_last`: nobody else ends the process."""
+        self._command, self._environ, self._transcript = command, environ, transcript
+        self._halt, self._kill_last = halt, kill_last
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._heard: list[str] = []
+        self._stopped, self._asked = "", 0
+
+    def run(self) -> Ended:
+        """Start it, pass its output on, and wait for its end."""
+        with self._signals():
+            self._process = subprocess.Popen(
+                self._command,
+                env=dict(self._environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._pass_on()
+            return Ended(self._process.wait(), self._stopped)
+
+    def _pass_on(self) -> None:
+        assert self._process.stdout is not None
+        silent_since: float | None = None
+        with self._process.stdout as pipe:
+            while True:
+                if select.select([pipe], [], [], TICK_S)[0]:
+                    data = os.read(pipe.fileno(), 1 << 16)
+                    if not data:
+                        return
+                    self._transcript.write(data)
+                    silent_since = None
+                elif self._process.poll() is not None:
+                    silent_since = silent_since or time.monotonic()
+                    if time.monotonic() - silent_since > LAST_WORDS_S:
+                        return
+                self._attend()
+
+    def _attend(self) -> None:
+        """Do what signals and the clock ask for; a signal handler itself must not write."""
+        while self._heard:
+            self._ask(self._heard.pop(0))
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._deadline = time.monotonic() + PATIENCE_S
+            self._ask("timeout")
+
+    def _ask(self, who: str) -> None:
+        """Ask by .HALT, then by SIGTERM, then, where nobody else does it, by SIGKILL."""
+        self._asked += 1
+        self._stopped = self._stopped or who
+        if self._asked == 1:
+            self._transcript.say(f"{who}: the run ends after its step; once more for SIGTERM")
+            self._halt(who)
+        elif self._asked > 2 and self._kill_last:
+            self._process.kill()
+        else:
+            self._transcript.say(f"{who} again: SIGTERM to the run")
+            self._process.terminate()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._heard.append(signal.Signals(number).name)

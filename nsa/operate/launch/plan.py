@@ -1,0 +1,276 @@
+"""The command line of the trainer: python for one process, torchrun for several, on any node."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa.config import Config, load_config, to_container
+from nsa.config.env import in_effect
+from nsa.config.load import REPOSITORY
+from nsa.config.schema import LOCAL_DATASETS, MADE_DATASETS
+from nsa.operate.launch.profiles import ALL, ONE_PER_GPU, Phase, Profile
+from nsa.operate.process import Machine
+from nsa.records.env import altered_files, git_commit
+from nsa.records.launch import RunInfo
+
+SCRIPT = REPOSITORY / "scripts" / "train_showcase.py"
+ENDPOINT = re.compile(r"[\w.:\[\]-]+:\d{1,5}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The machines that train together, and which of them this is."""
+
+    count: int = 1
+    rank: int = 0
+    endpoint: str = ""
+    """HOST:PORT of node 0, where all of them meet."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.rank < self.count:
+            raise ValueError(
+                f"--nnodes {self.count} --node-rank {self.rank}: a node rank is a number from 0 to "
+                "nnodes - 1; give every node another one"
+            )
+        if self.count > 1 and not ENDPOINT.fullmatch(self.endpoint):
+            raise ValueError(
+                f"--rdzv-endpoint {self.endpoint!r} is not HOST:PORT; name node 0 and a free port "
+                "of it, the same on every node"
+            )
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether all nodes are this machine, as in a rehearsal."""
+        host = self.endpoint.rpartition(":")[0].strip("[]")
+        try:
+            return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
+
+
+def trainer_command(
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    nodes: Nodes,
+    restarts: int = 0,
+    job: str = "nsa",
+) -> list[str]:
+    """The whole command; `job` must be the same on all nodes, and another one for every phase."""
+    if ranks == 1 and nodes.count == 1:
+        return [sys.executable, "-u", str(SCRIPT), "--ddp", "0", *arguments]
+    command = [sys.executable, "-u", "-m", "torch.distributed.run"]
+    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    if nodes.count == 1:
+        command.append("--standalone")
+    else:
+        is_host = "true" if nodes.rank == 0 else "false"
+        command += [f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}", f"--rdzv-id={job}"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.endpoint}"]
+        command += [f"--rdzv-conf=is_host={is_host}"]
+        command += ["--local-addr=127.0.0.1"] if nodes.on_loopback else []
+    return [*command, str(SCRIPT), "--ddp", "1", *arguments]
+
+
+# What a launch will do, resolved once: config, ranks, environment, folders and commands.
+
+NO_DOCUMENTS = (
+    *("data.local_path=", "data.hub_subset=", "data.hub_revision="),
+    "data.respect_documents=false",
+)
+"""What a config may say of its documents, and a phase on made rows must not."""
+REQUIREMENT = re.compile(r"([\w.]+)\s*(>=|>|=)\s*(.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A launch, before it starts."""
+
+    profile: Profile
+    machine: Machine
+    nodes: Nodes
+    ranks: int
+    config: str
+    overrides: tuple[str, ...]
+    dataset: str
+    local_path: str
+    out_dir: Path
+    artifacts: Path
+    records: Path
+    environ: Mapping[str, str]
+    """The environment of the trainer."""
+    max_restarts: int | None = None
+    """In place of the phases' own."""
+
+    def folder(self, phase: Phase) -> Path:
+        """Where the run of a phase writes."""
+        return self.place(phase.folder)
+
+    def place(self, template: str) -> Path:
+        """A path of a profile, with the folders of this launch."""
+        return Path(
+            template.format(out_dir=self.out_dir, records=self.records, artifacts=self.artifacts)
+        )
+
+    def logs(self, phase: Phase) -> list[Path]:
+        """The files that get the output of a phase."""
+        return [self.place(template) for template in (phase.log, *self.profile.logs)]
+
+    def resolve(self, phase: Phase) -> Config:
+        """The config of a phase, as its trainer will resolve it."""
+        return load_config(self.config_of(phase), self.overrides_of(phase), self.environ)
+
+    def config_of(self, phase: Phase) -> str:
+        """The config file of a phase."""
+        return find_config(phase.config) if phase.config else self.config
+
+    def steps(self, phase: Phase) -> int:
+        """Updates of a phase: not more than the config has."""
+        whole = self.resolve(phase).train.steps
+        return whole if phase.steps == ALL else min(int(phase.steps), whole)
+
+    def restarts(self, phase: Phase) -> int:
+        """Starts of a phase after a crash."""
+        chosen = self.max_restarts if phase.restarts else None
+        return phase.restarts if chosen is None else chosen
+
+    def command(self, phase: Phase) -> list[str]:
+        """The command that trains a phase on this node."""
+        arguments = ["--config", self.config_of(phase)]
+        arguments += [] if phase.steps == ALL else ["--steps", str(self.steps(phase))]
+        return trainer_command(
+            [*arguments, *phase.flags, *self.overrides_of(phase)],
+            ranks=self.ranks,
+            nodes=self.nodes,
+            restarts=self.restarts(phase),
+            job=f"{self.profile.name}-{phase.name}",
+        )
+
+    def launched(self, phase: Phase) -> dict[str, str]:
+        """What a verdict on a phase is a verdict on."""
+        config = to_container(self.resolve(phase))
+        config["train"].pop("out_dir")
+        return {
+            "code": code_of(REPOSITORY),
+            "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+            "environment": " ".join(f"{k}={v}" for k, v in in_effect(self.environ).items()),
+            "steps": str(self.steps(phase)),
+            "world": f"{self.nodes.count} x {self.ranks}",
+        }
+
+    def info(self) -> RunInfo:
+        """The first lines of run.info."""
+        last = self.profile.phases[-1]
+        plain = load_config(self.config_of(last), environ={})
+        return RunInfo(
+            profile=self.profile.name,
+            run_dir=str(self.records),
+            out_dir=str(self.out_dir),
+            config=self.config,
+            gpus=self.machine.describe(),
+            ranks=self.ranks,
+            nodes=self.nodes.count,
+            node_rank=self.nodes.rank,
+            dataset=self.dataset,
+            hostname=platform.node(),
+            commit=git_commit(REPOSITORY) or "",
+            altered=altered_files(REPOSITORY),
+            changed=config_changes(plain, self.resolve(last)),
+            environment=[f"{name}={value}" for name, value in self._recorded().items()],
+        )
+
+    def _recorded(self) -> dict[str, str]:
+        chosen = {*self.profile.environment, *self.profile.gpu_environment}
+        ours = {name: self.environ[name] for name in sorted(chosen) if name in self.environ}
+        return in_effect(self.environ) | ours
+
+    def overrides_of(self, phase: Phase) -> list[str]:
+        dataset = phase.dataset or self.dataset
+        found = [*self.profile.overrides, *self.overrides, f"data.dataset={dataset}"]
+        if dataset in MADE_DATASETS:
+            found += NO_DOCUMENTS
+        elif dataset in LOCAL_DATASETS and self.local_path:
+            found.append(f"data.local_path={self.local_path}")
+        return [*found, f"train.out_dir={self.folder(phase)}"]
+
+
+def choose_ranks(profile: Profile, machine: Machine, wanted: str | None) -> int:
+    """Processes on this node: as told, or as the profile says."""
+    if wanted:
+        if not wanted.isascii() or not wanted.isdigit() or int(wanted) < 1:
+            raise ValueError(f"NP={wanted!r} is not a number of processes; use 1 or more")
+        return int(wanted)
+    if profile.ranks == ONE_PER_GPU:
+        return max(1, len(machine.gpus))
+    return int(profile.ranks)
+
+
+def find_config(name: str) -> str:
+    """The path of a config file: as given, or, where there is none, in the repository."""
+    if not Path(name).exists() and (REPOSITORY / name).is_file():
+        return str(REPOSITORY / name)
+    return name
+
+
+def check_requirements(config: Config, requirements: Sequence[str]) -> None:
+    """Raise where a config is not as required: `key=value`, `key>value`, `key>=value`."""
+    values = {
+        f"{group}.{key}": value
+        for group, keys in to_container(config).items()
+        for key, value in keys.items()
+    }
+    for text in requirements:
+        match = REQUIREMENT.fullmatch(text.strip())
+        if not match or match[1] not in values:
+            raise ValueError(
+                f"--require {text!r} is not a requirement; write group.key=value, or > or >= and "
+                "a number"
+            )
+        value = values[match[1]]
+        if not _holds(value, match[2], match[3]):
+            raise ValueError(
+                f"{match[1]}={value!r}, and this launch requires {text}; name the config that was "
+                "meant by CONFIG, or change the requirement"
+            )
+
+
+def _holds(value: object, relation: str, limit: str) -> bool:
+    if relation == "=":
+        return str(value) == limit
+    if not isinstance(value, int | float):
+        return False
+    try:
+        number = float(limit)
+    except ValueError:
+        return False
+    return value > number or (relation == ">=" and value == number)
+
+
+def config_changes(plain: Config, resolved: Config) -> list[str]:
+    """The keys whose value is not that of the file."""
+    ours, theirs = to_container(resolved), to_container(plain)
+    return [
+        f"{group}.{key}: {theirs[group][key]!r} -> {value!r}"
+        for group, values in ours.items()
+        for key, value in values.items()
+        if value != theirs[group][key]
+    ]
+
+
+def code_of(folder: Path) -> str:
+    """The commit, and a hash of the files that differ from it."""
+    digest = hashlib.sha256()
+    for line in altered_files(folder):
+        path = folder / line.split(maxsplit=1)[-1].rpartition(" -> ")[2].strip('"')
+        digest.update(line.encode())
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return f"{git_commit(folder) or 'no commit'} {digest.hexdigest()[:16]}"

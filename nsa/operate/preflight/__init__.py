@@ -1,0 +1,1 @@
+"""`nsa preflight`: everything that can be checked before a run starts."""

@@ -1,0 +1,169 @@
+"""`nsa preflight`: everything that can be known before a run starts, in one table."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from nsa.config import Config
+from nsa.config.env import read
+from nsa.files import write_text
+from nsa.operate.limits import limits_for, with_values
+from nsa.operate.preflight import config_checks, kernel_checks, machine_checks, run_checks
+from nsa.operate.preflight.config_checks import Check, Planned
+from nsa.operate.report.command import parse_limits
+from nsa.operate.report.evidence import judged, missing
+from nsa.operate.report.verdict import FAIL, Row, Verdict
+from nsa.operate.text import first_line
+from nsa.records.heartbeat import iso
+from nsa.train import TrainError
+from nsa.train.runtime import resolve_runtime
+
+POINT = "preflight"
+CHEAP: dict[str, Check] = {
+    "config": config_checks.config_named,
+    "settings": config_checks.config_sane,
+    "precision": config_checks.precision,
+    "save_every": config_checks.checkpoints,
+    "environment": config_checks.switches,
+    "disk space": machine_checks.disk_space,
+    "disk speed": machine_checks.disk_speed,
+    "memory": machine_checks.memory,
+    "processes": machine_checks.processes,
+    "halt file": machine_checks.halt_file,
+    "versions": machine_checks.versions,
+}
+BLOCKING = ("disk space", "memory", "processes")
+"""Where one of these fails, nothing large is tried: it could harm what is there."""
+LARGE: dict[str, Check] = {
+    "kernel parity": kernel_checks.parity,
+    "causality": kernel_checks.causality,
+    "all-reduce": run_checks.all_reduce,
+    "shards": run_checks.shards,
+    "first batch": run_checks.first_batch,
+}
+REHEARSED: dict[str, Callable[[Planned, run_checks.Rehearsal], Row]] = {
+    "checkpoint": run_checks.saves_and_resumes,
+    "time": run_checks.eta_and_cost,
+}
+EXPECTED = (OSError, ValueError, RuntimeError, TrainError)
+"""What a check may raise on a machine that is not as it should be; that is a finding."""
+
+
+def examine(
+    config: Config,
+    config_path: str,
+    *,
+    config_named: bool = True,
+    ranks: int | None = None,
+    price_per_h: float | None = None,
+    max_cost: float | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> Verdict:
+    """Check a planned run; its folder is only looked at.
+
+    `ranks` is one for each GPU by default. ValueError: a limit, or a device, that does not exist.
+    """
+    heads = (config.model.d_k, config.model.d_v)
+    runtime = resolve_runtime(config.runtime, heads, config.model.attention)
+    allowed = limits_for(runtime.device.type, runtime.device_name)
+    with scratch_beside(Path(config.train.out_dir)) as scratch:
+        plan = Planned(
+            config=config,
+            config_path=config_path,
+            config_named=config_named,
+            ranks=ranks or max(1, torch.cuda.device_count()),
+            runtime=runtime,
+            limits=with_values(allowed, limits or {}),
+            scratch=scratch,
+            price_per_h=price_per_h,
+            max_cost=max_cost,
+        )
+        rows = _check(plan)
+    facts = {
+        "device": f"{plan.ranks} x {runtime.describe_device()}, {runtime.precision}",
+        "attention": " ".join(runtime.plan.split()),
+    }
+    made = iso(time.time())
+    return Verdict(folder=str(plan.folder), at=POINT, made=made, facts=facts, rows=rows)
+
+
+def preflight(config: Config, config_path: str, named: bool, args: argparse.Namespace) -> int:
+    """Print the table and GO or NO-GO in the last line; the exit code says the same."""
+    if args.ranks is not None and args.ranks < 1:
+        raise ValueError(f"--ranks {args.ranks} is not a number of processes; use 1 or more")
+    verdict = examine(
+        config,
+        config_path,
+        config_named=named,
+        ranks=args.ranks,
+        price_per_h=read("NSA_PRICE_PER_H") if args.price is None else args.price,
+        max_cost=args.max_cost,
+        limits=parse_limits(args.limit),
+    )
+    if args.out is not None:
+        write_text(args.out, verdict.json())
+    print(verdict.json() if args.json else verdict.text())
+    return verdict.exit_code
+
+
+def _check(plan: Planned) -> list[Row]:
+    rows = [row for name, check in CHEAP.items() if (row := _try(name, check, plan)) is not None]
+    stopped = [row.name for row in rows if row.name in BLOCKING and row.verdict == FAIL]
+    if stopped:
+        arise = [n for n in LARGE if n != "shards" or plan.config.data.dataset == "shards"]
+        return rows + [_not_tried(name, stopped[0]) for name in (*arise, *REHEARSED)]
+    rows += [row for name, check in LARGE.items() if (row := _try(name, check, plan)) is not None]
+    if plan.runtime.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the oracle took is not the run's
+    rehearsal = run_checks.rehearse(plan)
+    return rows + [check(plan, rehearsal) for check in REHEARSED.values()]
+
+
+def _try(name: str, check: Check, plan: Planned) -> Row | None:
+    try:
+        return check(plan)
+    except EXPECTED as error:
+        return judged(
+            name,
+            False,
+            first_line(error)[:200],
+            limit="done without an error",
+            evidence=type(error).__name__,
+            advice="the message says what is wrong",
+        )
+
+
+def _not_tried(name: str, failed: str) -> Row:
+    return missing(
+        name,
+        limit="tried",
+        evidence=f"not tried, because of {failed}",
+        advice=f"see {failed}",
+        essential=True,
+    )
+
+
+@contextmanager
+def scratch_beside(folder: Path) -> Iterator[Path]:
+    """A folder of our own on the disk where the run will write, and gone at the end."""
+    above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    if above == folder:
+        above = folder.absolute().parent  # the run's own folder is not ours to write to
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=".nsa-preflight-", dir=above))
+    except OSError as error:
+        raise ValueError(
+            f"{above} cannot be written to ({error.strerror}); choose another train.out_dir"
+        ) from None
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,156 @@
+"""A run that is planned: what the checks before its start look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nsa.config import Config
+from nsa.config.env import in_effect
+from nsa.model.cost import parameter_counts
+from nsa.operate.limits import Limits
+from nsa.operate.report.evidence import judged
+from nsa.operate.report.verdict import Row
+from nsa.train.errors import LONG_STEPS
+from nsa.train.runtime import Runtime
+
+CHECKPOINT_BYTES = 12
+"""Of a checkpoint for each parameter, at most: the weight and the optimizer's two numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run before its first step."""
+
+    config: Config
+    config_path: str
+    config_named: bool
+    """Whether somebody chose the config, rather than nobody."""
+    ranks: int
+    runtime: Runtime
+    limits: Limits
+    scratch: Path
+    """A folder of our own on the disk of the run, empty at first, and gone at the end."""
+    price_per_h: float | None = None
+    """Of all devices together, in any currency."""
+    max_cost: float | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the run will write to; nothing is written there before it starts."""
+        return Path(self.config.train.out_dir)
+
+    @property
+    def num_params(self) -> int:
+        return sum(parameter_counts(self.config).values())
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint takes on the disk, about."""
+        return CHECKPOINT_BYTES * self.num_params
+
+    @property
+    def tokens_per_step(self) -> int:
+        train = self.config.train
+        rows = self.ranks * train.batch_size * train.accumulate_grad_batches
+        return rows * train.seq_len
+
+
+Check = Callable[[Planned], Row | None]
+"""Looks at one thing; None where the question does not arise."""
+
+
+# Checks of what was asked for: the config and the environment, before anything is computed.
+
+LARGEST_LR = 0.1
+"""Above this no optimizer here learns anything."""
+HARMFUL = {
+    "NSA_PREFILL_BATCHED": "training with it is refused",
+    "NSA_SEL_RANGES_V2": "it selects blocks with the slow reference",
+    "NSA_FORCE_BRANCH": "it switches two branches off",
+    "NSA_DDP_SAFE_MODE": "it is slow, and meant for triage",
+    "NSA_SDPA_FLASH_ONLY": "it turns a fallback into an error",
+}
+"""Switches that are for tests and triage, not for a run that counts."""
+
+
+def config_named(plan: Planned) -> Row:
+    """That the config is one that somebody chose."""
+    return judged(
+        "config",
+        plan.config_named,
+        f"{plan.config_path}: {plan.num_params / 1e6:.1f}M parameters, {plan.config.train.steps} "
+        f"steps of {plan.tokens_per_step} tokens",
+        limit="named by --config or CONFIG",
+        evidence="--config" if plan.config_named else "nobody named it: a default",
+        advice="pass --config FILE, or export CONFIG",
+    )
+
+
+def config_sane(plan: Planned) -> Row:
+    """That no setting makes the run pointless."""
+    config, found = plan.config, []
+    train, nsa = config.train, config.nsa
+    if config.model.attention == "nsa" and train.seq_len < nsa.l:
+        found.append(f"train.seq_len={train.seq_len} < nsa.l={nsa.l}: nothing is compressed")
+    if train.lr > LARGEST_LR:
+        found.append(f"train.lr={train.lr:g} > {LARGEST_LR:g}")
+    if train.steps > 1 and train.warmup_steps >= train.steps:
+        found.append(f"train.warmup_steps={train.warmup_steps} lasts for the whole run")
+    if train.steps >= LONG_STEPS and train.log_every > train.steps // 10:
+        found.append(f"train.log_every={train.log_every} logs next to nothing")
+    if train.steps >= LONG_STEPS and config.data.dataset.startswith("synthetic"):
+        found.append(f"data.dataset={config.data.dataset} in a long run: nothing to learn")
+    return judged(
+        "settings",
+        not found,
+        found[0] if found else "nothing unusual",
+        limit="none that makes the run pointless",
+        evidence=f"{len(found)} of 5 rules: {'; '.join(found)}" if found else "5 rules",
+        advice="change it, in the file or on the command line",
+    )
+
+
+def precision(plan: Planned) -> Row:
+    """That a GPU computes in bf16, and can."""
+    wanted, is_gpu = plan.config.runtime.precision, plan.runtime.device.type == "cuda"
+    is_bf16 = wanted == "bf16"
+    lacks_it = is_gpu and is_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return judged(
+        "precision",
+        not is_gpu or (is_bf16 and not lacks_it),
+        f"{wanted} on {plan.runtime.device}",
+        limit="bf16 on a GPU that has it",
+        evidence="the GPU has no bf16" if lacks_it else "runtime.precision",
+        advice="set runtime.precision=bf16, or use another GPU",
+    )
+
+
+def checkpoints(plan: Planned) -> Row:
+    """That a long run is saved now and then."""
+    train = plan.config.train
+    is_long = train.steps >= LONG_STEPS
+    return judged(
+        "save_every",
+        not is_long or 0 < train.save_every <= train.steps,
+        f"{train.save_every}",
+        limit=f"> 0 from {LONG_STEPS} steps on; the run has {train.steps}",
+        evidence="train.save_every",
+        advice="set train.save_every, to 5000 or less",
+    )
+
+
+def switches(plan: Planned) -> Row:
+    """That no variable of a test or a triage is still set."""
+    found = [f"{k}={v}: {HARMFUL[k]}" for k, v in in_effect().items() if k in HARMFUL]
+    return judged(
+        "environment",
+        not found,
+        "; ".join(found) or ", ".join(f"{k}={v}" for k, v in in_effect().items()) or "all default",
+        limit="no switch of a test or a triage",
+        evidence="the environment of this process",
+        advice="unset it",
+    )

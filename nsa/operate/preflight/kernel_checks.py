@@ -1,0 +1,164 @@
+"""Checks of attention on the run's own shapes: equal to the oracle, and blind to the future."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nsa.model.cost import block_spec
+from nsa.operate.preflight.config_checks import Planned
+from nsa.operate.report.evidence import judged
+from nsa.operate.report.verdict import Row
+from nsa.ops import nsa_attention
+from nsa.train.build import build_model
+
+ORACLE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 29}
+"""Memory for the oracle, which has every query beside every key, in float64, several times."""
+COPIES = 12
+LONGEST = {"cuda": 4096, "cpu": 512}
+"""Tokens of a check at most: enough to have blocks that are not selected, soon enough over."""
+ZERO, SCALE_OF_ZERO = 1e-12, 1e-2
+"""What must be 0, as the gradient of q with a single key, is below the first, and is compared to
+the second: rounding is all that a kernel has to show there."""
+Tensors = dict[str, Tensor]
+
+
+def parity(plan: Planned) -> Row | None:
+    """That outputs and gradients of the kernels are those of the oracle, under one selection."""
+    if plan.config.model.attention != "nsa":
+        return None
+    length = oracle_length(plan)
+    inputs, dout = random_inputs(plan, length)
+    backend = plan.config.runtime.attention_backend
+    with _exact_products():
+        wide = {name: x.double() for name, x in inputs.items()}
+        selection, expected, expected_grads = _run(plan, wide, dout.double(), "reference")
+        own, _, _ = _run(plan, inputs, dout, backend)
+        _, out, grads = _run(plan, inputs, dout, backend, selection)
+    error = relative_error(out, expected)
+    grad_error = max(relative_error(grads[name], x) for name, x in expected_grads.items())
+    other_rows = (own != selection).any(dim=-1).double().mean().item()
+    allowed = getattr(plan.limits, f"parity_{plan.runtime.precision}")
+    allowed_grad = max(allowed, plan.limits.parity_grad)
+    ok = error <= allowed and grad_error <= allowed_grad and other_rows <= plan.limits.parity_rows
+    return judged(
+        "kernel parity",
+        ok,
+        f"error {error:.1e}, of gradients {grad_error:.1e}; {other_rows:.2%} of rows select others",
+        limit=f"{allowed:g}, {allowed_grad:g}; {plan.limits.parity_rows:.2%}",
+        evidence=f"{backend} against the oracle, {length} tokens, the run's heads and blocks, "
+        f"{plan.runtime.precision}",
+        advice="do not train; runtime.backend=torch rules the kernels out; report it",
+    )
+
+
+def causality(plan: Planned) -> Row:
+    """That changing later tokens changes no bit of what a model of one such layer says before."""
+    one_layer = dataclasses.replace(
+        plan.config,
+        model=dataclasses.replace(plan.config.model, n_layers=1),
+        runtime=dataclasses.replace(
+            plan.config.runtime, gradient_checkpointing=False, gc_layers="", compile=False
+        ),
+    )
+    vocab, device = plan.config.data.vocab, plan.runtime.device
+    length = min(plan.config.train.seq_len, LONGEST[device.type])
+    model = build_model(one_layer, vocab, plan.runtime).eval()
+    generator = torch.Generator().manual_seed(0)
+    ids, other = (torch.randint(vocab, (1, length), generator=generator) for _ in range(2))
+    leaks = []
+    with torch.no_grad(), plan.runtime.compute():
+        before = model(ids.to(device))
+        for t in sorted({0, length // 3, length // 2, length - 2} - {-1}):
+            changed = torch.cat([ids[:, : t + 1], other[:, t + 1 :]], dim=1)
+            after = model(changed.to(device))
+            if not torch.equal(before[:, : t + 1], after[:, : t + 1]):
+                leaks.append(t)
+    is_finite = bool(before.isfinite().all())
+    value = f"tokens after {leaks[0]} change what is before" if leaks else "no bit changes"
+    return judged(
+        "causality",
+        not leaks and is_finite,
+        value if is_finite else "the output is not finite",
+        limit="bit-equal up to every cut",
+        evidence=f"one layer of the run's model, {length} tokens, {plan.runtime.precision}",
+        advice="do not train: the loss would lie; scripts/run_gpu_causality_test.sh --full",
+    )
+
+
+def oracle_length(plan: Planned) -> int:
+    """The tokens that the oracle has room for, at most those of a row."""
+    kind = plan.runtime.device.type
+    per_pair = 8 * COPIES * plan.config.model.n_heads
+    room = math.isqrt(ORACLE_BYTES[kind] // per_pair)
+    return max(1, min(plan.config.train.seq_len, LONGEST[kind], room))
+
+
+def random_inputs(plan: Planned, length: int) -> tuple[Tensors, Tensor]:
+    """Random arguments of nsa_attention in the run's precision, and a gradient of its output."""
+    model, spec = plan.config.model, block_spec(plan.config)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        x = torch.randn(1, *size, generator=generator)
+        return x.to(plan.runtime.device, plan.runtime.dtype)
+
+    heads, groups = model.n_heads, model.n_kv_groups
+    lengths = {"cmp": spec.num_cmp(length), "sel": length, "win": length}
+    tensors = {"q": normal(length, heads, model.d_k)}
+    for branch, count in lengths.items():
+        tensors[f"k_{branch}"] = normal(count, groups, model.d_k)
+        tensors[f"v_{branch}"] = normal(count, groups, model.d_v)
+    tensors["gates"] = normal(length, heads, 3).softmax(dim=-1)
+    return tensors, normal(length, heads, model.d_v)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest expected number; infinite for what is not finite."""
+    if expected.numel() == 0:
+        return 0.0
+    if not bool(actual.isfinite().all()):
+        return math.inf
+    difference = (actual.double() - expected).abs().max().item()
+    scale = expected.abs().max().item()
+    return float(difference / (scale if scale > ZERO else SCALE_OF_ZERO))
+
+
+def _run(
+    plan: Planned, inputs: Tensors, dout: Tensor, backend: str, selection: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensors]:
+    """The selection, the output, and the gradient of every input."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    out, chosen = nsa_attention(
+        leaves["q"],
+        leaves["k_cmp"],
+        leaves["v_cmp"],
+        leaves["k_sel"],
+        leaves["v_sel"],
+        leaves["k_win"],
+        leaves["v_win"],
+        leaves["gates"],
+        block_spec(plan.config),
+        backend=backend,
+        selection=selection,
+        return_selection=True,
+    )
+    grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
+    known = zip(leaves, grads, strict=True)
+    return chosen, out.detach(), {name: x for name, x in known if x is not None}
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Without TF32, whose rounding would hide an error in fp32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

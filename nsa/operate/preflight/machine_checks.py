@@ -1,0 +1,217 @@
+"""Checks of the machine: disk, memory, leftovers of earlier runs, versions that fit together."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from nsa.files import size
+from nsa.model.cost import training_memory
+from nsa.operate.preflight.config_checks import Planned
+from nsa.operate.process import why_not_ours
+from nsa.operate.report.evidence import judged, missing
+from nsa.operate.report.verdict import Row
+from nsa.operate.run_folder import Run, read_run
+from nsa.operate.text import GIB, MIB, duration
+from nsa.records import machine
+from nsa.records.machine import PROC
+from nsa.records.sentinels import HALT, read_halt
+
+WRITTEN = 64 * MIB
+"""Bytes that measure the disk."""
+LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
+"""The major version of CUDA that torch was built with: the first driver that runs it."""
+MEMINFO = PROC / "meminfo"
+
+
+def disk_space(plan: Planned) -> Row:
+    """That the checkpoints of the run fit, and one more while the oldest is still there."""
+    train, free = plan.config.train, shutil.disk_usage(plan.scratch).free
+    saves = train.steps // train.save_every if train.save_every else 1
+    kept = min(saves, train.keep_last or saves) + 1
+    needed = max(kept * plan.checkpoint_bytes, int(plan.limits.free_gib * GIB))
+    return judged(
+        "disk space",
+        free >= needed,
+        f"{size(free)} free",
+        limit=f">= {size(needed)}: {kept} checkpoints of {size(plan.checkpoint_bytes)}",
+        evidence=f"the disk of {plan.folder}",
+        advice="make room, set train.keep_last lower, or train.out_dir elsewhere",
+    )
+
+
+def disk_speed(plan: Planned) -> Row:
+    """That a checkpoint reaches the disk in a reasonable time."""
+    path, block = plan.scratch / "speed", os.urandom(MIB)
+    start = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(WRITTEN // MIB):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    rate = WRITTEN / MIB / (time.perf_counter() - start)
+    path.unlink()
+    limit = plan.limits.write_mib_per_s
+    return judged(
+        "disk speed",
+        rate >= limit,
+        f"{rate:.0f} MiB/s, a checkpoint in {plan.checkpoint_bytes / MIB / rate:.1f} s",
+        limit=f">= {limit:g} MiB/s",
+        evidence=f"{WRITTEN // MIB} MiB written and brought to the disk of {plan.folder}",
+        advice="use a local disk for train.out_dir, and train.backup_dir for the network",
+    )
+
+
+def memory(plan: Planned) -> Row:
+    """That a training step fits into the memory that is free now."""
+    parts = training_memory(plan.config)
+    needed, free = sum(parts.values()), free_memory(plan.runtime.device)
+    limit = f"<= {plan.limits.memory_share:g} x what is free"
+    largest = max(parts, key=lambda name: parts[name])
+    if free is None:
+        todo = "look at it by hand"
+        evidence = f"this system does not say what is free; the estimate is {size(needed)}"
+        return missing("memory", limit=limit, evidence=evidence, advice=todo, essential=False)
+    return judged(
+        "memory",
+        needed <= plan.limits.memory_share * free,
+        f"{size(needed)} of {size(free)} free",
+        limit=limit,
+        evidence=f"the estimate of `nsa info`; most of it {largest}, {size(parts[largest])}",
+        advice="train.batch_size lower with more accumulation, runtime.gradient_checkpointing=true"
+        ", a shorter train.seq_len; or end what else uses the device",
+    )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on the GPU, or in RAM; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        found = re.search(r"MemAvailable:\s*(\d+) kB", MEMINFO.read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def processes(plan: Planned) -> Row:
+    """That nobody else trains: in this folder, or, where there is a GPU, on this machine."""
+    found = [f"pid {pid} writes to {plan.folder}" for pid in writers(plan.folder)]
+    if plan.runtime.device.type == "cuda":
+        found += [f"pid {pid}: {command}" for pid, command in trainers()]
+    return judged(
+        "processes",
+        not found,
+        f"{len(found)} others" if found else "no other",
+        limit="no other run here",
+        evidence=found[0][:160] if found else "heartbeats of the folder, /proc",
+        advice="stop it (touch .HALT in its folder, or kill PID), or choose another train.out_dir",
+    )
+
+
+def writers(folder: Path) -> list[int]:
+    """Processes that write heartbeats into a folder now."""
+    if not folder.is_dir():
+        return []
+    run: Run = read_run(folder)
+    pids = []
+    for rank in run.ranks:
+        last = rank.last
+        if last is not None and last.pid is not None:
+            reason = why_not_ours(last.pid, last.ts, run.env)
+            if not reason and last.pid not in pids:
+                pids.append(last.pid)
+    return pids
+
+
+def trainers() -> list[tuple[int, str]]:
+    """Python processes of this machine that train, apart from this one."""
+    found = []
+    for path in PROC.glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().decode("utf-8", errors="replace")
+        except OSError:  # it has ended meanwhile, or is not ours to look at
+            continue
+        pid, words = int(path.parent.name), text.removesuffix("\0").split("\0")
+        if pid != os.getpid() and is_trainer(words):
+            found.append((pid, " ".join(words)))
+    return found
+
+
+def is_trainer(words: Sequence[str]) -> bool:
+    """Whether a command line is that of a training run: Python, and one of its entries."""
+    if not words or not Path(words[0]).name.startswith("python"):
+        return False
+    if any(Path(word).name == "train_showcase.py" for word in words[1:]):
+        return True
+    entries = [
+        i for i, word in enumerate(words) if word == "nsa.cli.main" or Path(word).name == "nsa"
+    ]
+    return any(words[i + 1 : i + 2] == ["train"] for i in entries)
+
+
+def halt_file(plan: Planned) -> Row:
+    """That no order to stop is left from before."""
+    halt = read_halt(plan.folder)
+    value = "none"
+    if halt is not None:
+        value = f"{duration(halt.age_s)} old: {halt.reason or 'without a reason'}"
+    return judged(
+        "halt file",
+        halt is None,
+        value,
+        limit=f"no {HALT}",
+        evidence=f"{plan.folder / HALT}",
+        advice="look why it is there, then remove it: the run would stop at once",
+    )
+
+
+def versions(plan: Planned) -> Row:
+    """That driver, torch and Triton belong together."""
+    cuda, triton = torch.version.cuda, _installed("triton")
+    problems = (
+        pairing_problems(cuda, machine.driver_version(), triton, metadata.requires("torch") or [])
+        if plan.runtime.device.type == "cuda"
+        else []
+    )
+    return judged(
+        "versions",
+        not problems,
+        f"torch {torch.__version__}, triton {triton}, driver {machine.driver_version()}",
+        limit="a driver for torch's CUDA, the Triton that torch asks for",
+        evidence="; ".join(problems) or "the packages and the driver",
+        advice="install the pair that constraints.txt names, or a newer driver",
+    )
+
+
+def pairing_problems(
+    cuda: str | None, driver: str | None, triton: str | None, required: Sequence[str]
+) -> list[str]:
+    """What does not belong together, for a run on a GPU."""
+    found = []
+    if cuda is None:
+        found.append("torch was built without CUDA")
+    least = LEAST_DRIVER.get((cuda or "").partition(".")[0])
+    if driver is not None and least is not None and int(driver.partition(".")[0]) < least:
+        found.append(f"driver {driver} is older than {least}, which CUDA {cuda} needs")
+    asked = next((text for text in required if re.match(r"triton\b", text)), "")
+    exact = re.match(r"triton\s*\(?==\s*([\w.]+)", asked)
+    if triton is None:
+        found.append("Triton is not installed")
+    elif exact is not None and triton != exact[1]:
+        found.append(f"Triton {triton} is installed, torch asks for {exact[1]}")
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,281 @@
+"""Checks that do what the run will do: meet, read, step, save, resume; and what it will cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import multiprocessing
+import time
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nsa.config import Config
+from nsa.config.env import read
+from nsa.data import SourceLost, within
+from nsa.data.shards import verify_shards
+from nsa.files import size
+from nsa.operate.preflight.config_checks import Planned
+from nsa.operate.report.evidence import judged, missing
+from nsa.operate.report.verdict import Row
+from nsa.operate.run_folder import number
+from nsa.operate.text import duration, first_line
+from nsa.records import read_heartbeat
+from nsa.records.heartbeat import NAME as HEARTBEAT
+from nsa.records.heartbeat import PROGRESS
+from nsa.train import LoaderFailed, TrainError, run
+from nsa.train.batches import LoaderOptions, open_in_time
+from nsa.train.checkpoint import file as checkpoint_file
+
+PART_STEPS = 3
+"""Updates before the checkpoint of the rehearsal, and after it; the first of each warms up."""
+
+
+def all_reduce(plan: Planned) -> Row:
+    """That all ranks meet and add up a tensor."""
+    backend = group_backend(plan)
+    limit = f"the right sum within {plan.limits.all_reduce_s:g} s"
+    start = time.perf_counter()
+    device, timeout_s = plan.runtime.device.type, plan.limits.all_reduce_s
+    problem = reduce_once(plan.ranks, plan.scratch / "store", backend, device, timeout_s)
+    seconds = time.perf_counter() - start
+    return judged(
+        "all-reduce",
+        not problem and seconds <= plan.limits.all_reduce_s,
+        problem or f"{plan.ranks} ranks, {seconds:.2f} s with their start",
+        limit=limit,
+        evidence=f"{backend}, {plan.ranks} processes on this machine",
+        advice="NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1, TORCH_BACKEND",
+    )
+
+
+def group_backend(plan: Planned) -> str:
+    """The backend of the run's process group."""
+    chosen: str = read("TORCH_BACKEND")
+    return chosen or ("nccl" if plan.runtime.device.type == "cuda" else "gloo")
+
+
+def first_batch(plan: Planned) -> Row:
+    """That the data of the run comes in time, and fits the model."""
+    limit_s, config = plan.limits.first_batch_s, plan.config
+    limit = f"within {limit_s:g} s; ids below {config.data.vocab}"
+    start = time.perf_counter()
+    try:
+        batch = within(limit_s, lambda: _read_batch(plan, limit_s), "the first batch")
+    except (SourceLost, LoaderFailed, ValueError, OSError) as error:
+        return judged(
+            "first batch",
+            False,
+            first_line(error)[:200],
+            limit=limit,
+            evidence=f"data.dataset={config.data.dataset}",
+            advice="`nsa data prepare` makes shards of local documents; look at the network",
+        )
+    seconds, largest = time.perf_counter() - start, int(batch.max())
+    return judged(
+        "first batch",
+        largest < config.data.vocab and int(batch.min()) >= 0,
+        f"{seconds:.2f} s, {tuple(batch.shape)}, largest id {largest}",
+        limit=limit,
+        evidence=f"data.dataset={config.data.dataset}",
+        advice="the tokenizer of the data is not that of the config",
+    )
+
+
+def shards(plan: Planned) -> Row | None:
+    """That prepared shards are, byte by byte, what their manifest says."""
+    if plan.config.data.dataset != "shards":
+        return None
+    folder, start = Path(plan.config.data.local_path), time.perf_counter()
+    problems = verify_shards(folder)
+    seconds = time.perf_counter() - start
+    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return judged(
+        "shards",
+        not problems,
+        problems[0][:200] + more if problems else f"all match their sha256 ({seconds:.1f} s)",
+        limit="the sha256 of the manifest",
+        evidence=str(folder),
+        advice="copy the shards again, or prepare them again (`nsa data prepare`)",
+    )
+
+
+def _read_batch(plan: Planned, limit_s: float) -> torch.Tensor:
+    train = dataclasses.replace(plan.config.train, out_dir=str(plan.scratch))  # for its complaints
+    config = dataclasses.replace(plan.config, train=train)
+    options = LoaderOptions(timeout_s=limit_s, report_docs=0)
+    data = open_in_time(config, options, lambda text: None)
+    return data.train.batch(0, config.train.batch_size)
+
+
+class Rehearsal(NamedTuple):
+    """Some updates of the run itself, in two parts."""
+
+    problem: str = ""
+    """Why they were not done; empty where they were."""
+    step_s: float = 0.0
+    """Of an update, without the first of each part."""
+    checkpoint_bytes: int = 0
+    resumed_at: int | None = None
+    loss: float = 0.0
+
+
+def rehearse(plan: Planned) -> Rehearsal:
+    """Train some steps on random tokens, save, verify, and go on in a second part."""
+    folder = plan.scratch / "run"
+    config = rehearsal_config(plan.config, folder)
+    try:
+        for until in (PART_STEPS, 2 * PART_STEPS):
+            result = run(
+                config,
+                config_path=plan.config_path,
+                out=io.StringIO(),
+                allow_long_run=True,
+                stop_after=until,
+                ddp=0,
+            )
+            manifest = checkpoint_file.verify(folder / checkpoint_file.NAME.format(step=until))
+    except (TrainError, ValueError, OSError, RuntimeError) as error:
+        return Rehearsal(problem=first_line(error))
+    return Rehearsal(
+        step_s=median(_step_times(folder)),
+        checkpoint_bytes=manifest.bytes,
+        resumed_at=result.metrics.resumed_at,
+        loss=result.metrics.loss_last or 0.0,
+    )
+
+
+def _step_times(folder: Path) -> list[float]:
+    """Seconds of each update, without the first of each part; the heartbeat is always written."""
+    beats = read_heartbeat(folder / HEARTBEAT.format(rank=0))
+    lines = [beat for beat in beats if beat.msg == PROGRESS and beat.step % PART_STEPS != 1]
+    return [seconds for beat in lines if (seconds := number(beat, "step_time_s")) is not None]
+
+
+def rehearsal_config(config: Config, folder: Path) -> Config:
+    """The same run in another folder, on random tokens, with every step logged."""
+    train = dataclasses.replace(
+        config.train,
+        out_dir=str(folder),
+        steps=max(config.train.steps, 2 * PART_STEPS),
+        save_every=PART_STEPS,
+        log_every=1,
+        eval_every=0,
+        keep_last=0,
+        backup_dir="",
+        tracker="none",
+    )
+    data = dataclasses.replace(
+        config.data,
+        dataset="synthetic",
+        local_path="",
+        hub_subset="",
+        hub_revision="",
+        respect_documents=False,
+    )
+    return dataclasses.replace(config, train=train, data=data)
+
+
+def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:
+    """That a checkpoint is written, holds, and is gone on from."""
+    return judged(
+        "checkpoint",
+        not rehearsal.problem and rehearsal.resumed_at == PART_STEPS,
+        rehearsal.problem[:200]
+        or f"{size(rehearsal.checkpoint_bytes)}, verified, resumed at step {rehearsal.resumed_at}",
+        limit=f"written, verified, resumed at step {PART_STEPS}",
+        evidence=f"{2 * PART_STEPS} updates of the run on random tokens, in two parts",
+        advice="the message says what to change; `nsa prove-resume` shows more",
+    )
+
+
+def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
+    """That the run ends in time, at a price that was agreed to."""
+    limit = f"<= {plan.limits.eta_h:g} h"
+    if plan.max_cost is not None:
+        limit += f", cost <= {plan.max_cost:g}"
+    if rehearsal.problem:
+        todo = "the checkpoint check says what to change"
+        evidence = "no step was done"
+        return missing("time", limit=limit, evidence=evidence, advice=todo, essential=True)
+    if plan.max_cost is not None and plan.price_per_h is None:
+        todo = "pass --price, or set NSA_PRICE_PER_H"
+        evidence = "no price for an hour"
+        return missing("time", limit=limit, evidence=evidence, advice=todo, essential=True)
+    seconds = plan.config.train.steps * rehearsal.step_s
+    value = f"{duration(seconds)} for {plan.config.train.steps} steps"
+    cost = None if plan.price_per_h is None else seconds / 3600 * plan.price_per_h
+    if cost is not None:
+        value += f", cost {cost:,.2f} at {plan.price_per_h:g}/h"
+    is_cheap = plan.max_cost is None or cost is None or cost <= plan.max_cost
+    speed = plan.tokens_per_step / rehearsal.step_s
+    return judged(
+        "time",
+        seconds / 3600 <= plan.limits.eta_h and is_cheap,
+        value,
+        limit=limit,
+        evidence=f"{rehearsal.step_s:.3g} s per step, {speed:,.0f} tokens/s, measured on one rank, "
+        "without evaluations",
+        advice="fewer train.steps, runtime.cuda_graph=true, more GPUs; or another limit (--limit)",
+    )
+
+
+# One all-reduce among as many ranks as a run will have, each in a process of its own.
+
+NUMBERS = 1 << 16
+"""In the tensor that is added up."""
+
+
+def reduce_once(ranks: int, store: Path, backend: str, device: str, timeout_s: float) -> str:
+    """Add up in so many processes, which meet through a new file; what went wrong, or nothing."""
+    arguments = (ranks, str(store), backend, device, timeout_s)
+    if ranks == 1:
+        try:
+            take_part(0, *arguments)
+        except (RuntimeError, ValueError) as error:
+            return first_line(error)
+        return ""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=take_part, args=(r, *arguments)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    until = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in late:
+        processes[rank].kill()
+        processes[rank].join()
+    if late:
+        return f"rank {late[0]} did not come back within {timeout_s:g} s"
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+    return f"rank {failed[0]} failed: its message is above" if failed else ""
+
+
+def take_part(
+    rank: int, world_size: int, store: str, backend: str, device: str, timeout_s: float
+) -> None:
+    """What one rank does: meet the others, add, and look at the sum."""
+    where = torch.device("cpu")
+    if device == "cuda":
+        where = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(where)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        tensor = torch.full((NUMBERS,), float(rank + 1), device=where)
+        dist.all_reduce(tensor)
+        expected = world_size * (world_size + 1) / 2
+        if not bool((tensor == expected).all()):
+            raise RuntimeError(f"rank {rank}: the sum is {tensor[0].item():g}, not {expected:g}")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""`nsa report`: a verdict about a run from its files alone."""

@@ -1,0 +1,425 @@
+"""Criteria about the loss: finite, from where a guess would be, falling, and never too good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from statistics import fmean, median, stdev
+
+from nsa.operate.limits import Limits
+from nsa.operate.report.evidence import (
+    Criterion,
+    Evidence,
+    Point,
+    judged,
+    known,
+    missing,
+    percentile,
+    thirds,
+)
+from nsa.operate.report.verdict import Row
+from nsa.operate.run_folder import START_LINES, number
+from nsa.operate.watch.rules import fallbacks_rising, loss_plateau, plateau_window
+from nsa.records import TRAINING
+from nsa.records.heartbeat import PROGRESS
+from nsa.records.metrics import NAME as METRICS
+
+RANDOM = "synthetic"
+"""The dataset that holds nothing to learn."""
+LEAST_LINES = 3
+"""Logged losses that have a direction."""
+CLEAR_LINES = 10
+"""Logged losses whose thirds say clearly whether they fall; of fewer, noise may hide it."""
+
+
+def loss_finite(e: Evidence, limits: Limits) -> Row:
+    """That every logged loss is a number."""
+    points = e.points("loss")
+    if not points:
+        return missing(
+            "loss finite",
+            limit="every logged loss",
+            evidence="no logged step that can be read",
+            advice="wait for the first step",
+            essential=True,
+        )
+    bad = [point for point in points if point.value is None]
+    last = points[-1]
+    value = f"not finite at step {bad[0].step}" if bad else f"{last.value:.4f} at step {last.step}"
+    return judged(
+        "loss finite",
+        not bad,
+        value,
+        limit="every logged loss",
+        evidence=f"{(bad or points[-1:])[0].where}; {len(points)} lines",
+        advice="look at the data and the learning rate of that step; resume from before it",
+    )
+
+
+def loss_start(e: Evidence, limits: Limits) -> Row | None:
+    """That the first loss is about that of a guess: more is a broken model, less a leak."""
+    guess, metrics = guess_loss(e), e.run.metrics
+    if metrics is not None and metrics.resumed_at:
+        return None  # the first loss is that of the run before
+    limit = "about ln V" if guess is None else f"{guess:.3f} +- {limits.loss_start_nats:g} nats"
+    if guess is None or metrics is None or metrics.loss_first is None:
+        evidence = f"no config.yaml, or no loss_first in {METRICS}"
+        todo = "wait for the first step"
+        return missing("first loss", limit=limit, evidence=evidence, advice=todo, essential=False)
+    return judged(
+        "first loss",
+        abs(metrics.loss_first - guess) <= limits.loss_start_nats,
+        f"{metrics.loss_first:.4f}",
+        limit=limit,
+        evidence=f'{METRICS}, "loss_first"',
+        advice="compare the tokenizer of the data with the model's; run the causality tests",
+    )
+
+
+def loss_falls(e: Evidence, limits: Limits) -> Row | None:
+    """That the last third of the logged losses is below the first."""
+    if _dataset(e) == RANDOM:
+        return None
+    values = known(e.points("loss"))
+    if len(values) < LEAST_LINES:
+        return missing(
+            "loss falls",
+            limit="last third below the first",
+            evidence=f"{len(values)} logged losses",
+            advice="judge again after more steps, or set train.log_every lower",
+            essential=False,
+        )
+    losses = [value for value, _ in values]
+    first, last = thirds(losses)
+    if len(values) < CLEAR_LINES and 0 <= last - first <= stdev(losses):
+        return missing(
+            "loss falls",
+            limit="last third below the first",
+            evidence=f"{first:.4f} to {last:.4f} in {len(values)} logged losses: too few to tell",
+            advice="judge again after more steps, or set train.log_every lower",
+            essential=False,
+        )
+    return judged(
+        "loss falls",
+        last < first,
+        f"{first:.4f} to {last:.4f}",
+        limit="last third below the first",
+        evidence=f"{values[0][1].where} to step {values[-1][1].step}",
+        advice="look at the learning rate, the gradient norm and the data",
+    )
+
+
+def no_plateau(e: Evidence, limits: Limits) -> Row | None:
+    """That the loss still falls at the end of what is recorded."""
+    if _dataset(e) == RANDOM:
+        return None
+    limit = f"falls within {limits.plateau_steps} steps"
+    window, span = plateau_window(e.run, limits)
+    if not window:
+        evidence = f"{len(e.run.losses)} logged losses up to step {e.step}"
+        todo = "judge again after more steps"
+        return missing("plateau", limit=limit, evidence=evidence, advice=todo, essential=False)
+    alarms = loss_plateau(e.run, limits)
+    return judged(
+        "plateau",
+        not alarms,
+        alarms[0].text if alarms else "none",
+        limit=limit,
+        evidence=f"{TRAINING if e.run.rows else e.run.heartbeat}, the last {span} steps",
+        advice="expected at the end of a schedule; else look at the rate and the data",
+    )
+
+
+def no_leak(e: Evidence, limits: Limits) -> Row | None:
+    """That random tokens are not predicted: who can, sees the targets."""
+    guess = guess_loss(e)
+    values = [value for value, _ in known(e.points("loss"))]
+    if _dataset(e) != RANDOM or guess is None or len(values) < LEAST_LINES:
+        return None
+    end = values[-max(LEAST_LINES, len(values) // 3) :]
+    last, noise = fmean(end), 3 * stdev(end) / math.sqrt(len(end))
+    return judged(
+        "no leak",
+        last >= guess - limits.leak_nats - noise,
+        f"{last:.4f}, give or take {noise:.4f}",
+        limit=f">= ln V - {limits.leak_nats:g} = {guess - limits.leak_nats:.4f}",
+        evidence=f"{e.points('loss')[-1].where}; the mean of the last third",
+        advice="attention reads the future: run scripts/run_gpu_causality_test.sh --full",
+    )
+
+
+def held_out(e: Evidence, limits: Limits) -> Row:
+    """That the loss on held-out text was measured."""
+    metrics = e.run.metrics
+    if metrics is None or metrics.val_loss is None:
+        return missing(
+            "held-out loss",
+            limit="measured and finite",
+            evidence=f'{METRICS}, "val_loss": null',
+            advice="set train.eval_every",
+            essential=False,
+        )
+    where = f"val.csv, step {e.vals[-1].step}" if e.vals else f'{METRICS}, "val_loss"'
+    value = f"{metrics.val_loss:.4f} nats"
+    ok = math.isfinite(metrics.val_loss)
+    return judged("held-out loss", ok, value, limit="measured and finite", evidence=where)
+
+
+def guess_loss(e: Evidence) -> float | None:
+    """The loss of a model that knows nothing, ln V; None where the vocabulary is not known."""
+    try:
+        return None if e.config is None else math.log(e.config.data.vocab)
+    except (OSError, ValueError):  # a tokenizer.json that is not on this machine
+        return None
+
+
+def _dataset(e: Evidence) -> str | None:
+    if e.run.metrics is not None and e.run.metrics.data_fallback:
+        return RANDOM
+    return e.config.data.dataset if e.config else None
+
+
+# Criteria about speed: enough, steady, on busy GPUs, without waiting for data.
+
+NO_LINES = "no logged step that can be read"
+
+
+def throughput(e: Evidence, limits: Limits) -> Row:
+    """That the run is as fast as it must be."""
+    limit = f">= {limits.toks_per_s_min:,.0f} tokens/s"
+    values = _settled(e, "toks_per_s")
+    if not values:
+        todo = "wait for the first logged step"
+        return missing("throughput", limit=limit, evidence=NO_LINES, advice=todo, essential=True)
+    speed = median(value for value, _ in values)
+    return judged(
+        "throughput",
+        speed >= limits.toks_per_s_min,
+        f"{speed:,.0f} tokens/s, median of {len(values)}",
+        limit=limit,
+        evidence=f"{values[0][1].where} to step {values[-1][1].step}",
+        advice="compare dt_fetch_s (data), gpu_util_pct (who else uses the GPU), `nsa plan`",
+    )
+
+
+def throughput_stable(e: Evidence, limits: Limits) -> Row:
+    """That it does not become slower."""
+    name, limit = "stable speed", f"last third >= {limits.stable_share:g} x the first"
+    values = _settled(e, "toks_per_s")
+    if len(values) < limits.steady_lines:
+        return _too_few(name, limit, len(values), limits)
+    first, last = thirds([value for value, _ in values])
+    return judged(
+        name,
+        last >= limits.stable_share * first,
+        f"{first:,.0f} to {last:,.0f} tokens/s",
+        limit=limit,
+        evidence=f"{values[0][1].where} to step {values[-1][1].step}",
+        advice="look at gpu_temp_c, dt_fetch_s and at other programs on the machine",
+    )
+
+
+def steady_steps(e: Evidence, limits: Limits) -> Row:
+    """That steps take about the same time."""
+    name, limit = "steady steps", f"90th percentile <= {limits.step_time_ratio:g} x the median"
+    values = _settled(e, "step_time_s")
+    if len(values) < limits.steady_lines:
+        return _too_few(name, limit, len(values), limits)
+    seconds = [value for value, _ in values]
+    usual, long = median(seconds), percentile(seconds, 0.9)
+    return judged(
+        name,
+        long <= limits.step_time_ratio * usual,
+        f"median {usual:.3g} s, 90th percentile {long:.3g} s",
+        limit=limit,
+        evidence=f"{values[0][1].where} to step {values[-1][1].step}",
+        advice="look at dt_fetch_s, and at what else runs on the machine",
+    )
+
+
+def gpu_load(e: Evidence, limits: Limits) -> Row | None:
+    """That every GPU is busy."""
+    if e.run.metrics is not None and e.run.metrics.device.startswith("cpu"):
+        return None
+    limit, loads = f">= {limits.gpu_util_pct:g} % on each", []
+    for rank in e.run.ranks:
+        lines = [b for b in rank.beats if b.msg == PROGRESS]
+        near = [b for b in lines if e.window.first <= b.step <= e.window.last] or lines
+        values = [v for b in near[START_LINES:] if (v := number(b, "gpu_util_pct")) is not None]
+        if values:
+            loads.append((rank.rank, median(values)))
+    if not loads:
+        evidence = "gpu_util_pct is null: no driver library, or too few lines"
+        todo = "install the nvml library that comes with the driver"
+        return missing("GPU load", limit=limit, evidence=evidence, advice=todo, essential=False)
+    return judged(
+        "GPU load",
+        min(load for _, load in loads) >= limits.gpu_util_pct,
+        ", ".join(f"{rank}: {load:.0f} %" for rank, load in loads),
+        limit=limit,
+        evidence="heartbeat_rank*.jsonl, gpu_util_pct, medians by rank",
+        advice="runtime.cuda_graph=true or a larger train.batch_size keep a GPU busy",
+    )
+
+
+def fetch(e: Evidence, limits: Limits) -> Row:
+    """That batches are there when they are needed."""
+    limit = f"95th percentile < {limits.fetch_s:g} s"
+    values = known(e.points("dt_fetch_s"))
+    if not values:
+        todo = "wait for the first logged step"
+        return missing("fetch", limit=limit, evidence=NO_LINES, advice=todo, essential=False)
+    seconds = percentile([value for value, _ in values], 0.95)
+    worst = max(values, key=lambda pair: pair[0])
+    return judged(
+        "fetch",
+        seconds < limits.fetch_s,
+        f"{seconds:.3g} s, worst {worst[0]:.3g} s",
+        limit=limit,
+        evidence=worst[1].where,
+        advice="prepare shards (`nsa data prepare`), or look at the network and its cache",
+    )
+
+
+def _settled(e: Evidence, name: str) -> list[tuple[float, Point]]:
+    """Values with their records, without the first lines, which also warm up, where more follow."""
+    values = known(e.points(name))
+    return values[min(START_LINES, len(values) - 1) :] if values else []
+
+
+def _too_few(name: str, limit: str, count: int, limits: Limits) -> Row:
+    return missing(
+        name,
+        limit=limit,
+        evidence=f"{count} logged steps after the first; {limits.steady_lines} are needed",
+        advice="judge again after more steps, or set train.log_every lower",
+        essential=False,
+    )
+
+
+# Criteria about the state of model and memory: gates, fallbacks, bytes.
+
+MIB_IN_GIB = 1024
+NO_STATS = "not in the heartbeat: NSA_DISABLE_AUX_STATS=1, or no logged step"
+
+
+def gate_entropy(e: Evidence, limits: Limits) -> Row | None:
+    """That the gates stay undecided between the branches."""
+    points = known(e.points("entropy_mean"))
+    worst = min(points, key=lambda pair: pair[0], default=None)
+    limit = limits.gate_entropy_low
+    return _gate(e, "gate entropy", worst, f"> {limit:g} nats", lambda value: value > limit)
+
+
+def largest_gate(e: Evidence, limits: Limits) -> Row | None:
+    """That no gate takes all."""
+    worst = max(known(e.points("max_gate_mean")), key=lambda pair: pair[0], default=None)
+    limit = limits.gate_max
+    return _gate(e, "largest gate", worst, f"< {limit:g}", lambda value: value < limit)
+
+
+def collapsed_gates(e: Evidence, limits: Limits) -> Row | None:
+    """That next to no gate has chosen one branch."""
+    worst = max(known(e.points("collapse_fraction")), key=lambda pair: pair[0], default=None)
+    limit = limits.collapse_fraction
+    return _gate(e, "collapsed gates", worst, f"<= {limit:g}", lambda value: value <= limit)
+
+
+def fallbacks(e: Evidence, limits: Limits) -> Row:
+    """That the kernels which were asked for run."""
+    limit = f"<= {limits.fallbacks_max}, not rising"
+    points = known(e.points("fb_total_fallbacks"))
+    if not points:
+        todo = "wait for the first logged step"
+        evidence = "no logged step that can be read"
+        return missing("fallbacks", limit=limit, evidence=evidence, advice=todo, essential=False)
+    total, last = points[-1]
+    rising = fallbacks_rising(e.run, limits)
+    return judged(
+        "fallbacks",
+        total <= limits.fallbacks_max and not rising,
+        f"{total:.0f}{', rising' if rising else ''}",
+        limit=limit,
+        evidence=last.where,
+        advice="`nsa plan` says which way attention takes, and why",
+    )
+
+
+def memory(limit_name: str) -> Criterion:
+    """That memory stays below a limit, given by its name."""
+    return partial(_memory, limit_name=limit_name)
+
+
+def _memory(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
+    limit_gib = float(getattr(limits, limit_name))
+    limit = f"< {limit_gib:g} GiB"
+    name = memory_field(e)
+    points = known(e.points(name))
+    if not points:
+        todo = "wait for the first logged step"
+        evidence = "neither gpu_mem_reserved nor rss_mib in the heartbeat"
+        return missing("memory", limit=limit, evidence=evidence, advice=todo, essential=False)
+    worst, point = max(points, key=lambda pair: pair[0])
+    where = point.where
+    for rank in e.run.ranks[1:]:
+        for beat in rank.beats:
+            value = number(beat, name) if beat.msg == PROGRESS else None
+            if value is not None and value > worst and beat.step <= e.window.last:
+                worst, where = value, f'{rank.path.name}, "step": {beat.step}'
+    return judged(
+        "memory",
+        worst < limit_gib * MIB_IN_GIB,
+        f"{worst / MIB_IN_GIB:.2f} GiB, {name}",
+        limit=limit,
+        evidence=where,
+        advice="train.batch_size lower with more accumulation, or gradient checkpointing; a "
+        "larger model may need another limit (--limit)",
+    )
+
+
+def memory_flat(e: Evidence, limits: Limits) -> Row:
+    """That memory does not creep."""
+    name = "gpu_mem_alloc" if memory_field(e) == "gpu_mem_reserved" else "rss_mib"
+    points = known(e.points(name))
+    limit = f"rise <= {limits.creep_mib:g} MiB or {limits.creep_share:.0%}"
+    if len(points) < limits.steady_lines:
+        evidence = f"{len(points)} logged steps"
+        todo = "judge again after more steps"
+        return missing("flat memory", limit=limit, evidence=evidence, advice=todo, essential=False)
+    first, last = thirds([value for value, _ in points])
+    return judged(
+        "flat memory",
+        last - first <= max(limits.creep_mib, limits.creep_share * first),
+        f"{first:.0f} to {last:.0f} MiB, {name}",
+        limit=limit,
+        evidence=f"{points[0][1].where} to step {points[-1][1].step}",
+        advice="NSA_MEM_DUMP_EVERY=N writes snapshots; stop at a checkpoint before it runs out",
+    )
+
+
+def memory_field(e: Evidence) -> str:
+    """The field that says how much memory a rank holds."""
+    return "gpu_mem_reserved" if known(e.points("gpu_mem_reserved")) else "rss_mib"
+
+
+def _gate(
+    e: Evidence,
+    name: str,
+    worst: tuple[float, Point] | None,
+    limit: str,
+    is_good: Callable[[float], bool],
+) -> Row | None:
+    if e.config is not None and e.config.model.attention != "nsa":
+        return None  # dense attention has no gates
+    if worst is None:
+        todo = "unset NSA_DISABLE_AUX_STATS for some steps"
+        return missing(name, limit=limit, evidence=NO_STATS, advice=todo, essential=False)
+    return judged(
+        name,
+        is_good(worst[0]),
+        f"{worst[0]:.3f}, the worst",
+        limit=limit,
+        evidence=worst[1].where,
+        advice="resume from a checkpoint before it with a lower train.lr; look at every layer",
+    )

@@ -1,0 +1,247 @@
+"""What a verdict about a run rests on: its records from start to end, read within bounds.
+
+Of a file that is too large its start, its end and samples between are read, so that a run of any
+length is judged in seconds. Nothing is written. What cannot be read is named in `problems`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from nsa.config import Config
+from nsa.operate.limits import Limits
+from nsa.operate.report.verdict import FAIL, NOT_MEASURED, PASS, Row
+from nsa.operate.run_folder import Run, mixed_writers, number, read_run, rising, try_read
+from nsa.records import TRAINING, VAL, Beat, TrainingRow, ValRow
+from nsa.records.heartbeat import BOOT, NON_FINITE, PROGRESS, sample_beats
+from nsa.records.metrics import CONFIG_NAME as CONFIG
+from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import read_config
+from nsa.records.tables import sample_rows
+from nsa.tail import Line, lines_from_end
+
+MOST_BYTES = 16 << 20
+"""Of the first rank's heartbeat, and of each table."""
+LOG_BYTES = 1 << 20
+"""Of the end of each log."""
+STARTED = "[boot] loading config"
+"""The first line of a process in a log: what is above it was another one."""
+ERRORS = re.compile(
+    r"Traceback \(most recent call last\)|\[FATAL\]|NCCL (error|WARN.*fail)|ncclUnhandled|"
+    r"CUDA error|CUDA out of memory|Watchdog caught collective|AssertionError"
+)
+
+
+class Point(NamedTuple):
+    """A number of a logged step."""
+
+    step: int
+    value: float | None
+    """None where it was not finite."""
+    where: str
+    """The record, for a reader who wants to see it."""
+
+
+class Window(NamedTuple):
+    """The updates that a verdict is about, both included."""
+
+    first: int
+    last: float
+
+
+ALL = Window(0, float("inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A run folder, ready to be judged."""
+
+    run: Run
+    config: Config | None
+    lines: list[Beat]
+    """What the first rank logged, from the first step to the last, by rising step."""
+    events: list[Beat]
+    """All lines of the first rank that were read, in order."""
+    rows: list[TrainingRow]
+    vals: list[ValRow]
+    mixed: str
+    """Why the records are of more than one run; empty where they are of one."""
+    errors: list[str]
+    """Lines of logs that say that something broke."""
+    window: Window = ALL
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """Updates done, as far as any file knows."""
+        known = [self.run.metrics.step] if self.run.metrics else []
+        known += [line.step for line in self.lines[-1:]] + [row.step for row in self.rows[-1:]]
+        return max(known, default=0)
+
+    @property
+    def logged(self) -> list[Beat]:
+        """The lines of the window."""
+        return [b for b in self.lines if self.window.first <= b.step <= self.window.last]
+
+    def points(self, name: str) -> list[Point]:
+        """A number of the logged steps in the window: of the heartbeat, else of training.csv."""
+        found = []
+        for beat in self.logged:
+            value, lost = number(beat, name), beat.extra.get(NON_FINITE)
+            if value is not None or (isinstance(lost, dict) and name in lost):
+                found.append(Point(beat.step, value, f"{self.run.heartbeat}, {record(beat)}"))
+        if found or name not in TrainingRow._fields:
+            return found
+        finite = (-float("inf"), float("inf"))
+        for row in self.rows:
+            if self.window.first <= row.step <= self.window.last:
+                value = float(getattr(row, name))
+                known = value if finite[0] < value < finite[1] else None
+                found.append(Point(row.step, known, f"{TRAINING}, step {row.step}"))
+        return found
+
+
+def record(beat: Beat) -> str:
+    """A line of a heartbeat by its kind and step, as grep finds it."""
+    return f'"step": {beat.step}, "msg": "{beat.msg}"'
+
+
+def read_evidence(folder: Path, *, now: float | None = None) -> Evidence:
+    """Read a run folder for a verdict."""
+    try:
+        run = read_run(folder, now=now)
+        next(folder.iterdir(), None)  # one that is there, and may not be listed, has no evidence
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be read ({error.strerror}); read it as its owner, or copy it"
+        ) from None
+    problems = list(run.problems)
+    beats: list[Beat] = []
+    if run.ranks:
+        path = run.ranks[0].path
+        read = try_read(path, partial(sample_beats, path, MOST_BYTES), problems)
+        beats = read[0] if read else []
+    begin, other = last_run(beats)
+    beats = beats[begin:]
+    rows = try_read(
+        folder / TRAINING, lambda: sample_rows(TrainingRow, folder / TRAINING, MOST_BYTES), problems
+    )
+    vals = try_read(folder / VAL, lambda: sample_rows(ValRow, folder / VAL, MOST_BYTES), problems)
+    for name, found in ((TRAINING, rows), (VAL, vals)):
+        if found and found[1]:
+            problems.append(
+                f"{name}: {len(found[1])} lines cannot be read, the first: {found[1][0]}"
+            )
+    together = [text for rank in run.ranks for text in mixed_writers(rank.path, rank.beats)]
+    return Evidence(
+        run=run,
+        config=try_read(folder / CONFIG, lambda: read_config(folder), problems),
+        lines=rising([beat for beat in beats if beat.msg == PROGRESS]),
+        events=beats,
+        rows=rows[0] if rows else [],
+        vals=vals[0] if vals else [],
+        mixed="; ".join([*together, *([other] if other else [])]),
+        errors=_log_errors(folder, problems),
+        problems=list(dict.fromkeys(problems)),
+    )
+
+
+def last_run(beats: Sequence[Beat]) -> tuple[int, str]:
+    """Where the last run in a heartbeat begins, and a word on the one before, if there is one.
+
+    A run that goes on boots at the step it has reached; one that boots at 0 in another process,
+    below lines of a run that was further, is a second run in the same file.
+    """
+    begin, text, reached, pid = 0, "", 0, None
+    for i, beat in enumerate(beats):
+        if beat.msg == BOOT and beat.step == 0 and reached > 0 and beat.pid != pid:
+            begin = i
+            text = (
+                f"two runs are mixed: process {pid} had reached step {reached} when process "
+                f"{beat.pid} began anew; only the latter is judged"
+            )
+            reached = 0
+        reached, pid = max(reached, beat.step), beat.pid
+    return begin, text
+
+
+def _log_errors(folder: Path, problems: list[str]) -> list[str]:
+    found: list[str] = []
+    for path in sorted(folder.glob("*.log")):
+        lines = try_read(path, partial(_end_of, path), problems)
+        for line in lines or []:  # the last one first
+            if STARTED in line.text:
+                break
+            if ERRORS.search(line.text):
+                found.append(f"{path.name}, {line.where}: {line.text.strip()[:160]}")
+    return found[::-1]
+
+
+def _end_of(path: Path) -> list[Line]:
+    return [*lines_from_end(path, LOG_BYTES)]
+
+
+# The parts that criteria are made of: a row with its verdict, thirds of a curve, percentiles.
+
+NO_METRICS = f"no {METRICS} that can be read"
+
+Criterion = Callable[[Evidence, Limits], Row | None]
+"""Judges one thing; None where the question does not arise, as for gates of dense attention."""
+
+
+def judged(
+    name: str,
+    ok: bool,
+    value: str,
+    *,
+    limit: str,
+    evidence: str,
+    advice: str = "",
+    essential: bool = True,
+) -> Row:
+    """A row about something that was measured."""
+    return Row(
+        name=name,
+        value=value,
+        limit=limit,
+        verdict=PASS if ok else FAIL,
+        evidence=evidence,
+        advice="" if ok else advice,
+        essential=essential,
+    )
+
+
+def missing(name: str, *, limit: str, evidence: str, advice: str, essential: bool) -> Row:
+    """A row about something that was not recorded."""
+    return Row(
+        name=name,
+        value="-",
+        limit=limit,
+        verdict=NOT_MEASURED,
+        evidence=evidence,
+        advice=advice,
+        essential=essential,
+    )
+
+
+def known(points: Sequence[Point]) -> list[tuple[float, Point]]:
+    """The points that are numbers, each with its number."""
+    return [(point.value, point) for point in points if point.value is not None]
+
+
+def thirds(values: Sequence[float]) -> tuple[float, float]:
+    """The medians of the first and the last third; there are three values at least."""
+    third = max(1, len(values) // 3)
+    return median(values[:third]), median(values[-third:])
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that so large a share of them does not exceed."""
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, round(share * (len(ranked) - 1)))]

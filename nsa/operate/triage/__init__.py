@@ -1,0 +1,1 @@
+"""`nsa triage`: short runs with one switch changed at a time."""

@@ -1,0 +1,302 @@
+"""The torch path of nsa_attention: documents, chunks of queries, autograd.
+
+Nothing of size S x S or S x N exists at once: a chunk of queries is processed at a time, and the
+backward pass recomputes its probabilities from the saved log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.ops.nvtx import nvtx
+from nsa.ops.spec import BlockSpec
+from nsa.ops.torch.rows import (
+    Branches,
+    KeyValues,
+    backward_rows,
+    choose_from_probs,
+    clean,
+    compressed_keys,
+    forward_rows,
+    probabilities,
+)
+from nsa.ops.torch.select import distinct_blocks
+
+CHUNK_LOGITS = 1 << 21
+"""Logits of one chunk and branch: small enough for the cache of a CPU core, large enough to keep
+the matrix products long."""
+MIN_CHUNK, MAX_CHUNK = 32, 128
+"""Queries per chunk, whatever the shape."""
+
+
+class Problem(NamedTuple):
+    """The part of the arguments that is not a tensor."""
+
+    spec: BlockSpec
+    scale: float
+    doc_lens: list[int]
+
+
+class Document(NamedTuple):
+    """Where one document lies in the packed tensors."""
+
+    rows: slice
+    blocks: slice
+
+
+def nsa_attention(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    v_cmp: Tensor,  # [B, N, Hkv, Dv]
+    k_sel: Tensor,  # [B, S, Hkv, Dk]
+    v_sel: Tensor,  # [B, S, Hkv, Dv]
+    k_win: Tensor,  # [B, S, Hkv, Dk]
+    v_win: Tensor,  # [B, S, Hkv, Dv]
+    gates: Tensor,  # [B, S, Hq, 3]
+    spec: BlockSpec,
+    *,
+    scale: float,
+    doc_lens: list[int],
+    selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
+) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
+    """Gated sum of the three branches, and the selection used."""
+    problem = Problem(spec, scale, doc_lens)
+    with torch.autocast(q.device.type, enabled=False):
+        out, chosen = _Attention.apply(
+            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, selection, problem
+        )
+    return out, chosen if selection is None else selection
+
+
+@torch.no_grad()
+def select_blocks(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    spec: BlockSpec,
+    *,
+    scale: float,
+    doc_lens: list[int],
+) -> Tensor:  # [B, S, Hkv, n_sel] int32
+    """The blocks each KV head reads."""
+    batch, seq_len, num_heads, _ = q.shape
+    num_groups = k_cmp.shape[2]
+    dtype = compute_dtype(q.dtype)
+    selection = q.new_empty((batch, seq_len, num_groups, spec.n_sel), dtype=torch.int32)
+    with torch.autocast(q.device.type, enabled=False):
+        for doc in documents(doc_lens, spec):
+            k = to_groups(k_cmp[:, doc.blocks], dtype)
+            for chunk, first in chunks(doc.rows, batch * num_heads):
+                rows = split_heads(q[:, chunk], num_groups, dtype)
+                keys, visible = compressed_keys(KeyValues(k, k), first, rows.shape[2], spec)
+                probs, _ = probabilities(rows, keys.k, visible, scale)
+                selection[:, chunk] = choose_from_probs(probs, first, spec)[0].transpose(1, 2)
+    return selection
+
+
+class _Attention(torch.autograd.Function):
+    """Forward and backward over chunks; saves the inputs, the selection and three log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *tensors, selection, problem = args
+        out, chosen, lses = _forward(tensors, selection, problem)
+        ctx.save_for_backward(*tensors, chosen, lses)
+        ctx.problem = problem
+        ctx.mark_non_differentiable(chosen)
+        return out, chosen
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        *tensors, chosen, lses = ctx.saved_tensors
+        with torch.autocast(dout.device.type, enabled=False):
+            grads = _backward(tensors, chosen, lses, dout, ctx.problem)
+        return (*grads, None, None)
+
+
+def _forward(
+    tensors: list[Tensor], selection: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, selection, and log-sum-exps [3, B, Hkv, S, G]."""
+    q, gates = tensors[0], tensors[-1]
+    num_groups, d_v = tensors[4].shape[2:]
+    batch, seq_len, num_heads, _ = q.shape
+    dtype, spec = compute_dtype(q.dtype), problem.spec
+    out = q.new_empty((batch, seq_len, num_heads, d_v))
+    chosen = q.new_empty((batch, seq_len, num_groups, spec.n_sel), dtype=torch.int32)
+    per_group = num_heads // num_groups
+    lses = q.new_empty((3, batch, num_groups, seq_len, per_group), dtype=dtype)
+    for doc in documents(problem.doc_lens, spec):
+        branches = _branches(tensors, doc, dtype)
+        for rows, first in chunks(doc.rows, batch * num_heads):
+            given = None
+            if selection is not None:
+                given = distinct_blocks(selection[:, rows].transpose(1, 2))
+            q_rows = split_heads(q[:, rows], num_groups, dtype)
+            chunk = forward_rows(q_rows, branches, first, spec, problem.scale, given)
+            gate = split_heads(gates[:, rows], num_groups, dtype)
+            out[:, rows] = merge_heads(gated_sum(chunk.outs, gate))
+            chosen[:, rows] = chunk.chosen.transpose(1, 2)
+            lses[:, :, :, rows] = torch.stack(chunk.lses)
+    return out, chosen, lses
+
+
+def _backward(
+    tensors: list[Tensor], chosen: Tensor, lses: Tensor, dout: Tensor, problem: Problem
+) -> list[Tensor]:
+    """Gradients of the eight tensors, in their order."""
+    q, gates = tensors[0], tensors[-1]
+    num_groups, dtype = tensors[4].shape[2], compute_dtype(q.dtype)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    for doc in documents(problem.doc_lens, problem.spec):
+        branches = _branches(tensors, doc, dtype)
+        sums = Branches(
+            _zeros_like(branches.cmp), _zeros_like(branches.sel), _zeros_like(branches.win)
+        )
+        for rows, first in chunks(doc.rows, q.shape[0] * q.shape[2]):
+            dq, dgates = backward_rows(
+                split_heads(q[:, rows], num_groups, dtype),
+                branches,
+                sums,
+                first,
+                problem.spec,
+                problem.scale,
+                chosen[:, rows].transpose(1, 2),
+                tuple(lses[:, :, :, rows]),
+                split_heads(gates[:, rows], num_groups, dtype),
+                split_heads(dout[:, rows], num_groups, dtype),
+            )
+            grads[0][:, rows] = merge_heads(dq)
+            grads[7][:, rows] = merge_heads(dgates)
+        for i, kv in enumerate((sums.cmp, sums.sel, sums.win)):
+            span = doc.blocks if i == 0 else doc.rows
+            grads[1 + 2 * i][:, span] = kv.k.transpose(1, 2)
+            grads[2 + 2 * i][:, span] = kv.v.transpose(1, 2)
+    return grads
+
+
+def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+    """Eq. 5: each [..., Dv] weighted by its gate of [..., 3]."""
+    with nvtx("branch_attn+gate"):
+        total = outs[0] * gates[..., 0, None]
+        total += outs[1] * gates[..., 1, None]
+        return total.add_(outs[2] * gates[..., 2, None])
+
+
+def documents(doc_lens: list[int], spec: BlockSpec) -> Iterator[Document]:
+    """The documents one after another, with their raw and their compressed tokens."""
+    raw, cmp = 0, 0
+    for length in doc_lens:
+        doc = Document(slice(raw, raw + length), slice(cmp, cmp + spec.num_cmp(length)))
+        yield doc
+        raw, cmp = doc.rows.stop, doc.blocks.stop
+
+
+def chunks(rows: slice, num_heads: int) -> Iterator[tuple[slice, int]]:
+    """Rows of a document a chunk at a time, with the position of the chunk's first query."""
+    length = rows.stop - rows.start
+    size = chunk_size(length, num_heads)
+    for first in range(0, length, size):
+        yield slice(rows.start + first, rows.start + min(first + size, length)), first
+
+
+def chunk_size(length: int, num_heads: int) -> int:
+    """Queries per chunk for a document of `length` tokens and B * Hq heads."""
+    return min(max(CHUNK_LOGITS // (length * num_heads), MIN_CHUNK), MAX_CHUNK)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays, everything else is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def split_heads(x: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
+    """[B, T, Hq, D] -> [B, Hkv, T, G, D]."""
+    return x.unflatten(2, (num_groups, -1)).transpose(1, 2).to(dtype).contiguous()
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, Hkv, T, G, D] -> [B, T, Hq, D]."""
+    return x.transpose(1, 2).flatten(2, 3)
+
+
+def to_groups(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, K, Hkv, D] -> [B, Hkv, K, D], one KV head's tokens next to each other."""
+    return x.transpose(1, 2).to(dtype).contiguous()
+
+
+def _branches(tensors: list[Tensor], doc: Document, dtype: torch.dtype) -> Branches:
+    def branch(i: int, span: slice) -> KeyValues:
+        k, v = tensors[1 + 2 * i][:, span], tensors[2 + 2 * i][:, span]
+        return clean(to_groups(k, dtype), to_groups(v, dtype))
+
+    return Branches(branch(0, doc.blocks), branch(1, doc.rows), branch(2, doc.rows))
+
+
+def _zeros_like(kv: KeyValues) -> KeyValues:
+    return KeyValues(torch.zeros_like(kv.k), torch.zeros_like(kv.v))
+
+
+# Queries that continue a cached sequence: chunked prefill and decode, by the rows of training.
+
+
+@torch.no_grad()
+def attend_cached(
+    q: Tensor,  # [B, T, Hq, Dk]
+    branches: Branches,  # keys and values of the sequence, these T tokens included
+    gates: Tensor,  # [B, T, Hq, 3]
+    first: int,  # position of the first query
+    spec: BlockSpec,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # [B, T, Hq, Dv], [B, Hkv, 3] int64
+    """Output, and the tokens read by each KV head in each branch, counted from the masks used."""
+    batch, num_queries, num_heads, _ = q.shape
+    num_groups = branches.sel.k.shape[1]
+    dtype = compute_dtype(q.dtype)
+    out = q.new_empty((batch, num_queries, num_heads, branches.sel.v.shape[-1]))
+    reads = torch.zeros((batch, num_groups, 3), dtype=torch.int64, device=q.device)
+    size = chunk_size(first + num_queries, batch * num_heads)
+    with torch.autocast(q.device.type, enabled=False):
+        for start in range(0, num_queries, size):
+            rows = slice(start, start + size)
+            q_rows = split_heads(q[:, rows], num_groups, dtype)
+            chunk = forward_rows(q_rows, branches, first + start, spec, scale, None)
+            gate = split_heads(gates[:, rows], num_groups, dtype)
+            out[:, rows] = merge_heads(gated_sum(chunk.outs, gate))
+            for branch, visible in enumerate(chunk.visible):
+                reads[..., branch] += _tokens_read(visible, batch, num_groups)
+    return out, reads
+
+
+def _tokens_read(visible: Tensor, batch: int, num_groups: int) -> Tensor:
+    """Visible keys summed over the queries of a chunk: [B, Hkv]."""
+    if visible.dim() == 2:  # the same for every batch element and KV head
+        return visible.sum().expand(batch, num_groups)
+    return visible.flatten(2).sum(dim=-1)
+
+
+# Mean compression (phi = avg) with ordinary torch operations.
+
+
+def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
+    """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
+    docs = x.split(doc_lens, dim=1)
+    return torch.cat([_one_document(doc, spec) for doc in docs], dim=1)
+
+
+def _one_document(x: Tensor, spec: BlockSpec) -> Tensor:
+    num_cmp = spec.num_cmp(x.shape[1])
+    if num_cmp == 0:
+        return x[:, :0]
+    strides_per_block = spec.l // spec.d
+    num_strides = num_cmp + strides_per_block - 1
+    strides = x[:, : num_strides * spec.d].to(compute_dtype(x.dtype))
+    sums = strides.unflatten(1, (num_strides, spec.d)).sum(dim=2)
+    total = sums[:, :num_cmp]
+    for offset in range(1, strides_per_block):
+        total = total + sums[:, offset : offset + num_cmp]
+    return (total / spec.l).to(x.dtype)

@@ -1,0 +1,368 @@
+"""Softmax attention over the visible keys, forward and backward, for one chunk of queries.
+
+The one primitive of the torch path: every branch and order of work, prefill and decode go through
+it. Leading dimensions (written `*`) are batch and KV head, and the query too where every query
+has keys of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.config.env import read
+from nsa.ops.checks import assert_selection
+from nsa.ops.nvtx import nvtx
+from nsa.ops.spec import BlockSpec
+from nsa.ops.torch.select import choose_blocks, current_block, score_blocks
+
+MANY_ROWS = 64
+"""From here on a copy of the keys costs little beside the product with them."""
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of one branch."""
+
+    k: Tensor  # [*, K, Dk]
+    v: Tensor  # [*, K, Dv]
+    bad: Tensor | None = None  # [*, K] bool  tokens whose value was not finite and is now 0
+
+
+def clean(k: Tensor, v: Tensor) -> KeyValues:
+    """Take non-finite values out, so that 0 * NaN cannot reach a query that does not see them."""
+    bad = ~v.isfinite().all(dim=-1)
+    return KeyValues(k, v.masked_fill(bad[..., None], 0.0), bad)
+
+
+def attend(
+    q: Tensor,  # [*, T, G, Dk]
+    kv: KeyValues,
+    visible: Tensor,  # broadcastable to [*, T, K] bool
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # [*, T, G, Dv], [*, T, G], [*, T, G, K]
+    """Output, log-sum-exp and probabilities, in q's dtype; a query that sees nothing gets 0."""
+    probs, lse = probabilities(q, kv.k, visible, scale)
+    out = (_rows(probs) @ kv.v.to(q.dtype)).unflatten(-2, q.shape[-3:-1])
+    if kv.bad is not None:
+        sees_bad = (visible & kv.bad[..., None, :]).any(dim=-1)  # [*, T]
+        out.masked_fill_(sees_bad[..., None, None], math.nan)
+    return out, lse, probs
+
+
+def probabilities(
+    q: Tensor,  # [*, T, G, Dk]
+    k: Tensor,  # [*, K, Dk]
+    visible: Tensor,  # broadcastable to [*, T, K] bool
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # [*, T, G, K], [*, T, G]
+    """Softmax over the visible keys and its log-sum-exp; a query that sees none: 0 and +inf."""
+    logits = _masked_logits(q, k, visible, scale)
+    if logits.shape[-1] == 0:
+        return logits, logits.new_full(logits.shape[:-1], math.inf)
+    top = logits.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
+    probs = logits.sub_(top).exp_()
+    total = probs.sum(dim=-1, keepdim=True)
+    sees_none = total == 0
+    probs.div_(total.masked_fill(sees_none, 1.0))
+    lse = (top + total.log()).masked_fill(sees_none, math.inf)
+    return probs, lse.squeeze(-1)
+
+
+def attend_backward(
+    q: Tensor,  # [*, T, G, Dk]
+    kv: KeyValues,
+    visible: Tensor,  # broadcastable to [*, T, K] bool
+    scale: float,
+    lse: Tensor,  # [*, T, G]
+    gate: Tensor,  # [*, T, G]  weight of this branch in the sum
+    dout: Tensor,  # [*, T, G, Dv]  gradient of the sum
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dq, dk, dv, dgate with the shapes of q, k, v, gate
+    """Gradients of gate * attend(...), with the probabilities recomputed from the log-sum-exp."""
+    probs = _masked_logits(q, kv.k, visible, scale).sub_(lse[..., None]).exp_()
+    dprobs = _times_transposed(_rows(dout), kv.v).view_as(probs)
+    dgate = torch.linalg.vecdot(probs, dprobs)
+    probs.mul_(gate[..., None])
+    dv = _rows(probs).mT @ _rows(dout)
+    dlogits = _rows(dprobs.sub_(dgate[..., None]).mul_(probs))
+    dq = (dlogits @ kv.k).mul_(scale).view_as(q)
+    dk = (dlogits.mT @ _rows(q)).mul_(scale)
+    return dq, dk, dv, dgate
+
+
+def _masked_logits(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """q.k * scale where visible, -inf elsewhere: [*, T, G, K]."""
+    logits = _times_transposed(_rows(q) * scale, k.to(q.dtype))
+    logits = logits.unflatten(-2, q.shape[-3:-1])
+    return logits.masked_fill_(~visible[..., :, None, :], -math.inf)
+
+
+def _times_transposed(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y.mT: [*, R, D], [*, K, D] -> [*, R, K].
+
+    oneDNN multiplies by a transposed view up to three times slower than by a contiguous matrix at
+    small head dims on ARM; beside many rows the copy is cheap.
+    """
+    return x @ (y.mT.contiguous() if x.shape[-2] >= MANY_ROWS else y.mT)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[*, T, G, D] -> [*, T * G, D]."""
+    return x.flatten(-3, -2)
+
+
+# One chunk of queries of one document: which keys each branch reads, forward and backward.
+#
+# The selected branch has two orders of work, equal in result. `prefix`: all earlier tokens, masked
+# down to the selected blocks; matrix products with many rows, but quadratic. `gather`: the selected
+# tokens only, fetched for each query. The position of the chunk alone decides which one runs
+# (`use_gather`), so that neither data nor the future can change a rounding.
+
+FETCH_COST = 32
+"""Fetching a key for one query costs about as much as masking it in for this many query heads;
+it decides between the two orders (measured on two CPU cores, see docs/torch-path.md)."""
+
+
+class Branches(NamedTuple):
+    """Keys and values of the three branches of one document, [B, Hkv, tokens, D]."""
+
+    cmp: KeyValues
+    sel: KeyValues
+    win: KeyValues
+    win_first: int = 0
+    """Position of the first key in `win`: a cache keeps the latest w only."""
+
+
+class Chunk(NamedTuple):
+    """What a chunk's forward leaves: outputs and log-sum-exps by branch, and the selection."""
+
+    outs: tuple[Tensor, Tensor, Tensor]  # each [B, Hkv, T, G, Dv]
+    lses: tuple[Tensor, Tensor, Tensor]  # each [B, Hkv, T, G]
+    chosen: Tensor  # [B, Hkv, T, n_sel] int32
+    visible: tuple[Tensor, Tensor, Tensor]  # which of the keys it was given each branch read
+
+
+def forward_rows(
+    q: Tensor,  # [B, Hkv, T, G, Dk]
+    branches: Branches,
+    first: int,  # position of the first query
+    spec: BlockSpec,
+    scale: float,
+    chosen: Tensor | None,  # [B, Hkv, T, n_sel] int32: given, it replaces scoring and top-n
+) -> Chunk:
+    """All three branches for queries first .. first + T - 1."""
+    num_queries = q.shape[2]
+    cmp, cmp_visible = compressed_keys(branches.cmp, first, num_queries, spec)
+    with nvtx("pcmp_all"):
+        out_cmp, lse_cmp, probs = attend(q, cmp, cmp_visible, scale)
+    lost = None
+    if chosen is None:
+        with nvtx("nsa.sel.ranges_v2"):
+            chosen, lost = choose_from_probs(probs, first, spec)
+    del probs
+    with nvtx("branch_attn+gate"):
+        sel_q, sel, sel_visible = selected_keys(q, branches.sel, chosen, first, spec)
+        out_sel, lse_sel, _ = attend(sel_q, sel, sel_visible, scale)
+        win, win_visible = window_keys(branches, first, num_queries, spec)
+        out_win, lse_win, _ = attend(q, win, win_visible, scale)
+    out_sel, lse_sel = out_sel.view(*q.shape[:-1], -1), lse_sel.view(q.shape[:-1])
+    if lost is not None:
+        out_sel.masked_fill_(lost[..., None, None], torch.nan)
+    return Chunk(
+        outs=(out_cmp, out_sel, out_win),
+        lses=(lse_cmp, lse_sel, lse_win),
+        chosen=chosen,
+        visible=(cmp_visible, sel_visible, win_visible),
+    )
+
+
+def backward_rows(
+    q: Tensor,  # [B, Hkv, T, G, Dk]
+    branches: Branches,
+    grads: Branches,  # gradients of the keys and values, added to in place
+    first: int,
+    spec: BlockSpec,
+    scale: float,
+    chosen: Tensor,  # [B, Hkv, T, n_sel] int32
+    lses: tuple[Tensor, Tensor, Tensor],  # each [B, Hkv, T, G]
+    gates: Tensor,  # [B, Hkv, T, G, 3]
+    dout: Tensor,  # [B, Hkv, T, G, Dv]
+) -> tuple[Tensor, Tensor]:  # dq [B, Hkv, T, G, Dk], dgates [B, Hkv, T, G, 3]
+    """Gradients of the gated sum of the three branches."""
+    num_queries = q.shape[2]
+    cmp, visible = compressed_keys(branches.cmp, first, num_queries, spec)
+    dq_cmp, dk, dv, dgate_cmp = attend_backward(
+        q, cmp, visible, scale, lses[0], gates[..., 0], dout
+    )
+    span = slice(0, visible.shape[-1])
+    _accumulate(grads.cmp, span, dk, dv)
+
+    dq_sel, dgate_sel = _selected_backward(
+        q, branches, grads, chosen, first, spec, scale, lses[1], gates[..., 1], dout
+    )
+
+    win, visible = window_keys(branches, first, num_queries, spec)
+    dq_win, dk, dv, dgate_win = attend_backward(
+        q, win, visible, scale, lses[2], gates[..., 2], dout
+    )
+    _accumulate(grads.win, window_span(branches, first, num_queries, spec), dk, dv)
+    dgates = torch.stack([dgate_cmp, dgate_sel, dgate_win], dim=-1)
+    return dq_cmp.add_(dq_sel).add_(dq_win), dgates
+
+
+def compressed_keys(
+    cmp: KeyValues, first: int, num_queries: int, spec: BlockSpec
+) -> tuple[KeyValues, Tensor]:
+    """Compressed tokens the last query of the chunk sees, and who sees which: [T, N]."""
+    num_cmp = spec.num_cmp(first + num_queries)
+    t = torch.arange(first, first + num_queries, device=cmp.k.device)[:, None]
+    i = torch.arange(num_cmp, device=cmp.k.device)
+    return _span(cmp, slice(0, num_cmp)), i * spec.d + spec.l - 1 <= t
+
+
+def choose_from_probs(
+    probs: Tensor,  # [B, Hkv, T, G, N]
+    first: int,
+    spec: BlockSpec,
+) -> tuple[Tensor, Tensor]:  # [B, Hkv, T, n_sel] int32, [B, Hkv, T] bool
+    """The chunk's selection, and the queries whose ranking was lost to a NaN."""
+    num_blocks = spec.num_blocks(first + probs.shape[2])
+    with nvtx("map_pcmp_to_pslc"):
+        scores = score_blocks(probs, num_blocks, spec)
+    with nvtx("topk+ranges"):
+        chosen = choose_blocks(scores, first, spec)
+    if read("NSA_STRICT_ASSERTS"):
+        positions = torch.arange(first, first + chosen.shape[2], device=chosen.device)
+        assert_selection(chosen, positions, spec)
+    return chosen, scores.isnan().any(dim=-1)
+
+
+def selected_keys(
+    q: Tensor,  # [B, Hkv, T, G, Dk]
+    sel: KeyValues,
+    chosen: Tensor,  # [B, Hkv, T, n_sel] int32
+    first: int,
+    spec: BlockSpec,
+) -> tuple[Tensor, KeyValues, Tensor]:
+    """Queries, keys and visibility for `attend`, in the order of work that fits the position.
+
+    Prefix order: q as given, keys [B, Hkv, K, D], visible [B, Hkv, T, K].
+    Gather order: every query alone, q [B, Hkv, T, 1, G, Dk], keys [B, Hkv, T, K, D].
+    """
+    if use_gather(first, q.shape[2], q.shape[3], spec):
+        index, used = gather_index(chosen, first, spec)
+        return q[:, :, :, None], gather(sel, index), used[..., None, :]
+    visible = _selected_visible(chosen, first, spec)
+    return q, _span(sel, slice(0, visible.shape[-1])), visible
+
+
+def window_keys(
+    branches: Branches, first: int, num_queries: int, spec: BlockSpec
+) -> tuple[KeyValues, Tensor]:
+    """Tokens of the chunk's windows, and who sees which: [T, K]."""
+    span = window_span(branches, first, num_queries, spec)
+    t = torch.arange(first, first + num_queries, device=branches.win.k.device)[:, None]
+    token = torch.arange(span.start, span.stop, device=branches.win.k.device) + branches.win_first
+    return _span(branches.win, span), (token <= t) & (token > t - spec.w)
+
+
+def window_span(branches: Branches, first: int, num_queries: int, spec: BlockSpec) -> slice:
+    """Where in `win` the tokens first - w + 1 .. first + T - 1 are."""
+    start = max(first - spec.w + 1, 0) - branches.win_first
+    return slice(start, first + num_queries - branches.win_first)
+
+
+def use_gather(first: int, num_queries: int, heads_per_group: int, spec: BlockSpec) -> bool:
+    """Whether the selected branch fetches tokens instead of masking the whole past."""
+    masked_cost, fetch_cost = first * heads_per_group, spec.n_sel * spec.l_sel * FETCH_COST
+    return num_queries == 1 or masked_cost >= fetch_cost
+
+
+def gather_index(
+    chosen: Tensor,  # [B, Hkv, T, n_sel] int32
+    first: int,
+    spec: BlockSpec,
+) -> tuple[Tensor, Tensor]:  # [B, Hkv, T, n_sel * l_sel] int64, the same as bool
+    """Positions of the selected tokens, and which places of the list are used.
+
+    Unused places (no block, or a token after the query) point at the query's own token, which
+    the query reads anyway: nothing outside the selection is ever touched.
+    """
+    t = torch.arange(first, first + chosen.shape[2], device=chosen.device)[:, None]
+    inside = torch.arange(spec.l_sel, device=chosen.device)
+    token = (chosen.long()[..., None] * spec.l_sel + inside).flatten(-2)
+    used = (chosen >= 0).repeat_interleave(spec.l_sel, dim=-1) & (token <= t)
+    return torch.where(used, token, t), used
+
+
+def gather(kv: KeyValues, index: Tensor) -> KeyValues:
+    """Keys and values at `index` [B, Hkv, T, K] for every query: leading dims [B, Hkv, T]."""
+    flat = _flat_index(index, kv.k.shape[2]).flatten()
+
+    def fetch(x: Tensor) -> Tensor:
+        return x.flatten(0, 2).index_select(0, flat).unflatten(0, index.shape)
+
+    return KeyValues(fetch(kv.k), fetch(kv.v), None if kv.bad is None else fetch(kv.bad))
+
+
+def _selected_backward(
+    q: Tensor,
+    branches: Branches,
+    grads: Branches,
+    chosen: Tensor,
+    first: int,
+    spec: BlockSpec,
+    scale: float,
+    lse: Tensor,
+    gate: Tensor,
+    dout: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q and of the gate; those of the keys and values are added to `grads`."""
+    sel_q, sel, visible = selected_keys(q, branches.sel, chosen, first, spec)
+    rows = sel_q.shape[:-1]
+    dq, dk, dv, dgate = attend_backward(
+        sel_q, sel, visible, scale, lse.view(rows), gate.reshape(rows), dout.view(*rows, -1)
+    )
+    if sel_q is q:
+        _accumulate(grads.sel, slice(0, visible.shape[-1]), dk, dv)
+    else:
+        index, _ = gather_index(chosen, first, spec)
+        flat = _flat_index(index, grads.sel.k.shape[2]).flatten()
+        grads.sel.k.view(-1, dk.shape[-1]).index_add_(0, flat, dk.flatten(0, -2))
+        grads.sel.v.view(-1, dv.shape[-1]).index_add_(0, flat, dv.flatten(0, -2))
+    return dq.view_as(q), dgate.view(q.shape[:-1])
+
+
+def _selected_visible(chosen: Tensor, first: int, spec: BlockSpec) -> Tensor:
+    """Which of the tokens 0 .. first + T - 1 each query of the chunk selects: [B, Hkv, T, K]."""
+    num_queries = chosen.shape[2]
+    num_tokens = first + num_queries
+    num_blocks = spec.num_blocks(num_tokens)
+    in_block = chosen.new_zeros((*chosen.shape[:3], num_blocks + 1), dtype=torch.bool)
+    current = current_block(first, num_queries, spec, chosen.device)[:, None]
+    legal = (chosen >= 0) & (chosen <= current)
+    in_block.scatter_(-1, torch.where(legal, chosen, num_blocks).long(), True)
+    visible = in_block[..., :-1].repeat_interleave(spec.l_sel, dim=-1)[..., :num_tokens]
+    recent = first // spec.l_sel * spec.l_sel  # only blocks from here on hold tokens after a query
+    t = torch.arange(first, num_tokens, device=chosen.device)[:, None]
+    visible[..., recent:] &= torch.arange(recent, num_tokens, device=chosen.device) <= t
+    return visible
+
+
+def _span(kv: KeyValues, span: slice) -> KeyValues:
+    bad = None if kv.bad is None else kv.bad[:, :, span]
+    return KeyValues(kv.k[:, :, span], kv.v[:, :, span], bad)
+
+
+def _accumulate(grad: KeyValues, span: slice, dk: Tensor, dv: Tensor) -> None:
+    grad.k[:, :, span] += dk
+    grad.v[:, :, span] += dv
+
+
+def _flat_index(index: Tensor, num_tokens: int) -> Tensor:
+    """[B, Hkv, T, K] positions -> rows of the tensor with its first three dims flattened."""
+    batch, num_groups = index.shape[:2]
+    base = torch.arange(batch * num_groups, device=index.device) * num_tokens
+    return index + base.view(batch, num_groups, 1, 1)

@@ -1,0 +1,581 @@
+"""Flash attention over a band of keys, forward: compressed, window, and masked selected branch.
+
+tile.py has the names, the band and its letters. Probabilities are formed in base 2; so is the
+log-sum-exp, +inf for a query that sees nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.triton.launcher import Launch, ceil_div, start
+from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.tile import (
+    _band,
+    _dot,
+    _dot_add,
+    _is_selected,
+    _load,
+    _rows,
+    _stats,
+    _store_gated,
+    _tile_range,
+)
+from nsa.ops.triton.tiles import dkv_tiles, dq_tiles, forward_tiles
+
+
+@triton.jit
+def band_forward(
+    p_q, t_k, t_k2, t_v, p_o, p_lse, p_bits, p_row_start, p_row_key, p_row_block,
+    p_gates, p_o_cmp, p_o_win, p_out,
+    S, K, Hq, G, scale_log2,
+    s_qb, s_qs, s_qh, s_gb, s_gs, s_gh,
+    OFF, STEP, W, NUM_WORDS,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of BM queries of one head; the selected branch adds up the gated sum.
+
+    o, o_cmp, o_win and out are contiguous [B, S, Hq, DV].
+    """
+    i_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
+    i_b, i_h = (tl.program_id(1) // Hq).to(tl.int64), (tl.program_id(1) % Hq).to(tl.int64)
+    i_g = i_h // G
+    o_t = i_m * BM + tl.arange(0, BM)
+    m_t = o_t < S
+    o_n = tl.arange(0, BN)
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    p_rows = p_q + i_b * s_qb + i_h * s_qh + o_t.to(tl.int64)[:, None] * s_qs
+    b_q = _load(p_rows + o_dk[None, :], m_t, o_dk, DK, DK1, True)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_q2 = _load(p_rows + o_dk2[None, :], m_t, o_dk2, DK, DK1 + DK2, True)
+    first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
+    start, full, masked, stop = _tile_range(
+        i_m, S, K, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS, BM, BN
+    )
+    p_bits += (i_b * (Hq // G) + i_g) * NUM_WORDS * S
+
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    for part in tl.static_range(1 if SELECT else 3):
+        # Only the edges of the band need a mask; the selected branch needs it everywhere.
+        if SELECT:
+            lo, hi = start, stop
+        elif part == 0:
+            lo, hi = start, full
+        elif part == 1:
+            lo, hi = full, masked
+        else:
+            lo, hi = masked, stop
+        for k0 in range(lo, hi, BN):
+            o_k = k0 + o_n
+            b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+            b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+            if DK2 > 0:
+                b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+                b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+            if SELECT or part != 1:
+                visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
+                if SELECT:
+                    visible = visible & _is_selected(
+                        o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S, L_SEL, BN, HAS_DOCS
+                    )
+                b_s = tl.where(visible, b_s, float("-inf"))
+            new_top = tl.maximum(top, tl.max(b_s, axis=1) * scale_log2)
+            safe_top = new_top
+            if SELECT or part != 1:
+                safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            b_p = tl.math.exp2(b_s * scale_log2 - safe_top[:, None])
+            shrink = tl.math.exp2(top - safe_top)
+            total = total * shrink + tl.sum(b_p, axis=1)
+            b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+            b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
+            top = new_top
+
+    sees_none = total == 0.0
+    b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
+    lse = tl.where(sees_none, float("inf"), top + tl.math.log2(total))
+    tl.store(p_lse + tl.program_id(1).to(tl.int64) * S + o_t, lse, mask=m_t)
+    row = (i_b * S + o_t) * Hq + i_h
+    at = row[:, None] * DV + o_dv[None, :]
+    m_o = m_t[:, None] & (o_dv < DV)[None, :]
+    tl.store(p_o + at, b_out.to(p_o.dtype.element_ty), mask=m_o)
+    if SELECT:
+        p_gate = p_gates + i_b * s_gb + i_h * s_gh + o_t.to(tl.int64) * s_gs
+        _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_t, m_o)
+
+
+# Gradients of the band family: of keys and values by keys, of queries by queries.
+#
+# tile.py has the names, the band and its letters. No sum depends on the order of the programs.
+
+
+@triton.jit
+def band_dkv(
+    t_q, t_q2, t_dout, p_k, p_v, p_stats, p_dk, p_dv, p_bits,
+    p_row_start, p_row_key, p_row_block, p_key_first, p_key_last,
+    S, K, Hkv, G, scale, scale_log2,
+    s_kb, s_ks, s_kh, s_vb, s_vs, s_vh,
+    OFF, STEP, W, NUM_WORDS, SEGMENTS, HEADS, SLICES,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BN keys and values from HEADS heads of their group and a slice of the queries.
+
+    Sums go to dk, dv [B, parts, K, Hkv, D] with parts = G / HEADS * SLICES. Tiles are [keys,
+    queries], so that probabilities and their gradients are left operands as they are.
+    """
+    num_parts = G // HEADS * SLICES
+    each = SEGMENTS * num_parts
+    i_n = tl.program_id(0) // each  # early keys are seen by the most queries: they start first
+    i_bg, i_part = tl.program_id(0) % each // num_parts, tl.program_id(0) % num_parts
+    h0, i_slice = i_part // SLICES * HEADS, i_part % SLICES
+    i_b, i_g = (i_bg // Hkv).to(tl.int64), (i_bg % Hkv).to(tl.int64)
+    o_m = tl.arange(0, BM)
+    o_k = i_n * BN + tl.arange(0, BN)
+    m_k = o_k < K
+    keys = o_k.to(tl.int64)[:, None]
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    p_rows = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks
+    b_k = _load(p_rows + o_dk[None, :], m_k, o_dk, DK, DK1, True)
+    b_dk = tl.zeros([BN, DK1], tl.float32)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _load(p_rows + o_dk2[None, :], m_k, o_dk2, DK, DK1 + DK2, True)
+        b_dk2 = tl.zeros([BN, DK2], tl.float32)
+    p_rows = p_v + i_b * s_vb + i_g * s_vh + keys * s_vs + o_dv[None, :]
+    b_v = _load(p_rows, m_k, o_dv, DV, DV_PAD, True)
+    b_dv = tl.zeros([BN, DV_PAD], tl.float32)
+    # Queries that see any of these keys: a contiguous range, as both ends of the band only grow.
+    if HAS_DOCS:
+        first_query = tl.load(p_key_first + i_n * BN)
+        last_query = tl.load(p_key_last + tl.minimum(i_n * BN + BN, K) - 1)
+    else:
+        first_query = i_n * BN * STEP + OFF
+        last_query = S - 1
+        if W > 0:
+            last_query = tl.minimum(last_query, i_n * BN + BN - 1 + W - 1)
+    per_slice = tl.cdiv(tl.cdiv(S, BM), SLICES)
+    first_tile = tl.maximum(first_query // BM, i_slice * per_slice)
+    stop_tile = tl.minimum(tl.cdiv(last_query + 1, BM), i_slice * per_slice + per_slice)
+    stop_tile = tl.maximum(stop_tile, first_tile)
+    # From tile `full` to tile `masked` every query sees every key, and nothing needs a mask.
+    full = stop_tile
+    masked = stop_tile
+    if not (SELECT or HAS_DOCS):
+        if i_n * BN + BN <= K:
+            full = tl.cdiv((i_n * BN + BN - 1) * STEP + OFF, BM)
+            masked = S // BM
+            if W > 0:
+                masked = tl.minimum(masked, (i_n * BN + W) // BM)
+        full = tl.minimum(tl.maximum(full, first_tile), stop_tile)
+        masked = tl.minimum(tl.maximum(masked, full), stop_tile)
+    p_bits += (i_b * Hkv + i_g) * NUM_WORDS * S
+    for part in tl.static_range(1 if SELECT or HAS_DOCS else 3):
+        if part == 0:
+            lo, hi = first_tile, full
+        elif part == 1:
+            lo, hi = full, masked
+        else:
+            lo, hi = masked, stop_tile
+        for i in range(lo * HEADS, hi * HEADS):
+            i_h = i_g * G + h0 + i % HEADS
+            t0 = i // HEADS * BM
+            o_t = t0 + o_m
+            m_t = o_t < S
+            b_q = _rows(t_q, i_b, t0, i_h, 0, BM, DK1)
+            b_s = _dot(b_k, tl.trans(b_q), UPCAST)  # [BN, BM]
+            if DK2 > 0:
+                b_q2 = _rows(t_q2, i_b, t0, i_h, DK1, BM, DK2)
+                b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
+            lse, delta, gate, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + o_t, m_t)
+            # A gate may be NaN: the mask comes after it, and keeps it in its document.
+            b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :]) * gate[None, :]
+            if part != 1:
+                first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
+                visible = (o_k[:, None] >= first[None, :]) & (o_k[:, None] <= last[None, :])
+                if SELECT:
+                    selected = _is_selected(
+                        o_t, m_t, i_n * BN, o_k, p_bits, p_row_start, p_row_block, S,
+                        L_SEL, BN, HAS_DOCS,
+                    )  # fmt: skip
+                    visible = visible & tl.trans(selected)
+                b_p = tl.where(visible, b_p, 0.0)
+            b_dout = _rows(t_dout, i_b, t0, i_h, 0, BM, DV_PAD)
+            b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
+            b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)  # [BN, BM]
+            b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
+            b_dk = _dot_add(b_dk, b_ds, b_q, UPCAST)
+            if DK2 > 0:
+                b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
+
+    row = ((i_b * num_parts + i_part) * K + keys) * Hkv + i_g
+    dtype = p_dk.dtype.element_ty
+    m_rows = m_k[:, None]
+    p_rows = p_dk + row * DK
+    tl.store(p_rows + o_dk[None, :], (b_dk * scale).to(dtype), mask=m_rows & (o_dk < DK)[None, :])
+    if DK2 > 0:
+        m_rows2 = m_rows & (o_dk2 < DK)[None, :]
+        tl.store(p_rows + o_dk2[None, :], (b_dk2 * scale).to(dtype), mask=m_rows2)
+    tl.store(p_dv + row * DV + o_dv[None, :], b_dv.to(dtype), mask=m_rows & (o_dv < DV)[None, :])
+
+
+@triton.jit
+def _branch_dq(
+    b_dq, b_dq2, b_q, b_q2, b_dout, t_k, t_k2, t_v, p_stats, p_bits,
+    p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
+    OFF, STEP, W,
+    DK1: tl.constexpr, DK2: tl.constexpr, DV_PAD: tl.constexpr, L_SEL: tl.constexpr,
+    SELECT: tl.constexpr, BOUNDED: tl.constexpr, HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """What one branch adds to the gradient of a tile of queries.
+
+    BOUNDED: the band has a lower end within the sequence.
+    """
+    lse, delta, gate, _ = _stats(p_stats, rows, m_t)
+    first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
+    start, full, masked, stop = _tile_range(
+        i_m, S, K, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS, BM, BN
+    )
+    # Only the edges of the band need a mask; the selected branch needs it everywhere.
+    for part in tl.static_range(0 if SELECT or BOUNDED else 1, 1 if SELECT else 3):
+        if SELECT:
+            lo, hi = start, stop
+        elif part == 0:
+            lo, hi = start, full
+        elif part == 1:
+            lo, hi = full, masked
+        else:
+            lo, hi = masked, stop
+        for k0 in range(lo, hi, BN):
+            b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
+            b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+            if DK2 > 0:
+                b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
+                b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+            b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+            b_p = tl.math.exp2(b_s * scale_log2 - lse[:, None])
+            if SELECT or part != 1:
+                o_k = k0 + tl.arange(0, BN)
+                visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
+                if SELECT:
+                    visible = visible & _is_selected(
+                        o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S, L_SEL, BN, HAS_DOCS
+                    )
+                b_p = tl.where(visible, b_p, 0.0)
+            b_p = b_p * gate[:, None]
+            b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
+            b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)
+            b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
+            if DK2 > 0:
+                b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)
+    return b_dq, b_dq2
+
+
+@triton.jit
+def band_dq(
+    p_q, p_dout, t_k_cmp, t_k2_cmp, t_v_cmp, t_k_sel, t_k2_sel, t_v_sel,
+    t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_sel, p_dq_more, p_dq,
+    p_row_start, p_row_cmp, p_row_block,
+    S, N, Hq, G, STATS, scale, scale_log2,
+    s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
+    CMP_OFF, CMP_STEP, W, NUM_WORDS,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
+    UPCAST: tl.constexpr, HAS_CMP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradient of BM queries of one head, from all branches: [B, S, Hq, DK].
+
+    The selected branch is walked here (SELECT: the masked past), or its part is read from the fp32
+    dq_sel. What branches got elsewhere is read from dq_more, laid out like dq, where it is given.
+    STATS numbers lie between the stats of two branches.
+    """
+    i_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
+    i_b, i_h = (tl.program_id(1) // Hq).to(tl.int64), (tl.program_id(1) % Hq).to(tl.int64)
+    i_g = i_h // G
+    o_t = i_m * BM + tl.arange(0, BM)
+    m_t = o_t < S
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    p_rows = p_q + i_b * s_qb + i_h * s_qh + o_t.to(tl.int64)[:, None] * s_qs
+    b_q = _load(p_rows + o_dk[None, :], m_t, o_dk, DK, DK1, True)
+    b_dq = tl.zeros([BM, DK1], tl.float32)
+    b_q2 = b_q
+    b_dq2 = b_dq
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_q2 = _load(p_rows + o_dk2[None, :], m_t, o_dk2, DK, DK1 + DK2, True)
+        b_dq2 = tl.zeros([BM, DK2], tl.float32)
+    p_rows = p_dout + i_b * s_ob + i_h * s_oh + o_t.to(tl.int64)[:, None] * s_os + o_dv[None, :]
+    b_dout = _load(p_rows, m_t, o_dv, DV, DV_PAD, True)
+    rows = tl.program_id(1).to(tl.int64) * S + o_t
+    apart = tl.cast(STATS, tl.int64)
+    if HAS_CMP:
+        b_dq, b_dq2 = _branch_dq(
+            b_dq, b_dq2, b_q, b_q2, b_dout, t_k_cmp, t_k2_cmp, t_v_cmp, p_stats, p_bits,
+            p_row_start, p_row_cmp, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, N, scale_log2,
+            CMP_OFF, CMP_STEP, 0,
+            DK1, DK2, DV_PAD, L_SEL, False, HAS_DOCS, HAS_DOCS, UPCAST, BM, BN,
+        )  # fmt: skip
+    b_dq, b_dq2 = _branch_dq(
+        b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * apart, p_bits,
+        p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S, scale_log2,
+        0, 1, W,
+        DK1, DK2, DV_PAD, L_SEL, False, True, HAS_DOCS, UPCAST, BM, BN,
+    )  # fmt: skip
+    row = ((i_b * S + o_t) * Hq + i_h)[:, None] * DK
+    m_dq = m_t[:, None] & (o_dk < DK)[None, :]
+    if SELECT:
+        p_bits += (i_b * (Hq // G) + i_g) * NUM_WORDS * S
+        b_dq, b_dq2 = _branch_dq(
+            b_dq, b_dq2, b_q, b_q2, b_dout, t_k_sel, t_k2_sel, t_v_sel, p_stats + apart, p_bits,
+            p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S,
+            scale_log2, 0, 1, 0,
+            DK1, DK2, DV_PAD, L_SEL, True, True, HAS_DOCS, UPCAST, BM, BN,
+        )  # fmt: skip
+    b_dq = b_dq * scale
+    if not SELECT:
+        b_dq += tl.load(p_dq_sel + row + o_dk[None, :], mask=m_dq, other=0.0)
+    if p_dq_more is not None:
+        b_dq += tl.load(p_dq_more + row + o_dk[None, :], mask=m_dq, other=0.0).to(tl.float32)
+    tl.store(p_dq + row + o_dk[None, :], b_dq.to(p_dq.dtype.element_ty), mask=m_dq)
+    if DK2 > 0:
+        b_dq2 = b_dq2 * scale
+        m_dq = m_t[:, None] & (o_dk2 < DK)[None, :]
+        if not SELECT:
+            b_dq2 += tl.load(p_dq_sel + row + o_dk2[None, :], mask=m_dq, other=0.0)
+        if p_dq_more is not None:
+            b_dq2 += tl.load(p_dq_more + row + o_dk2[None, :], mask=m_dq, other=0.0).to(tl.float32)
+        tl.store(p_dq + row + o_dk2[None, :], b_dq2.to(p_dq.dtype.element_ty), mask=m_dq)
+
+
+# Sum of the partial gradients that several programs have written.
+
+
+@triton.jit
+def _sum(p_parts, p_out, i_b, i_block, SIZE, PARTS, BLOCK: tl.constexpr):
+    o = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = o < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(0, PARTS):
+        total += tl.load(p_parts + (i_b * PARTS + part) * SIZE + o, mask=mask, other=0.0)
+    tl.store(p_out + i_b * SIZE + o, total.to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_parts(p_dk_parts, p_dv_parts, p_dk, p_dv, SIZE_K, SIZE_V, PARTS, BLOCK: tl.constexpr):
+    """[B, PARTS, SIZE] fp32 -> [B, SIZE], for the gradients of keys and of values, in order."""
+    i_b = tl.program_id(1).to(tl.int64)
+    num_k = tl.cdiv(SIZE_K, BLOCK)
+    if tl.program_id(0) < num_k:
+        _sum(p_dk_parts, p_dk, i_b, tl.program_id(0), SIZE_K, PARTS, BLOCK)
+    else:
+        _sum(p_dv_parts, p_dv, i_b, tl.program_id(0) - num_k, SIZE_V, PARTS, BLOCK)
+
+
+# Launching the band kernels: grids, descriptors and partial sums.
+
+BUSY = 264
+"""Programs that keep every processor of a large GPU at work: two for each."""
+SLICE_TILES = 8
+"""Tiles of queries that a program shall have at least."""
+SUM_BLOCK = 1024
+NONE = (None, None, None)
+"""Keys and values of a branch that a kernel does not walk."""
+
+
+class Gated(NamedTuple):
+    """What the selected branch, the last one, needs to finish the gated sum."""
+
+    gates: Tensor  # [B, S, Hq, 3]
+    o_cmp: Tensor  # [B, S, Hq, Dv]
+    o_win: Tensor  # [B, S, Hq, Dv]
+    out: Tensor  # [B, S, Hq, Dv], written
+
+
+def forward(
+    problem: Problem,
+    branch: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,  # [B, Hq, S] fp32, written
+    bits: Tensor | None = None,
+    gated: Gated | None = None,
+) -> Tensor:  # [B, S, Hq, Dv]
+    """Output of one branch; the selected one, given bits, also finishes the gated sum."""
+    out = problem.empty(problem.batch, problem.seq_len, problem.num_heads, v.shape[3])
+    if k.shape[1] == 0:  # nobody sees anything
+        lse.fill_(torch.inf)
+        return out.zero_()
+    sizes = (problem.d_k, v.shape[3], problem.dtype, branch, problem.capability)
+    tiles = forward_tiles(*sizes, words=bits is not None and problem.words)
+    rest = (q,) * 4 if gated is None else gated
+    start(
+        problem.memo,
+        ("forward", branch, bits is None),
+        band_forward,
+        (
+            q, *problem.keys(k, v, tiles.BN), out, lse, q if bits is None else bits,
+            *problem.row_index(branch, q), *rest,
+        ),
+        lambda: Launch.tiled(
+            (ceil_div(problem.seq_len, tiles.BM), problem.batch * problem.num_heads),
+            (
+                problem.seq_len, k.shape[1], problem.num_heads, problem.per_group,
+                problem.scale_log2, *q.stride()[:3], *rest[0].stride()[:3],
+                *problem.bands[branch][:3], problem.num_words,
+            ),
+            {**problem.dims(v.shape[3]), **_branch_constants(problem, bits is not None)},
+            tiles,
+        ),
+    )  # fmt: skip
+    return out
+
+
+def backward_kv(
+    problem: Problem,
+    branch: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    stats: Tensor,  # [3, B, Hq, S, 4] fp32
+    bits: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v of one branch."""
+    num_keys = k.shape[1]
+    if num_keys == 0:
+        return torch.zeros_like(k), torch.zeros_like(v)
+    words = problem.bands[branch].SELECT and problem.words
+    tiles = dkv_tiles(*problem.heads, problem.capability, words=words)
+    num_tiles = ceil_div(num_keys, tiles.BN) * problem.num_segments
+    shares, slices = _parts(problem, branch, num_tiles, tiles.BM)
+    parts = shares * slices
+    dtype = problem.dtype if parts == 1 else torch.float32
+    dk = problem.empty(problem.batch, parts, *k.shape[1:], dtype=dtype)
+    dv = problem.empty(problem.batch, parts, *v.shape[1:], dtype=dtype)
+    start(
+        problem.memo,
+        ("dkv", branch),
+        band_dkv,
+        (
+            *problem.rows_k(q, tiles.BM), problem.rows_v(dout, tiles.BM), k, v, stats[branch],
+            dk, dv, bits, *problem.row_index(branch, q), *problem.key_index(branch, q),
+        ),
+        lambda: Launch.tiled(
+            (num_tiles * parts,),
+            (
+                problem.seq_len, num_keys, problem.num_groups, problem.per_group,
+                problem.scale, problem.scale_log2, *k.stride()[:3], *v.stride()[:3],
+                *problem.bands[branch][:3], problem.num_words,
+                problem.num_segments, problem.per_group // shares, slices,
+            ),
+            {**problem.dims(), **_branch_constants(problem, problem.bands[branch].SELECT)},
+            tiles,
+        ),
+    )  # fmt: skip
+    return _sum_parts(problem, branch, dk, dv)
+
+
+def backward_q(
+    problem: Problem,
+    q: Tensor,
+    keys: tuple[tuple[Tensor, Tensor], ...],  # k and v of the three branches
+    dout: Tensor,
+    stats: Tensor,  # [3, B, Hq, S, 4] fp32
+    bits: Tensor,
+    dq_sel: Tensor | None,  # [B, S, Hq, Dk] fp32
+    dq_more: Tensor | None = None,  # [B, S, Hq, Dk], contiguous
+    *,
+    skip_cmp: bool = False,
+) -> Tensor:
+    """Gradient of q from all branches; without `dq_sel` the selected one masks the past.
+
+    `dq_more` is what branches got elsewhere; `skip_cmp`: the compressed one did.
+    """
+    words = dq_sel is None and problem.words
+    tiles = dq_tiles(*problem.heads, problem.capability, words=words)
+    dq = problem.empty(*q.shape)
+    has_cmp = keys[0][0].shape[1] > 0 and not skip_cmp
+    # An empty tensor has no descriptor; what stands for it is not read.
+    keys = keys if has_cmp else (keys[1], *keys[1:])
+    walked = (keys[0], keys[1] if dq_sel is None else None, keys[2])
+    start(
+        problem.memo,
+        ("dq", dq_sel is None, dq_more is None, has_cmp),
+        band_dq,
+        (
+            q, dout, *(x for kv in walked for x in (problem.keys(*kv, tiles.BN) if kv else NONE)),
+            stats, bits, stats if dq_sel is None else dq_sel, dq_more, dq, *problem.row_index(0, q),
+        ),
+        lambda: Launch.tiled(
+            (ceil_div(problem.seq_len, tiles.BM), problem.batch * problem.num_heads),
+            (
+                problem.seq_len, keys[0][0].shape[1], problem.num_heads, problem.per_group,
+                stats[0].numel(), problem.scale, problem.scale_log2,
+                *q.stride()[:3], *dout.stride()[:3],
+                *problem.bands[0][:2], problem.spec.w, problem.num_words,
+            ),
+            {**problem.dims(), **_branch_constants(problem, dq_sel is None), "HAS_CMP": has_cmp},
+            tiles,
+        ),
+    )  # fmt: skip
+    return dq
+
+
+def _branch_constants(problem: Problem, select: bool) -> dict[str, Any]:
+    return {
+        "L_SEL": problem.spec.l_sel,
+        "SELECT": select,
+        "HAS_DOCS": problem.packed,
+        "UPCAST": problem.upcast,
+    }
+
+
+def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
+    """Among how many programs the heads of a group are shared out, and in how many the queries.
+
+    Compressed tokens are few and each is seen by many queries: there, every head gets its own.
+    """
+    per_group = problem.per_group
+    if branch != 0:
+        divisors = (n for n in range(1, per_group + 1) if per_group % n == 0)
+        return next((n for n in divisors if n * num_tiles >= BUSY), per_group), 1
+    slices, row_tiles = 1, ceil_div(problem.seq_len, num_rows)
+    while slices * num_tiles * per_group < 3 * BUSY // 2 and slices * 2 * SLICE_TILES <= row_tiles:
+        slices *= 2
+    return per_group, slices
+
+
+def _sum_parts(problem: Problem, branch: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, parts, K, Hkv, D] -> [B, K, Hkv, D] in the dtype of the inputs."""
+    parts = dk.shape[1]
+    if parts == 1:
+        return dk.squeeze(1), dv.squeeze(1)
+    totals = (
+        problem.empty(problem.batch, *dk.shape[2:]),
+        problem.empty(problem.batch, *dv.shape[2:]),
+    )
+    sizes = (totals[0][0].numel(), totals[1][0].numel())
+    start(
+        problem.memo,
+        ("sums", branch),
+        sum_parts,
+        (dk, dv, *totals),
+        lambda: Launch.plain(
+            (sum(ceil_div(size, SUM_BLOCK) for size in sizes), problem.batch),
+            (*sizes, parts),
+            {"BLOCK": SUM_BLOCK},
+        ),
+    )
+    return totals

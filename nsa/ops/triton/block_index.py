@@ -1,0 +1,254 @@
+"""The inverse of a selection: for each chunk of queries and each block, the queries that chose it.
+
+Read from the bits of the selection, in the order of the queries and without atomics, so the list is
+always the same. A segment is one (batch element, KV head).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.triton.launcher import Launch, ceil_div, start
+from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.select import Selection
+from nsa.ops.triton.tiles import padded
+
+
+@triton.jit
+def _bits(p_words, o_t, m_t):
+    """[32, queries]: whether a query chose each block of a word."""
+    word = tl.load(p_words + o_t, mask=m_t, other=0)
+    return (word[None, :] >> tl.arange(0, 32)[:, None]) & 1
+
+
+@triton.jit
+def count_choices(
+    p_bits, p_counts, S, SUB, NUM_BLOCKS, NUM_WORDS, SUBS: tl.constexpr, BQ: tl.constexpr
+):  # fmt: skip
+    """How many of SUB queries chose each of 32 blocks: [segments, chunks, blocks, SUBS].
+
+    A chunk of queries is counted in SUBS parts, so that many programs share the work.
+    """
+    i_w, i_sub, i_seg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    p_words = p_bits + (i_seg * NUM_WORDS + i_w) * S
+    stop = tl.minimum(i_sub * SUB + SUB, S)
+    count = tl.zeros([32], tl.int32)
+    for t0 in range(i_sub * SUB, stop, BQ):
+        o_t = t0 + tl.arange(0, BQ)
+        count += tl.sum(_bits(p_words, o_t, o_t < stop), axis=1)
+    block = i_w * 32 + tl.arange(0, 32)
+    chunk = i_seg * (tl.num_programs(1) // SUBS) + i_sub // SUBS
+    at = (chunk * NUM_BLOCKS + block) * SUBS + i_sub % SUBS
+    tl.store(p_counts + at, count, mask=block < NUM_BLOCKS)
+
+
+@triton.jit
+def add_up(p_counts, p_ends, SIZE, BLOCK: tl.constexpr):
+    """Running sums of the SIZE counts of a segment."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    total = 0
+    for i in range(0, SIZE, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        counts = tl.load(p_counts + start + o, mask=o < SIZE, other=0)
+        tl.store(p_ends + start + o, total + tl.cumsum(counts, axis=0), mask=o < SIZE)
+        total += tl.sum(counts, axis=0)
+
+
+@triton.jit
+def list_choices(
+    p_bits, p_before, p_counts, p_ends, p_queries, p_places, S, SUB, NUM_BLOCKS, NUM_WORDS,
+    NUM_ENTRIES, SUBS: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """Write the queries of 32 blocks where the counts say, and each one's place there.
+
+    queries is [segments, NUM_ENTRIES], sorted by chunk, then block, then query; places says which
+    of a query's own choices the block is: [segments, NUM_ENTRIES]. `ends` are the running sums of
+    the counts within a segment.
+    """
+    i_w, i_sub, i_seg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block = i_w * 32 + tl.arange(0, 32)
+    chunk = i_seg * (tl.num_programs(1) // SUBS) + i_sub // SUBS
+    bin = (chunk * NUM_BLOCKS + block) * SUBS + i_sub % SUBS
+    m_b = block < NUM_BLOCKS
+    count = tl.load(p_counts + bin, mask=m_b, other=0)
+    if tl.sum(count, axis=0) == 0:
+        return  # nobody chose these blocks
+    at = tl.load(p_ends + bin, mask=m_b, other=0) - count
+    words = (i_seg * NUM_WORDS + i_w) * S
+    stop = tl.minimum(i_sub * SUB + SUB, S)
+    for t0 in range(i_sub * SUB, stop, BQ):
+        o_t = t0 + tl.arange(0, BQ)
+        m_t = o_t < stop
+        chosen = _bits(p_bits + words, o_t, m_t)
+        before = tl.load(p_before + words + o_t, mask=m_t, other=0).to(tl.int32)
+        place = before[None, :] + tl.cumsum(chosen, axis=0) - 1
+        rank = tl.cumsum(chosen, axis=1) - 1
+        here = i_seg * NUM_ENTRIES + at[:, None] + rank
+        tl.store(p_queries + here, o_t[None, :] + chosen * 0, mask=chosen != 0)
+        tl.store(p_places + here, place.to(tl.int16), mask=chosen != 0)
+        at += tl.sum(chosen, axis=1)
+
+
+@triton.jit
+def cut_bins(
+    p_ends, p_items, p_item_ends, NUM_CHUNKS, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    SUBS: tl.constexpr, NB: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """Cut the bins of a chunk into items of up to PIECE queries.
+
+    items is [segments, chunks, NUM_ITEMS]: the block of each item, NUM_BLOCKS after the last one;
+    item_ends [segments, chunks, blocks]: one past the last item of each block.
+    """
+    i_c, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_b = tl.arange(0, NB)
+    m_b = o_b < NUM_BLOCKS
+    bin = (i_seg * NUM_CHUNKS + i_c) * NUM_BLOCKS + o_b
+    end = tl.load(p_ends + bin * SUBS + SUBS - 1, mask=m_b, other=0)
+    m_before = m_b & (i_c * NUM_BLOCKS + o_b > 0)
+    start = tl.load(p_ends + bin * SUBS - 1, mask=m_before, other=0)
+    num_items = tl.where(m_b, tl.cdiv(end - start, PIECE), 0)
+    item_end = tl.cumsum(num_items, axis=0)
+    tl.store(p_item_ends + bin, item_end, mask=m_b)
+    p_items += (i_seg * NUM_CHUNKS + i_c) * NUM_ITEMS
+    first = item_end - num_items
+    for k in range(0, tl.max(num_items, axis=0)):
+        tl.store(p_items + first + k, o_b, mask=k < num_items)
+    total = tl.sum(num_items, axis=0)
+    for i in range(total, NUM_ITEMS, FILL):
+        o_i = i + tl.arange(0, FILL)
+        tl.store(p_items + o_i, tl.full([FILL], 0, tl.int32) + NUM_BLOCKS, mask=o_i < NUM_ITEMS)
+
+
+# The inverse of a selection: who chose each block, as chunks of queries and a list of work.
+
+CACHE_BYTES = 24 << 20
+"""What the queries of one chunk and KV head may take of the L2 cache, with their gradients."""
+BIN_ROWS = 1024
+"""Rows, pairs of a query and a head, that a bin shall have on average, whatever the cache says: a
+bin ends with a pass over the gradients of its block."""
+MIN_CHUNK, MAX_CHUNK = 1024, 16384
+PART_BYTES = 2 << 30
+"""Workspace for what queries get from their blocks; longer sequences go in groups of chunks."""
+MAX_PIECE, MIN_PIECE = 512, 32
+"""Queries of one item, at most: many for less overhead, fewer where there is little work."""
+ITEMS = 2048
+"""Items that keep every processor of a large GPU at work, some of them longer than others."""
+SUBS = 8
+"""Parts in which a chunk is counted."""
+COUNT_QUERIES = 128
+"""Queries that the index kernels look at together."""
+ADD_BLOCK = 8192
+"""Counts that are added up together."""
+FILL = 1024
+"""Items that are marked as unused together."""
+
+
+class Inverse(NamedTuple):
+    """For every segment, chunk of queries and block, the queries that chose the block.
+
+    The work list of a chunk is as long as its worst case.
+    """
+
+    ends: Tensor  # [segments, chunks, blocks, SUBS] int32: one past the last entry of each part
+    queries: Tensor  # [segments, S * n_sel] int32
+    places: Tensor  # [segments, S * n_sel] int16: the query's own number of the block
+    item_block: Tensor  # [segments, chunks, items] int32; `blocks` where the list has ended
+    item_ends: Tensor  # [segments, chunks, blocks] int32: one past the last item of each bin
+
+
+def invert(problem: Problem, chosen: Selection) -> Inverse:
+    """List who chose each block, chunk by chunk, in the order of the queries."""
+    inverse = empty_inverse(problem, sized=True)
+    segments, num_chunks, num_blocks, _ = inverse.ends.shape
+    sub = chunk_size(problem) // SUBS
+    grid = (problem.num_words, num_chunks * SUBS, segments)
+    sizes = (problem.seq_len, sub, num_blocks, problem.num_words)
+    constants = {"SUBS": SUBS, "BQ": min(COUNT_QUERIES, max(sub, 16))}
+    counts = torch.empty_like(inverse.ends)
+    start(
+        problem.memo,
+        "count",
+        count_choices,
+        (chosen.bits, counts),
+        lambda: Launch.plain(grid, sizes, constants),
+    )
+    start(
+        problem.memo,
+        "add up",
+        add_up,
+        (counts, inverse.ends),
+        lambda: Launch.plain((segments,), (counts[0].numel(),), {"BLOCK": ADD_BLOCK}, num_warps=8),
+    )
+    start(
+        problem.memo,
+        "list",
+        list_choices,
+        (chosen.bits, chosen.before, counts, inverse.ends, inverse.queries, inverse.places),
+        lambda: Launch.plain(grid, (*sizes, inverse.queries.shape[1]), constants),
+    )
+    start(
+        problem.memo,
+        "cut",
+        cut_bins,
+        (inverse.ends, inverse.item_block, inverse.item_ends),
+        lambda: Launch.plain(
+            (num_chunks, segments),
+            (num_chunks, num_blocks, inverse.item_block.shape[2], piece_size(problem)),
+            {"SUBS": SUBS, "NB": padded(num_blocks), "FILL": FILL},
+        ),
+    )
+    return inverse
+
+
+def empty_inverse(problem: Problem, *, sized: bool = False) -> Inverse:
+    """Memory for an inverse, or, not `sized`, five empty tensors that stand for none."""
+    kinds = (torch.int32, torch.int32, torch.int16, torch.int32, torch.int32)
+    if not sized:
+        return Inverse(*(problem.empty(0, dtype=kind) for kind in kinds))
+    segments, num_blocks = problem.num_segments, problem.num_blocks
+    chunk, num_entries = chunk_size(problem), problem.seq_len * problem.spec.n_sel
+    num_chunks = ceil_div(problem.seq_len, chunk)
+    # At worst every bin ends with an item of its own.
+    num_items = chunk * problem.spec.n_sel // piece_size(problem) + num_blocks
+    sizes = (
+        (segments, num_chunks, num_blocks, SUBS),
+        (segments, num_entries),
+        (segments, num_entries),
+        (segments, num_chunks, num_items),
+        (segments, num_chunks, num_blocks),
+    )
+    pairs = zip(sizes, kinds, strict=True)
+    return Inverse(*(problem.empty(*size, dtype=kind) for size, kind in pairs))
+
+
+def piece_size(problem: Problem) -> int:
+    """Queries of one item, at most: a power of two."""
+    each = problem.num_segments * problem.seq_len * problem.spec.n_sel // ITEMS
+    return min(max(1 << max(each, 1).bit_length() - 1, MIN_PIECE), MAX_PIECE)
+
+
+def chunk_size(problem: Problem) -> int:
+    """Queries of one chunk, a power of two.
+
+    Their rows of one KV head stay in the cache, or, where there are many blocks, fill the bins.
+    """
+    width = 2 * problem.d_k + 2 * problem.d_v + 4 * problem.d_k
+    cached = CACHE_BYTES // (problem.per_group * width)
+    filled = ceil_div(problem.num_blocks * BIN_ROWS, problem.spec.n_sel * problem.per_group)
+    rows = max(1 << cached.bit_length() - 1, 1 << (filled - 1).bit_length())
+    if not problem.by_query:
+        fitting = PART_BYTES // part_bytes(problem, max(problem.d_k, problem.d_v))
+        rows = min(rows, 1 << max(fitting, 1).bit_length() - 1)
+    rows = min(max(rows, MIN_CHUNK), MAX_CHUNK)
+    return min(rows, max(1 << (problem.seq_len - 1).bit_length(), SUBS))
+
+
+def part_bytes(problem: Problem, dim: int) -> int:
+    """What one query's partial results of `dim` numbers take."""
+    num_rows = problem.batch * problem.num_heads * problem.spec.n_sel
+    return num_rows * dim * problem.dtype.itemsize

@@ -1,0 +1,68 @@
+"""Queries that continue a cached sequence, many at a time: chunked prefill, forward only.
+
+To the kernels the queries are rows of one packed document that began before their first row; where
+its keys begin is said for each branch. The selected branch goes by queries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.ops.spec import BlockSpec
+from nsa.ops.triton import banded, by_query, select
+from nsa.ops.triton.banded import Gated
+from nsa.ops.triton.launcher import describable
+from nsa.ops.triton.operators import padded_head
+from nsa.ops.triton.problem import Problem
+
+
+class Continued(Problem):
+    """T queries from position `first` on, and keys of all that came before."""
+
+    masked = False
+    by_query = True
+    long = False
+    documents = None
+
+    def __init__(
+        self, q: Tensor, v: Tensor, spec: BlockSpec, scale: float, first: int, win_first: int
+    ) -> None:
+        super().__init__(q, v, spec, scale, [first + q.shape[1]])
+        self.packed = True
+        rows = (0, -first, -win_first)
+        index = torch.tensor(rows, dtype=torch.int32).to(q.device, non_blocking=True)
+        self._zero, self._start, self._win = index[:, None].expand(3, q.shape[1]).contiguous()
+
+    def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The document begins at row -first; its keys at the first of their tensor, except that the
+        window's tensor begins with token win_first."""
+        return self._start, self._win if branch == 2 else self._zero, self._zero
+
+
+@torch.no_grad()
+def attend_continued(
+    q: Tensor,  # [B, T, Hq, Dk]
+    cmp: tuple[Tensor, Tensor],  # k, v [B, N, Hkv, D]: all compressed tokens
+    sel: tuple[Tensor, Tensor],  # [B, first + T, Hkv, D]
+    win: tuple[Tensor, Tensor],  # [B, first + T - win_first, Hkv, D]
+    gates: Tensor,  # [B, T, Hq, 3]
+    spec: BlockSpec,
+    scale: float,
+    *,
+    first: int,
+    win_first: int,
+) -> Tensor:  # [B, T, Hq, Dv]
+    """Gated sum of the three branches."""
+    d_v = sel[1].shape[3]
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = (
+        describable(padded_head(x)) for x in (q, *cmp, *sel, *win)
+    )
+    problem = Continued(q, v_sel, spec, scale, first, win_first)
+    lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
+    o_cmp = banded.forward(problem, 0, q, k_cmp, v_cmp, lse[0])
+    chosen = select.choose(problem, q, k_cmp, lse[0])
+    o_win = banded.forward(problem, 2, q, k_win, v_win, lse[2])
+    gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
+    by_query.forward(problem, q, k_sel, v_sel, chosen, lse[1], gated)
+    return gated.out[..., :d_v]

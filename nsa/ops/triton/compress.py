@@ -1,0 +1,130 @@
+"""Kernels of mean compression (phi = avg), forward and backward, without atomics."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.spec import BlockSpec
+from nsa.ops.triton.documents import index_documents
+from nsa.ops.triton.launcher import Launch, Memo, ceil_div, form, start
+from nsa.ops.triton.tiles import padded
+
+
+@triton.jit
+def mean_forward(
+    p_x, p_out, p_cmp_first, N, H, s_xb, s_xs, s_xh,
+    L: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    HAS_DOCS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Means of BLOCKS compression blocks of one head; out is contiguous [B, N, H, D]."""
+    i_b, i_h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    o_n = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    m_n = o_n < N
+    if HAS_DOCS:
+        start = tl.load(p_cmp_first + o_n, mask=m_n, other=L - 1) - (L - 1)
+    else:
+        start = o_n * STRIDE
+    o_d = tl.arange(0, D_PAD)
+    mask = m_n[:, None] & (o_d < D)[None, :]
+    p_head = p_x + i_b * s_xb + i_h * s_xh + o_d[None, :]
+    total = tl.zeros([BLOCKS, D_PAD], tl.float32)
+    for i in range(0, L):
+        rows = (start + i).to(tl.int64)[:, None]
+        total += tl.load(p_head + rows * s_xs, mask=mask, other=0.0).to(tl.float32)
+    p_rows = p_out + ((i_b * N + o_n[:, None]) * H + i_h) * D + o_d[None, :]
+    tl.store(p_rows, (total / L).to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def mean_backward(
+    p_dout, p_dx, p_row_start, p_row_cmp, p_raw_last, S, N, H, s_ob, s_os, s_oh,
+    L: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    HAS_DOCS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gradient of ROWS tokens of one head: the sum over the blocks that hold them, over L."""
+    i_b, i_h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    o_t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_t = o_t < S
+    if HAS_DOCS:
+        start = tl.load(p_row_start + o_t, mask=m_t, other=0)
+        base = tl.load(p_row_cmp + o_t, mask=m_t, other=0)
+        length = tl.load(p_raw_last + o_t, mask=m_t, other=0) + 1 - start
+    else:
+        start = o_t * 0
+        base = o_t * 0
+        length = start + S
+    num_blocks = tl.maximum(length - L + STRIDE, 0) // STRIDE
+    o_d = tl.arange(0, D_PAD)
+    p_head = p_dout + i_b * s_ob + i_h * s_oh + o_d[None, :]
+    total = tl.zeros([ROWS, D_PAD], tl.float32)
+    for back in range(0, L // STRIDE):
+        block = (o_t - start) // STRIDE - back
+        m_b = m_t & (block >= 0) & (block < num_blocks)
+        rows = (base + block).to(tl.int64)[:, None]
+        mask = m_b[:, None] & (o_d < D)[None, :]
+        total += tl.load(p_head + rows * s_os, mask=mask, other=0.0).to(tl.float32)
+    p_rows = p_dx + ((i_b * S + o_t[:, None]) * H + i_h) * D + o_d[None, :]
+    mask = m_t[:, None] & (o_d < D)[None, :]
+    tl.store(p_rows, (total / L).to(p_dx.dtype.element_ty), mask=mask)
+
+
+# Launching mean compression and its gradient.
+
+ROWS = 32
+"""Blocks or tokens of one program."""
+MAX_KEPT = 1024
+"""Launches remembered; beyond, all are forgotten."""
+
+_memo: Memo = {}
+_memo_backward: Memo = {}
+
+
+def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
+    """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
+    if len(_memo) >= MAX_KEPT:
+        _memo.clear()
+    batch, _, num_heads, dim = x.shape
+    num_cmp = sum(spec.num_cmp(length) for length in doc_lens)
+    out = torch.empty(batch, num_cmp, num_heads, dim, dtype=x.dtype, device=x.device)
+    packed = len(doc_lens) > 1
+    first = index_documents(doc_lens, spec, x.device).cmp_first if packed else x
+    start(
+        _memo,
+        (form(x), spec, tuple(doc_lens)),
+        mean_forward,
+        (x, out, first),
+        lambda: Launch.plain(
+            (ceil_div(num_cmp, ROWS), batch * num_heads),
+            (num_cmp, num_heads, *x.stride()[:3]),
+            dict(L=spec.l, STRIDE=spec.d, D=dim, D_PAD=padded(dim), HAS_DOCS=packed, BLOCKS=ROWS),
+        ),
+    )
+    return out
+
+
+def backward(dout: Tensor, seq_len: int, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
+    """Gradient of x: [B, N, H, D] -> [B, S, H, D]."""
+    if len(_memo_backward) >= MAX_KEPT:
+        _memo_backward.clear()
+    batch, num_cmp, num_heads, dim = dout.shape
+    dx = torch.empty(batch, seq_len, num_heads, dim, dtype=dout.dtype, device=dout.device)
+    packed = len(doc_lens) > 1
+    index: tuple[Tensor, Tensor, Tensor] = (dout, dout, dout)
+    if packed:
+        docs = index_documents(doc_lens, spec, dout.device)
+        index = (docs.row_start, docs.row_cmp, docs.raw_last)
+    start(
+        _memo_backward,
+        (form(dout), spec, tuple(doc_lens)),
+        mean_backward,
+        (dout, dx, *index),
+        lambda: Launch.plain(
+            (ceil_div(seq_len, ROWS), batch * num_heads),
+            (seq_len, num_cmp, num_heads, *dout.stride()[:3]),
+            dict(L=spec.l, STRIDE=spec.d, D=dim, D_PAD=padded(dim), HAS_DOCS=packed, ROWS=ROWS),
+        ),
+    )
+    return dx

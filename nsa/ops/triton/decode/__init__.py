@@ -1,0 +1,1 @@
+"""One decode step in four launches."""

@@ -1,0 +1,367 @@
+"""One new token per sequence: append it, attend in all branches, merge; in four launches.
+
+Names as in tile.py; a segment is a sequence and a KV head. Where a sequence ends is read on the
+device, so that a captured CUDA graph can be replayed as it grows. Work is split over the keys into
+parts of fixed size, merged in the order of their index: results repeat bit for bit. A part holds
+its output [G, DV] and its log-sum-exp (base 2), parts of one segment lie together: those of the
+compressed branch first, then the window's, those of the forced blocks, and those of the others.
+
+The caches are [B, Hkv, tokens, D]; the window's is a ring. With a page table, the selected and the
+compressed cache are [pages, Hkv, tokens of a page, D], and the table [B, pages of a sequence] says
+which page holds each block.
+
+EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
+where it begins to read them. What was there before that one began is taken before the wait, from
+the L2 cache, since it is the wait that makes the L1 cache forget. The window and the forced blocks
+need no score: they are read while the others are being scored or, BESIDE, already beside the end of
+the compressed branch. The new token, which that branch stores, they take from where it came.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.decode.score import _choose, _store_sums
+from nsa.ops.triton.tile import FORCED, _dot, _dot_add, _let_next_come, _wait
+
+AVERAGED = tl.constexpr(32)
+"""Raw tokens that are averaged at a time."""
+
+
+@triton.jit
+def _base(p_table, i_b, o_token, s_page, s_table, D: tl.constexpr, PER_PAGE: tl.constexpr):
+    """Where tokens of a sequence begin in a cache; PER_PAGE = 0: it is not paged."""
+    if PER_PAGE == 0:
+        return (i_b * s_page + o_token) * D
+    page = tl.load(p_table + i_b * s_table + o_token // PER_PAGE).to(tl.int64)
+    return (page * s_page + o_token % PER_PAGE) * D
+
+
+@triton.jit
+def _new(p, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
+    """A head of the new token, where the program stores it."""
+    o_d = tl.arange(0, D_PAD)
+    return tl.load(p + o_d, mask=(o_d < D) & is_mine, other=0.0)
+
+
+@triton.jit
+def _new_row(p, is_mine, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Columns of a head of the new token from `column` on, fp32 [1, D_PAD]; 0 where not mine."""
+    o_d = column + tl.arange(0, D_PAD)
+    b = tl.load(p + o_d, mask=(o_d < D) & is_mine, other=0.0, cache_modifier=".cg")
+    return b.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _put(p, at, b, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
+    o_d = tl.arange(0, D_PAD)
+    tl.store(p + at + o_d, b, mask=(o_d < D) & is_mine)
+
+
+@triton.jit
+def _completed(
+    p_new, p_made, p_raw, i_seg, t, column: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, L: tl.constexpr, MADE: tl.constexpr,
+):  # fmt: skip
+    """Compressed token of the block that ends at t, columns from `column` on, as it is stored.
+
+    That is the mean of the ring of raw tokens with the new one, or what the caller has made of it.
+    """
+    o_d = column + tl.arange(0, D_PAD)
+    m_d = o_d < D
+    if MADE:
+        return tl.load(p_made + i_seg * D + o_d, mask=m_d, other=0.0)
+    b_new = tl.load(p_new + o_d, mask=m_d, other=0.0)
+    b_sum = b_new.to(tl.float32)
+    for first in tl.static_range(0, L, AVERAGED):
+        o_l = first + tl.arange(0, AVERAGED)
+        m_l = (o_l < L) & (o_l != t % L)  # the place of the new one may be written at this moment
+        p_rows = p_raw + (i_seg * L + o_l)[:, None] * D + o_d[None, :]
+        b_old = tl.load(p_rows, mask=m_l[:, None] & m_d[None, :], other=0.0)
+        b_sum += tl.sum(b_old.to(tl.float32), axis=0)
+    return (b_sum / L).to(b_new.dtype)
+
+
+@triton.jit
+def _query(p_q, i_b, i_g, G, s_qb, s_qh, DK: tl.constexpr, D1: tl.constexpr, D0: tl.constexpr,
+           BM: tl.constexpr):  # fmt: skip
+    """Columns D0 .. D0 + D1 - 1 of the query heads of a group: [BM, D1]."""
+    o_h, o_d = tl.arange(0, BM), D0 + tl.arange(0, D1)
+    p_rows = p_q + i_b * s_qb + (i_g * G + o_h)[:, None] * s_qh + o_d[None, :]
+    mask = (o_h < G)[:, None]
+    if DK < D0 + D1:
+        mask = mask & (o_d < DK)[None, :]
+    return tl.load(p_rows, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _stream(p, m_rows, o_d, D: tl.constexpr, D_PAD: tl.constexpr):
+    """A [rows, D_PAD] tile that is read once: it leaves the L2 cache to what is read again."""
+    mask = m_rows[:, None]
+    if D < D_PAD:
+        mask = mask & (o_d < D)[None, :]
+    return tl.load(p, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _tile(
+    b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys in the running softmax; also its scaled logits [BM, BN], and exp2 of them.
+
+    The latter over the running maximum, which is returned.
+    """
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    b_k = _stream(p_k + base_k[:, None] + o_dk[None, :], m_k, o_dk, DK, DK1)
+    b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _stream(p_k + base_k[:, None] + o_dk2[None, :], m_k, o_dk2, DK, DK1 + DK2)
+        b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+    b_v = _stream(p_v + base_v[:, None] + o_dv[None, :], m_k, o_dv, DV, DV_PAD)
+    b_s = tl.where(m_k[None, :], b_s * scale_log2, float("-inf"))
+    new_top = tl.maximum(top, tl.max(b_s, axis=1))
+    safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+    b_p = tl.math.exp2(b_s - safe_top[:, None])
+    shrink = tl.math.exp2(top - safe_top)
+    total = total * shrink + tl.sum(b_p, axis=1)
+    b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
+    return b_out, new_top, total, b_s, b_p
+
+
+@triton.jit
+def _store_part(
+    p_part, p_part_lse, b_out, top, total, part, G,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The output of a part and its log-sum-exp; -inf, and zeros, where it saw nothing."""
+    o_h, o_dv = tl.arange(0, BM), tl.arange(0, DV_PAD)
+    m_h = o_h < G
+    sees_none = total == 0.0
+    b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
+    lse = tl.where(sees_none, float("-inf"), top + tl.math.log2(tl.where(sees_none, 1.0, total)))
+    tl.store(p_part_lse + part * G + o_h, lse, mask=m_h)
+    at = (part * G + o_h)[:, None] * DV + o_dv[None, :]
+    tl.store(p_part + at, b_out, mask=m_h[:, None] & (o_dv < DV)[None, :])
+
+
+@triton.jit
+def attend_compressed(
+    p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+    p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
+    p_logits, p_tops, p_part, p_part_lse, p_lengths, p_current, p_table,
+    Hkv, G, NUM_CMP, NUM_PARTS, MAX_LEN, WIN, scale_log2,
+    s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
+    s_cmp, s_sel, s_head_cmp, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
+    PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A part of the compressed branch, whose logits [segments, G, tokens] are kept.
+
+    SUMS: instead of the logits their sums by block are kept (_store_sums).
+
+    The query sees every compressed token: neither an order nor a mask is needed, only their count.
+    One that the new token completes is not in the cache yet: whoever needs it makes it, and stores
+    it. The first part stores the new token. s_cmp and s_sel are the tokens of all heads of a page,
+    or of a sequence, and s_head_* those of a head: times D, they keep the alignment of a row.
+    """
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    part = tl.program_id(0)
+    _wait(EARLY)
+    _let_next_come(EARLY)
+    t = tl.load(p_lengths + i_b)
+    stores = part == 0
+    tl.store(p_current + i_b, t, mask=stores)
+    if t >= MAX_LEN:
+        return
+    num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
+    first = part * CMP_PART
+    if (first >= num_cmp) & (part > 0):
+        return
+    stop = tl.minimum(first + CMP_PART, num_cmp)
+    completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
+    newest = tl.where(completes, num_cmp - 1, -1)
+    new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
+    per_page: tl.constexpr = L_SEL // STEP if PAGED else 0
+    o_h, o_n = tl.arange(0, BM), tl.arange(0, BN)
+    m_h = o_h < G
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
+    b_q2 = b_q
+    if DK2 > 0:
+        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    # The new token is loaded here and stored at the end: nobody waits for it in between.
+    DK_PAD: tl.constexpr = DK1 if DK2 == 0 else 2 * DK1
+    b_k_sel = _new(p_k_sel_new + new_k, stores, DK, DK_PAD)
+    b_v_sel = _new(p_v_sel_new + new_v, stores, DV, DV_PAD)
+    b_k_win = _new(p_k_win_new + new_k, stores, DK, DK_PAD)
+    b_v_win = _new(p_v_win_new + new_v, stores, DV, DV_PAD)
+    b_k_raw = _new(p_k_cmp_new + new_k, stores, DK, DK_PAD)
+    b_v_raw = _new(p_v_cmp_new + new_v, stores, DV, DV_PAD)
+    p_k_cmp += i_g * s_head_cmp * DK
+    p_v_cmp += i_g * s_head_cmp * DV
+    if (newest >= first) & (newest < stop):
+        p_k = p_k_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DK, per_page)
+        p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DV, per_page)
+        b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
+        b_v = _completed(p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE)
+        top = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32)[None, :], axis=1)
+        _put(p_k, 0, b_k, True, DK, DK1)
+        _put(p_v, 0, b_v, True, DV, DV_PAD)
+        if DK2 > 0:
+            b_k2 = _completed(
+                p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, DK1, DK, DK2, L, MADE
+            )
+            top += tl.sum(b_q2.to(tl.float32) * b_k2.to(tl.float32)[None, :], axis=1)
+            _put(p_k, DK1, b_k2, True, DK - DK1, DK2)
+        top = top * scale_log2
+        total += 1.0
+        b_out += b_v.to(tl.float32)[None, :]
+    logit = top
+    if not PAGED:
+        p_k_cmp += i_b * s_cmp * DK
+        p_v_cmp += i_b * s_cmp * DV
+    for k0 in range(first, stop, BN):
+        o_k = k0 + o_n
+        m_k = (o_k < stop) & (o_k != newest)
+        if PAGED:
+            p_pages = p_table + i_b * s_table + o_k // per_page
+            page = tl.load(p_pages, mask=m_k, other=0).to(tl.int64)
+            row = page * s_cmp + o_k % per_page
+            base_k, base_v = row * DK, row * DV
+        else:
+            base_k, base_v = o_k * DK, o_k * DV
+        b_out, top, total, b_s, b_p = _tile(
+            b_q, b_q2, b_out, top, total, p_k_cmp, p_v_cmp, base_k, base_v, m_k, scale_log2,
+            DK, DV, DK1, DK2, DV_PAD, UPCAST,
+        )  # fmt: skip
+        if SUMS:
+            b_p = tl.where((o_k == newest)[None, :], tl.math.exp2(logit - top)[:, None], b_p)
+            tile = i_seg * tl.cdiv(NUM_CMP, BN) + k0 // BN
+            _store_sums(p_logits, p_tops, b_p, top, tile, m_h, G, L, STEP, L_SEL, LEVELS, BM, BN)
+        else:
+            # In whole tiles, which are stored in wide pieces: what lies beyond is never read.
+            b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s)
+            p_rows = p_logits + (i_seg * G + o_h)[:, None] * s_logits + o_k[None, :]
+            tl.store(p_rows, b_s, mask=m_h[:, None])
+    _store_part(p_part, p_part_lse, b_out, top, total, i_seg * NUM_PARTS + part, G, DV, DV_PAD, BM)
+    at = _base(p_table, i_b, t, s_sel, s_table, DK, L_SEL if PAGED else 0)
+    _put(p_k_sel, at + i_g * s_head_sel * DK, b_k_sel, stores, DK, DK_PAD)
+    at = _base(p_table, i_b, t, s_sel, s_table, DV, L_SEL if PAGED else 0)
+    _put(p_v_sel, at + i_g * s_head_sel * DV, b_v_sel, stores, DV, DV_PAD)
+    _put(p_k_win, (i_seg * WIN + t % WIN) * DK, b_k_win, stores, DK, DK_PAD)
+    _put(p_v_win, (i_seg * WIN + t % WIN) * DV, b_v_win, stores, DV, DV_PAD)
+    _put(p_k_raw, (i_seg * L + t % L) * DK, b_k_raw, stores, DK, DK_PAD)
+    _put(p_v_raw, (i_seg * L + t % L) * DV, b_v_raw, stores, DV, DV_PAD)
+
+
+@triton.jit
+def attend_tokens(
+    p_q, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel, p_k_win, p_v_win,
+    p_scores, p_part, p_part_lse, p_selection, p_reads, p_last_reads, p_lengths, p_table,
+    Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
+    s_table, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
+    WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A part of the window, or PER_PART of the forced or of the other blocks of a segment.
+
+    Every part of the last kind chooses by itself, and all of a segment choose the same. The first
+    WIN_PARTS of the grid are those of the window; all of the first AHEAD_PARTS need no score and,
+    where they are read AHEAD, do not wait. The first part of either takes the new token from its
+    source, and no part takes it from the cache. What was read is counted here, and nowhere else:
+    tokens of the compressed, selected and window branch.
+    """
+    i_seg = tl.program_id(0).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    in_win, in_sel = tl.program_id(1) < WIN_PARTS, tl.program_id(1) >= WIN_PARTS
+    in_free = tl.program_id(1) >= AHEAD_PARTS
+    part = tl.program_id(1) - tl.where(in_win, 0, tl.where(in_free, AHEAD_PARTS, WIN_PARTS))
+    t = tl.load(p_lengths + i_b, cache_modifier=".cg")
+    length = t + 1
+    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
+    b_q2 = b_q
+    if DK2 > 0:
+        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    if AHEAD:
+        if in_free:
+            _wait(EARLY)
+    else:
+        _wait(EARLY)
+    if in_free:
+        _let_next_come(EARLY)
+    if length > MAX_LEN:
+        return
+    num_win = tl.minimum(length, WIN)
+    current = t // L_SEL
+    num_forced = tl.minimum(current + 1, FORCED)
+    num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
+    p_ids = p_selection + i_seg * N_SEL
+    counts = (part == 0) & in_free
+    if in_free:
+        p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+        _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
+        tl.debug_barrier()  # the ids are read by other threads than wrote them
+    o_s, o_c, o_n = tl.arange(0, N_SEL_PAD), tl.arange(0, 4), tl.arange(0, BN)
+    p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
+    ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
+    b_sums = tl.load(p_sums, mask=m_c, other=0)
+    has_new = (part == 0) & (tl.program_id(1) < AHEAD_PARTS)
+    p_k_new = tl.where(in_win, p_k_win_new, p_k_sel_new) + i_b * s_kb + i_g * s_kh
+    p_v_new = tl.where(in_win, p_v_win_new, p_v_sel_new) + i_b * s_vb + i_g * s_vh
+    top = tl.sum(b_q.to(tl.float32) * _new_row(p_k_new, has_new, 0, DK, DK1), axis=1)
+    if DK2 > 0:
+        top += tl.sum(b_q2.to(tl.float32) * _new_row(p_k_new, has_new, DK1, DK, DK2), axis=1)
+    top = tl.where(has_new, top * scale_log2, float("-inf"))
+    total = tl.where(has_new, tl.full([BM], 1.0, tl.float32), 0.0)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32) + _new_row(p_v_new, has_new, 0, DV, DV_PAD)
+    newest = tl.where(in_win, t % WIN, t)
+    own = 0 if PER_PAGE > 0 else i_b
+    p_k = p_k_sel + (own * s_sel + i_g * s_head_sel) * DK
+    p_v = p_v_sel + (own * s_sel + i_g * s_head_sel) * DV
+    p_k = tl.where(in_win, p_k_win + i_seg * WIN * DK, p_k)
+    p_v = tl.where(in_win, p_v_win + i_seg * WIN * DV, p_v)
+    num_keys = tl.where(in_win, num_win, length)
+    # One loop for both: two would each get shared memory of their own.
+    STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
+    size = tl.where(in_win, WIN_PART // BN, PER_PART * STEPS)
+    end = tl.where(in_win, tl.cdiv(num_win, BN), num_blocks * STEPS)
+    for i in range(part * size, tl.minimum(part * size + size, end)):
+        # In ascending order, the forced blocks are the first of all and the last ones.
+        place = i // STEPS
+        block = tl.where(place == 0, 0, current + 1 - num_forced + place)
+        block = tl.load(p_ids + 1 + place, mask=in_free, other=block)
+        in_block = i % STEPS * BN + o_n
+        o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)
+        m_k = (o_k < num_keys) & (o_k != newest) & (in_win | (in_block < L_SEL))
+        if PER_PAGE > 0:
+            p_pages = p_table + i_b * s_table + o_k // PER_PAGE
+            page = tl.load(p_pages, mask=m_k & in_sel, other=0, cache_modifier=".cg")
+            page = page.to(tl.int64)
+            row = page * s_sel + tl.where(in_win, o_k, o_k % PER_PAGE)
+            base_k, base_v = row * DK, row * DV
+        else:
+            base_k, base_v = o_k * DK, o_k * DV
+        b_out, top, total, _, _ = _tile(
+            b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
+            DK, DV, DK1, DK2, DV_PAD, UPCAST,
+        )  # fmt: skip
+    part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
+    _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
+    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
+    num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
+    num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))
+    tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
+    tl.store(p_sums, b_sums + num, mask=m_c)

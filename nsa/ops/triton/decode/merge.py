@@ -1,0 +1,106 @@
+"""Parts of a decode step to its output: weighed within their branch, gated, added in their order.
+
+Names as in decode.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.tile import FORCED, _let_next_come, _wait
+
+
+@triton.jit
+def _num_parts(
+    t, NUM_CMP, WIN,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
+    PER_PART: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
+):  # fmt: skip
+    """Parts of the token at t: of the compressed branch, window, forced blocks, other blocks."""
+    num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
+    num_win = tl.minimum(t + 1, WIN)
+    num_forced = tl.minimum(t // L_SEL + 1, FORCED)
+    num_free = tl.minimum(t // L_SEL + 1, N_SEL) - num_forced
+    return (
+        tl.cdiv(num_cmp, CMP_PART), tl.cdiv(num_win, WIN_PART),
+        tl.cdiv(num_forced, PER_PART), tl.cdiv(num_free, PER_PART),
+    )  # fmt: skip
+
+
+@triton.jit
+def _among(o_p, first, num):
+    return (o_p >= first) & (o_p < first + num)
+
+
+@triton.jit
+def _parts(p_part, p_part_lse, rows, m_rows, DV: tl.constexpr, DV_PAD: tl.constexpr):
+    """Outputs [PARTS, 1, DV_PAD] and log-sum-exps of some parts; 0 and -inf for others."""
+    o_dv = tl.arange(0, DV_PAD)
+    p, mask = p_part + rows[:, :, None] * DV + o_dv[None, None, :], m_rows[:, :, None]
+    if DV < DV_PAD:
+        mask = mask & (o_dv < DV)[None, None, :]
+    b_parts = tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
+    lse = tl.load(p_part_lse + rows, mask=m_rows, other=float("-inf"), cache_modifier=".cg")
+    return b_parts, lse
+
+
+@triton.jit
+def _weights_in(lse, p_gate, m_h, mine):
+    """Of the parts of one branch in the gated sum [PARTS, HEADS]; all 0 where it saw nothing."""
+    gate = tl.load(p_gate, mask=m_h, other=0.0).to(tl.float32)
+    lse = tl.where(mine[:, None], lse, float("-inf"))
+    top = tl.max(lse, axis=0)
+    weight = tl.math.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    total = tl.sum(weight, axis=0)
+    return weight * (gate / tl.where(total == 0.0, 1.0, total))[None, :]
+
+
+@triton.jit
+def _weights(lse, p_gate, m_h, in_cmp, in_sel, in_win):
+    """Of all parts in the gated sum [PARTS, HEADS]."""
+    weight = _weights_in(lse, p_gate, m_h, in_cmp)
+    weight += _weights_in(lse, p_gate + 1, m_h, in_sel)
+    return weight + _weights_in(lse, p_gate + 2, m_h, in_win)
+
+
+@triton.jit
+def merge_parts(
+    p_part, p_part_lse, p_gates, p_out, p_lengths, p_current,
+    Hkv, G, NUM_PARTS, FIRST_WIN, FIRST_FORCED, FIRST_FREE, NUM_CMP, MAX_LEN, WIN,
+    s_gb, s_gh, s_ob, s_oh,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
+    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr, ADVANCE: tl.constexpr,
+):  # fmt: skip
+    """The gated sum of a head over the branches. ADVANCE: the sequence is then a token longer.
+
+    What the compressed branch has given is taken before the wait.
+    """
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    t = tl.load(p_current + i_b, cache_modifier=".cg")
+    num_cmp, num_win, num_forced, num_free = _num_parts(
+        t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
+    )
+    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
+    in_cmp, in_win = _among(o_p, 0, num_cmp), _among(o_p, FIRST_WIN, num_win)
+    in_sel = _among(o_p, FIRST_FORCED, num_forced) | _among(o_p, FIRST_FREE, num_free)
+    o_h = tl.program_id(0) + tl.arange(0, 1)
+    rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
+    m_rows = in_cmp[:, None] & (t < MAX_LEN)
+    b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+    _wait(EARLY)
+    _let_next_come(EARLY)
+    if t >= MAX_LEN:
+        return
+    b_more, more_lse = _parts(p_part, p_part_lse, rows, (in_sel | in_win)[:, None], DV, DV_PAD)
+    b_parts, lse = b_parts + b_more, tl.maximum(lse, more_lse)
+    p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
+    weight = _weights(lse, p_gate, o_h < G, in_cmp, in_sel, in_win)
+    b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)
+    p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
+    tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=(o_dv < DV)[None, :])
+    if ADVANCE:
+        tl.store(p_lengths + i_b, t + 1, mask=(tl.program_id(0) == 0) & (i_g == 0))

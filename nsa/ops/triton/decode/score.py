@@ -1,0 +1,175 @@
+"""Scores of the blocks of a segment from its compressed branch, and the choice.
+
+They are made from logits [segments, G, tokens] or, where tiles of BN tokens hold whole blocks, from
+sums: of exp2(logit - top) over the tokens of a block by level, fp32 [segments, tiles, LEVELS, G,
+blocks of a tile], with the top of each tile, [segments, tiles, G]. Level k of block j is what the
+tokens that start in block j give to block j + k.
+
+Names as in decode.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.select import _chosen
+from nsa.ops.triton.tile import _let_next_come, _wait
+
+
+@triton.jit
+def _lse_of_parts(p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr):
+    """Log-sum-exp of each head over the parts of a branch; 0 where nothing was seen."""
+    o_h, o_p = tl.arange(0, BM), tl.arange(0, PARTS)
+    mask = (o_h < G)[:, None] & (o_p < num_parts)[None, :]
+    p = p_lse + o_p[None, :] * G + o_h[:, None]
+    b_lse = tl.load(p, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(b_lse, axis=1)
+    safe_top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.math.exp2(b_lse - safe_top[:, None]), axis=1)
+    return safe_top + tl.math.log2(tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def _weights_of(o_s, level, STRIDES: tl.constexpr, OVERLAP: tl.constexpr):
+    """How often token s of a block counts at a level.
+
+    It lies in the strides s .. s + OVERLAP - 1 after the block's start.
+    """
+    stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
+    return tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
+
+
+@triton.jit
+def _store_sums(
+    p_sums, p_tops, b_p, top, tile, m_h, G,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, LEVELS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Sums of one tile of exp2(logit - top) [BM, BN], where m_h; 0 stands for what is not seen."""
+    STRIDES: tl.constexpr = L_SEL // STEP
+    BLOCKS: tl.constexpr = BN // STRIDES
+    o_h, o_c, o_s = tl.arange(0, BM), tl.arange(0, BLOCKS), tl.arange(0, STRIDES)
+    b_tokens = tl.reshape(b_p, [BM, BLOCKS, STRIDES])
+    for level in tl.static_range(LEVELS):
+        weight = _weights_of(o_s, level, STRIDES, L // STEP)
+        b_sum = tl.sum(b_tokens * weight[None, None, :], axis=2)
+        rows = (tile * LEVELS + level) * G + o_h
+        tl.store(p_sums + rows[:, None] * BLOCKS + o_c[None, :], b_sum, mask=m_h[:, None])
+    tl.store(p_tops + tile * G + o_h, top, mask=m_h)
+
+
+@triton.jit
+def _score_sums(
+    p_sums, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS,
+    L_SEL: tl.constexpr, STEP: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks from `first` on, from the sums of whole tiles."""
+    BLOCKS: tl.constexpr = BN // (L_SEL // STEP)
+    TILES: tl.constexpr = NB // BLOCKS
+    o_h, o_c = tl.arange(0, BM), tl.arange(0, BLOCKS)
+    o_tile = first // BLOCKS + tl.arange(0, TILES)
+    tile = i_seg * tl.cdiv(NUM_CMP, BN) + o_tile
+    mask = (o_tile * BN < num_cmp)[:, None] & (o_h < G)[None, :]
+    p = p_tops + tile[:, None] * G + o_h[None, :]
+    b_top = tl.load(p, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    factor = tl.math.exp2(b_top - lse[None, :])  # [TILES, BM]
+    o_j = o_tile[:, None] * BLOCKS + o_c[None, :]
+    for level in tl.static_range(LEVELS):
+        rows = ((tile * LEVELS + level) * G)[:, None] + o_h[None, :]
+        p = p_sums + rows[:, :, None] * BLOCKS + o_c[None, None, :]
+        b_sum = tl.load(p, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
+        b_part = tl.sum(b_sum * factor[:, :, None], axis=1)
+        tl.store(p_scores + level * NUM_BLOCKS + o_j, b_part, mask=o_j < NUM_BLOCKS)
+
+
+@triton.jit
+def _score_logits(
+    p_logits, p_scores, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks from `first` on; pointers are at the segment's rows."""
+    STRIDES: tl.constexpr = L_SEL // STEP
+    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
+    o_j = first + tl.arange(0, NB)
+    o_i = o_j[:, None] * STRIDES + o_s[None, :]
+    p = p_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
+    # Rows are long enough for whole tiles: without a mask by token, loads are wide.
+    mask = ((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :]
+    b_s = tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
+    seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
+    b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
+    b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
+    for level in tl.static_range(LEVELS):
+        weight = _weights_of(o_s, level, STRIDES, L // STEP)
+        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
+        tl.store(p_scores + level * NUM_BLOCKS + o_j, b_part, mask=o_j < NUM_BLOCKS)
+
+
+@triton.jit
+def _score_tile(
+    p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks of a segment; SUMS: p_logits are sums."""
+    p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+    if SUMS:
+        _score_sums(
+            p_logits, p_tops, p_own, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS,
+            L_SEL, STEP, LEVELS, BM, BN, NB,
+        )  # fmt: skip
+    else:
+        _score_logits(
+            p_logits + i_seg * G * s_logits, p_own, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
+            L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
+        )  # fmt: skip
+
+
+@triton.jit
+def _choose(
+    p_scores, p_ids, current, NUM_BLOCKS,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Ids of the blocks that a query in block `current` reads: ascending, then -1."""
+    o_j, o_s = tl.arange(0, NB), tl.arange(0, N_SEL_PAD)
+    b_scores = tl.zeros([NB], tl.float32)
+    for level in tl.static_range(LEVELS):
+        p_row = p_scores + level * NUM_BLOCKS - level
+        mask = (o_j >= level) & (o_j <= current)
+        b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
+    chosen = _chosen(b_scores, o_j, current, N_SEL)
+    tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
+    unused = (o_s > current) & (o_s < N_SEL)
+    tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+
+
+@triton.jit
+def score_blocks(
+    p_logits, p_tops, p_part_lse, p_scores, p_lengths,
+    Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, MAX_LEN, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
+    PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, SUMS: tl.constexpr,
+    EARLY: tl.constexpr, BESIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks up to the end: fp32 [segments, LEVELS, NUM_BLOCKS]."""
+    i_seg = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * NB
+    length = tl.load(p_lengths + i_seg // Hkv, cache_modifier=".cg") + 1
+    # What the next one reads before it waits in turn was there before this step.
+    _let_next_come(EARLY and BESIDE)
+    _wait(EARLY)
+    _let_next_come(EARLY and not BESIDE)
+    if (first * L_SEL >= length) | (length > MAX_LEN):
+        return
+    num_cmp = tl.minimum(tl.maximum((length - L + STEP) // STEP, 0), NUM_CMP)
+    num_parts = tl.cdiv(num_cmp, CMP_PART)
+    lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
+    _score_tile(
+        p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS, s_logits,
+        L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS, BM, BN, NB,
+    )  # fmt: skip

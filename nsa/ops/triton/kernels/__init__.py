@@ -1,1 +1,0 @@
-"""Only @triton.jit functions; launching them is the business of the modules beside this folder."""

@@ -1,0 +1,179 @@
+"""Starting kernels: a short way past Triton's dispatcher for calls whose like has run before.
+
+Triton looks at every argument of every launch to find the compiled kernel, and checks every
+descriptor; that would be most of the time of a short sequence. Here calls whose inputs have the
+same form share a memo: whatever follows from the form (grid, numbers, constants, the compiled
+kernel) is worked out once for each place in the code; tensors alone change from call to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa.ops.triton import tile
+from nsa.ops.triton.tiles import Tiles
+
+INTERPRETED = not isinstance(tile._dot, triton.runtime.jit.JITFunction)
+"""Whether TRITON_INTERPRET=1 was set at import: kernels then run on the CPU, in Python."""
+ALIGNMENT = 16
+"""Bytes of the widest load: kernels are compiled apart for pointers that allow it or not."""
+
+Memo = dict[Any, "Known"]
+"""By place, how a kernel was started there; apart for addresses that are aligned otherwise."""
+
+
+class Known(NamedTuple):
+    """A compiled kernel (None for an empty grid), its launcher, grid, numbers and constants."""
+
+    compiled: Any
+    run: Any
+    grid: tuple[int, int, int]
+    rest: tuple[Any, ...]
+    device: int
+
+
+class Rows:
+    """Tiles of rows of one head of [B, S, H, D]: a tensor descriptor that is not checked again."""
+
+    __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, base: Tensor, num_rows: int, width: int) -> None:
+        self.base, self.shape, self.strides = base, base.shape, base.stride()
+        self.block_shape = (1, num_rows, 1, width)
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+
+class Launch(NamedTuple):
+    """What a launch needs beside its tensors; numbers and constants are in the kernel's order."""
+
+    grid: tuple[int, ...]
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+    @staticmethod
+    def tiled(
+        grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any], tiles: Tiles
+    ) -> Launch:
+        """With BM and BN as the last constants, and the options of the tiles."""
+        sized = {**constants, "BM": tiles.BM, "BN": tiles.BN}
+        return Launch(grid, numbers, sized, tiles.options)
+
+    @staticmethod
+    def plain(
+        grid: tuple[int, ...],
+        numbers: tuple[Any, ...],
+        constants: dict[str, Any],
+        num_warps: int = 4,
+    ) -> Launch:
+        """Without tiles of a matrix product."""
+        return Launch(grid, numbers, constants, {"num_warps": num_warps})
+
+
+def start(
+    memo: Memo, place: Any, kernel: Any, tensors: tuple[Any, ...], launch: Callable[[], Launch]
+) -> None:
+    """Start `kernel` on the tensors' device, on the stream that is current there.
+
+    `launch` is asked when the place is new to the memo.
+    """
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+    place = place, _misaligned(addresses)
+    known = memo.get(place)
+    if known is not None:
+        if known.compiled is not None:
+            _start_again(known, tensors, addresses)
+        return
+    one = launch()
+    device = _device_of(tensors)
+    first, second, third = (*one.grid, 1, 1)[:3]
+    compiled = None
+    if 0 not in one.grid:
+        checked = (_descriptor(x) if isinstance(x, Rows) else x for x in tensors)
+        with _current(device):
+            compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
+    if not INTERPRETED:
+        rest = (*one.numbers, *one.constants.values())
+        run = None if compiled is None else compiled.run
+        memo[place] = Known(compiled, run, (first, second, third), rest, device)
+
+
+def _misaligned(addresses: list[Any]) -> tuple[bool, ...] | None:
+    """Which pointers forbid the widest loads; None if all allow them, as almost always."""
+    bits = 0
+    for x in addresses:
+        if type(x) is int:
+            bits |= x
+    if bits % ALIGNMENT == 0:
+        return None
+    return tuple(type(x) is int and x % ALIGNMENT != 0 for x in addresses)
+
+
+def _device_of(tensors: tuple[Any, ...]) -> int:
+    """Number of the CUDA device that the tensors are on; -1 is the CPU, in the interpreter."""
+    first = next(x for x in tensors if x is not None)
+    return int((first.base if isinstance(first, Rows) else first).get_device())
+
+
+def _current(device: int) -> AbstractContextManager[Any]:
+    """A device made current: Triton, like CUDA, launches on that one, whatever the tensors say."""
+    return nullcontext() if INTERPRETED else torch.cuda.device(device)
+
+
+def _is_current(device: int) -> bool:
+    return torch._C._cuda_getDevice() == device
+
+
+def _start_again(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+    """Start what was started before; the usual case, in which its device is current, is quick."""
+    if _is_current(known.device):
+        _run(known, tensors, addresses)
+        return
+    with _current(known.device):
+        _run(known, tensors, addresses)
+
+
+def _run(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+    """What `compiled[grid](...)` does, without asking for the device, hooks and pointers anew."""
+    compiled, run, grid, rest, device = known
+    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        compiled[grid](*tensors, *rest)  # a profiler wants to know
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run(
+        *(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None),
+        *(*addresses, *rest),
+    )
+
+
+def form(*tensors: Tensor) -> tuple[Any, ...]:
+    """What decides how kernels are compiled for tensors, and called with them."""
+    return (
+        tensors[0].device.index,
+        *((x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT) for x in tensors),
+    )
+
+
+def describable(x: Tensor) -> Tensor:
+    """x, or a copy of it where a descriptor cannot: rows must be aligned and lie apart."""
+    *outer, last = x.stride()
+    step = ALIGNMENT // x.element_size()
+    apart = all(stride > 0 and stride % step == 0 for stride in outer)
+    aligned = last == 1 and x.data_ptr() % ALIGNMENT == 0
+    return x if apart and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _descriptor(rows: Rows) -> TensorDescriptor:
+    return TensorDescriptor(rows.base, list(rows.shape), list(rows.strides), list(rows.block_shape))

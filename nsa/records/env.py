@@ -1,0 +1,168 @@
+"""env.json: the machine, the versions, the command and the environment that a run started with.
+
+Schema, version 1: the fields of RunEnvironment, as one JSON object; what is not known is null.
+Values of variables and arguments whose names look like secrets are replaced by ***.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from nsa.config import env
+from nsa.config.env import HIDDEN
+from nsa.files import best_effort, read_text, write_text
+from nsa.records import machine
+from nsa.records.heartbeat import iso
+
+VERSION = 1
+NAME = "env.json"
+NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CONFIG")
+PREFIXES = ("NSA_", "NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+GIT_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnvironment:
+    """Where and how a run was started."""
+
+    version: int = VERSION
+    time: str
+    """UTC."""
+    python: str
+    torch: str
+    triton: str | None
+    cuda_available: bool
+    cuda_device_count: int
+    gpu_name: str | None
+    """Of the first visible GPU; so is the capability."""
+    cuda_capability: list[int] | None
+    cuda: str | None
+    """The CUDA version that torch was built with."""
+    driver: str | None
+    platform: str
+    hostname: str
+    git_commit: str | None
+    """Of the folder that holds the package; `-dirty` follows where files differ from it."""
+    argv: list[str]
+    env: dict[str, str]
+
+
+def write_env(out_dir: Path | str, argv: Sequence[str] | None = None) -> Path:
+    """Write env.json of this process; a full disk costs only the file."""
+    path = Path(out_dir) / NAME
+    content = dataclasses.asdict(collect(argv))
+    with best_effort(path):
+        write_text(path, json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def read_env(out_dir: Path | str) -> RunEnvironment:
+    """Read env.json of a run folder."""
+    path = Path(out_dir) / NAME
+    content = json.loads(read_text(path))
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {content.get('version')!r}; this program reads version "
+            f"{VERSION}; use the program that wrote it"
+        )
+    return RunEnvironment(**content)
+
+
+def collect(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> RunEnvironment:
+    """Look at this process and its machine."""
+    import torch  # readers of run folders start without it
+
+    has_cuda = torch.cuda.is_available()
+    return RunEnvironment(
+        time=iso(time.time()),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        cuda_available=has_cuda,
+        cuda_device_count=torch.cuda.device_count(),
+        gpu_name=torch.cuda.get_device_name(0) if has_cuda else None,
+        cuda_capability=list(torch.cuda.get_device_capability(0)) if has_cuda else None,
+        cuda=torch.version.cuda,
+        driver=machine.driver_version(),
+        platform=platform.platform(),
+        hostname=platform.node(),
+        git_commit=git_commit(Path(__file__).resolve().parents[2]),
+        argv=hide_arguments(sys.argv if argv is None else argv),
+        env={
+            name: HIDDEN if _is_secret(name) else value
+            for name, value in env.recorded(NAMES, PREFIXES, environ).items()
+        },
+    )
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit that is checked out there; None without git, or outside a repository."""
+    try:
+        # A repository further up, which only happens to hold the installed package, does not count.
+        if not (folder / ".git").exists():
+            return None
+        commit = _git(folder, "rev-parse", "HEAD")
+        is_dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}-dirty" if is_dirty else commit
+
+
+def altered_files(folder: Path) -> list[str]:
+    """What differs from the commit there, new files too: git's letters for it, and the path."""
+    try:
+        if not (folder / ".git").exists():
+            return []
+        lines = _git(folder, "status", "--porcelain", "--untracked-files=all").splitlines()
+        return [line.strip() for line in lines]
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=GIT_TIMEOUT_S,
+    ).stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.upper() for word in SECRETS)
+
+
+def hide_arguments(argv: Sequence[str]) -> list[str]:
+    """Hide what follows --api-key or api_key=; whole words only: data.tokenizer is no secret."""
+    shown: list[str] = []
+    hide_next = False
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        is_secret = bool({*re.split(r"[^A-Z]+", name.upper())} & {*SECRETS})
+        if hide_next and not argument.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{name}={HIDDEN}" if is_secret and equals else argument)
+        hide_next = is_secret and not equals and argument.startswith("-")
+    return shown

@@ -1,0 +1,351 @@
+"""Values of a run as strict JSON, which knows neither tensors nor NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nsa.files import LineFile
+from nsa.records.machine import GpuReading
+from nsa.tail import Line, complete_lines, lines_from_end, sampled_lines
+
+NON_FINITE = "non_finite"
+"""Name of the field that says which numbers were NaN or infinite."""
+
+
+def strict(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors become numbers; what is not finite becomes null, with a note under NON_FINITE."""
+    lost: dict[str, str] = {}
+    line = {str(key): _plain(value, str(key), lost) for key, value in extra.items()}
+    return line | {NON_FINITE: lost} if lost else line
+
+
+def _plain(value: Any, key: str, lost: dict[str, str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        lost[key] = str(value)
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner, f"{key}.{name}", lost) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, f"{key}[{i}]", lost) for i, inner in enumerate(value)]
+    if hasattr(value, "tolist"):  # tensors and numpy numbers
+        return _plain(value.tolist(), key, lost)
+    return str(value)
+
+
+# heartbeat_rank{r}.jsonl: what a rank is doing, one JSON object a line, added while it does it.
+#
+# Schema, version 1. Every line has `schema`, `ts` (Unix time, s), `iso` (the same, UTC), `pid`,
+# `rank`, `step` (the update it is about; 0 before the first) and `msg`, the kind of line; the
+# fields of each kind are in docs/schemas/heartbeat.md. JSON has no NaN: a number that is not finite
+# is null, and `non_finite` says what it was.
+
+SCHEMA = 1
+NAME = "heartbeat_rank{rank}.jsonl"
+BASE_FIELDS = ("schema", "ts", "iso", "pid", "rank", "step", "msg")
+
+BOOT, BEAT, PROGRESS, STEP_END = "boot", "beat", "progress", "step_end"
+LOADER_READY = "fineweb_loader_ready"
+LOADER_ERROR = "fineweb_loader_error"
+LOADER_WARMUP = "fineweb_loader_warmup"
+WATCHDOG_DUMP = "watchdog_dump"
+
+ATTENTION_FIELDS = {  # name in the line: name in AttentionStats.summary()
+    "entropy_mean": "entropy_mean",
+    "max_gate_mean": "max_gate_mean",
+    "collapse_fraction": "collapse_fraction",
+    "gate_entropy_mean": "entropy_mean",
+    "gate_entropy_min": "entropy_min",
+    "gate_max_gate": "max_gate_max",
+    "gate_collapse_frac": "collapse_fraction",
+    "gate_branch_shares": "branch_shares",
+    "sel_k_mean": "sel_k_mean",
+    "sel_k_max": "sel_k_max",
+    "sel_rows": "sel_rows",
+    "sel_pct_at_max": "sel_pct_at_max",
+}
+"""Gate health has two spellings, because readers of both kinds exist."""
+BRANCH_SHARES = ("share_cmp", "share_sel", "share_win")
+LAYER_FIELDS = {
+    name: key for name, key in ATTENTION_FIELDS.items() if key not in ("branch_shares", "sel_rows")
+}
+"""The same for a single layer: name in the line, name in AttentionStats.per_layer()."""
+SEARCH_BYTES = 4 * 1024 * 1024
+"""How far from the end of the file the last line of a kind is looked for."""
+
+
+class Heartbeat:
+    """Writes the lines of one rank; about 20 microseconds each, and never a reason to stop."""
+
+    def __init__(
+        self,
+        out_dir: Path | str,
+        rank: int = 0,
+        *,
+        every: int = 1,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`every`: only these steps get a `beat` line, the others pass in silence. `clock`: Unix
+        time, for records that are made up.
+        """
+        self.rank, self._every = rank, every
+        self._clock = clock or (lambda: time.time())
+        self.path = Path(out_dir) / NAME.format(rank=rank)
+        self.file = LineFile(self.path)
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that could not be written."""
+        return self.file.num_dropped
+
+    def write(self, step: int, msg: str, extra: Mapping[str, Any] | None = None) -> None:
+        """Append a line; `extra` may hold tensors and NaN, but none of the fields of every line."""
+        now = self._clock()
+        line: dict[str, Any] = {
+            "schema": SCHEMA,
+            "ts": round(now, 6),
+            "iso": iso(now),
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "step": step,
+            "msg": msg,
+        }
+        if extra:
+            if clash := line.keys() & extra.keys():
+                raise ValueError(
+                    f"heartbeat {msg!r}: {', '.join(sorted(clash))} is a field of every line; "
+                    "give the extra field another name"
+                )
+            line |= strict(extra)
+        self.file.append(json.dumps(line, allow_nan=False, separators=(", ", ": ")))
+
+    def boot(self, step: int = 0) -> None:
+        """The process is up; `step` is the update that it goes on from."""
+        self.write(step, BOOT, {"phase": "start"})
+
+    def beat(self, step: int, phase: str = "step_start") -> None:
+        """An update begins, or has come to a phase of its own name."""
+        if self._every > 0 and step % self._every == 0:
+            self.write(step, BEAT, {"phase": phase})
+
+    def progress(
+        self,
+        step: int,
+        *,
+        loss: float,
+        toks_per_s: float | None,
+        lr: float | None,
+        grad_norm: float | None = None,
+        step_time_s: float | None = None,
+        mfu: float | None = None,
+        dt_fetch_s: float | None = None,
+        fetch_p50_ms: float | None = None,
+        fetch_p95_ms: float | None = None,
+        gpu: GpuReading | None = None,
+        rss_mib: float | None = None,
+        attention: Mapping[str, Any] | None = None,
+        layers: Sequence[Mapping[str, float]] | None = None,
+        fallbacks: Mapping[str, int] | None = None,
+    ) -> None:
+        """The numbers of a logged update; what is not known is null.
+
+        `attention` is AttentionStats.summary(), `layers` is AttentionStats.per_layer(), and
+        `fallbacks` is counter_files.fallback_counts().
+        """
+        extra: dict[str, Any] = {
+            "loss": loss,
+            "toks_per_s": toks_per_s,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "step_time_s": step_time_s,
+            "mfu": mfu,
+            "dt_fetch_s": dt_fetch_s,
+            "fetch_p50_ms": fetch_p50_ms,
+            "fetch_p95_ms": fetch_p95_ms,
+        }
+        extra |= (gpu or GpuReading())._asdict() | {"rss_mib": rss_mib}
+        extra |= {name: (attention or {}).get(key) for name, key in ATTENTION_FIELDS.items()}
+        extra["layers"] = None if layers is None else _by_field(layers)
+        extra |= {f"fb_{name}": count for name, count in (fallbacks or {}).items()}
+        self.write(step, PROGRESS, extra)
+
+    def step_end(self, step: int) -> None:
+        """A logged update is over."""
+        self.write(step, STEP_END, {"phase": "end"})
+
+    def loader_ready(self, dt_s: float, step: int = 0) -> None:
+        """The first batch came, after `dt_s` seconds."""
+        self.write(step, LOADER_READY, {"dt": dt_s})
+
+    def loader_error(self, error: BaseException | str, step: int = 0) -> None:
+        """No batch will come."""
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.write(step, LOADER_ERROR, {"error": text})
+
+    def loader_warmup(self, requested: int, filled: int, wait_ms: float, step: int = 0) -> None:
+        """Batches were fetched ahead of the first update."""
+        extra = {"requested": requested, "filled": filled, "wait_ms": wait_ms}
+        self.write(step, LOADER_WARMUP, extra)
+
+    def watchdog_dump(self, path: Path | str, step: int = 0) -> None:
+        """A watchdog wrote the stacks; this line is no sign of life, and readers know it."""
+        self.write(step, WATCHDOG_DUMP, {"path": str(path)})
+
+    def close(self) -> None:
+        """Give the file back; a later line would open it again, also in a new folder."""
+        self.file.close()
+
+
+def _by_field(layers: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
+    """Each field as a list over the layers: shorter than its name with every layer."""
+    fields: dict[str, list[Any]] = {
+        name: [layer[key] for layer in layers] for name, key in LAYER_FIELDS.items()
+    }
+    shares = [[layer[key] for key in BRANCH_SHARES] for layer in layers]
+    return fields | {"gate_branch_shares": shares}
+
+
+def iso(ts: float) -> str:
+    """Unix time as UTC text, to the millisecond, with a Z."""
+    moment = datetime.fromtimestamp(ts, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """A line, read back."""
+
+    ts: float
+    step: int = 0
+    msg: str = ""
+    rank: int = 0
+    pid: int | None = None
+    iso: str = ""
+    schema: int = SCHEMA
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The fields of its kind, by name."""
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether it begins something other than an update, which has no usual time."""
+        return self.msg == BEAT and self.extra.get("phase") != "step_start"
+
+    def layers(self) -> list[dict[str, Any]]:
+        """The statistics of each layer of a progress line, in order; none if not collected."""
+        fields = self.extra.get("layers") or {}
+        rows = zip(*fields.values(), strict=True)
+        return [dict(zip(fields, row, strict=True)) for row in rows]
+
+
+class BrokenHeartbeat(ValueError):
+    """A line, other than a last one that is cut off, is not what a heartbeat writes."""
+
+
+def read_heartbeat(path: Path | str) -> list[Beat]:
+    """All lines, without a last one that is cut off."""
+    return [parse_beat(Path(path), line) for line in complete_lines(Path(path))]
+
+
+def last_beat(path: Path | str, msg: str | None = None) -> Beat | None:
+    """The last line, or the last of the kind `msg`; None without one near the end, or any file."""
+    beats = _beats_from_end(Path(path))
+    return next((beat for beat in beats if msg is None or beat.msg == msg), None)
+
+
+def tail_beats(path: Path | str, most_bytes: int) -> tuple[list[Beat], list[str]]:
+    """The lines within the last bytes, oldest first, and a word on those that cannot be read.
+
+    For a reader that shows what it can: a bad line is passed over instead of raised.
+    """
+    beats, problems = _readable(Path(path), lines_from_end(Path(path), most_bytes))
+    return beats[::-1], problems[::-1]
+
+
+def sample_beats(path: Path | str, most_bytes: int) -> tuple[list[Beat], list[str]]:
+    """The same for the whole file, or of a larger one its start, its end and some between."""
+    return _readable(Path(path), sampled_lines(Path(path), most_bytes))
+
+
+def _readable(path: Path, lines: Iterable[Line]) -> tuple[list[Beat], list[str]]:
+    beats: list[Beat] = []
+    problems: list[str] = []
+    for line in lines:
+        try:
+            beats.append(parse_beat(path, line))
+        except BrokenHeartbeat as error:
+            problems.append(str(error))
+    return beats, problems
+
+
+def age_seconds(path: Path | str, now: float | None = None) -> float | None:
+    """Seconds since the last sign of life of the rank; None when there is none."""
+    beats = _beats_from_end(Path(path))
+    ts = next((beat.ts for beat in beats if beat.msg != WATCHDOG_DUMP), None)
+    return None if ts is None else (time.time() if now is None else now) - ts
+
+
+def _beats_from_end(path: Path) -> Iterator[Beat]:
+    for line in lines_from_end(path, SEARCH_BYTES):
+        yield parse_beat(path, line)
+
+
+HEAD = re.compile(
+    rf'{{"schema": {SCHEMA}, "ts": (\d{{1,11}}(?:\.\d+)?), "iso": "([^"\\]*)", '
+    r'"pid": (\d{1,9}), "rank": (\d{1,6}), "step": (\d{1,11}), "msg": "(\w+)"'
+    r'(?:, "phase": "(\w+)"(\})?)?'
+)
+"""How a line of ours begins, and a short one ends: most lines are short, and this is quick."""
+
+
+def parse_head(path: Path, line: Line) -> Beat:
+    """Like parse_beat, for a reader that needs no other field than `phase`: far quicker."""
+    match = HEAD.match(line.text)
+    return parse_beat(path, line) if match is None else _from_head(match)
+
+
+def _from_head(match: re.Match[str]) -> Beat:
+    ts, at, pid, rank, step, msg, phase, _ = match.groups()
+    extra = {} if phase is None else {"phase": phase}
+    numbers = {"ts": float(ts), "pid": int(pid), "rank": int(rank), "step": int(step)}
+    return Beat(**numbers, msg=msg, iso=at, extra=extra)  # type: ignore[arg-type]
+
+
+def parse_beat(path: Path, line: Line) -> Beat:
+    """Read a line of the file `path`; BrokenHeartbeat where it is none, or of a newer version."""
+    match = HEAD.match(line.text)
+    if match is not None and match[8] and match.end() == len(line.text):
+        return _from_head(match)
+    try:
+        content = json.loads(line.text)
+        fields = {name: content.pop(name) for name in BASE_FIELDS if name in content}
+        beat = Beat(**fields, extra=content)
+        _require_types(beat)
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise BrokenHeartbeat(
+            f"{path}, {line.where}: not a line of a heartbeat ({error}): {line.text[:80]!r}; "
+            "remove that line, or look who else writes this file"
+        ) from None
+    if beat.schema > SCHEMA:
+        raise BrokenHeartbeat(
+            f"{path}, {line.where}: schema {beat.schema}; this program reads up to {SCHEMA}; "
+            "use the program that wrote it"
+        )
+    return beat
+
+
+def _require_types(beat: Beat) -> None:
+    for name, kind in (("ts", int | float), ("step", int), ("rank", int), ("schema", int)):
+        if not isinstance(getattr(beat, name), kind) or not abs(getattr(beat, name)) < 1e12:
+            raise ValueError(f"{name}={getattr(beat, name)!r:.40} is no such number")
+    if not isinstance(beat.pid, int | None) or not isinstance(beat.msg, str):
+        raise ValueError(f"pid={beat.pid!r:.40}, msg={beat.msg!r:.40}")

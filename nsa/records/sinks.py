@@ -1,0 +1,395 @@
+"""The curves of a run, number by tag: one definition for TensorBoard and for trackers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nsa.config import Config, ConfigError, to_container
+from nsa.config.env import raw
+from nsa.files import best_effort, complain, open_regular, read_text, write_text
+from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+Scalars = dict[str, float]
+
+TRAIN_TAGS = ("train/loss", "train/toks_per_s", "train/lr", "train/grad_norm", "train/mfu")
+VAL_TAGS = ("val/loss", "val/ppl")
+GATES = ("entropy_mean", "entropy_min", "max_gate_mean", "max_gate_max", "collapse_fraction")
+BRANCHES = ("cmp", "sel", "win")
+GATE_TAGS = tuple(f"gates/{name}" for name in (*GATES, *(f"share_{x}" for x in BRANCHES)))
+SELECTION_TAGS = tuple(f"selection/{name.removeprefix('sel_')}" for name in SELECTION_FIELDS)
+LAYER_TAGS = tuple(f"layer_{name}" for name in (*GATE_FIELDS, *SELECTION_FIELDS))
+"""A slash and the number of the layer follow: TensorBoard shows all layers of a number together."""
+
+
+def train_scalars(
+    *,
+    loss: float,
+    toks_per_s: float,
+    lr: float,
+    grad_norm: float | None = None,
+    mfu: float | None = None,
+) -> Scalars:
+    """The numbers of a logged step; one that is not known has no point."""
+    values = zip(TRAIN_TAGS, (loss, toks_per_s, lr, grad_norm, mfu), strict=True)
+    return {tag: value for tag, value in values if value is not None}
+
+
+def val_scalars(*, loss: float, ppl: float) -> Scalars:
+    """The result of an evaluation."""
+    return dict(zip(VAL_TAGS, (loss, ppl), strict=True))
+
+
+def attention_scalars(
+    attention: Mapping[str, Any] | None, layers: Sequence[Mapping[str, float]] | None
+) -> Scalars:
+    """Gates and selection, over all layers and by layer, if they were collected.
+
+    `attention` is AttentionStats.summary(), `layers` is AttentionStats.per_layer().
+    """
+    scalars: Scalars = {}
+    if attention:
+        gates = (*(attention[name] for name in GATES), *attention["branch_shares"])
+        scalars |= dict(zip(GATE_TAGS, gates, strict=True))
+        chosen = (attention[name] for name in SELECTION_FIELDS)
+        scalars |= dict(zip(SELECTION_TAGS, chosen, strict=True))
+    for number, layer in enumerate(layers or ()):
+        scalars |= {f"layer_{name}/{number:02d}": value for name, value in layer.items()}
+    return scalars
+
+
+# tb/: the curves of a run as TensorBoard events, written by rank 0.
+#
+# The tags are those of scalars.py. The step of an event is the number of optimizer updates.
+
+FOLDER = "tb"
+FLUSH_S = 30
+"""A run that is killed loses the events of at most this many seconds."""
+
+
+class TensorBoard:
+    """Writes events while it can; without a writer every call does nothing."""
+
+    def __init__(self, folder: Path, writer: SummaryWriter | None) -> None:
+        self.folder = folder
+        self.num_dropped = 0
+        self._writer = writer
+        self._failed = False
+        self._hook, self._hook_before = threading.excepthook, threading.excepthook
+        if writer is not None:
+            self._hook = threading.excepthook = _without(writer, self._hook_before)
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a point to each of these curves: one event, which costs less than one for each."""
+
+        def write(writer: SummaryWriter) -> None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            points = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]
+            writer._get_file_writer().add_summary(Summary(value=points), step)
+
+        if not self._guarded(write):
+            self.num_dropped += len(scalars)
+
+    def close(self) -> None:
+        """Write what waits, and end the file."""
+        self._guarded(lambda writer: writer.close())
+        self._writer = None
+        if threading.excepthook is self._hook:
+            threading.excepthook = self._hook_before
+
+    def _guarded(self, action: Callable[[SummaryWriter], None]) -> bool:
+        """Do it; after the first OSError, which the writer does not survive, do nothing more."""
+        if self._writer is None:
+            return not self._failed
+        try:
+            action(self._writer)
+        except OSError as error:
+            complain(self.folder, error, "no more events")
+            self._writer, self._failed = None, True
+            return False
+        return True
+
+
+def open_tensorboard(
+    out_dir: Path | str,
+    *,
+    rank: int = 0,
+    disabled: bool = False,
+    resumed_at: int = 0,
+    say: Callable[[str], None] | None = None,
+) -> TensorBoard:
+    """Open tb/ in the run folder; for other ranks, or if `disabled`, a board that does nothing.
+
+    A run that goes on after step `resumed_at` tells readers to forget what came later before.
+    Without the tensorboard package nothing is written, and `say` (stderr) hears why.
+    """
+    folder = Path(out_dir) / FOLDER
+    if rank != 0 or disabled:
+        return TensorBoard(folder, None)
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        (say or _to_stderr)(
+            "[telemetry] no TensorBoard events: the package is not installed; add it with "
+            "`pip install -c constraints.txt -e '.[tensorboard]'`, or set NSA_TB_DISABLE=1"
+        )
+        return TensorBoard(folder, None)
+    purge = resumed_at + 1 if resumed_at else None
+    try:
+        writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=FLUSH_S)
+    except OSError as error:
+        complain(folder, error, "no events")
+        return TensorBoard(folder, None)
+    return TensorBoard(folder, writer)
+
+
+def read_scalars(out_dir: Path | str) -> dict[str, list[tuple[int, float]]]:
+    """All curves of a run folder: (step, value) by tag. Needs the tensorboard package."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(Path(out_dir) / FOLDER), size_guidance={"scalars": 0}).Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def _without(
+    writer: SummaryWriter, before: Callable[[threading.ExceptHookArgs], Any]
+) -> Callable[[threading.ExceptHookArgs], Any]:
+    """A hook for errors of threads that is silent about the writer's own.
+
+    That one dies of a full disk with a traceback; the next call of the writer raises the error
+    again, and then it is said in a line.
+    """
+    worker = writer._get_file_writer().event_writer._async_writer._worker
+
+    def quietly(args: threading.ExceptHookArgs) -> None:
+        if args.thread is not worker or not isinstance(args.exc_value, OSError):
+            before(args)
+
+    return quietly
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# The curves of a run for Weights & Biases or trackio, as far as they take them.
+#
+# The library runs in a process of its own (tracker_child.py), because it may block, print, install
+# handlers or fail, and none of that may reach the training. Points go to it through a pipe that is
+# never waited for; a tracker that fails, or takes nothing for long, is dropped with one line.
+#
+# Two files: tracker.json (schema, version 1: `version`, `tracker`, `id`), by which a resumed run
+# goes on under the same name, and tracker.log, what the library printed.
+
+VERSION = 1
+NAME, LOG = "tracker.json", "tracker.log"
+NO_TRACKER = "none"
+PROJECT = "nsa"
+CHILD = Path(__file__).with_name("tracker_process.py")
+MOST_WAITING = 4 * 1024 * 1024
+"""Bytes that wait for a tracker at most; about a thousand logged steps."""
+CLOSE_S = 60.0
+"""How long the end of a run waits for a tracker to finish its own."""
+
+
+class Tracked(NamedTuple):
+    """tracker.json: under which id which tracker has the run."""
+
+    tracker: str
+    id: str
+
+
+class Tracker:
+    """Hands points over; without a process every call does nothing, and no call can fail."""
+
+    def __init__(
+        self,
+        name: str = NO_TRACKER,
+        process: subprocess.Popen[bytes] | None = None,
+        log: Path | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._name, self._process, self._log, self._say = name, process, log, say
+        self.tracked: Tracked | None = None
+        self._waiting = bytearray()
+        if process is not None and process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each of these curves, without waiting."""
+        if self._process is not None:
+            self._send({"step": step, "values": dict(values)})
+
+    def renew(self) -> None:
+        """Write tracker.json again, into a folder that was removed."""
+        if self.tracked is not None and self._log is not None:
+            write_tracked(self._log.parent, self.tracked)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Hand over what waits, let the tracker finish, and end it if it does not."""
+        process, until = self._process, time.monotonic() + timeout_s
+        if process is None or process.stdin is None:
+            return
+        while self._waiting and self._process is not None and time.monotonic() < until:
+            select.select([], [process.stdin], [], max(0.0, until - time.monotonic()))
+            self._push()
+        if self._process is None:
+            return
+        process.stdin.close()
+        try:
+            code = process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._drop(f"it did not finish within {timeout_s:.0f} s")
+            return
+        if code:
+            self._drop(f"it ended with exit code {code}")
+        self._process = None
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._waiting += json.dumps(message).encode() + b"\n"
+        self._push()
+        if len(self._waiting) > MOST_WAITING:
+            self._drop(f"{len(self._waiting) >> 20} MiB wait for it")
+
+    def _push(self) -> None:
+        """Write as much as the pipe takes."""
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            while self._waiting:
+                taken = os.write(self._process.stdin.fileno(), self._waiting)
+                del self._waiting[:taken]
+        except BlockingIOError:
+            return
+        except OSError:  # its log says why
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            self._drop("it has ended")
+
+    def _drop(self, why: str) -> None:
+        process, self._process = self._process, None
+        self._waiting.clear()
+        assert process is not None and process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.kill()
+        process.wait()
+        self._say(
+            f"[telemetry] {self._name} gets no more of this run: {why}{self._last_words()}; "
+            "the run goes on, and its files are complete"
+        )
+
+    def _last_words(self) -> str:
+        """The last line that the library printed, and where the others are."""
+        with contextlib.suppress(OSError):
+            lines = read_text(self._log).split("\n") if self._log else []
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            return f" ({last}; see {self._log})" if last else ""
+        return ""
+
+
+def require_tracker(name: str) -> None:
+    """Refuse a tracker whose package is not there, before anything is trained."""
+    if name != NO_TRACKER and importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"train.tracker={name}: the package is not installed; install it with "
+            f"`pip install -c constraints.txt -e '.[{name}]'`, or use train.tracker=none",
+            key="train.tracker",
+        )
+
+
+def open_tracker(
+    cfg: Config, folder: Path, *, resumed: bool, say: Callable[[str], None]
+) -> Tracker:
+    """Start the process for cfg.train.tracker; for `none`, a tracker that does nothing."""
+    name = cfg.train.tracker
+    if name == NO_TRACKER:
+        return Tracker()
+    tracked = _known(folder, say) if resumed else None
+    if tracked is None or tracked.tracker != name:
+        tracked = Tracked(name, f"{folder.name}-{uuid.uuid4().hex[:8]}")
+    write_tracked(folder, tracked)
+    log = folder / LOG
+    try:
+        with open(log, "ab", opener=open_regular) as output:
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C stops the trainer, which then finishes this one
+            )
+    except OSError as error:
+        say(f"[telemetry] {name} gets nothing of this run: {error}; the run goes on")
+        return Tracker()
+    say(f"[telemetry] {name} follows this run as {tracked.id}; what it prints is in {log}")
+    tracker = Tracker(name, process, log, say)
+    tracker.tracked = tracked
+    start = {"kind": name, "project": raw("WANDB_PROJECT") or PROJECT, "name": folder.name}
+    start |= {"id": tracked.id, "folder": str(folder)}
+    tracker._send(start | {"config": to_container(cfg)})
+    return tracker
+
+
+def _known(folder: Path, say: Callable[[str], None]) -> Tracked | None:
+    try:
+        return read_tracked(folder)
+    except ValueError as error:
+        say(f"[telemetry] {error}; the tracker gets this run under a new id")
+        return None
+
+
+def write_tracked(folder: Path, tracked: Tracked) -> Path:
+    """Write tracker.json; a full disk costs only the file."""
+    path = folder / NAME
+    with best_effort(path):
+        write_text(path, json.dumps({"version": VERSION, **tracked._asdict()}, indent=2) + "\n")
+    return path
+
+
+def read_tracked(folder: Path) -> Tracked | None:
+    """Read tracker.json of a run folder; None where no tracker had the run."""
+    path = folder / NAME
+    try:
+        content = json.loads(read_text(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); remove it") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != VERSION:
+        raise ValueError(
+            f"{path} has version {version!r}; this program reads version {VERSION}; use the "
+            "program that wrote it"
+        )
+    return Tracked(str(content.get("tracker")), str(content.get("id")))

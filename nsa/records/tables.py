@@ -1,0 +1,391 @@
+"""training.csv and val.csv: one line for each logged step, added while the run goes on.
+
+Schema, version 1: a header line, then numbers. training.csv: `step` (optimizer updates done),
+`loss` (nats per token of that update), `lr` (of that update), `toks_per_s` (of all ranks, since
+the line before). val.csv: `step`, `loss` (nats per token on held-out rows), `ppl` (e to the loss).
+
+Lines are appended, not renamed into place, so that `tail -f` follows the file; a reader may meet a
+last line that is not complete, and leaves it out. A full disk costs lines, not the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_type_hints
+
+from nsa.files import LineFile, best_effort, is_regular, read_text, write_text
+from nsa.tail import Line, complete_lines, lines_from_end, sampled_lines
+
+if TYPE_CHECKING:
+    from nsa.model.stats import LayerMap
+    from nsa.ops.fallbacks import Fallback
+
+
+class TrainingRow(NamedTuple):
+    """A line of training.csv."""
+
+    step: int
+    loss: float
+    lr: float
+    toks_per_s: float
+
+
+class ValRow(NamedTuple):
+    """A line of val.csv."""
+
+    step: int
+    loss: float
+    ppl: float
+
+
+Row = TypeVar("Row", bound=NamedTuple)
+"""A tuple of ints and floats with names; the first is the step."""
+
+TRAINING = "training.csv"
+VAL = "val.csv"
+TAIL_BYTES = 1 << 20
+"""As far as last_rows looks back."""
+FORMATS = {"lr": ".6e", "toks_per_s": ".0f"}
+"""Columns that are not written as whole numbers, or with six digits after the point."""
+
+
+class CsvLog(Generic[Row]):
+    """Keeps the rows of a run, and appends each to its file; without a path it only keeps them."""
+
+    def __init__(self, kind: type[Row], path: Path | None, resumed_at: int = 0) -> None:
+        """The file starts anew; a run that goes on from a step keeps its rows up to that one."""
+        self.rows: list[Row] = []
+        self.path = path
+        if path is None:
+            return
+        if resumed_at and is_regular(path):
+            self.rows = [row for row in read_rows(kind, path) if row[0] <= resumed_at]
+        self._head = ",".join(kind._fields) + "\n"
+        self._write(path)
+        self.file = LineFile(path, self._head)
+
+    def renew(self) -> None:
+        """Write the file anew with all rows, where it was removed; the next row opens it."""
+        if self.path is not None:
+            self.file.close()
+            self._write(self.path)
+
+    def _write(self, path: Path) -> None:
+        with best_effort(path):
+            write_text(path, self._head + "".join(f"{_line(row)}\n" for row in self.rows))
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that could not be written."""
+        return 0 if self.path is None else self.file.num_dropped
+
+    def append(self, row: Row) -> None:
+        """Add one row; its line reaches the file in one piece before this returns."""
+        self.rows.append(row)
+        if self.path is not None:
+            self.file.append(_line(row))
+
+
+def _line(row: NamedTuple) -> str:
+    usual = ("d" if isinstance(value, int) else ".6f" for value in row)
+    cells = zip(row._fields, row, usual, strict=True)
+    return ",".join(format(value, FORMATS.get(name, form)) for name, value, form in cells)
+
+
+def read_rows(kind: type[Row], path: Path) -> list[Row]:
+    """Read what was logged so far, without a last line that is not complete."""
+    text = read_text(path, None)
+    complete = list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
+    if not complete:
+        return []
+    header, *lines = complete
+    if tuple(header) != kind._fields:
+        raise ValueError(
+            f"{path}: the header is {','.join(header)!r}, not {','.join(kind._fields)!r}; "
+            "the file is of another version or another program"
+        )
+    types = _types(kind)
+    return [_row(kind, types, cells, f"{path}, line {n}") for n, cells in enumerate(lines, start=2)]
+
+
+def last_rows(kind: type[Row], path: Path, most: int) -> list[Row]:
+    """Read up to `most` of the last complete lines, oldest first, whatever the file's size.
+
+    The header is not among them; a file that is not there has none.
+    """
+    types = _types(kind)
+    found: list[Row] = []
+    for line in lines_from_end(path, TAIL_BYTES):
+        cells = line.text.split(",")
+        if len(found) == most or tuple(cells) == kind._fields:
+            break
+        found.append(_row(kind, types, cells, f"{path}, {line.where}"))
+    return found[::-1]
+
+
+def sample_rows(kind: type[Row], path: Path, most_bytes: int) -> tuple[list[Row], list[str]]:
+    """The rows of the whole file, or of a larger one a sample, and a word on those that are none.
+
+    For a reader that shows what it can; a file that is not there has no rows.
+    """
+    found: list[Row] = []
+    problems: list[str] = []
+    try:
+        lines = [*sampled_lines(path, most_bytes)]
+    except FileNotFoundError:
+        return [], []
+    for line in lines:
+        try:
+            row = parse_row(kind, line, path)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if row is not None:
+            found.append(row)
+    return found, problems
+
+
+def parse_row(kind: type[Row], line: Line, path: Path) -> Row | None:
+    """Read a line of the file `path`; None for its header, ValueError for any other text."""
+    cells = line.text.split(",")
+    if tuple(cells) == kind._fields:
+        return None
+    return _row(kind, _types(kind), cells, f"{path}, {line.where}")
+
+
+@cache
+def _types(kind: type[NamedTuple]) -> tuple[type, ...]:
+    return tuple(get_type_hints(kind).values())
+
+
+def _row(kind: type[Row], types: Sequence[type], cells: Sequence[str], where: str) -> Row:
+    try:
+        return kind._make(cast(cell) for cast, cell in zip(types, cells, strict=True))
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {','.join(cells)!r} is not {','.join(kind._fields)} ({error}); "
+            "remove that line, or look who else writes this file"
+        ) from None
+
+
+# k_stats.csv and fallback_counters.csv: what selection read, and what went another way.
+#
+# Schema, version 1: the header and line format of csv_log. k_stats.csv: `step`, `k_mean` and
+# `k_max` (blocks that a query read), `rows` (queries counted), `pct_at_max` (share of queries, 0 to
+# 1, that read all n_sel blocks). fallback_counters.csv: `step`, then counts since the start of the
+# process.
+
+K_STATS = "k_stats.csv"
+FALLBACK_COUNTERS = "fallback_counters.csv"
+COUNTER_OF_BRANCH = {
+    "sel": "selection_triton_fails",
+    "cmp": "compressed_fa2_fails",
+    "win": "sliding_fa2_fails",
+    "all": "selection_triton_fails",
+}
+"""Branch `all` means that the Triton backend as a whole does not run, and with it selection's."""
+
+
+class KStatsRow(NamedTuple):
+    """A line of k_stats.csv."""
+
+    step: int
+    k_mean: float
+    k_max: int
+    rows: int
+    pct_at_max: float
+
+
+class FallbackRow(NamedTuple):
+    """A line of fallback_counters.csv; cuda, pack and mask are ways that do not exist here: 0."""
+
+    step: int
+    selection_triton_fails: int = 0
+    selection_cuda_fails: int = 0
+    selection_pack_fails: int = 0
+    selection_mask_fails: int = 0
+    compressed_fa2_fails: int = 0
+    sliding_fa2_fails: int = 0
+    total_fallbacks: int = 0
+
+
+class CounterFiles:
+    """Appends to both files of a run."""
+
+    def __init__(self, out_dir: Path | str, resumed_at: int = 0) -> None:
+        """A run that goes on from a step keeps the lines up to it."""
+        folder = Path(out_dir)
+        self.k_stats = CsvLog(KStatsRow, folder / K_STATS, resumed_at)
+        self.fallbacks = CsvLog(FallbackRow, folder / FALLBACK_COUNTERS, resumed_at)
+
+    def renew(self) -> None:
+        """Write both files anew."""
+        self.k_stats.renew()
+        self.fallbacks.renew()
+
+    def append(self, step: int, attention: Mapping[str, Any] | None) -> None:
+        """Add the lines of a logged step; `attention` is AttentionStats.summary(), if collected."""
+        if attention:
+            self.k_stats.append(k_stats_row(step, attention))
+        self.fallbacks.append(FallbackRow(step, **fallback_counts()))
+
+
+def k_stats_row(step: int, attention: Mapping[str, Any]) -> KStatsRow:
+    """The selection part of AttentionStats.summary()."""
+    return KStatsRow(
+        step,
+        attention["sel_k_mean"],
+        int(attention["sel_k_max"]),
+        int(attention["sel_rows"]),
+        attention["sel_pct_at_max"],
+    )
+
+
+def fallback_counts(counts: Mapping[Fallback, int] | None = None) -> dict[str, int]:
+    """Fallbacks by counter name; of this process, unless others are given."""
+    from nsa.ops import fallbacks  # it loads torch, which readers of run folders do without
+
+    totals = dict.fromkeys(FallbackRow._fields[1:], 0)
+    for fallback, number in (fallbacks.counts() if counts is None else counts).items():
+        totals[COUNTER_OF_BRANCH[fallback.branch]] += number
+        totals["total_fallbacks"] += number
+    return totals
+
+
+def read_k_stats(out_dir: Path | str) -> list[KStatsRow]:
+    """Read k_stats.csv of a run folder."""
+    return read_rows(KStatsRow, Path(out_dir) / K_STATS)
+
+
+def read_fallback_counters(out_dir: Path | str) -> list[FallbackRow]:
+    """Read fallback_counters.csv of a run folder."""
+    return read_rows(FallbackRow, Path(out_dir) / FALLBACK_COUNTERS)
+
+
+# selection.jsonl: which blocks the queries read, layer by layer, at some of the logged steps.
+#
+# Schema, version 1: one JSON object a line. `schema`, `ts` (Unix time, s), `step`, `block_tokens`
+# (l_sel), `num_blocks` (of a sequence), `bins`, `edges` (the largest distance of each bin, in
+# blocks), and two lists by layer and KV head. `reads_pct`: for each bin of queries the share of
+# pairs read in each bin of blocks, in percent, without the zeros at its end. `distance_pct`: share
+# of all reads in each bin of distance, in percent; after them that of the sequence's first block,
+# which every query reads, read from two blocks away or more. Page: docs/schemas/selection_jsonl.md.
+
+SCHEMA = 1
+NAME = "selection.jsonl"
+MOST_CELLS = 4_000_000
+"""Numbers that a reader takes from a line at most: more is no line of ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionRecord:
+    """A line, read back."""
+
+    schema: int = SCHEMA
+    ts: float
+    step: int
+    block_tokens: int
+    num_blocks: int
+    bins: int
+    edges: list[int]
+    reads_pct: list[list[list[list[int]]]]
+    """By layer, KV head, bin of queries, bin of blocks; zeros at the end are left out."""
+    distance_pct: list[list[list[float]]]
+    """By layer, KV head, bin of distance; the first block last."""
+
+
+class SelectionFile:
+    """Appends the lines of a run; it is opened with the first."""
+
+    def __init__(self, out_dir: Path | str) -> None:
+        self.path = Path(out_dir) / NAME
+        self._file: LineFile | None = None
+
+    def append(self, step: int, maps: Sequence[LayerMap], now: float | None = None) -> None:
+        """Add a line; `maps` is AttentionStats.selection_maps()."""
+        self._file = self._file or LineFile(self.path)
+        ts = round(time.time() if now is None else now, 6)
+        content = {"schema": SCHEMA, "ts": ts, "step": step} | _content(maps)
+        self._file.append(json.dumps(content, allow_nan=False, separators=(",", ":")))
+
+    def renew(self) -> None:
+        """Go on in a new file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _content(maps: Sequence[LayerMap]) -> dict[str, Any]:
+    first = maps[0]
+    return {
+        "block_tokens": first.block_tokens,
+        "num_blocks": first.num_blocks,
+        "bins": len(first.reads[0]),
+        "edges": first.edges,
+        "reads_pct": [
+            [[_percent_row(row) for row in group] for group in layer.reads] for layer in maps
+        ],
+        "distance_pct": [
+            [[round(100 * share, 2) for share in group] for group in layer.distances]
+            for layer in maps
+        ],
+    }
+
+
+def _percent_row(shares: Sequence[float]) -> list[int]:
+    row = [round(100 * share) for share in shares]
+    while row and row[-1] == 0:
+        row.pop()
+    return row
+
+
+def read_selection(out_dir: Path | str) -> list[SelectionRecord]:
+    """All lines that still count: of a step that was done twice, and after it, the later ones."""
+    path = Path(out_dir) / NAME
+    kept: list[SelectionRecord] = []
+    for line in complete_lines(path):
+        record = parse_selection(line.text, f"{path}, {line.where}")
+        while kept and kept[-1].step >= record.step:
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+def parse_selection(text: str, where: str) -> SelectionRecord:
+    """Read a line; ValueError where it is none of ours, or of a newer version."""
+    try:
+        content = json.loads(text)
+        schema = int(content["schema"])
+        if schema > SCHEMA:
+            raise ValueError(f"schema {schema}; this program reads up to {SCHEMA}")
+        names = SelectionRecord.__dataclass_fields__
+        record = SelectionRecord(**{name: content[name] for name in names})
+        _check(record)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: not a line of {NAME} ({type(error).__name__}: {error}): {text[:60]!r}; "
+            "remove that line, or use the program that wrote it"
+        ) from None
+    return record
+
+
+def _check(record: SelectionRecord) -> None:
+    """Types and sizes: a file may hold anything."""
+    sizes = (record.step, record.block_tokens, record.num_blocks, record.bins)
+    if not all(type(size) is int and 0 <= size < 1 << 40 for size in sizes):
+        raise ValueError("step, block_tokens, num_blocks and bins are whole numbers")
+    if type(record.ts) not in (int, float) or not all(type(e) is int for e in record.edges):
+        raise ValueError("ts is a number, edges are whole numbers")
+    rows: list[Sequence[float]] = [
+        row for layer in record.reads_pct for group in layer for row in group
+    ]
+    rows += [row for layer in record.distance_pct for row in layer]
+    if len(record.reads_pct) != len(record.distance_pct) or sum(map(len, rows)) > MOST_CELLS:
+        raise ValueError("reads_pct and distance_pct do not fit together")
+    if not all(type(value) in (int, float) and 0 <= value <= 100 for r in rows for value in r):
+        raise ValueError("a share is not between 0 and 100")

@@ -1,0 +1,170 @@
+"""Feeding a run: its data opened in time, batches read ahead, and what is said about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from nsa.config import Config
+from nsa.config.env import read
+from nsa.data import (
+    DamagedShard,
+    Data,
+    DataError,
+    Loader,
+    Rows,
+    SourceLost,
+    open_data,
+    within,
+)
+from nsa.data.loader import PATIENCE_S
+from nsa.records import Heartbeat
+from nsa.train.checkpoint import find
+from nsa.train.distributed.strategy import Strategy
+from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed
+from nsa.train.log import Vitals
+from nsa.train.runtime import Runtime
+
+STREAMED = "fineweb_edu"
+"""The source that comes over the network, and may not come."""
+KEPT_STEPS = 3
+"""Updates whose batches are remembered: their losses are looked at one step late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How patient a run is with its data."""
+
+    timeout_s: float = 60.0
+    """From the start of the run to the first batch of a source that is streamed."""
+    synthetic_on_fail: bool = False
+    """Train on random tokens, aloud, when that time is over or the source cannot be read."""
+    report_docs: int = 1000
+    """Documents of a stream between two lines about it; 0 says nothing."""
+
+
+def open_in_time(cfg: Config, options: LoaderOptions, say: Callable[[str], None]) -> Data:
+    """Open the data of a run; a source that is streamed has a limited time for it."""
+
+    def attempt() -> Data:
+        train = cfg.train
+        return open_data(
+            cfg.data, train.seq_len, train.seed, report_docs=options.report_docs, say=say
+        )
+
+    if cfg.data.dataset != STREAMED:
+        return attempt()
+    note = partial(note_failure, Path(cfg.train.out_dir))
+    with failures(cfg, started=False, note=note):
+        say(f"[data] opening {cfg.data.hub_dataset} ({cfg.data.hub_subset or 'default'})")
+        return within(options.timeout_s, attempt, f"the data of {cfg.data.hub_dataset}")
+
+
+@contextmanager
+def checking(data: Data, ranks: Strategy, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold shards to their hashes while a run lasts: on one rank of each machine."""
+    check = data.check if read("LOCAL_RANK") == 0 else None
+    with ranks.fetching():
+        if check is not None:
+            check.begin(say)
+    try:
+        yield
+    finally:
+        if check is not None:
+            check.close()
+
+
+def read_ahead(rows: Rows, cfg: Config, runtime: Runtime, ranks: Strategy) -> Loader:
+    """The same rows with a queue before them, for the batches of this rank."""
+    return Loader(
+        rows,
+        depth=max(1, read("NSA_FWE_Q")) if read("NSA_FWE_PREFETCH") else 0,
+        stride=ranks.world_size * cfg.train.batch_size,
+        keep=KEPT_STEPS * cfg.train.accumulate_grad_batches,
+        patience_s=ranks.patience_s(PATIENCE_S),
+        pin=runtime.device.type == "cuda",
+    )
+
+
+def fetch_first(
+    loader: Loader,
+    cfg: Config,
+    done: int,
+    position: int,
+    options: LoaderOptions,
+    opened_s: float,
+    vitals: Vitals,
+    say: Callable[[str], None],
+) -> None:
+    """Wait for the batch at `position`, the first after `done` updates, and for those that warm
+    the queue up.
+
+    `opened_s` seconds of the time went into opening the source.
+    """
+    if not cfg.data.dataset.startswith(STREAMED):
+        return
+    with failures(cfg, started=False, note=partial(vitals.heartbeat.loader_error, step=done)):
+        left_s = max(options.timeout_s - opened_s, 1.0)
+        seconds = opened_s + loader.fetch_first(position, cfg.train.batch_size, left_s)
+    say(f"[train] first FineWeb‑Edu batch fetched in {seconds:.2f}s")  # noqa: RUF001
+    vitals.heartbeat.loader_ready(seconds, done)
+    if requested := read("NSA_FWE_WARMUP_BATCHES"):
+        start = time.perf_counter()
+        filled = loader.wait_until_ready(
+            requested, read("NSA_FWE_WARMUP_TIMEOUT") or options.timeout_s
+        )
+        wait_ms = 1e3 * (time.perf_counter() - start)
+        say(f"[data] warm-up: {filled} of {requested} batches in {wait_ms:.0f} ms")
+        vitals.heartbeat.loader_warmup(requested, filled, wait_ms, done)
+
+
+@contextmanager
+def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iterator[None]:
+    """Note what a source raises, and make it the end of the run."""
+    try:
+        yield
+    except (SourceLost, DataError) as error:
+        when = "no data came any more" if started else "no first batch came"
+        damaged = isinstance(error, DamagedShard)
+        when = "the data is damaged" if damaged else when
+        message = f"data.dataset={cfg.data.dataset}: {when}: {error}"
+        note(message)
+        exit_code = NO_DATA if isinstance(error, SourceLost) else BAD_DATA
+        raise LoaderFailed(
+            message, started=started, exit_code=exit_code, damaged=damaged
+        ) from error
+
+
+def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -> Config:
+    """The same run on random tokens; raise the error again where that would do harm."""
+    folder = Path(cfg.train.out_dir)
+    if saved := find.paths_of(folder):
+        raise LoaderFailed(
+            f"{error}; --synthetic-on-fail was not obeyed: {folder} has a checkpoint of step "
+            f"{find.step_of(saved[0])}, and a run on random tokens would put it aside",
+            started=False,
+            exit_code=error.exit_code,
+        ) from error
+    for line in (
+        "!" * 80,
+        f"[data] {error}",
+        "[data] --synthetic-on-fail: training goes on with RANDOM TOKENS, from which nothing can",
+        "[data] be learned; metrics.json says so, too (data_fallback)",
+        "!" * 80,
+    ):
+        say(line)
+    data = dataclasses.replace(cfg.data, dataset="synthetic", hub_subset="", hub_revision="")
+    return dataclasses.replace(cfg, data=data)
+
+
+def note_failure(folder: Path, error: str) -> None:
+    """Leave a line in the heartbeat of a run that did not come to its first step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heartbeat = Heartbeat(folder, read("RANK"))
+    heartbeat.loader_error(error)
+    heartbeat.close()

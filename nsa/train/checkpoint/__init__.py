@@ -1,0 +1,1 @@
+"""Checkpoints: finding, reading, writing, and the rules of resuming from one."""

@@ -1,0 +1,151 @@
+"""The checkpoints of a folder in both forms: the single file (checkpoint.py) and the folder of
+parts (sharded.py). Whoever looks for a checkpoint, or opens one, does it here.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from nsa.files import replacing
+from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint import folder as checkpoint_folder
+from nsa.train.checkpoint.file import BadCheckpoint, Content
+
+if TYPE_CHECKING:
+    from torch import Tensor  # what only looks for checkpoints and verifies them needs none
+
+
+class Verified(NamedTuple):
+    """A checkpoint that matches its manifest."""
+
+    step: int
+    bytes: int
+
+
+def paths_of(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, finished or not; a file before its folder."""
+    files = [
+        folder / checkpoint_file.NAME.format(step=step) for step in checkpoint_file.steps_of(folder)
+    ]
+    folders = [
+        path
+        for path in folder.glob("checkpoint_step*")
+        if checkpoint_folder.PATTERN.fullmatch(path.name) and path.is_dir()
+    ]
+    return sorted([*files, *folders], key=step_of, reverse=True)  # keeps the order of equals
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a name is that of a checkpoint, in either form."""
+    return bool(
+        checkpoint_file.PATTERN.fullmatch(path.name)
+        or checkpoint_folder.PATTERN.fullmatch(path.name)
+    )
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    name = checkpoint_file.PATTERN.fullmatch(path.name) or checkpoint_folder.PATTERN.fullmatch(
+        path.name
+    )
+    if name is None:
+        raise BadCheckpoint(
+            f"{path} is no name of a checkpoint; it must be checkpoint_step{{N}}.pt or "
+            "checkpoint_step{N}"
+        )
+    return int(name[1])
+
+
+def verify(path: Path) -> Verified:
+    """Hold a checkpoint to its manifest; raise BadCheckpoint where they differ."""
+    manifest = checkpoint_folder.verify(path) if _is_folder(path) else checkpoint_file.verify(path)
+    return Verified(manifest.step, manifest.bytes)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether all of a checkpoint is there, by its size; the hash takes seconds."""
+    return (checkpoint_folder.is_complete if _is_folder(path) else checkpoint_file.is_complete)(
+        path
+    )
+
+
+def peek(path: Path, *, verified: bool = False) -> Content:
+    """Read all but the large tensors of a folder, which are of the device meta; a file whole.
+
+    `verified`: somebody has held the parts to the manifest already.
+    """
+    if not _is_folder(path):
+        return checkpoint_file.read(path)
+    from nsa.train.checkpoint import sharded_io  # takes a second to import
+
+    if not verified:
+        checkpoint_folder.verify(path)
+    return sharded_io.read_state(path)
+
+
+def fill(path: Path, content: Content) -> Content:
+    """What `peek` has read, with all tensors on the host."""
+    if not _is_folder(path):
+        return content
+    from nsa.train.checkpoint import sharded_io
+
+    return sharded_io.fill(path, content, _on_host)
+
+
+def read(path: Path) -> Content:
+    """Read a checkpoint that has been verified, whole."""
+    return fill(path, peek(path))
+
+
+def back_up(path: Path, folder: Path) -> Path:
+    """Copy a checkpoint and its manifest elsewhere, and hold the copy to the manifest."""
+    verify(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / path.name
+    if path.is_dir():
+        checkpoint_folder.copy(path, copy)
+    else:
+        with replacing(copy) as temporary:
+            shutil.copyfile(path, temporary)
+        with replacing(checkpoint_file.manifest_path(copy)) as temporary:
+            shutil.copyfile(checkpoint_file.manifest_path(path), temporary)
+    verify(copy)
+    return copy
+
+
+def remove_old(folder: Path, keep: int) -> list[Path]:
+    """Delete all but the newest `keep` checkpoints that match their manifests; 0 keeps all.
+
+    What does not match is neither counted nor deleted: a person should look at it.
+    """
+    removed: list[Path] = []
+    good = 0
+    for path in paths_of(folder) if keep else []:
+        # Bytes alone: their hash was checked when they were written, and takes seconds.
+        if not is_complete(path):
+            continue
+        good += 1
+        if good > keep:
+            remove(path)
+            removed.append(path)
+    return removed
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint so that no half of it counts as one."""
+    if _is_folder(path):
+        checkpoint_folder.remove(path)
+    else:
+        # Without it the file does not count any more.
+        checkpoint_file.manifest_path(path).unlink(missing_ok=True)
+        path.unlink()
+
+
+def _is_folder(path: Path) -> bool:
+    return bool(checkpoint_folder.PATTERN.fullmatch(path.name))
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return x.new_zeros(x.shape, device="cpu")

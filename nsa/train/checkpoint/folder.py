@@ -1,0 +1,151 @@
+"""checkpoint_step{N}/: the same as checkpoint_step{N}.pt, in parts that ranks write side by side.
+
+    __{r}_0.distcp   what rank r held of the tensors, as torch.distributed.checkpoint (DCP) does it
+    .metadata        which part of which tensor lies where: DCP's own list, a pickle (part_list.py
+                     says how it is read)
+    state.pt         all the rest: the content of the single file (checkpoint.py), with empty
+                     tensors of the right shape and type (device meta) for those in the parts
+    manifest.json    version, step, bytes, and bytes and sha256 of every file beside it
+
+The folder is written under a hidden name and renamed when all of it is on the disk, so one with
+this name is complete. docs/schemas/checkpoint_folder.md has the same for readers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from nsa.files import is_regular, put_in_place, read_text, temporary_name, write_text
+from nsa.train.checkpoint.file import BadCheckpoint, file_sha256, require_file
+
+VERSION = 1
+NAME = "checkpoint_step{step}"
+PATTERN = re.compile(r"checkpoint_step(\d+)")
+MANIFEST = "manifest.json"
+STATE = "state.pt"
+METADATA = ".metadata"
+SHARD = re.compile(r"__\d+_\d+\.distcp")
+
+
+class FilePrint(NamedTuple):
+    """What a file must be, bit by bit."""
+
+    bytes: int
+    sha256: str
+
+
+class FolderManifest(NamedTuple):
+    """What a checkpoint folder must hold."""
+
+    step: int
+    bytes: int
+    files: dict[str, FilePrint]
+
+
+def print_of(path: Path) -> FilePrint:
+    """The size and the hash of a file."""
+    return FilePrint(path.stat().st_size, file_sha256(path))
+
+
+def put_folder_in_place(
+    temporary: Path, path: Path, step: int, files: dict[str, FilePrint]
+) -> None:
+    """Write the manifest, and give the folder its name; one that had it before goes."""
+    size = sum(file.bytes for file in files.values())
+    listed = {name: file._asdict() for name, file in sorted(files.items())}
+    content = {"version": VERSION, "step": step, "bytes": size, "files": listed}
+    write_text(temporary / MANIFEST, json.dumps(content, indent=1) + "\n")
+    if path.exists():
+        remove(path)
+    put_in_place(temporary, path)
+
+
+def copy(path: Path, to: Path) -> None:
+    """Copy a folder; `to` is complete when it is there."""
+    temporary = temporary_name(to)
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(path, temporary)
+    if to.exists():
+        remove(to)
+    put_in_place(temporary, to)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder; it loses its name first, so that no half of it counts."""
+    doomed = temporary_name(path.with_name(f"{path.name}.old"))
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def verify(path: Path) -> FolderManifest:
+    """Hold every file of a folder to the manifest; raise BadCheckpoint where they differ."""
+    manifest = read_manifest(path)
+    for name, expected in manifest.files.items():
+        verify_file(path, name, expected)
+    return manifest
+
+
+def verify_file(path: Path, name: str, expected: FilePrint) -> None:
+    """Hold one file to what its manifest says; raise BadCheckpoint where they differ."""
+    file = path / name
+    if not file.exists() and not file.is_symlink():
+        raise BadCheckpoint(f"{file} is not there: the folder is not whole; use an older one")
+    require_file(file)
+    size = file.stat().st_size
+    if size != expected.bytes:
+        raise BadCheckpoint(
+            f"{file} has {size} bytes, its manifest says {expected.bytes}: it was cut or replaced; "
+            "use an older checkpoint"
+        )
+    if file_sha256(file) != expected.sha256:
+        raise BadCheckpoint(
+            f"{file} does not have the sha256 of its manifest: its bytes have changed; "
+            "use an older checkpoint"
+        )
+
+
+def read_manifest(path: Path) -> FolderManifest:
+    """Read the manifest of a checkpoint folder."""
+    if path.is_symlink():
+        raise BadCheckpoint(f"{path} is a link, and links are not followed; copy the folder there")
+    if not path.is_dir():
+        raise BadCheckpoint(f"{path} does not exist; name a checkpoint_step{{N}} that does")
+    file = path / MANIFEST
+    try:
+        content = json.loads(read_text(file))
+        version = content["version"]
+        prints = {name: FilePrint(**entry) for name, entry in content["files"].items()}
+        manifest = FolderManifest(int(content["step"]), int(content["bytes"]), prints)
+    except FileNotFoundError:
+        raise BadCheckpoint(
+            f"{path} has no {MANIFEST}: it was not finished; use an older checkpoint"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} is not a manifest ({error}); use an older one") from None
+    named = PATTERN.fullmatch(path.name)
+    if version != VERSION or named is None or int(named[1]) != manifest.step:
+        raise BadCheckpoint(
+            f"{file} is of version {version!r} for step {manifest.step}, not of version {VERSION} "
+            f"for {path.name}; use an older checkpoint"
+        )
+    unknown = [n for n in prints if n not in (STATE, METADATA) and not SHARD.fullmatch(n)]
+    missing = [n for n in (STATE, METADATA) if n not in prints]
+    if unknown or missing:
+        what = f"lists {unknown[0]!r}" if unknown else f"lacks {missing[0]}"
+        raise BadCheckpoint(f"{file} {what}: this is no checkpoint of ours; use another")
+    return manifest
+
+
+def is_complete(path: Path) -> bool:
+    """Whether all files are there with their sizes; their hashes take seconds."""
+    try:
+        files = read_manifest(path).files
+    except BadCheckpoint:
+        return False
+    found = {name: path / name for name in files}
+    return all(is_regular(p) and p.stat().st_size == files[n].bytes for n, p in found.items())

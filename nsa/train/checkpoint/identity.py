@@ -1,0 +1,181 @@
+"""What decides the numbers of a run, and whether a checkpoint is of the run that is asked for.
+
+Two things may differ, because the updates done so far are those of either: the number of ranks,
+whose accumulation is changed so that the global batch stays, and a schedule that gives all those
+updates the same rates (a longer run with a constant rate, or with wsd before its fall).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from nsa.config import Config, ConfigError, TrainConfig, to_container
+from nsa.data import Data
+from nsa.train.checkpoint.file import Content
+from nsa.train.optimizer import lr_at
+from nsa.train.spikes import ACTING
+
+DECIDING = (
+    *("steps", "seq_len", "lr", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip"),
+    "seed",
+)
+"""Keys of the train group that change the numbers; the global batch stands for its parts."""
+YOUNGER = (
+    *("train.decay_steps", "train.optimizer", "data.respect_documents"),
+    "model.embed_std",
+)
+"""More keys that change the numbers, left out at their defaults."""
+SCHEDULE = ("steps", "lr", "lr_schedule", "warmup_steps", "decay_steps")
+"""Keys of the train group that change the rates, and nothing else."""
+BATCH, DATA = "global batch", "data (train)"
+INITIAL = "initial weights"
+"""Their sha256, where a run does not start from random ones (init_from.py)."""
+UNKNOWN = "unknown"
+"""In place of it, where the file is gone: then those of the checkpoint are taken to be meant."""
+
+Identity = dict[str, str]
+
+
+def identity_of(cfg: Config, data: Data, world_size: int = 1) -> Identity:
+    """All that decides the numbers of a run, as text by name."""
+    groups = to_container(cfg)
+    found = {
+        f"{group}.{key}": value
+        for group in ("model", "nsa")
+        for key, value in groups[group].items()
+    }
+    found |= {f"train.{key}": groups["train"][key] for key in DECIDING}
+    found[BATCH] = global_batch(cfg, world_size)
+    found["runtime.precision"] = cfg.runtime.precision
+    # Younger settings count only where they are chosen: checkpoints from before them go on.
+    usual = to_container(Config())
+    for name in YOUNGER:
+        group, key = name.split(".")
+        found.pop(name, None)
+        if groups[group][key] != usual[group][key]:
+            found[name] = groups[group][key]
+    if cfg.train.spike_rule in ACTING:
+        keys = ("spike_rule", "spike_threshold", "spike_window")
+        found |= {f"train.{key}": groups["train"][key] for key in keys}
+    found |= {DATA: data.train.fingerprint(), "data (val)": data.val.fingerprint()}
+    return {name: str(value) for name, value in found.items()}
+
+
+def global_batch(cfg: Config, world_size: int) -> int:
+    """Rows in an update, over all ranks."""
+    return world_size * rows_of_rank(cfg.train)
+
+
+def rows_of_rank(train: TrainConfig) -> int:
+    """Rows that one rank has in an update."""
+    return train.batch_size * train.accumulate_grad_batches
+
+
+class Fit(NamedTuple):
+    """How a checkpoint fits the run that is asked for."""
+
+    changed: list[str]
+    """What makes it another run's, a sentence each; empty where it is of this one."""
+    resumes: list[str]
+    """Overrides with which this command would be that run."""
+    identity: Identity
+    """Of the run that goes on."""
+    accumulate: int
+    """train.accumulate_grad_batches with which the global batch stays."""
+    notes: list[str]
+    """What differs and does no harm."""
+
+
+def fit(content: Content, cfg: Config, identity: Identity, world_size: int) -> Fit:
+    """Hold the content of a checkpoint to a config and its identity."""
+    stored: Identity = content["identity"]
+    accumulate, notes = cfg.train.accumulate_grad_batches, []
+    if identity.get(INITIAL) == UNKNOWN and INITIAL in stored:
+        identity = identity | {INITIAL: stored[INITIAL]}
+    if stored.get(BATCH) != identity[BATCH]:
+        kept = _rescaled(content, cfg.train, world_size)
+        if kept is not None:
+            notes.append(
+                f"the global batch of {stored[BATCH]} rows stays on {world_size} "
+                f"rank{'s' * (world_size != 1)}: train.accumulate_grad_batches is {kept}, "
+                f"not {accumulate}"
+            )
+            accumulate, identity = kept, identity | {BATCH: stored[BATCH]}
+    names = sorted(n for n in stored.keys() | identity.keys() if stored.get(n) != identity.get(n))
+    rates = [name for name in names if name in {f"train.{key}" for key in SCHEDULE}]
+    if rates and _same_rates(content, cfg.train):
+        notes.append(
+            f"{'; '.join(_differences(rates, stored, identity))}: the {content['step']} updates "
+            "done had the rates that they have here"
+        )
+        names = [name for name in names if name not in rates]
+    return Fit(
+        _differences(names, stored, identity),
+        [*_overrides(names, content, cfg, world_size)],
+        identity,
+        accumulate,
+        notes,
+    )
+
+
+def _differences(names: list[str], stored: Identity, wanted: Identity) -> list[str]:
+    return [
+        f"{name}: {stored.get(name, 'absent')} there, {wanted.get(name, 'absent')} here"
+        for name in names
+    ]
+
+
+def _rescaled(content: Content, train: TrainConfig, world_size: int) -> int | None:
+    """The accumulation that keeps the global batch; None where the ranks are not the reason, or
+    cannot share it out in equal parts.
+
+    A command that was given again, on as many ranks as last time, asks for the same rows for each
+    rank as it did then: those that it asked for are in the checkpoint, and not what became of them.
+    """
+    total, stored = int(content["identity"][BATCH]), content["cfg"]["train"]
+    used = stored["batch_size"] * stored["accumulate_grad_batches"]
+    asked = content.get("batch", {"world_size": total // used, "rows_of_rank": used})
+    if world_size == asked["world_size"] and rows_of_rank(train) != asked["rows_of_rank"]:
+        return None
+    rows = world_size * train.batch_size
+    return total // rows if total % rows == 0 else None
+
+
+def _same_rates(content: Content, train: TrainConfig) -> bool:
+    """Whether all updates so far had the rates that this schedule gives them."""
+    stored = content["cfg"]["train"]
+    try:
+        before = TrainConfig(**{key: stored[key] for key in SCHEDULE if key in stored})
+    except (ConfigError, TypeError):  # of another version, where they meant something else
+        return False
+    return all(lr_at(s, before) == lr_at(s, train) for s in range(1, content["step"] + 1))
+
+
+def _overrides(names: list[str], content: Content, cfg: Config, world_size: int) -> Iterator[str]:
+    """What to add to a command so that it is the run of a checkpoint, as far as settings can."""
+    stored, ours = content["cfg"], to_container(cfg)
+    for name in names:
+        group, _, key = name.partition(".")
+        if key and key in stored.get(group, {}):
+            yield _override(group, key, stored[group][key])
+        elif name == DATA:
+            for key, value in stored["data"].items():
+                if ours["data"].get(key) != value:
+                    yield _override("data", key, value)
+        elif name == INITIAL:
+            yield _override("train", "init_from", stored["train"].get("init_from", ""))
+        elif name == BATCH:
+            rows = world_size * cfg.train.batch_size
+            total = int(content["identity"][BATCH])
+            if total % rows == 0:
+                yield _override("train", "accumulate_grad_batches", total // rows)
+            elif total % world_size == 0:
+                yield _override("train", "batch_size", total // world_size)
+                yield _override("train", "accumulate_grad_batches", 1)
+
+
+def _override(group: str, key: str, value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return shlex.quote(f"{group}.{key}={text}")

@@ -1,0 +1,209 @@
+"""model.pt: the weights of a model with the config that builds it.
+
+Schema: a dict of `state_dict` (fp32 tensors on the CPU) and `cfg` (the resolved config as plain
+dicts). A checkpoint (shelf.py) has both, too, so a model can be loaded from either. All of it
+loads with `torch.load(..., weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from nsa.config import Config, Setting, build, to_container
+from nsa.files import is_regular, replacing
+from nsa.model import TinyLM
+from nsa.train.checkpoint import find
+from nsa.train.checkpoint.file import Unreadable, load_tensors, named_by_user
+
+NAME = "model.pt"
+
+
+class BadModelFile(ValueError):
+    """A file that no model can be loaded from; the message says why and what to do."""
+
+
+def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
+    """Write the model; the name holds either the old file or the whole new one."""
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    with replacing(path) as temporary:
+        torch.save({"state_dict": weights, "cfg": to_container(cfg)}, temporary)
+    return path
+
+
+def find_model(path: Path) -> Path:
+    """A file as it is; of a run folder its model.pt, or else its newest checkpoint."""
+    if not path.is_dir() or find.is_checkpoint(path):
+        return named_by_user(path)
+    saved = find.paths_of(path)
+    return path / NAME if is_regular(path / NAME) or not saved else saved[0]
+
+
+def load_model(path: Path) -> tuple[TinyLM, Config]:
+    """Build the model of a file on the CPU, in evaluation mode, with its config.
+
+    A checkpoint is held to its manifest first. Names and shapes are compared before anything of
+    the size that the config asks for is allocated.
+    """
+    content = read_weights(path)
+    weights, cfg = content["state_dict"], _config(content["cfg"], path)
+    _check_layers(weights, cfg, path)
+    with torch.device("meta"), _Unfilled():
+        model = TinyLM.from_config(cfg, vocab=_vocab(weights, path))
+    _check_shapes(weights, model.state_dict(), path)
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.float().requires_grad_().eval(), cfg
+
+
+class _Unfilled(TorchFunctionMode):
+    """Builds modules without drawing their first weights, which the file replaces.
+
+    On the device meta there is nothing to draw, and torch would load its compiler to find that out.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def weights_sha256(weights: dict[str, Tensor]) -> str:
+    """A hash of weights by name, whatever file they lie in."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """The `state_dict` and `cfg` of a model file or of a checkpoint, as they are there."""
+    if find.is_checkpoint(path):
+        # Without the optimizer, which is twice as large.
+        return find.fill(path, find.peek(path) | {"optimizer": {}})
+    if not path.exists():
+        raise BadModelFile(
+            f"{path} does not exist; name a model.pt, a checkpoint_step{{N}}.pt or a run folder"
+        )
+    try:
+        content = load_tensors(path, sums=True)
+    except Unreadable as error:
+        raise BadModelFile(
+            f"{path} cannot be read as a model ({error.reason}); name a model.pt that a run has "
+            "written"
+        ) from None
+    keys = ("state_dict", "cfg")
+    if not isinstance(content, dict) or not all(isinstance(content.get(k), dict) for k in keys):
+        raise BadModelFile(
+            f"{path} has no weights with their config (state_dict and cfg); name a model.pt or a "
+            "checkpoint that a run has written"
+        )
+    return content
+
+
+def _config(groups: dict[str, Any], path: Path) -> Config:
+    wrong = [group for group, values in groups.items() if not isinstance(values, dict)]
+    if wrong:
+        raise BadModelFile(f"{path}: cfg.{wrong[0]} is no group of settings; use another file")
+    return build(
+        [
+            Setting(f"{group}.{key}", value, str(path))
+            for group, values in groups.items()
+            for key, value in values.items()
+        ]
+    )
+
+
+def _vocab(weights: dict[str, Any], path: Path) -> int:
+    embedding = weights.get("embed.weight")
+    if not isinstance(embedding, torch.Tensor) or embedding.dim() != 2 or not len(embedding):
+        raise BadModelFile(f"{path} holds no embedding (embed.weight); use another file")
+    return len(embedding)
+
+
+def _check_layers(weights: dict[str, Any], cfg: Config, path: Path) -> None:
+    """Before the model is built: even without memory, a layer takes time."""
+    names = [str(name).split(".") for name in weights]
+    layers = {parts[1] for parts in names if parts[0] == "blocks" and len(parts) > 1}
+    if len(layers) != cfg.model.n_layers:
+        raise BadModelFile(
+            f"{path} holds {len(layers)} layers, its config says {cfg.model.n_layers}: they are "
+            "not of one model; use another file"
+        )
+
+
+def _check_shapes(weights: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+    for name in sorted(expected.keys() | weights.keys()):
+        given = list(weights[name].shape) if isinstance(weights.get(name), torch.Tensor) else None
+        needed = list(expected[name].shape) if name in expected else None
+        if given != needed:
+            raise BadModelFile(
+                f"{path}: {name} is {given or 'not there'}, the model of its config has "
+                f"{needed or 'no such tensor'}: they are not of one model; use another file"
+            )
+
+
+# Weights as a safetensors file: a header in JSON, then the raw numbers; nothing in it can run.
+#
+# The format: 8 bytes with the length of the header (little endian), the header (for every tensor
+# its dtype, shape and byte range; texts under `__metadata__`), padded with spaces to 8 bytes, the
+# data.
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+ALIGNMENT = 8
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Path:
+    """Write CPU tensors, each whole, in the order of their names."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    names = sorted(tensors)
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in DTYPES)
+            raise ValueError(f"{name} is {tensor.dtype}; safetensors files here hold {allowed}")
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            flat = tensors[name].detach().cpu().contiguous().flatten()
+            file.write(flat.view(torch.uint8).numpy().tobytes())
+    return path
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the tensors and the metadata back; refuses a header that does not fit its file."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or size > len(content) - 8:
+        raise ValueError(f"{path} is too short for its header of {size} bytes; it was cut")
+    header = json.loads(content[8 : 8 + size])
+    metadata = header.pop("__metadata__", {})
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    tensors = {}
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        if end > len(content) - 8 - size:
+            raise ValueError(f"{path} ends before {name}; it was cut")
+        data = bytearray(content[8 + size + first : 8 + size + end])
+        flat = torch.frombuffer(data, dtype=dtypes[entry["dtype"]]) if data else torch.empty(0)
+        tensors[name] = flat.reshape(entry["shape"])
+    return tensors, metadata

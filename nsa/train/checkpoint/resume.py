@@ -1,0 +1,303 @@
+"""Whether a run goes on from a checkpoint, and from which one.
+
+Without being told, a run goes on from the newest good checkpoint of its folder if it is of the same
+run, which is not finished. Otherwise it starts over, and the old files move to previous/<time>/;
+but only where the run that is put aside is finished, has no checkpoint, or has trained for less
+than SHORT_S by its own record. Else nothing is touched, and the message names two commands.
+
+Told `latest`, a run must find a checkpoint; told a file, it must be that one; told `none`, it
+starts over in any case. A restart by a launcher puts nothing aside, whatever it was told: it goes
+on from the newest checkpoint, from step 0 where there was none yet, and ends where nothing is left
+to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from nsa.config import Config
+from nsa.config.env import read
+from nsa.records import Metrics, read_config, read_metrics
+from nsa.train.checkpoint import find
+from nsa.train.checkpoint.file import BadCheckpoint, Content, named_by_user
+from nsa.train.checkpoint.identity import Fit, Identity, fit
+from nsa.train.distributed.strategy import Strategy
+from nsa.train.errors import NothingLeft, RunRefused
+from nsa.train.progress import clock
+
+AUTO, LATEST, NONE = "auto", "latest", "none"
+SHORT_S = 600.0
+"""A run with less training than this may be put aside by a plain command."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The run that is to be trained."""
+
+    folder: Path
+    wanted: str
+    """auto, latest, none, or a checkpoint."""
+    cfg: Config
+    identity: Identity
+    steps: int
+    """Where it ends: train.steps, or earlier."""
+    world_size: int = 1
+    restarted: bool = False
+    """Whether a launcher has started it again, after it had ended."""
+
+
+class Start(NamedTuple):
+    """A checkpoint to go on from; shelf.peek says what of its content is there already."""
+
+    path: Path
+    content: Content
+    fit: Fit
+
+
+class Beginning(NamedTuple):
+    """How a run begins."""
+
+    start: Start | None
+    """None: at step 0."""
+    keeps: bool
+    """Whether it goes on in the files of its folder; otherwise they move aside."""
+
+    def adapt(self, cfg: Config) -> Config:
+        """The config with the accumulation that keeps the global batch."""
+        if self.start is None:
+            return cfg
+        train = dataclasses.replace(cfg.train, accumulate_grad_batches=self.start.fit.accumulate)
+        return dataclasses.replace(cfg, train=train)
+
+
+def was_restarted() -> bool:
+    """Whether torchrun or our launcher has started this process in place of one that failed."""
+    return bool(read("TORCHELASTIC_RESTART_COUNT") or read("NSA_RESTART_COUNT"))
+
+
+def find_start_together(ranks: Strategy, asked: Asked, say: Say) -> Beginning:
+    """The same on every rank: the first looks, and the others read what it has found."""
+    found = Beginning(None, False)
+
+    def look() -> str:
+        nonlocal found
+        found = find_start(asked, say)
+        return json.dumps([str(found.start.path) if found.start else "", found.keeps])
+
+    path, keeps = json.loads(ranks.from_first(look))
+    if ranks.is_first or not path:
+        return Beginning(found.start, keeps)
+    return Beginning(_start(Path(path), find.peek(Path(path), verified=True), asked), keeps)
+
+
+def find_start(asked: Asked, say: Say) -> Beginning:
+    """Where to begin; RunRefused where that would put a run aside that somebody may miss."""
+    wanted = asked.wanted
+    if asked.restarted:
+        say("[resume] this is a restart: nothing is put aside, the newest checkpoint counts")
+        wanted = AUTO if wanted in (NONE, LATEST) else wanted
+    if wanted == NONE:
+        return Beginning(None, keeps=False)
+    newest = None if wanted not in (AUTO, LATEST) and not asked.restarted else _newest(asked, say)
+    if wanted not in (AUTO, LATEST):
+        start = _named(Path(wanted), newest, asked)
+        if asked.restarted and not _is_in(start, asked.folder):
+            _refuse_restart(newest, _read_past(asked.folder, newest), asked)
+        return _go_on(start, asked, say)
+    if wanted == LATEST:
+        if newest is None:
+            raise BadCheckpoint(
+                f"--resume latest: {asked.folder} has no checkpoint that can be used; name one "
+                "with --resume PATH, or start anew with --resume none"
+            )
+        _refuse(newest, asked)
+        return _go_on(newest, asked, say)
+    past = _read_past(asked.folder, newest)
+    if newest is not None and not newest.fit.changed and not _is_done(newest, past, asked.steps):
+        return _go_on(newest, asked, say)
+    return _begin_anew(newest, past, asked, say)
+
+
+def _newest(asked: Asked, say: Say) -> Start | None:
+    """The newest checkpoint of the folder that is whole."""
+    for path in find.paths_of(asked.folder):
+        try:
+            return _start(path, find.peek(path), asked)
+        except BadCheckpoint as error:
+            say(f"[resume] passed over: {error}")
+    return None
+
+
+def _named(path: Path, newest: Start | None, asked: Asked) -> Start:
+    """That checkpoint; after a restart a later one, if the run has written one since."""
+    path = named_by_user(path)
+    fits = newest is not None and not newest.fit.changed
+    if newest is not None and fits and newest.content["step"] > find.step_of(path):
+        return newest
+    start = _start(path, find.peek(path), asked)
+    _refuse(start, asked)
+    return start
+
+
+def _start(path: Path, content: Content, asked: Asked) -> Start:
+    try:
+        fits = fit(content, asked.cfg, asked.identity, asked.world_size)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise BadCheckpoint(
+            f"{path}: its settings are not those of a run ({type(error).__name__}: {error}); use "
+            "an older checkpoint"
+        ) from None
+    return Start(path, content, fits)
+
+
+def _refuse(start: Start, asked: Asked) -> None:
+    """Raise where a checkpoint that was asked for cannot be gone on from."""
+    path, step = start.path, start.content["step"]
+    if start.fit.changed:
+        raise BadCheckpoint(
+            f"{path} is of another run ({_list(start.fit.changed)}); resume with the settings it "
+            "was written with, or start anew with --resume none"
+        )
+    if step >= asked.steps:
+        raise BadCheckpoint(
+            f"{path} is at step {step}, and the run ends at step {asked.steps}: nothing is left "
+            "to do"
+        )
+
+
+def _go_on(start: Start, asked: Asked, say: Say) -> Beginning:
+    for note in start.fit.notes:
+        say(f"[resume] {note}")
+    return Beginning(start, keeps=_is_in(start, asked.folder) or asked.restarted)
+
+
+def _is_in(start: Start, folder: Path) -> bool:
+    return start.path.parent.resolve() == folder.resolve()
+
+
+class _Past(NamedTuple):
+    """What the files of a folder say about the run in it."""
+
+    metrics: Metrics | None
+    train_s: float | None
+    """Seconds of training, over all its resumes; None where nothing says so."""
+
+    @property
+    def is_finished(self) -> bool:
+        """By its own goal: also where that was --steps."""
+        return self.metrics is not None and self.metrics.status == "finished"
+
+
+def _read_past(folder: Path, newest: Start | None) -> _Past:
+    try:
+        metrics = read_metrics(folder)
+    except (OSError, ValueError, TypeError, AttributeError):  # none, damaged, or another version's
+        metrics = None
+    counted = [metrics.train_s] if metrics else []
+    if newest is not None and "train_s" in newest.content["metrics"]:
+        counted.append(newest.content["metrics"]["train_s"])
+    return _Past(metrics, max(counted, default=None))
+
+
+def _is_done(newest: Start, past: _Past, steps: int) -> bool:
+    """Whether nothing is left to do up to a step."""
+    reached = past.metrics.steps if past.metrics and past.is_finished else newest.content["step"]
+    return max(reached, newest.content["step"]) >= steps
+
+
+def _begin_anew(newest: Start | None, past: _Past, asked: Asked, say: Say) -> Beginning:
+    """At step 0, where nothing is lost by that."""
+    has_checkpoints = bool(find.paths_of(asked.folder))
+    if asked.restarted:
+        _refuse_restart(newest, past, asked)
+        return Beginning(None, keeps=True)
+    if has_checkpoints:
+        short = past.train_s is not None and past.train_s < SHORT_S
+        why = _why(newest, past, asked)
+        if not past.is_finished and not short:
+            _refuse_to_move(newest, past, asked, why)
+        say(f"[resume] not from {newest.path if newest else asked.folder}: {why}")
+    return Beginning(None, keeps=False)
+
+
+def _refuse_restart(newest: Start | None, past: _Past, asked: Asked) -> None:
+    """Raise where the folder does not hold the beginning of this run."""
+    if newest is None and not find.paths_of(asked.folder):
+        theirs = _config_in(asked.folder)
+        is_ours = theirs in (None, asked.cfg)
+        why = "the files of another run"
+    else:
+        is_ours = newest is not None and not newest.fit.changed
+        why = _why(newest, past, asked)
+    if is_ours and past.is_finished:
+        raise NothingLeft(f"the run in {asked.folder} is finished; nothing is left to do")
+    if not is_ours or newest is not None:
+        raise RunRefused(
+            f"{asked.folder} holds a run that this restart does not go on with ({why}); a restart "
+            "puts nothing aside: give the command again by hand"
+        )
+
+
+def _config_in(folder: Path) -> Config | None:
+    try:
+        return read_config(folder)
+    except (OSError, ValueError):
+        return None
+
+
+def _why(newest: Start | None, past: _Past, asked: Asked) -> str:
+    """Why the run of a folder is not gone on with."""
+    if newest is None:
+        return "none of its checkpoints is whole"
+    if newest.fit.changed:
+        return f"the run is another one ({_list(newest.fit.changed)})"
+    if past.is_finished:
+        return "that run is finished"
+    return (
+        f"its newest checkpoint is at step {newest.content['step']}, and this command ends at "
+        f"step {asked.steps}"
+    )
+
+
+def _refuse_to_move(newest: Start | None, past: _Past, asked: Asked, why: str) -> NoReturn:
+    """Name both commands: the one that goes on, and the one that starts over."""
+    metrics = past.metrics
+    step = newest.content["step"] if newest else metrics.step if metrics else None
+    at = "an unfinished run" if step is None else f"an unfinished run at step {step}"
+    spent = "" if past.train_s is None else f", after {clock(past.train_s)} of training"
+    raise RunRefused(
+        f"{asked.folder} holds {at}{spent}, and this command would put it aside: {why}. "
+        f"Choose one of two:\n"
+        f"  to go on with it:  {_way_on(newest, asked)}\n"
+        f"  to start over:     the same command with --resume none (the old files move to "
+        f"{asked.folder}/previous/)"
+    )
+
+
+def _way_on(newest: Start | None, asked: Asked) -> str:
+    if newest is None:
+        backup = Path(asked.cfg.train.backup_dir) if asked.cfg.train.backup_dir else None
+        for path in find.paths_of(backup) if backup else []:
+            if find.is_complete(path):
+                return f"the same command with --resume {path}"
+        return (
+            f"put a good copy of a checkpoint and its manifest into {asked.folder}, then the same "
+            f"command; `nsa checkpoint verify {asked.folder}` says what is wrong with those there"
+        )
+    if not newest.fit.changed:
+        return f"the same command with --steps or train.steps above {newest.content['step']}"
+    if newest.fit.resumes:
+        return f"the same command with {' '.join(newest.fit.resumes)}"
+    return "the same command with the data and the weights that it was started with"
+
+
+def _list(changed: list[str], most: int = 5) -> str:
+    rest = f", and {len(changed) - most} more" if len(changed) > most else ""
+    return "; ".join(changed[:most]) + rest

@@ -1,0 +1,157 @@
+"""From the variables of torchrun to a process group, or to a run in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from nsa.config import Config, ConfigError
+from nsa.config.env import raw, read, set_default
+from nsa.data import SourceLost, within
+from nsa.train.distributed.ddp import Ddp, Group
+from nsa.train.distributed.strategy import AUTO, OFF, Strategy
+from nsa.train.errors import RunRefused
+
+
+@contextlib.contextmanager
+def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[Strategy]:
+    """The ranks of a run, while it lasts; `ddp` is a value of --ddp."""
+    world_size, strategy = read("WORLD_SIZE"), cfg.runtime.strategy
+    launched = raw("RANK") is not None and raw("MASTER_ADDR") is not None
+    if strategy != "auto" and (ddp == OFF or not launched):
+        why = "--ddp 0" if ddp == OFF else "RANK or MASTER_ADDR not set"
+        raise ConfigError(
+            f"runtime.strategy={strategy} in one process ({why}): it is for ranks; use torchrun "
+            "--nproc_per_node=N, or runtime.strategy=auto, which trains in one process here",
+            key="runtime.strategy",
+        )
+    if ddp == OFF and world_size > 1:
+        raise RunRefused(
+            f"--ddp 0 with WORLD_SIZE={world_size}: {world_size} runs would write into one folder; "
+            "start it without torchrun, or with --ddp -1 or 1"
+        )
+    if ddp == OFF or (ddp == AUTO and strategy == "auto" and world_size <= 1):
+        with Strategy() as alone:
+            yield alone
+        return
+    if not launched:
+        raise RunRefused(
+            f"--ddp {ddp} with WORLD_SIZE={world_size}, and RANK or MASTER_ADDR not set: many "
+            "ranks need a launcher; use torchrun --nproc_per_node=N, or --ddp 0 for one process"
+        )
+    with _open_group(cfg, say) as ranks:
+        yield ranks
+
+
+@contextlib.contextmanager
+def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
+    translate_old_names()
+    rank, world_size, minutes = read("RANK"), read("WORLD_SIZE"), read("NSA_PG_TIMEOUT_MIN")
+    if minutes <= 0:
+        raise RunRefused("NSA_PG_TIMEOUT_MIN=0: no rank could wait for another; use minutes > 0")
+    say_first = say if rank == 0 else _nothing
+    cuda = cfg.runtime.device.startswith("cuda") or (
+        cfg.runtime.device == "auto" and torch.cuda.is_available()
+    )
+    backend = _backend(cuda)
+    timeout = timedelta(minutes=minutes)
+    store = _meet(timeout)
+    # torchrun keeps one store over its restarts; without a prefix, new ranks would meet dead ones.
+    store = PrefixStore(f"attempt{read('TORCHELASTIC_RESTART_COUNT')}", store)
+    store.set_timeout(timeout)
+    if cuda:
+        torch.cuda.set_device(_local_gpu(backend))
+    _lower_debug_level(backend, say_first)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        say_first(
+            f"[ddp] process group ready | backend={backend} world_size={world_size} "
+            f"timeout_min={minutes:g}"
+        )
+        control = dist.new_group(backend="gloo", timeout=timeout) if backend != "gloo" else None
+        gpu = f"cuda:{torch.cuda.current_device()}" if cuda else None
+        kind = _kind(cfg.runtime.strategy)
+        with kind(rank, world_size, store, control, gpu, 60.0 * minutes, say_first) as ranks:
+            yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _kind(strategy: str) -> type[Group]:
+    if strategy != "fsdp":
+        return Ddp
+    from nsa.train.distributed.fsdp import Fsdp  # takes a second to import
+
+    return Fsdp
+
+
+def _meet(timeout: timedelta) -> Store:
+    """The store that all ranks can reach; the first rank has it, or the launcher.
+
+    torch waits without end for an answer from a stranger who listens there.
+    """
+    where, patience_s = f"{raw('MASTER_ADDR')}:{raw('MASTER_PORT')}", timeout.total_seconds() + 5.0
+    try:
+        return within(
+            patience_s, lambda: next(rendezvous("env://", timeout=timeout))[0], "the meeting"
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, SourceLost) as error:
+        late = f"no rank answered within {patience_s:.0f} s"
+        reason = late if isinstance(error, SourceLost) else str(error).splitlines()[0]
+        raise RunRefused(
+            f"rank {read('RANK')} of {read('WORLD_SIZE')} did not meet the others at {where}: "
+            f"{reason}; if that port is in use, choose another (torchrun --master_port, or "
+            "--standalone for a free one); if ranks are missing, look why they did not start"
+        ) from None
+
+
+def translate_old_names() -> None:
+    """Give torch and NCCL the names they look for now; a new name that is set wins."""
+    for new, value in (
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", raw("NCCL_ASYNC_ERROR_HANDLING")),
+        ("TORCH_NCCL_BLOCKING_WAIT", raw("NCCL_BLOCKING_WAIT")),
+        ("NCCL_IB_DISABLE", raw("IB_DISABLE")),
+    ):
+        if value is not None:
+            set_default(new, value)
+
+
+def _lower_debug_level(backend: str, say: Callable[[str], None]) -> None:
+    """With torch 2.13, DDP over gloo crashes under DETAIL: its logger mistakes the wrapped group.
+
+    It can go when a plain DDP over gloo starts with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    """
+    if backend == "gloo" and get_debug_level() == DebugLevel.DETAIL:
+        set_debug_level(DebugLevel.INFO)
+        say("[ddp] TORCH_DISTRIBUTED_DEBUG=DETAIL would crash torch over gloo; it is INFO now")
+
+
+def _backend(cuda: bool) -> str:
+    wanted: str = read("TORCH_BACKEND") or ("nccl" if cuda else "gloo")
+    if wanted == "nccl" and not cuda:
+        raise RunRefused(
+            "TORCH_BACKEND=nccl on a CPU: NCCL moves tensors between GPUs; unset it, or use gloo"
+        )
+    return wanted
+
+
+def _local_gpu(backend: str) -> int:
+    """LOCAL_RANK picks the device; over gloo, which allows it, ranks may share one."""
+    local_rank, count = read("LOCAL_RANK"), torch.cuda.device_count()
+    if count == 0 or (local_rank >= count and backend == "nccl"):
+        raise RunRefused(
+            f"LOCAL_RANK={local_rank} on a machine with {count} CUDA devices: NCCL needs one for "
+            f"each rank; start {max(count, 1)} ranks here, or share devices with TORCH_BACKEND=gloo"
+        )
+    return int(local_rank % count)
+
+
+def _nothing(text: str) -> None:
+    """The first rank says it."""

@@ -1,0 +1,184 @@
+"""The folder of a run in the hands of that run alone, also when somebody removes it meanwhile.
+
+The first rank holds the lock (telemetry/run_lock.py) from before it reads anything until all ranks
+have left. Before each update it looks whether the folder is still there. Where it was removed, or
+moved away, the run makes it anew, writes its files from then on and a checkpoint at once; where
+another run holds the new one, all ranks end and write nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from nsa.config.env import read
+from nsa.files import LineFile, complain
+from nsa.records.alarms import Alarm, append_alarm
+from nsa.records.folder import (
+    RUN,
+    STOPPING,
+    STOPPING_S,
+    FolderHeld,
+    FolderLock,
+    Say,
+    not_made,
+    take_lock,
+)
+from nsa.train.distributed.strategy import Strategy, mark_shared
+from nsa.train.errors import RunRefused
+
+RENEWED, TAKEN = 1, 2
+"""What the first rank has seen: the folder was removed and is ours anew; or is another run's."""
+SETTLE_S = 1.0
+"""From the first sign to the new folder: whoever removes the old one should be done with it."""
+ALARM = "folder_removed"
+
+
+class HeldFolder:
+    """The folder on one rank; only the first has the lock, and looks."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self.path = path
+        self.watched: Sequence[LineFile] = ()
+        """Files of the run that were removed if they lose their names."""
+        self.renewals: Sequence[Callable[[int], object]] = ()
+        """On every rank, called in the update after which files are written anew."""
+        self.unsaved = False
+        """Whether the checkpoints are gone with the old folder; the same on every rank."""
+        self._lock: FolderLock | None = None
+        self._say, self._is_new, self._failed = say, False, False
+        self._lost_at: float | None = None
+        self._taken: FolderHeld | None = None
+
+    def take(self, ranks: Strategy) -> None:
+        """Lock the folder, on the first rank; raise RunRefused where another run has it."""
+        self._is_new = not self.path.exists()
+        # torchrun starts ranks again while those before may still be on their way out.
+        again = read("TORCHELASTIC_RESTART_COUNT") > 0
+        patience_s = ranks.patience_s(STOPPING_S)
+        try:
+            self._lock = take_lock(self.path, say=self._say, patience_s=patience_s, waits=again)
+        except FolderHeld as held:
+            raise RunRefused(
+                f"{held}; two runs in one folder would overwrite each other: wait for its end, "
+                f"stop it with `touch {self.path}/.HALT`, or name another folder with train.out_dir"
+            ) from None
+        except OSError as error:
+            lock = self.path / RUN
+            if error.filename != str(lock) or not os.path.lexists(lock):
+                raise not_made(self.path, error) from None
+            raise RunRefused(
+                f"{error.filename}, the lock of the run folder, cannot be opened "
+                f"({error.strerror}); remove it if no run is at work there, or name another folder "
+                "with train.out_dir"
+            ) from None
+
+    def leave(self) -> None:
+        """Let go; a folder that was made for a run that then did not start goes, too."""
+        if self._lock is None:
+            return
+        if self._is_new and self.is_ours() and os.listdir(self.path) == [RUN]:
+            self._lock.remove()
+            with suppress(OSError):  # somebody has put something into it
+                self.path.rmdir()
+        self._lock.release()
+
+    def is_ours(self) -> bool:
+        """Whether this rank may write files by their names; others than the first follow it."""
+        return self._lock is None or (self._taken is None and self._lock.is_there())
+
+    def stopping(self) -> None:
+        """Tell whoever wants the folder that the run is about to end."""
+        if self._lock is not None:
+            self._lock.mark(STOPPING)
+
+    def look(self, *, at_once: bool = False) -> int:
+        """What all ranks must know: 0, RENEWED or TAKEN; costs a look at a few names."""
+        if self._lock is None or self._taken is not None:
+            return TAKEN if self._taken else 0
+        if self._lock.is_there() and all(file.is_there() for file in self.watched):
+            self._lost_at = None
+            return 0
+        now = time.monotonic()
+        self._lost_at = self._lost_at or now
+        if now - self._lost_at < SETTLE_S and not at_once:
+            return 0
+        return self._renew()
+
+    def follow(self, seen: int, step: int) -> None:
+        """Do on every rank, in the update `step`, what the first has seen."""
+        if seen == TAKEN:
+            raise self._refusal(step)
+        if seen == RENEWED:
+            self.unsaved = True
+            for renew in self.renewals:
+                renew(step)
+            if self._lock is not None:
+                append_alarm(self.path, self._alarm(step))
+
+    def settle(self, step: int) -> None:
+        """On the first rank, before the last checkpoint: wait no longer to make the folder anew."""
+        if self.look(at_once=True) == RENEWED:
+            self.follow(RENEWED, step + 1)
+
+    def require(self, step: int) -> None:
+        """On the first rank, before the last files are written: raise where they may not be."""
+        self.follow(self.look(at_once=True), step + 1)
+
+    def _renew(self) -> int:
+        assert self._lock is not None
+        try:
+            if not self._lock.is_there():
+                before, self._lock = self._lock, take_lock(self.path, say=self._say, patience_s=0)
+                before.release()
+        except FolderHeld as held:
+            self._taken = held
+            return TAKEN
+        except OSError as error:
+            if not self._failed:
+                complain(self.path, error, "was removed and cannot be made again")
+            self._failed = True
+            return 0
+        self._lost_at, self._failed = None, False
+        return RENEWED
+
+    def _alarm(self, step: int) -> Alarm:
+        text = f"{self.path} was removed, or moved away, under the run, before update {step}"
+        then = "it is made anew: logs from their start, heartbeats from here, a checkpoint now"
+        self._say(f"[folder] ALARM: {text}; {then}; the older checkpoints are gone")
+        return Alarm(
+            type=ALARM,
+            step=step,
+            text=f"{text}; {then}",
+            advice="look who removed it; older checkpoints are only in train.backup_dir, if set",
+        )
+
+    def _refusal(self, step: int) -> RunRefused:
+        who = f" ({self._taken})" if self._taken else ""
+        refusal = RunRefused(
+            f"{self.path} was removed, or moved away, under this run, and another run works there "
+            f"now{who}: stopped before update {step} without a checkpoint, and nothing was written "
+            "there; start it again with another train.out_dir"
+        )
+        mark_shared(refusal)
+        return refusal
+
+
+@contextmanager
+def hold(path: Path, say: Say) -> Iterator[Callable[[Strategy], HeldFolder]]:
+    """Give a function that locks the folder for the ranks of a run; the lock ends with the block.
+
+    Ranks open and close within it: so the lock lasts until all of them have left.
+    """
+    with ExitStack() as stack:
+
+        def enter(ranks: Strategy) -> HeldFolder:
+            held = HeldFolder(path, say)
+            ranks.from_first(lambda: held.take(ranks))
+            stack.callback(held.leave)
+            return held
+
+        yield enter

@@ -1,0 +1,387 @@
+"""The training loop: updates, and what is due after one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from nsa.config import Config, to_container
+from nsa.config.env import read
+from nsa.data import Data, WaitEnded
+from nsa.model import TinyLM
+from nsa.model.stats import AttentionStats
+from nsa.records.results import write_dtypes, write_opt_state
+from nsa.records.spans import EVALUATE, SAVE, span
+from nsa.train.checkpoint import find
+from nsa.train.checkpoint.file import BadCheckpoint, Content
+from nsa.train.checkpoint.identity import Identity, global_batch
+from nsa.train.checkpoint.writer import Saver
+from nsa.train.distributed.strategy import Strategy, mark_shared, micro_positions
+from nsa.train.errors import Halted, LossSpike, TrainError
+from nsa.train.locked_folder import HeldFolder
+from nsa.train.log import RunLog
+from nsa.train.loss import evaluate
+from nsa.train.optimizer import TrainOptimizer, load_optimizer, lr_at
+from nsa.train.runtime import Runtime
+from nsa.train.spikes import Spikes
+from nsa.train.step import EagerStep, MicroBatch, Updated
+from nsa.train.stop import ORPHANED, Stop
+
+if TYPE_CHECKING:
+    pass  # HOUSE
+    from nsa.train.checkpoint.resume import Start
+
+
+CHECK_S = 60.0
+"""That a run waits at its end for the check of its shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A model, its data and its log, ready to go."""
+
+    cfg: Config
+    model: TinyLM
+    step: EagerStep
+    data: Data
+    log: RunLog
+    saver: Saver
+    stop: Stop
+    identity: Identity
+    """What decides the numbers of the run; it is kept in checkpoints."""
+    rows_asked: int
+    """Rows of an update on each rank, as the config asks for them, before a change of the number of
+    ranks has changed the accumulation."""
+    held: HeldFolder
+
+    @property
+    def folder(self) -> Path:
+        return self.held.path
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.step.runtime
+
+    @property
+    def ranks(self) -> Strategy:
+        return self.step.ranks
+
+    @property
+    def optimizer(self) -> TrainOptimizer:
+        return self.step.optimizer
+
+    @property
+    def scaler(self) -> GradScaler:
+        return self.step.scaler
+
+    @property
+    def spikes(self) -> Spikes:
+        return self.step.spikes
+
+    def train(self, steps: int, done: int = 0) -> list[Path]:
+        """Do the updates after the first `done`, and return the checkpoints that were written."""
+        every_eval, every_save = self.cfg.train.eval_every, self.cfg.train.save_every
+        has_stats = self.cfg.model.attention == "nsa"  # dense has no gates and selects nothing
+        wants_stats = has_stats and not read("NSA_DISABLE_AUX_STATS")
+        self.log.roll_back = self.roll_back
+        self.model.train()
+        self.ranks.on_first(self.write_types)
+        for step in range(done + 1, steps + 1):
+            self.stop.step = step
+            self.log.vitals.before_step(step)
+            logs_stats = wants_stats and self.log.is_logged(step)
+            stats = AttentionStats(maps=self.log.is_mapped(step)) if logs_stats else None
+            lr = lr_at(step, self.cfg.train)
+            with self.obeying(step - 1):
+                updated = self.update(step, lr, stats)
+            if step == done + 1:
+                self.ranks.on_first(self.write_sizes)
+                if every_save and self.ranks.saves:
+                    self.saver.memory.reserve(large_state(self))
+            self.log.vitals.after_step(step)
+            self.log.add(step, updated, lr, stats)
+            if every_eval and (step % every_eval == 0 or step == steps):
+                self.evaluate(step)
+            if every_save and (step % every_save == 0 or self.held.unsaved):
+                self.save(step)
+            if asked := self.ranks.asked(self.stop, last=step == steps):
+                self.halt(step, asked)
+        self.log.settle()
+        self.saver.wait()
+        if self.data.check is not None:
+            with self.ranks.fetching(started=True):
+                patience_s = self.ranks.patience_s(CHECK_S)
+                self.data.check.settle(patience_s, self.log.progress.say)
+        return self.saver.written
+
+    def write_types(self) -> None:
+        """Write what types the weights have."""
+        write_dtypes(self.folder, self.runtime.precision, self.model.named_parameters())
+
+    def write_sizes(self) -> None:
+        """Write what the state of the optimizer takes."""
+        write_opt_state(self.folder, self.optimizer.state_dict())
+
+    def position(self, step: int) -> int:
+        """The first row of an update; data that a rollback has jumped over is not read again."""
+        rows = global_batch(self.cfg, self.ranks.world_size)
+        return (step - 1 + self.spikes.jumped) * rows
+
+    def positions(self, step: int) -> list[int]:
+        """The first row of each micro-batch that this rank has in an update."""
+        train = self.cfg.train
+        first, num_micro = self.position(step), train.accumulate_grad_batches
+        return micro_positions(self.ranks, first, train.batch_size, num_micro)
+
+    def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
+        """Do one optimizer update, with the mean gradient over all its micro-batches."""
+        with self.ranks.fetching(self.stop, started=True, seen=self.held.look()):
+            self.data.require_whole()
+            batches = [self.fetch(position) for position in self.positions(step)]
+        self.held.follow(self.ranks.seen, step)
+        self.log.saw_input(step, batches[0].rows[:, :-1].shape)
+        return self.step(batches, lr, stats)
+
+    def fetch(self, position: int) -> MicroBatch:
+        """Read a micro-batch; on its way to a GPU nobody waits for it."""
+        with self.log.vitals.fetching(), span("fetch"):
+            rows = self.data.train.batch(position, self.cfg.train.batch_size)
+        return MicroBatch(rows, self.data.bounds(rows))
+
+    def roll_back(self, step: int, what: str) -> None:
+        """Leave for the last good checkpoint before `step`; without one, the run goes on."""
+        self.saver.wait()
+        spikes = self.log.metrics.spikes
+        back = find_rollback(self.ranks, self.folder, step, self.spikes.jumped, spikes)
+        if back is None:
+            self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
+            return
+        if asked := self.ranks.asked(self.stop):
+            self._say_halt(asked)
+            raise Halted(
+                f"stopped by {asked}; {what}, so nothing was saved after it; "
+                f"the same command goes on from {back.path.name}"
+            )
+        self.log.progress.say(
+            f"[spike] back to {back.path.name}; from there on the data of {back.jumped} updates "
+            "is jumped over"
+        )
+        raise LossSpike(what, back)
+
+    def evaluate(self, step: int) -> None:
+        """Measure the loss on held-out rows."""
+        with span(EVALUATE), self.log.paused():
+            self.log.vitals.entering(step, EVALUATE)
+            found = evaluate(self.model, self.data, self.cfg.train, self.runtime, self.ranks)
+            self.log.add_evaluation(step, found)
+
+    def save(self, step: int) -> None:
+        """Start to write a checkpoint; pausing has made sure that all steps so far were finite."""
+        with span(SAVE), self.log.paused():
+            self.log.vitals.entering(step, SAVE)
+            self.held.unsaved = False
+            if self.ranks.saves:
+                self.saver.wait()
+                self.saver.save(capture(self, step))
+
+    @contextmanager
+    def obeying(self, step: int) -> Iterator[None]:
+        """Halt after `step` when somebody asks for it during the wait for the data of the next."""
+        try:
+            yield
+        except WaitEnded:
+            self.halt(step, self.stop.requested())
+
+    def halt(self, step: int, asked: str) -> NoReturn:
+        """Obey: save where the last step was not saved already, and leave."""
+        self.held.stopping()
+        self._say_halt(asked)
+        raise Halted(f"stopped by {asked} after step {step}; {self.save_last(step)}")
+
+    def save_last(self, step: int) -> str:
+        """Save where the last step was not saved already, and say how the run can go on."""
+        self.held.settle(step)
+        if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
+            self.save(step)
+        saved = self.saver.wait()
+        return "the same command goes on from there" if saved else "no checkpoint could be written"
+
+    def leave_unsaved(self) -> str:
+        """Save nothing, because what was trained on is damaged, and say what to do afterwards."""
+        self.saver.wait()
+        done = self.log.metrics.resumed_at or 0
+        if not self.saver.written:
+            return f"nothing was saved since step {done}; the same command goes on from there"
+        names = ", ".join(path.name for path in self.saver.written)
+        older = [p for p in find.paths_of(self.folder) if find.step_of(p) <= done]
+        back = f"--resume {older[0]}" if older else "--resume none"
+        return (
+            f"{names} may have learned from it; once the shard is mended, the same command with "
+            f"{back} trains these steps again"
+        )
+
+    def _say_halt(self, asked: str) -> None:
+        if asked == ".HALT":
+            self.log.progress.say("[train] HALT file detected — stopping gracefully.")
+        elif asked == ORPHANED:
+            self.log.progress.say(
+                "[train] torchrun, which started these ranks, is gone: stopping with a checkpoint, "
+                "so that no orphans train on beside the next start"
+            )
+
+
+# The state of a trainer as plain containers, and back: what checkpoints hold.
+
+CARRIED = (
+    *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
+    *("train_s", "eval_and_save_s", "spikes"),
+)
+"""Fields of metrics.json that a resumed run goes on from."""
+
+
+def capture(trainer: Trainer, step: int) -> Content:
+    """Copy everything that changes in training to the CPU; later steps leave the copy alone, the
+    next capture does not: what was captured before must have been written."""
+    tensors = trainer.saver.memory.copy(large_state(trainer))
+    metrics = dataclasses.asdict(trainer.log.metrics)
+    return {
+        "step": step,
+        "state_dict": tensors["state_dict"],
+        "cfg": to_container(trainer.cfg),
+        "identity": dict(trainer.identity),
+        "batch": {"world_size": trainer.ranks.world_size, "rows_of_rank": trainer.rows_asked},
+        "optimizer": tensors["optimizer"],
+        "scaler": trainer.scaler.state_dict(),
+        "rng": _rng_states(),
+        "spikes": trainer.spikes.state_dict(),
+        "data": _data_state(trainer, step),
+        "tokens_seen": step * trainer.log.metrics.tokens_per_step,
+        "metrics": {name: metrics[name] for name in CARRIED},
+    }
+
+
+def restore(trainer: Trainer, start: Start) -> None:
+    """Put a trainer that was built from the same config into a captured state."""
+    content = trainer.ranks.load_checkpoint(start.path, start.content)
+    try:
+        _put_back(trainer, content)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadCheckpoint(
+            f"{start.path} does not fit the run that it names ({type(error).__name__}: {reason}); "
+            "it was damaged or made by another program; use an older checkpoint"
+        ) from None
+
+
+def _put_back(trainer: Trainer, content: Content) -> None:
+    trainer.model.load_state_dict(content["state_dict"], strict=True)
+    load_optimizer(trainer.optimizer, content["optimizer"])
+    if content["scaler"]:
+        trainer.scaler.load_state_dict(content["scaler"])
+    if "spikes" in content:  # checkpoints from before the rule have none
+        trainer.spikes.load_state_dict(content["spikes"])
+    trainer.data.train.resume(content["data"]["source"])
+    torch.set_rng_state(content["rng"]["cpu"])
+    states = content["rng"]["cuda"]
+    if states and len(states) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states)
+    metrics = trainer.log.metrics
+    metrics.step = content["step"]
+    for name in CARRIED:
+        setattr(metrics, name, content["metrics"].get(name, getattr(metrics, name)))
+
+
+def large_state(trainer: Trainer) -> dict[str, Any]:
+    """The tensors of a checkpoint that are as large as the model."""
+    return {
+        "state_dict": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+    }
+
+
+def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
+    """Where the next step begins to read; what waits in a queue has not been read."""
+    position = trainer.position(step + 1)
+    return {"position": position, "source": trainer.data.train.state(position)}
+
+
+def _rng_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+# Going back to the last good checkpoint after a loss spike, and on with other data.
+#
+# The batches between the checkpoint and the spike are jumped over: the learning rates and the steps
+# are those of the schedule, the data comes from further on. How far is part of the state, so a run
+# that is stopped and resumed later reads what it would have read.
+
+MAX_ROLLBACKS = 5
+"""To the same checkpoint: then the reason is not in the data."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """Where to start again."""
+
+    path: Path
+    """A checkpoint from before the spike."""
+    jumped: int
+    """Updates whose data is left out from there on, in all."""
+    spikes: int
+    """Spikes that the run has met so far."""
+
+
+def with_rollbacks(attempt: Callable[[Rollback | None], Result]) -> Result:
+    """Try, and after a spike try again from before it; raise when that does not help."""
+    back: Rollback | None = None
+    num_same = 0
+    while True:
+        try:
+            return attempt(back)
+        except LossSpike as spike:
+            before, back = back, spike.back
+            num_same = num_same + 1 if before is not None and before.path == back.path else 1
+            if num_same > MAX_ROLLBACKS:
+                gave_up = TrainError(
+                    f"{spike}; this is the rollback number {num_same} to {back.path.name}, and "
+                    "other data has not helped: lower train.lr, or resume from an older checkpoint"
+                )
+                mark_shared(gave_up)
+                raise gave_up from None
+
+
+def find_rollback(
+    ranks: Strategy, folder: Path, step: int, jumped: int, spikes: int
+) -> Rollback | None:
+    """Where all ranks go back to; the first one looks."""
+    found = ranks.from_first(lambda: str(_newest_before(folder, step) or ""))
+    if not found:
+        return None
+    path = Path(found)
+    return Rollback(path=path, jumped=jumped + step - find.step_of(path), spikes=spikes)
+
+
+def _newest_before(folder: Path, step: int) -> Path | None:
+    """The newest good checkpoint before `step`; None where there is none yet."""
+    for path in find.paths_of(folder):
+        if find.step_of(path) < step and _is_good(path):
+            return path
+    return None
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        find.verify(path)
+    except BadCheckpoint:
+        return False
+    return True
