@@ -18,8 +18,8 @@ from nsa.config import Config
 from nsa.generate.decode import GraphedStep, can_capture
 from nsa.model import DenseCache, ModelCache, NSACache, TinyLM
 from nsa.ops import BlockSpec, compress
-from nsa.ops.torch.attention import attend_cached, split_heads
-from nsa.ops.torch.rows import (
+from nsa.ops.eager.attention import attend_cached, split_heads
+from nsa.ops.eager.rows import (
     attend,
     choose_from_probs,
     compressed_keys,

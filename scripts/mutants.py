@@ -43,8 +43,7 @@ class Mutant(NamedTuple):
     edits: tuple[tuple[str, str], ...]
 
 
-ROWS, SELECT, ATTEND = (f"ops/eager/{name}.py" for name in ("rows", "select", "attend"))
-LAUNCH, CACHED = "ops/eager/launch.py", "ops/eager/cached.py"
+ROWS, SELECT, EAGER = (f"ops/eager/{name}.py" for name in ("rows", "select", "attention"))
 CACHE, ATTENTION, DENSE = (f"model/{name}.py" for name in ("cache", "attention", "dense"))
 
 TORCH_PATH = (
@@ -62,10 +61,10 @@ TORCH_PATH = (
             ),
         ),
     ),
-    Mutant("scale-squared", ATTEND, (("_rows(q) * scale,", "_rows(q) * scale * scale,"),)),
+    Mutant("scale-squared", ROWS, (("_rows(q) * scale,", "_rows(q) * scale * scale,"),)),
     Mutant(
         "gates-swapped",
-        LAUNCH,
+        EAGER,
         (
             ("outs[0] * gates[..., 0, None]", "outs[0] * gates[..., 1, None]"),
             ("outs[1] * gates[..., 1, None]", "outs[1] * gates[..., 0, None]"),
@@ -86,7 +85,7 @@ TORCH_PATH = (
         ROWS,
         (("i * spec.d + spec.l - 1 <= t", "(i * spec.d + spec.l - 1 <= t) | (i >= 0)"),),
     ),
-    Mutant("gate-gradient-lost", ATTEND, (("    probs.mul_(gate[..., None])\n", ""),)),
+    Mutant("gate-gradient-lost", ROWS, (("    probs.mul_(gate[..., None])\n", ""),)),
 )
 
 ROTATION = (
@@ -186,7 +185,7 @@ DECODE = (
     ),
     Mutant(
         "decode-gates-reversed",
-        CACHED,
+        EAGER,
         (
             (
                 "split_heads(gates[:, rows], num_groups, dtype)",
@@ -216,7 +215,7 @@ DECODE = (
     ),
     Mutant(
         "decode-counts-too-few",
-        CACHED,
+        EAGER,
         (
             (
                 "visible.sum().expand(batch, num_groups)",

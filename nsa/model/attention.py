@@ -15,10 +15,10 @@ from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec, compress, nsa_attention
 from nsa.ops.checks import check_documents
+from nsa.ops.eager.attention import attend_cached, compute_dtype
 from nsa.ops.fallbacks import in_layer, record
 from nsa.ops.nvtx import nvtx
 from nsa.ops.plan import Plan, cannot_run, machine_of, plan_attention
-from nsa.ops.torch.attention import attend_cached, compute_dtype
 from nsa.ops.triton.decode.tiles import decode_obstacle
 from nsa.ops.triton.tiles import H200, query_obstacle
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nsa.ops.eager.rows import Branches, KeyValues, clean
 from nsa.ops.spec import BlockSpec
-from nsa.ops.torch.rows import Branches, KeyValues, clean
 from nsa.ops.triton.decode.tiles import Workspace
 
 if TYPE_CHECKING:  # Triton exists for Linux only

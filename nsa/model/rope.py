@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.ops.checks import refuse_captured_documents
-from nsa.ops.torch.attention import compute_dtype
+from nsa.ops.eager.attention import compute_dtype
 
 
 class Rope(NamedTuple):

@@ -18,17 +18,14 @@ from torch import Tensor
 
 from nsa.config.env import read
 from nsa.ops import checks, fallbacks, reference
+from nsa.ops.eager import attention as eager
 from nsa.ops.plan import Plan, audit_sdpa, choose_backend, machine_of, plan_attention
 from nsa.ops.spec import BlockSpec
-from nsa.ops.torch import attention as eager_compress
-from nsa.ops.torch import attention as eager_launch
 
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
 
-ATTENTION = {"reference": reference, "torch": eager_launch}
-"""Modules with nsa_attention and select_blocks, beside that of Triton."""
-COMPRESSION = {"reference": reference, "torch": eager_compress}
-"""Modules with compress, likewise."""
+PATHS = {"reference": reference, "torch": eager}
+"""Modules with nsa_attention, select_blocks and compress, beside that of Triton."""
 
 
 @overload
@@ -108,7 +105,7 @@ def nsa_attention(
         checks.assert_selection(selection.transpose(1, 2), positions, spec)
     if selection is None and plan.backend != "reference" and plan.selection == "reference":
         selection = reference.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
-    out, chosen = _path(ATTENTION, plan.backend).nsa_attention(
+    out, chosen = _path(plan.backend).nsa_attention(
         *tensors.values(), spec, scale=scale, doc_lens=doc_lens, selection=selection
     )
     return (out, chosen) if return_selection else out
@@ -124,7 +121,7 @@ def compress(
     """Compressed tokens by phi = avg: the mean of every complete block of l tokens, stride d."""
     doc_lens = checks.check_compress(x, spec, cu_seqlens)
     runs = _backend(x.device, x.dtype, backend, (x.shape[-1],))
-    return _path(COMPRESSION, runs).compress(x, spec, doc_lens=doc_lens)
+    return _path(runs).compress(x, spec, doc_lens=doc_lens)
 
 
 def select_blocks(
@@ -141,7 +138,7 @@ def select_blocks(
     fast = read("NSA_SEL_RANGES_V2")
     runs = _backend(q.device, q.dtype, backend, (q.shape[-1],))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    path = _path(ATTENTION, runs if fast else "reference")
+    path = _path(runs if fast else "reference")
     return path.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
 
 
@@ -194,10 +191,10 @@ def backend_of_call(
     return choose_backend(machine_of(device), dtype, backend, head_dims)[0]
 
 
-def _path(modules: dict[str, Any], backend: str) -> Any:
+def _path(backend: str) -> Any:
     """The module of a backend; Triton, which does not exist everywhere, is imported when used."""
     if backend == "triton":
         from nsa.ops.triton import operators
 
         return operators
-    return modules[backend]
+    return PATHS[backend]

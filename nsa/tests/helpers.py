@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa import BlockSpec, NSAAttention, nsa_attention
 from nsa.ops import reference
-from nsa.ops.torch import attention, rows
+from nsa.ops.eager import attention, rows
 
 BACKENDS = ("reference", "torch")
 ZERO = 1e-12

@@ -17,7 +17,7 @@ from bench import bench_decode, decode_cell, decode_report
 from bench.cases import Shape
 from bench.decode_cell import Cell, measure_dense, measure_ours, nsa_cache
 from nsa import BlockSpec
-from nsa.ops.torch.attention import attend_cached
+from nsa.ops.eager.attention import attend_cached
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.helpers import assert_near
 

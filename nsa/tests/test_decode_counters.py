@@ -5,8 +5,8 @@ import torch
 
 from nsa import BlockSpec
 from nsa.model.cache import NSACache
-from nsa.ops.torch import rows
-from nsa.ops.torch.select import choose_blocks
+from nsa.ops.eager import rows
+from nsa.ops.eager.select import choose_blocks
 from nsa.tests.helpers import make_module
 
 VARIANTS = {

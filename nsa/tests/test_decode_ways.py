@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec
-from nsa.ops.torch.rows import KeyValues
+from nsa.ops.eager.rows import KeyValues
 from nsa.ops.triton.decode import launch
 from nsa.ops.triton.decode.launch import Caches, Decoder, Token
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles

@@ -545,7 +545,7 @@ COMPILED = "from nsa.tests.test_routes import assert_compiles; assert_compiles('
 CHECKED = """
 import torch
 from nsa.ops import nsa_attention
-from nsa.ops.triton import launch
+from nsa.ops.triton import operators
 from nsa.tests.helpers import Case, make_inputs
 from nsa.tests.test_routes import SMALL
 

@@ -412,7 +412,7 @@ def test_a_full_disk_is_reported_by_what_asks_for_a_halt(
 
 TWO_THREADS = """
 import hashlib, sys, threading
-from nsa.records import stack_dump
+from nsa.records import dumps
 
 def wait_in_a_thread():
     sys.stdin.readline()
@@ -421,7 +421,7 @@ def work(inside):
     print("ready", flush=True)
     inside()
 
-stack_dump.install(sys.argv[1], rank=3)
+dumps.install(sys.argv[1], rank=3)
 other = threading.Thread(target=wait_in_a_thread, name="the-other")
 other.start()
 work({"python": other.join,

@@ -17,9 +17,9 @@ from nsa import BlockSpec, NSAAttention, TinyLM, compress
 from nsa.generate.decode import GraphedStep, can_capture
 from nsa.model import NSACache
 from nsa.model.paged import OutOfPages
-from nsa.ops.torch import attention
-from nsa.ops.torch.attention import attend_cached, split_heads
-from nsa.ops.torch.rows import forward_rows
+from nsa.ops.eager import attention
+from nsa.ops.eager.attention import attend_cached, split_heads
+from nsa.ops.eager.rows import forward_rows
 from nsa.ops.triton import select
 from nsa.ops.triton.decode.launch import Token
 from nsa.tests.gpu import DEVICE, TOLERANCE, on_gpu

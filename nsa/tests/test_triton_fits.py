@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import NSAAttention
 from nsa.ops import fallbacks, plan
+from nsa.ops.eager.rows import KeyValues
 from nsa.ops.spec import BlockSpec
-from nsa.ops.torch.rows import KeyValues
 from nsa.ops.triton import tiles as tables
 from nsa.ops.triton.chunked_prefill import attend_continued
 from nsa.ops.triton.decode.launch import Caches, Decoder, Token

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nsa.config.env import read
 from nsa.ops.checks import assert_selection
+from nsa.ops.eager.rows import KeyValues
 from nsa.ops.spec import NUM_FORCED, BlockSpec
-from nsa.ops.torch.rows import KeyValues
 from nsa.ops.triton.decode import attend, merge, score
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles, reads_pass_l1
 from nsa.ops.triton.launcher import INTERPRETED, Launch, Memo, ceil_div, form, start

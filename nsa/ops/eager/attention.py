@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.nvtx import nvtx
-from nsa.ops.spec import BlockSpec
-from nsa.ops.torch.rows import (
+from nsa.ops.eager.rows import (
     Branches,
     KeyValues,
     backward_rows,
@@ -24,7 +22,9 @@ from nsa.ops.torch.rows import (
     forward_rows,
     probabilities,
 )
-from nsa.ops.torch.select import distinct_blocks
+from nsa.ops.eager.select import distinct_blocks
+from nsa.ops.nvtx import nvtx
+from nsa.ops.spec import BlockSpec
 
 CHUNK_LOGITS = 1 << 21
 """Logits of one chunk and branch: small enough for the cache of a CPU core, large enough to keep

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nsa.config.env import read
 from nsa.ops.checks import assert_selection
+from nsa.ops.eager.select import choose_blocks, current_block, score_blocks
 from nsa.ops.nvtx import nvtx
 from nsa.ops.spec import BlockSpec
-from nsa.ops.torch.select import choose_blocks, current_block, score_blocks
 
 MANY_ROWS = 64
 """From here on a copy of the keys costs little beside the product with them."""
