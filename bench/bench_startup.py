@@ -83,7 +83,7 @@ COMMANDS = (
     Start("nsa checkpoint export {run} --to {new}.safetensors", OPERATOR),
     Start("nsa report {run}", OPERATOR),
     Start("nsa train --config {config} train.steps=9000", OPERATOR, 3),
-    Start("python -c 'import nsa.cli.prove_resume, nsa.operate.preflight.command'", OPERATOR),
+    Start("python -c 'import nsa.train.prove_resume, nsa.operate.preflight.command'", OPERATOR),
     Start("nsa train --config {config} train.out_dir={new} train.steps=1", TRAINS),
 )
 """Every command, with the names of what `prepare` makes; {new} is another path at each call.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
-from nsa.cli.flags import add_watch_flags
+from nsa.cli.operate import add_watch_flags
 from nsa.config import BAD_INPUT, StrictParser
 from nsa.operate.watch.watchdog import watch
 

@@ -1,1 +1,1 @@
-""""""
+"""The commands of the console: their flags, beside their calls."""

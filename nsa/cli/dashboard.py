@@ -5,15 +5,45 @@ from __future__ import annotations
 import argparse
 import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nsa.config.env import check_environment
-from nsa.web.access import Access, find_token
-from nsa.web.server import Server
-from nsa.web.source import Sources
+
+if TYPE_CHECKING:
+    from nsa.web.access import Access
+    from nsa.web.server import Server
+    from nsa.web.source import Sources
+
+HOST, PORT = "127.0.0.1", 8787
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser of `nsa`."""
+    text = "show run folders in a browser, live and side by side; it only reads"
+    parser = commands.add_parser("dashboard", help=text, description=text)
+    parser.set_defaults(command=dashboard)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR", help="one, or many")
+    parser.add_argument(
+        "--host", default=HOST, help="address to listen at (%(default)s); others need a token"
+    )
+    parser.add_argument("--port", type=int, default=PORT, help="(%(default)d); 0 takes a free one")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="holds what a browser must know; only its owner may read it "
+        "(or the variable NSA_DASHBOARD_TOKEN)",
+    )
+    parser.add_argument(
+        "--token", metavar="TEXT", help="the same; others on this machine see it in `ps`"
+    )
 
 
 def dashboard(args: argparse.Namespace) -> int:
     """Listen at once, and read meanwhile."""
+    from nsa.web.access import Access, find_token
+    from nsa.web.source import Sources
+
     folders = [_folder(path) for path in args.folders]
     check_environment()
     access = Access.of(args.host, find_token(args.token, args.token_file))
@@ -37,6 +67,8 @@ def _folder(path: Path) -> Path:
 def _listen(host: str, port: int, access: Access, sources: Sources) -> Server:
     if not 0 <= port < 1 << 16:
         raise ValueError(f"--port {port} is not a port; give 0 to 65535")
+    from nsa.web.server import Server
+
     try:
         return Server(host, port, access, sources)
     except OSError as error:

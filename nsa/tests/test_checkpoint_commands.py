@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nsa.cli.main import main
-from nsa.cli.prove_resume import compare_runs, read_proof
 from nsa.config import Config
 from nsa.records.metrics import read_config
 from nsa.tests.effects import TINY
@@ -23,6 +22,7 @@ from nsa.train import run
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint.model_file import read_safetensors, write_safetensors
 from nsa.train.checkpoint.writer import num_tensor_bytes
+from nsa.train.prove_resume import compare_runs, read_proof
 
 BuildConfig = Callable[..., Config]
 TRAP = "ran_a_program"

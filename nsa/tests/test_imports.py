@@ -33,7 +33,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 GROUPS = {
-    "trainer": ["scripts.train_showcase", "nsa.cli.prove_resume", "nsa.cli.checkpoint"],
+    "trainer": ["scripts.train_showcase", "nsa.train.prove_resume", "nsa.cli.checkpoint"],
     "benches": [f"bench.{file.stem}" for file in sorted((REPOSITORY / "bench").glob("*.py"))],
     "gpu-tests": [
         f"nsa.tests.{file.stem}"
@@ -163,7 +163,7 @@ assert "nsa.ops.traced" in sys.modules
 
 def test_every_command_stands_in_the_table_of_starts() -> None:
     lines = [start.line for start in COMMANDS]
-    own = {"prove-resume": "nsa.cli.prove_resume", "preflight": "nsa.operate.preflight.command"}
+    own = {"prove-resume": "nsa.train.prove_resume", "preflight": "nsa.operate.preflight.command"}
     own |= {"dashboard": "nsa.cli.dashboard"}
     for name in main.subcommands():
         known = own.get(name, f"nsa {name}")

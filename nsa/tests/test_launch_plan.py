@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli.flags import add_launch_flags
 from nsa.cli.main import main
+from nsa.cli.operate import add_launch_flags
 from nsa.config import StrictParser, load_config
 from nsa.config.env import TABLE, check_environment
 from nsa.operate.launch.command import make_plan

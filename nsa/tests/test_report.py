@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nsa.cli.flags import REPORT_POINTS
 from nsa.cli.main import main
+from nsa.cli.operate import REPORT_POINTS
 from nsa.config import Config
 from nsa.operate.report import html
 from nsa.operate.report.command import POINTS, judge

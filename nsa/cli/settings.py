@@ -1,0 +1,82 @@
+"""`nsa env`, `keys`, `info` and `plan`: settings, and what they mean on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from nsa.config import Config, load_config
+from nsa.config.describe import (
+    key_markdown,
+    key_rows,
+    text_table,
+    variable_markdown,
+    variable_rows,
+)
+from nsa.config.env import check_environment, in_effect, read
+
+
+def register(commands: Any) -> None:
+    """Add the commands to the parser of `nsa`."""
+    for name, command, text in (
+        ("env", _env, "list the environment variables and their values"),
+        ("keys", _keys, "list the config keys and their defaults"),
+    ):
+        listing = commands.add_parser(name, help=text, description=text)
+        listing.add_argument("--markdown", action="store_true", help="as in the documentation")
+        listing.set_defaults(command=command)
+    for name, command, text in (
+        ("info", _info, "print a config and what it costs: parameters, FLOPs, bytes, memory"),
+        ("plan", _plan, "print which attention backend would run here, and why"),
+    ):
+        parsed = commands.add_parser(name, help=text, description=text)
+        add_config_flags(parsed)
+        parsed.set_defaults(command=command)
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """What `load` reads: a config file, and changes of it."""
+    parser.add_argument("--config", metavar="FILE", help="default: the variable CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="group.key=value")
+
+
+def load(args: argparse.Namespace, *, quiet: bool = False) -> tuple[str, Config]:
+    """Resolve the config that the command names, and say which variables took part."""
+    check_environment()
+    path = args.config or read("CONFIG")
+    config = load_config(path, args.overrides)
+    for name, value in in_effect().items() if read("RANK") == 0 and not quiet else ():
+        print(f"environment: {name}={value}")
+    return path, config
+
+
+def _env(args: argparse.Namespace) -> int:
+    print(variable_markdown() if args.markdown else text_table(variable_rows()))
+    check_environment()  # after the table, which shows what is wrong
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> int:
+    print(key_markdown() if args.markdown else text_table(key_rows()))
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    path, config = load(args)
+    from nsa.cli.info import describe_config  # torch takes seconds: only where it is needed
+
+    print(describe_config(config, path))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    path, config = load(args)
+    from nsa.train.runtime import resolve_runtime
+
+    runtime = resolve_runtime(
+        config.runtime, (config.model.d_k, config.model.d_v), config.model.attention
+    )
+    print(f"config: {path}")
+    print(f"device: {runtime.describe_device()}, precision: {runtime.precision}")
+    print(runtime.plan)
+    return 0

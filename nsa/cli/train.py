@@ -1,0 +1,182 @@
+"""`nsa train`, `generate` and `prove-resume`; scripts/train_showcase.py shares `train`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from nsa.cli.settings import add_config_flags, load
+from nsa.config import Config, load_config
+from nsa.config.env import check_environment, in_effect, raw, read
+
+KEYS = {
+    "dataset": "data.dataset",
+    "precision": "runtime.precision",
+    "seq_len": "train.seq_len",
+    "batch_size": "train.batch_size",
+    "accum_batches": "train.accumulate_grad_batches",
+    "out_dir": "train.out_dir",
+    "local_path": "data.local_path",
+    "init_from": "train.init_from",
+    "strategy": "runtime.strategy",
+}
+"""Flags that are another spelling of a config key."""
+
+
+def register(commands: Any) -> None:
+    """Add the commands to the parser of `nsa`."""
+    text = "train a model"
+    parser = commands.add_parser("train", help=text, description=text)
+    add_train_flags(parser)
+    parser.set_defaults(command=lambda args: train(args, "nsa"))
+    text = "continue a text with a trained model"
+    parser = commands.add_parser("generate", help=text, description=text)
+    _add_generate_flags(parser)
+    parser.set_defaults(command=_generate)
+    text = "train in one piece and in two, and show that both are equal bit by bit"
+    parser = commands.add_parser("prove-resume", help=text, description=text)
+    add_config_flags(parser)
+    parser.add_argument("--out-dir", required=True, metavar="DIR", help="for both runs, the proof")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="of the whole run (8)")
+    parser.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
+    parser.set_defaults(command=_prove_resume)
+
+
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the trainer."""
+    add_config_flags(parser)
+    add = parser.add_argument
+    add("--steps", type=_count, help="end earlier; the LR schedule stays")
+    for flag, key in KEYS.items():
+        add(f"--{flag.replace('_', '-')}", help=f"sets {key}")
+    add("--no-gc", action="store_true", help="gradient checkpointing off")
+    add("--save", type=Path, metavar="FILE", help="default: <out_dir>/model.pt")
+    add(
+        "--resume",
+        default="auto",
+        metavar="PATH|latest|none",
+        help="default: the newest checkpoint in <out_dir>, if it is of the same run; none starts "
+        "over, and moves the old files to previous/; wins over --init-from",
+    )
+    ddp = "many ranks: -1 as WORLD_SIZE says, 0 never, 1 always (-1)"
+    add("--ddp", type=int, choices=(-1, 0, 1), default=-1, help=ddp)
+    timeout = "for the first batch of a stream"
+    add("--loader-timeout", type=_seconds, metavar="SECONDS", help=timeout)
+    add("--synthetic-on-fail", action="store_true", help="random tokens if no stream comes")
+    documents = "a line every N documents of a stream"
+    add("--fwe-report-docs", type=_count, metavar="N", help=documents)
+    allow = "start a long run without checkpoints or with a config that nobody named"
+    add("--allow-long-run", action="store_true", help=allow)
+
+
+def train(args: argparse.Namespace, program: str) -> int:
+    """Train as the flags of `add_train_flags` say, and return the exit code."""
+    check_environment()
+    path = args.config or read("CONFIG")
+    config = _resolve(path, args)
+    for name, value in in_effect().items() if read("RANK") == 0 else ():
+        print(f"[boot] environment: {name}={value}")
+    from nsa.generate import sample_text
+    from nsa.train import LoaderOptions, TrainError, run
+    from nsa.train.distributed.strategy import speaks_for_all
+
+    given = {"timeout_s": args.loader_timeout, "report_docs": args.fwe_report_docs}
+    given = {key: x for key, x in given.items() if x is not None}
+    try:
+        run(
+            config,
+            config_path=path,
+            config_named=bool(args.config or raw("CONFIG")),
+            allow_long_run=args.allow_long_run,
+            stop_after=args.steps,
+            model_path=args.save,
+            sampler=sample_text,
+            resume=args.resume,
+            loader=LoaderOptions(synthetic_on_fail=args.synthetic_on_fail, **given),
+            ddp=args.ddp,
+        )
+    except TrainError as error:
+        if speaks_for_all(error):
+            print(f"{program}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _resolve(path: str, args: argparse.Namespace) -> Config:
+    overrides = [f"{key}={getattr(args, f)}" for f, key in KEYS.items() if getattr(args, f)]
+    if args.no_gc:
+        overrides += ["runtime.gradient_checkpointing=false", "runtime.gc_layers="]
+    overrides += args.overrides
+    config = load_config(path, overrides)
+    if args.steps and args.steps > config.train.steps:
+        print(
+            f"[boot] --steps {args.steps} is more than train.steps={config.train.steps}; both "
+            f"the run and its LR schedule are now {args.steps} steps long"
+        )
+        config = load_config(path, [*overrides, f"train.steps={args.steps}"])
+    return config
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1; use one")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; use one")
+    return seconds
+
+
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="the text; - or nothing reads stdin")
+    where = "model.pt, a checkpoint, or a run folder"
+    add("--model", default="artifacts/train_showcase", metavar="PATH", help=where)
+    add("--file", metavar="FILE", help="a prompt from a file; - is stdin")
+    add("--prompts", metavar="FILE", help="a prompt on every line; - is stdin")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
+    add("--max-len", type=int, default=65536, metavar="N", help="prompt and text, most (65536)")
+    add("--greedy", action="store_true", help="always the most likely token, as temperature 0")
+    add("--temperature", type=float, default=1.0, metavar="T", help="(1)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely (all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest with sum P (1)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(1: none)")
+    add("--seed", type=int, default=0, metavar="N", help="the same seed, the same text (0)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; can be repeated")
+    add("--ignore-eos", action="store_true", help="go on after the end of a document")
+    add("--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)")
+    add("--tokenizer", metavar="NAME", help="byte, gpt2, hf or a tokenizer.json (the model's)")
+    add("--tokenizer-path", metavar="PATH", help="as data.tokenizer_path, beside --tokenizer")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    precision = "of weights and cache (cpu: fp32; cuda: the config's)"
+    add("--precision", choices=["fp32", "bf16", "fp16"], help=precision)
+    add("--echo", action="store_true", help="print the prompt, too")
+    add("--no-stream", action="store_true", help="print the text when it is complete")
+    add("--json", action="store_true", help="an object per line: prompt, text, tokens, finish")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.generate.command import run
+
+    return run(args)
+
+
+def _prove_resume(args: argparse.Namespace) -> int:
+    path, config = load(args)
+    from nsa.train.prove_resume import prove_resume
+
+    folder, steps = Path(args.out_dir), args.steps
+    stop_at = steps // 2 if args.stop_at is None else args.stop_at
+    holds = prove_resume(config, path, folder, steps, stop_at)
+    verdict = "equal bit by bit" if holds else "NOT equal"
+    print(f"{steps} steps in one piece, and stopped at {stop_at}: {verdict}; proof in {folder}")
+    return 0 if holds else 1
