@@ -76,7 +76,7 @@ def attention_scalars(
 
 # tb/: the curves of a run as TensorBoard events, written by rank 0.
 #
-# The tags are those of scalars.py. The step of an event is the number of optimizer updates.
+# The tags are the ones above. The step of an event is the number of optimizer updates.
 
 FOLDER = "tb"
 FLUSH_S = 30
@@ -194,12 +194,11 @@ def _to_stderr(text: str) -> None:
 
 # The curves of a run for Weights & Biases or trackio, as far as they take them.
 #
-# The library runs in a process of its own (tracker_child.py), because it may block, print, install
-# handlers or fail, and none of that may reach the training. Points go to it through a pipe that is
-# never waited for; a tracker that fails, or takes nothing for long, is dropped with one line.
-#
-# Two files: tracker.json (schema, version 1: `version`, `tracker`, `id`), by which a resumed run
-# goes on under the same name, and tracker.log, what the library printed.
+# The library runs in a process of its own (tracker_process.py), because it may block, print,
+# install handlers or fail, and none of that may reach the training. Points go to it through a pipe
+# that is never waited for; a tracker that fails, or takes nothing for long, is dropped with one
+# line.  Two files: tracker.json (schema, version 1: `version`, `tracker`, `id`), by which a resumed
+# run goes on under the same name, and tracker.log, what the library printed.
 
 VERSION = 1
 NAME, LOG = "tracker.json", "tracker.log"

@@ -1,7 +1,7 @@
 """The process that talks to a tracker: it reads lines of JSON from stdin until they end.
 
 The first line says which library to use and what the run is, the others are points of its curves.
-tracker.py starts this file by its path. It imports nothing of nsa: torch would cost seconds.
+sinks.py starts this file by its path. It imports nothing of nsa: torch would cost seconds.
 """
 
 from __future__ import annotations

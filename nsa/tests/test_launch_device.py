@@ -153,7 +153,7 @@ def test_kernels_are_launched_by_start_alone_and_streams_name_their_device() -> 
             if not isinstance(node, ast.Call):
                 continue
             what, where = ast.unparse(node.func), f"{file.name}:{node.lineno}"
-            if isinstance(node.func, ast.Subscript) and file.name != "start.py":
+            if isinstance(node.func, ast.Subscript) and file.name != "launcher.py":
                 found.append(f"{where} launches {what}")
             if what in ("torch.cuda.Stream", "torch.cuda.current_stream") and not node.args:
                 found.append(f"{where} has {what} of the current device")

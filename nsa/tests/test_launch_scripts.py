@@ -219,10 +219,9 @@ def test_without_an_environment_of_its_own_a_script_takes_python(tmp_path: Path)
     (tmp_path / "scripts").mkdir()
     for name in ("_nsa.sh", "train_m7c_prime.sh"):
         shutil.copy(SCRIPTS / name, tmp_path / "scripts")
-    fake = tmp_path / "nsa"
-    fake.mkdir()
-    (fake / "__init__.py").touch()
-    (fake / "cli.py").write_text("import sys; print(sys.argv[1:])")
+    fake = tmp_path / "nsa" / "cli"
+    fake.mkdir(parents=True)
+    (fake / "main.py").write_text("import sys; print(sys.argv[1:])")
     done = subprocess.run(
         ["bash", str(tmp_path / "scripts" / "train_m7c_prime.sh"), "--list"],
         env=environment(PYTHON=sys.executable),

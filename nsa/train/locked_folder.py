@@ -1,6 +1,6 @@
 """The folder of a run in the hands of that run alone, also when somebody removes it meanwhile.
 
-The first rank holds the lock (telemetry/run_lock.py) from before it reads anything until all ranks
+The first rank holds the lock (records/folder.py) from before it reads anything until all ranks
 have left. Before each update it looks whether the folder is still there. Where it was removed, or
 moved away, the run makes it anew, writes its files from then on and a checkpoint at once; where
 another run holds the new one, all ranks end and write nothing.

@@ -93,7 +93,8 @@ def run(
     `stop_after` ends the run earlier than train.steps; the learning-rate schedule stays.
     `model_path` replaces <out_dir>/model.pt. Without a `sampler` no sample is written.
     `resume` is auto, latest, none or a checkpoint (resume.py). `loader` is the patience with data.
-    `ddp` says whether this process is one of many ranks (ranks.py); the first one writes the files.
+    `ddp` says whether this process is one of many ranks (distributed/strategy.py); the first
+    one writes the files.
     """
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:

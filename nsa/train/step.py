@@ -1,4 +1,4 @@
-"""One optimizer update as a function of its batches; graph_step.py replays the same as a graph."""
+"""One optimizer update as a function of its batches; GraphStep replays it as a CUDA graph."""
 
 from __future__ import annotations
 

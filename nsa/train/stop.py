@@ -4,7 +4,7 @@ The end of torchrun asks, too: its ranks would live on as orphans, beside those 
 The first signal is acknowledged at once and obeyed after the step; a second one ends the run in the
 middle of it, and a third does not even wait for a checkpoint that is being written. Python calls
 handlers in the main thread alone, and only when no call into a library keeps it; so the thread that
-the system's own handler wakes (stack_dump.py) hears signals, too, and says what happens to them.
+the system's own handler wakes (records/dumps.py) hears signals, too, and says what happens to them.
 """
 
 from __future__ import annotations

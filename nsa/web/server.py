@@ -94,7 +94,7 @@ def _number(query: Query, name: str, default: float, least: float, most: float) 
     return value
 
 
-# The HTTP server of the dashboard: GET only, its own files and the answers of api.py.
+# The HTTP server of the dashboard: GET only, its own files and the answers above.
 #
 # No path of a request is ever opened: files of the page are chosen from a table by their name, and
 # runs by their number. Requests, connections and answers have bounds.

@@ -45,7 +45,7 @@ class Results(NamedTuple):
     num_chosen: Tensor  # [B, Hkv, S] int32
     bits: Tensor  # [B, Hkv, words, S] int32
     before: Tensor  # [B, Hkv, words, S] int16
-    ends: Tensor  # these five: the Inverse of inverse.py, empty where the forward has none
+    ends: Tensor  # these five: the Inverse of block_index.py, empty where the forward has none
     queries: Tensor
     places: Tensor
     item_block: Tensor
@@ -136,7 +136,7 @@ def _routes(problem: Problem) -> dict[int, flash.Kernel]:
     """The branches that kernels of another library compute, and which ones.
 
     The caller has counted those that were asked to and cannot. Without being asked, cuDNN takes
-    the compressed branch of long sequences: there it is faster than band.py.
+    the compressed branch of long sequences: there it is faster than banded.py.
     """
     routes = {0: flash.CUDNN} if problem.long else {}
     if any(flash_asked()):

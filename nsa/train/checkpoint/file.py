@@ -19,7 +19,7 @@ Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_on
 
 The .json beside it is the manifest: version, file, step, bytes, sha256. It is written after the
 file, so a checkpoint without one is not finished and does not count. The same content in parts,
-as ranks write it that share a model out, is in sharded.py; shelf.py has both forms.
+as ranks write it that share a model out, is in folder.py; find.py has both forms.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The checkpoints of a folder in both forms: the single file (checkpoint.py) and the folder of
-parts (sharded.py). Whoever looks for a checkpoint, or opens one, does it here.
+parts (folder.py). Whoever looks for a checkpoint, or opens one, does it here.
 """
 
 from __future__ import annotations

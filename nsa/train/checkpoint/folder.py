@@ -1,7 +1,7 @@
 """checkpoint_step{N}/: the same as checkpoint_step{N}.pt, in parts that ranks write side by side.
 
     __{r}_0.distcp   what rank r held of the tensors, as torch.distributed.checkpoint (DCP) does it
-    .metadata        which part of which tensor lies where: DCP's own list, a pickle (part_list.py
+    .metadata        which part of which tensor lies where: DCP's own list, a pickle (sharded_io.py
                      says how it is read)
     state.pt         all the rest: the content of the single file (checkpoint.py), with empty
                      tensors of the right shape and type (device meta) for those in the parts

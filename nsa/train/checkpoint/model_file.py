@@ -1,7 +1,7 @@
 """model.pt: the weights of a model with the config that builds it.
 
 Schema: a dict of `state_dict` (fp32 tensors on the CPU) and `cfg` (the resolved config as plain
-dicts). A checkpoint (shelf.py) has both, too, so a model can be loaded from either. All of it
+dicts). A checkpoint (find.py) has both, too, so a model can be loaded from either. All of it
 loads with `torch.load(..., weights_only=True)`.
 """
 

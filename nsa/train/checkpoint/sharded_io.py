@@ -112,7 +112,7 @@ def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
 
 # Writing and reading the parts of a checkpoint folder by torch.distributed.checkpoint (DCP).
 #
-# Each part is a tensor that torch reads with `weights_only=True`; part_list.py reads their list.
+# Each part is a tensor that torch reads with `weights_only=True`; the list is read above.
 
 IN_PARTS = ("state_dict", "optimizer")
 """Keys of a content whose tensors, but for single numbers, lie in the parts."""

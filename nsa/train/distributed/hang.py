@@ -1,7 +1,7 @@
 """A thread in every rank that notices a standstill, has it explained, and ends what is stuck.
 
 It runs while the main thread waits in C. A rank that does something of its own for longer than its
-span may take (telemetry/spans.py), or that waits while all do, makes all ranks write where they
+span may take (records/spans.py), or that waits while all do, makes all ranks write where they
 are; the one that called writes the report. The first updates, evaluations and checkpoints have half
 an hour. Shortly before the timeout of the process group, which would end the waiting ranks with
 less to say, the rank that is waited for is ended, and a launcher can start them again.

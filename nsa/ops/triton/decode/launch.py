@@ -103,7 +103,7 @@ class Decoder:
         """Blocks that the latest step has read, ascending, then -1."""
 
     def _score_buffers(self, wide: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits, or sums by block and the tops of their tiles; kernels/decode_score.py."""
+        """Logits, or sums by block and the tops of their tiles; score.py."""
         tiles, strides = self.tiles, self.spec.l_sel // self.spec.d
         assert tiles.CMP_PART % tiles.BN == 0 and tiles.WIN_PART % tiles.TOKENS == 0, tiles
         if tiles.SUMS:
