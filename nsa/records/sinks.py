@@ -1,4 +1,4 @@
-"""The curves of a run, number by tag: one definition for TensorBoard and for trackers."""
+"""Where the curves of a run go: TensorBoard events in tb/, and trackers (Weights & Biases, trackio)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,63 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nsa.config import Config, ConfigError, to_container
 from nsa.config.env import raw
 from nsa.files import best_effort, complain, open_regular, read_text, write_text
-from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-Scalars = dict[str, float]
-
-TRAIN_TAGS = ("train/loss", "train/toks_per_s", "train/lr", "train/grad_norm", "train/mfu")
-VAL_TAGS = ("val/loss", "val/ppl")
-GATES = ("entropy_mean", "entropy_min", "max_gate_mean", "max_gate_max", "collapse_fraction")
-BRANCHES = ("cmp", "sel", "win")
-GATE_TAGS = tuple(f"gates/{name}" for name in (*GATES, *(f"share_{x}" for x in BRANCHES)))
-SELECTION_TAGS = tuple(f"selection/{name.removeprefix('sel_')}" for name in SELECTION_FIELDS)
-LAYER_TAGS = tuple(f"layer_{name}" for name in (*GATE_FIELDS, *SELECTION_FIELDS))
-"""A slash and the number of the layer follow: TensorBoard shows all layers of a number together."""
-
-
-def train_scalars(
-    *,
-    loss: float,
-    toks_per_s: float,
-    lr: float,
-    grad_norm: float | None = None,
-    mfu: float | None = None,
-) -> Scalars:
-    """The numbers of a logged step; one that is not known has no point."""
-    values = zip(TRAIN_TAGS, (loss, toks_per_s, lr, grad_norm, mfu), strict=True)
-    return {tag: value for tag, value in values if value is not None}
-
-
-def val_scalars(*, loss: float, ppl: float) -> Scalars:
-    """The result of an evaluation."""
-    return dict(zip(VAL_TAGS, (loss, ppl), strict=True))
-
-
-def attention_scalars(
-    attention: Mapping[str, Any] | None, layers: Sequence[Mapping[str, float]] | None
-) -> Scalars:
-    """Gates and selection, over all layers and by layer, if they were collected.
-
-    `attention` is AttentionStats.summary(), `layers` is AttentionStats.per_layer().
-    """
-    scalars: Scalars = {}
-    if attention:
-        gates = (*(attention[name] for name in GATES), *attention["branch_shares"])
-        scalars |= dict(zip(GATE_TAGS, gates, strict=True))
-        chosen = (attention[name] for name in SELECTION_FIELDS)
-        scalars |= dict(zip(SELECTION_TAGS, chosen, strict=True))
-    for number, layer in enumerate(layers or ()):
-        scalars |= {f"layer_{name}/{number:02d}": value for name, value in layer.items()}
-    return scalars
-
-
 # tb/: the curves of a run as TensorBoard events, written by rank 0.
 #
-# The tags are the ones above. The step of an event is the number of optimizer updates.
+# The tags are those of scalars.py. The step of an event is the number of optimizer updates.
 
 FOLDER = "tb"
 FLUSH_S = 30

@@ -55,6 +55,7 @@ from nsa.records import (
     read_memory,
     read_rows,
     results,
+    scalars,
     sentinels,
     sinks,
     spans,
@@ -65,7 +66,8 @@ from nsa.records import folder as folders
 from nsa.records.alarms import Alarm, as_line
 from nsa.records.heartbeat import BASE_FIELDS
 from nsa.records.launch import PhaseVerdict, RunInfo
-from nsa.records.sinks import Tracked, attention_scalars, train_scalars, val_scalars, write_tracked
+from nsa.records.scalars import attention_scalars, train_scalars, val_scalars
+from nsa.records.sinks import Tracked, write_tracked
 from nsa.records.tables import SelectionRecord
 from nsa.tests.gpu import on_gpu
 from nsa.train.checkpoint import file as checkpoint_file
@@ -560,8 +562,8 @@ def test_events_read_back_what_was_written(tmp_path: Path) -> None:
     assert found["gates/entropy_min"] == [(1, 0.5)] and found["gates/share_win"] == [(1, 0.25)]
     assert found["selection/k_max"] == [(1, SUMMARY["sel_k_max"])]
     assert [found[f"layer_entropy_mean/{i:02d}"] for i in (0, 1)] == [[(1, 0.25)], [(1, 0.75)]]
-    fixed = {*sinks.TRAIN_TAGS, *sinks.VAL_TAGS, *sinks.GATE_TAGS, *sinks.SELECTION_TAGS}
-    by_layer = {f"{tag}/{i:02d}" for tag in sinks.LAYER_TAGS for i in (0, 1)}
+    fixed = {*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS}
+    by_layer = {f"{tag}/{i:02d}" for tag in scalars.LAYER_TAGS for i in (0, 1)}
     assert found.keys() == fixed | by_layer
 
 
@@ -764,8 +766,8 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         },
         "study_results.md": {*study_results.FIELDS, *study_results.ARM_FIELDS},
         "tensorboard.md": {
-            *(*sinks.TRAIN_TAGS, *sinks.VAL_TAGS, *sinks.GATE_TAGS, *sinks.SELECTION_TAGS),
-            *(f"{tag}/{{layer}}" for tag in sinks.LAYER_TAGS),
+            *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
+            *(f"{tag}/{{layer}}" for tag in scalars.LAYER_TAGS),
         },
     }
 

@@ -37,7 +37,8 @@ from nsa.records.env import write_env
 from nsa.records.heartbeat import BEAT
 from nsa.records.machine import read_gpu
 from nsa.records.metrics import NAME as METRICS
-from nsa.records.sinks import Scalars, Tracker, attention_scalars, train_scalars, val_scalars
+from nsa.records.scalars import Scalars, attention_scalars, train_scalars, val_scalars
+from nsa.records.sinks import Tracker
 from nsa.records.spans import here, span
 from nsa.records.tables import SelectionFile, fallback_counts
 from nsa.train.distributed.strategy import Strategy
