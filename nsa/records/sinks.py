@@ -1,4 +1,4 @@
-"""Where the curves of a run go: TensorBoard events in tb/, and trackers (Weights & Biases, trackio)."""
+"""Sinks of the curves of a run: TensorBoard events in tb/, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
