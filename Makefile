@@ -10,7 +10,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test browser chaos lint format types layers mutants rehearse clean
+.PHONY: help train check test sweep browser chaos lint format types layers mutants rehearse clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -18,8 +18,18 @@ help:  ## list the targets
 train: $(VENV)/.installed-plot  ## train configs/quickstart.yaml (or CONFIG=...) on the embedded corpus
 	$(VENV)/bin/nsa train --config $(CONFIG)
 
+# Every path equals the oracle; nothing reads the future; configs; a resumed run is exact.
+CHECKED := $(patsubst %,nsa/tests/test_%.py,equiv_small paths masks causality config) \
+  nsa/tests/test_resume.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit
+
+check: lint  ## lint and the tests of the first promises, in under a minute
+	$(PY) -m pytest -n 2 --timeout 60 -q $(CHECKED)
+
 test: $(VENV)/.installed-dev  ## run the CPU test suite
-	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos"
+	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos and not slow"
+
+sweep: $(VENV)/.installed-dev  ## compile every shape for every GPU; slow
+	$(PY) -m pytest -n 2 --timeout 7200 -m "slow and not gpu"
 
 browser: $(VENV)/.installed-browser  ## test the dashboard in Chromium, which is installed by apt where that can be
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends chromium fonts-dejavu-core; } \

@@ -27,9 +27,9 @@ from nsa.config.load import StrictParser
 SHAPE = Shape(8, 2, 64, 64)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure time here and memory in fresh processes, print a table and a JSON line."""
-    args = _parser().parse_args()
+    args = _parser().parse_args(argv)
     torch.set_num_threads(args.threads)
     if args.peak_of:
         print(_peak_mib(args.peak_of, args.lengths[0]))

@@ -41,6 +41,8 @@ class Mutant(NamedTuple):
     name: str
     file: str
     edits: tuple[tuple[str, str], ...]
+    tests: tuple[str, ...] = TESTS
+    """Files under nsa/tests, or single tests of them as FILE.py::NAME."""
 
 
 ROWS, SELECT, EAGER = (f"ops/eager/{name}.py" for name in ("rows", "select", "attention"))
@@ -230,7 +232,83 @@ DECODE = (
     ),
 )
 
-MUTANTS = TORCH_PATH + ROTATION + DECODE
+LOOP, STORED, SHELF = (f"train/{name}.py" for name in ("loop", "checkpoint", "shelf"))
+RANKS, GROUP = "train/ranks.py", "train/ddp.py"
+WATCH, LADDER, VERDICT = (f"operate/{name}.py" for name in ("watch", "ladder", "verdict"))
+
+OPERATION = (
+    Mutant(
+        "rollback-reads-the-spike-again",
+        LOOP,
+        (("(step - 1 + self.spikes.jumped) * rows", "(step - 1) * rows"),),
+        ("test_spikes.py::test_rollback_returns_to_the_checkpoint_and_jumps_over_the_data",),
+    ),
+    Mutant(
+        "checkpoint-a-step-late",
+        LOOP,
+        (("(step % every_save == 0 or self.held", "(step % every_save == 1 or self.held"),),
+        ("test_resume.py::test_only_the_newest_checkpoints_are_kept",),
+    ),
+    Mutant(
+        "checkpoint-hash-ignored",
+        STORED,
+        (("if file_sha256(path) != manifest.sha256:", "if not manifest.sha256:"),),
+        ("test_resume.py::test_a_damaged_latest_is_passed_over_aloud",),
+    ),
+    Mutant(
+        "damaged-checkpoint-counts-as-kept",
+        SHELF,
+        (("        if not is_complete(path):\n            continue\n", ""),),
+        ("test_resume.py::test_what_does_not_match_its_manifest_is_neither_counted_nor_deleted",),
+    ),
+    Mutant(
+        "ranks-read-the-same-rows",
+        RANKS,
+        (("(micro * ranks.world_size + ranks.rank)", "(micro * ranks.world_size)"),),
+        (
+            "test_ddp_settings.py"
+            "::test_ranks_read_every_row_of_an_update_once_and_those_of_one_process",
+        ),
+    ),
+    Mutant(
+        "last-request-to-stop-lost",
+        GROUP,
+        (("        if last:\n", "        if not last:\n"),),
+        ("test_ddp_settings.py::test_a_request_during_the_last_update_is_obeyed",),
+    ),
+    Mutant(
+        "watch-forgets-alarms",
+        WATCH,
+        (("rang |= bool(", "rang = bool("),),
+        ("test_watch.py::test_an_alarm_that_rang_before_the_end_is_in_the_exit_code",),
+    ),
+    Mutant(
+        "watch-never-halts",
+        LADDER,
+        (("while self._step < self._top and", "while self._step < self._top - 1 and"),),
+        ("test_watch.py::test_the_exit_code_says_whether_an_alarm_rings",),
+    ),
+    Mutant(
+        "report-go-without-evidence",
+        VERDICT,
+        (("return UNKNOWN if missing or not self.rows else GO", "return GO"),),
+        ("test_report.py::test_an_empty_folder_cannot_be_judged_and_a_missing_one_is_bad_input",),
+    ),
+    Mutant(
+        "report-forgives-one-failure",
+        VERDICT,
+        (
+            (
+                "if any(row.verdict == FAIL for row in self.rows):",
+                "if sum(row.verdict == FAIL for row in self.rows) > 1:",
+            ),
+        ),
+        ("test_report.py::test_each_criterion_fails_when_it_must",),
+    ),
+)
+"""Bugs that would lose a run, or tell its operator what is not so."""
+
+MUTANTS = TORCH_PATH + ROTATION + DECODE + OPERATION
 
 
 class Result(NamedTuple):
@@ -249,7 +327,9 @@ def main(names: list[str]) -> int:
         if name not in known:
             print(f"mutants: no mutant {name!r}; the known ones are {', '.join(known)}")
             return 2
-    mutants = [Mutant("(none)", "", ()), *(known[name] for name in names or known)]
+    planned = [known[name] for name in names or known]
+    tests = tuple(dict.fromkeys(name for mutant in planned for name in mutant.tests))
+    mutants = [Mutant("(none)", "", (), tests), *planned]
     with ThreadPoolExecutor(NUM_PARALLEL) as pool:
         results = list(pool.map(_run, mutants))
     for result in results:
@@ -270,7 +350,8 @@ def _run(mutant: Mutant) -> Result:
         shutil.copytree(REPOSITORY / "configs", copy / "configs")
         shutil.copy(REPOSITORY / "pyproject.toml", copy)
         _plant(mutant, copy / "nsa")
-        tests = [f"nsa/tests/{name}.py" for name in TESTS]
+        files = [name if "::" in name else f"{name}.py" for name in mutant.tests]
+        tests = [f"nsa/tests/{name}" for name in files]
         # The copy is imported, not the installed package: `-m pytest` puts its folder first.
         command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest", "-x", "-q", *tests]
         command += ["-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]

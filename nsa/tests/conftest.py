@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from nsa.config import Config, load_config
+from nsa.tests import quick
+from nsa.tests.nursery import Nursery
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -39,9 +41,15 @@ TINY = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each xdist worker one thread: two workers with two threads each fight for two cores."""
+    """Give each xdist worker one thread: two workers with two threads each fight for two cores.
+
+    Where the kernels are interpreted, make that faster."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from nsa.tests.interpreter import speed_up
+
+        speed_up()
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +58,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("NSA_") or name == "CONFIG":
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with a short sample, and with a picture that nobody looks at."""
+    monkeypatch.setattr("nsa.generate.decode.SAMPLE_TOKENS", quick.SAMPLE_TOKENS)
+    monkeypatch.setattr("nsa.train.finish.draw_loss_curve", quick.draw_nothing)
 
 
 @pytest.fixture
@@ -63,3 +78,10 @@ def tiny_config(tmp_path: Path) -> Callable[..., Config]:
         )
 
     return build
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Processes of the trainer without the time of imports; one server for all tests."""
+    with Nursery() as process:
+        yield process

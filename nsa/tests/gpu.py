@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +15,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 needs_gpu = [pytest.mark.gpu, on_gpu]
 """For a whole file (`pytestmark`), or the `marks` of a parameter."""
+
+
+def interpreted(test: Any) -> Any:
+    """For a test of Triton's interpreter alone: test_triton_on_cpu.py runs its file there."""
+    is_on = os.environ.get("TRITON_INTERPRET") == "1"
+    return pytest.mark.gpu(pytest.mark.skipif(not is_on, reason="needs the interpreter")(test))
+
+
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 """Of outputs, relative to the largest value."""
 GRAD_TOLERANCE = {dtype: max(tolerance, 1e-4) for dtype, tolerance in TOLERANCE.items()}

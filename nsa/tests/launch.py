@@ -19,10 +19,15 @@ TIMEOUT_S = 120
 
 
 def start(
-    *arguments: object, script: Path = SCRIPT, ranks: int = 2, restarts: int = 0, **environ: str
+    *arguments: object,
+    script: Path = SCRIPT,
+    ranks: int = 2,
+    restarts: int = 0,
+    python: Path | str = sys.executable,
+    **environ: str,
 ) -> subprocess.Popen[str]:
     """Start ranks of the trainer over gloo; --standalone meets on a free port of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [str(python), "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
     command += [str(script), *map(str, arguments)]
     usual = {"OMP_NUM_THREADS": "1", "NSA_PG_TIMEOUT_MIN": "1", "NSA_TB_DISABLE": "1"}

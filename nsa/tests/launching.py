@@ -14,7 +14,8 @@ from nsa.records import write_config
 from nsa.tests import launch
 from nsa.tests.conftest import REPOSITORY, TINY
 
-TIMEOUT_S = 500
+PYTHON = Path(sys.executable)
+TIMEOUT_S = 150
 LOOSE = [
     f"--limit={name}" for name in ("step_time_ratio=1000", "stable_share=0", "toks_per_s_min=0")
 ]
@@ -39,23 +40,32 @@ def environment(**environ: str) -> dict[str, str]:
     return clean | USUAL | {"PYTHON": sys.executable} | environ
 
 
-def start_script(name: str, *arguments: object, cwd: Path, **environ: str) -> subprocess.Popen[str]:
-    """Start a script of the repository."""
-    return _start(["bash", str(REPOSITORY / "scripts" / name)], arguments, cwd, environ)
+def start_script(
+    name: str, *arguments: object, cwd: Path, python: Path | None = None, **environ: str
+) -> subprocess.Popen[str]:
+    """Start a script of the repository, with its own Python or another one."""
+    root = REPOSITORY
+    if python is not None:
+        root, environ = cwd / "checkout", {"PYTHON": str(python)} | environ  # without a .venv
+        root.mkdir(exist_ok=True)
+        if not (root / "scripts").exists():
+            (root / "scripts").symlink_to(REPOSITORY / "scripts")
+    return start_process(["bash", root / "scripts" / name, *arguments], cwd, **environ)
 
 
-def start_launch(*arguments: object, cwd: Path, **environ: str) -> subprocess.Popen[str]:
+def start_launch(
+    *arguments: object, cwd: Path, python: Path = PYTHON, **environ: str
+) -> subprocess.Popen[str]:
     """Start `nsa launch` on the tiny config of the folder, on the embedded corpus."""
     environ = {"CONFIG": "tiny.yaml", "DATASET": "shakespeare", "NP": "1"} | environ
-    command = [sys.executable, "-m", "nsa.cli.main", "launch", *LOOSE]
-    return _start(command, arguments, cwd, {"PYTHONPATH": str(REPOSITORY)} | environ)
+    command = [python, "-m", "nsa.cli.main", "launch", *LOOSE, *arguments]
+    return start_process(command, cwd, **({"PYTHONPATH": str(REPOSITORY)} | environ))
 
 
-def _start(
-    command: list[str], arguments: tuple[object, ...], cwd: Path, environ: dict[str, str]
-) -> subprocess.Popen[str]:
+def start_process(command: list[object], cwd: Path, **environ: str) -> subprocess.Popen[str]:
+    """Start a process with its two outputs in one pipe, and nothing to read."""
     return subprocess.Popen(
-        [*command, *map(str, arguments)],
+        [*map(str, command)],
         cwd=cwd,
         env=environment(**environ),
         stdin=subprocess.DEVNULL,

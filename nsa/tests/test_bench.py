@@ -16,6 +16,7 @@ from bench import (
     bench_overhead,
     bench_prefill,
     bench_startup,
+    bench_torch,
     bench_train,
     flops,
     measure,
@@ -60,15 +61,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_torch_bench_measures_time_and_memory():
-    result = run_bench("bench/bench_torch.py", "--lengths", "256", "--repeats", "1")
+def test_torch_bench_measures_time_and_memory(capsys):
+    assert bench_torch.main(["--lengths", "256", "--repeats", "1", "--threads", "1"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = result["rows"]
     assert row["nsa_ms"] > 0 and row["dense_ms"] > 0
     assert row["ratio"] == row["nsa_ms"] / row["dense_ms"]
     assert row["nsa_mib"] > 0
 
 
-def test_prefill_bench_takes_heads_and_blocks_from_a_config():
+def test_prefill_bench_starts_from_the_shell_and_takes_heads_and_blocks_from_a_config():
     config = ["--config", "configs/train_showcase.yaml", "--device", "cpu"]
     result = run_bench("bench/bench_prefill.py", *config, "--lengths", "96", "--repeats", "1")
     assert set(result) > {"device", "torch", "triton", "commit", "spec", "rows"}

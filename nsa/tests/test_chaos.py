@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,6 @@ QUICK: dict[str, Any] = {"NSA_HANG_LEAST_S": "1.5", "NSA_PG_TIMEOUT_MIN": "0.2"}
 """A second and a half is a hang, and within twelve seconds of waiting it ends."""
 LONG = ("train.steps=4000", "train.eval_every=0")
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as process:
-        yield process
 
 
 @pytest.fixture

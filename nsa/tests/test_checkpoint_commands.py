@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import shutil
+import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +17,18 @@ import pytest
 import torch
 
 from nsa.cli.main import main
-from nsa.config import Config
+from nsa.config import load_config
 from nsa.records.metrics import read_config
+from nsa.tests.conftest import REPOSITORY
+from nsa.tests.conftest import TINY as SETTINGS
 from nsa.tests.effects import TINY
+from nsa.tests.nursery import Nursery
 from nsa.train import run
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint.model_file import read_safetensors, write_safetensors
 from nsa.train.checkpoint.writer import num_tensor_bytes
 from nsa.train.prove_resume import compare_runs, read_proof
 
-BuildConfig = Callable[..., Config]
 TRAP = "ran_a_program"
 
 
@@ -40,10 +44,19 @@ class Scripted(torch.nn.Module):
         return x
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 2 and 4."""
+    place = tmp_path_factory.mktemp("trained") / "run"
+    overrides = (*SETTINGS, "train.steps=4", "train.save_every=2", f"train.out_dir={place}")
+    cfg = load_config(REPOSITORY / "configs" / "base.yaml", overrides, environ={})
+    return run(cfg, config_path="tiny", out=io.StringIO()).folder
+
+
 @pytest.fixture
-def folder(tiny_config: BuildConfig) -> Path:
-    cfg = tiny_config("train.steps=4", "train.save_every=2")
-    return run(cfg, config_path="tiny").folder
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run that a test may damage."""
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 def _torchscript(content: checkpoint_file.Content, path: Path) -> None:
@@ -205,24 +218,26 @@ def test_an_empty_folder_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "holds no checkpoint_step" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(300)
-def test_resume_is_proved_and_a_broken_one_is_not(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_is_proved_and_a_broken_one_is_not(nursery: Nursery, tmp_path: Path) -> None:
+    def prove() -> subprocess.CompletedProcess[str]:
+        words = [str(nursery.python), "-m", "nsa.cli.main", *command]
+        return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY)
     out = tmp_path / "proof"
     command = ["prove-resume", "--config", str(config), "--out-dir", str(out), "--steps", "4"]
-    assert main(command) == 0
+    done = prove()
+    assert done.returncode == 0, done.stderr
     proof = read_proof(out)
     assert proof["holds"] and proof["resumed_at"] == 2
     assert proof["losses"]["whole"] == proof["losses"]["parts"]
-    assert "equal bit by bit" in capfd.readouterr().out
+    assert "equal bit by bit" in done.stdout
     assert all(read_config(out / name).runtime.deterministic for name in ("whole", "parts"))
     model = out / "parts" / "model.pt"
     content = torch.load(model, weights_only=True)
     content["state_dict"]["norm.weight"][0] += 1e-6
     torch.save(content, model)
     assert not compare_runs(out / "whole", out / "parts", 4)["holds"]
-    assert main(command) == 2  # never over an older proof
-    assert "exists" in capfd.readouterr().err
+    again = prove()
+    assert again.returncode == 2 and "exists" in again.stderr, "never over an older proof"

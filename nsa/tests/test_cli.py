@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from nsa.config import StrictParser, known_keys, load_config
 from nsa.config.env import TABLE, in_effect
 from nsa.config.load import REPOSITORY
 from nsa.model.cost import parameter_counts
+from nsa.tests.nursery import Nursery
 
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
 TINY = [
@@ -24,10 +27,13 @@ TINY = [
 ]
 
 
-def nsa(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+Nsa = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run_nsa(python: object, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the command as its own process, in an environment that holds only `environ`."""
     return subprocess.run(
-        [sys.executable, "-m", "nsa.cli.main", *arguments],
+        [str(python), "-m", "nsa.cli.main", *arguments],
         env={"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "error", **environ},
         capture_output=True,
         text=True,
@@ -35,8 +41,14 @@ def nsa(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def nsa(nursery: Nursery) -> Nsa:
+    """Run the command in a process of the nursery."""
+    return partial(run_nsa, nursery.python)
+
+
 def test_env_lists_every_variable_with_its_value_in_a_pipe() -> None:
-    result = nsa("env", NSA_LR="0.125")
+    result = run_nsa(sys.executable, "env", NSA_LR="0.125")
 
     lines = {line.split()[0]: line.split() for line in result.stdout.splitlines()}
     assert result.returncode == 0, result.stderr
@@ -46,7 +58,7 @@ def test_env_lists_every_variable_with_its_value_in_a_pipe() -> None:
     assert lines["NSA_DEBUG_LOG"][1:4] == ["0", "-", "planned"]
 
 
-def test_env_still_lists_when_a_name_is_wrong_and_then_says_so() -> None:
+def test_env_still_lists_when_a_name_is_wrong_and_then_says_so(nsa: Nsa) -> None:
     result = nsa("env", NSA_SEQLEN="64")
 
     assert result.returncode == 2
@@ -55,7 +67,7 @@ def test_env_still_lists_when_a_name_is_wrong_and_then_says_so() -> None:
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    command = f"set -o pipefail; {sys.executable} -m nsa.cli.main keys | (exec <&-; sleep 3)"
+    command = f"set -o pipefail; {sys.executable} -m nsa.cli.main keys | (exec <&-; sleep 1)"
 
     result = subprocess.run(
         ["bash", "-c", command],
@@ -118,14 +130,17 @@ def test_plan_says_which_backend_runs_and_why(capsys: pytest.CaptureFixture[str]
 
 
 def test_train_trains(tmp_path: Path) -> None:
-    result = nsa("train", "--config", QUICKSTART, *TINY, f"train.out_dir={tmp_path / 'run'}")
+    words = ["train", "--config", QUICKSTART, *TINY, f"train.out_dir={tmp_path / 'run'}"]
+    result = run_nsa(sys.executable, *words)  # a new interpreter: imports may warn, too
 
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "model.pt").is_file()
     assert str(tmp_path / "run") in result.stdout
+    assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")) > 50
 
 
-def test_a_long_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_a_long_run_without_checkpoints_is_refused(nsa: Nsa, tmp_path: Path) -> None:
     result = nsa(
         *("train", "--config", QUICKSTART, *TINY),
         *("train.steps=5000", "train.save_every=0", f"train.out_dir={tmp_path / 'run'}"),
@@ -177,7 +192,7 @@ MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
 
 @pytest.mark.parametrize(("arguments", "environ", "said"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str], environ: dict[str, str], said: str
+    nsa: Nsa, arguments: list[str], environ: dict[str, str], said: str
 ) -> None:
     result = nsa(*arguments, **environ)
 
@@ -193,7 +208,7 @@ def test_flags_are_never_abbreviated() -> None:
         parser.parse_args(["--data", "y"])
 
 
-def test_version_is_that_of_the_package() -> None:
+def test_version_is_that_of_the_package(nsa: Nsa) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
     result = nsa("--version")
@@ -268,7 +283,7 @@ def test_the_old_torch_logs_channel_is_translated_with_one_line(
         assert "Traceback" not in result.stderr
 
 
-def test_a_secret_of_the_environment_is_never_shown() -> None:
+def test_a_secret_of_the_environment_is_never_shown(nsa: Nsa) -> None:
     result = nsa("env", NSA_DASHBOARD_TOKEN="a-token-of-many-characters")
     assert result.returncode == 0 and "of-many" not in result.stdout
     (line,) = (x for x in result.stdout.splitlines() if x.startswith("NSA_DASHBOARD_TOKEN"))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from nsa.config import Config, ConfigError
+from nsa.config import Config, ConfigError, load_config
 from nsa.records import TRAINING, TrainingRow, read_rows
+from nsa.tests.conftest import REPOSITORY, TINY
 from nsa.tests.test_resume import stopped
 from nsa.train import TrainResult, build, load_model, run
 
@@ -23,60 +24,72 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 BuildConfig = Callable[..., Config]
-COMPILED = ("runtime.compile=true", "train.steps=6", "train.save_every=3", "train.eval_every=4")
+SETTINGS = ("train.steps=6", "train.save_every=3", "train.eval_every=4", "train.log_every=3")
+COMPILED = (*SETTINGS, "runtime.compile=true")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def config(folder: Path, *overrides: str) -> Config:
+    out_dir = f"train.out_dir={folder}"
+    return load_config(
+        REPOSITORY / "configs" / "base.yaml", [*TINY, out_dir, *overrides], environ={}
+    )
+
+
+def train(cfg: Config) -> TrainResult:
+    """Train, compiled by whatever traces, guards and derives as inductor does, without its C++."""
     torch.compiler.reset()
     counters.clear()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "BACKEND", "aot_eager")
+        result = run(cfg, config_path="tiny.yaml", out=io.StringIO())
     torch.compiler.reset()
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces, guards and derives as inductor does, and leaves out its C++ compiler."""
-    monkeypatch.setattr(build, "BACKEND", "aot_eager")
-
-
-def train(cfg: Config, **options: object) -> TrainResult:
-    return run(cfg, config_path="tiny.yaml", out=io.StringIO(), **options)  # type: ignore[arg-type]
+    return result
 
 
 def losses(cfg: Config) -> list[float]:
     return [row.loss for row in read_rows(TrainingRow, Path(cfg.train.out_dir) / TRAINING)]
 
 
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("checkpointed", ["false", "true"])
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, TrainResult]:
+    """A run that is not compiled."""
+    cfg = config(tmp_path_factory.mktemp("plain"), *SETTINGS)
+    return cfg, train(cfg)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, TrainResult, int]:
+    """A compiled run, and its number of graphs."""
+    cfg = config(tmp_path_factory.mktemp("whole"), *COMPILED)
+    return cfg, train(cfg), counters["stats"]["unique_graphs"]
+
+
+def assert_same_run(cfg: Config, result: TrainResult, plain: tuple[Config, TrainResult]) -> None:
+    assert losses(cfg) == pytest.approx(losses(plain[0]), rel=1e-5)
+    metrics, expected = result.metrics, plain[1].metrics
+    assert metrics.val_loss == pytest.approx(expected.val_loss, rel=1e-5)
+    assert "blocks compiled" in metrics.attention
+    assert metrics.attention_stats.keys() == expected.attention_stats.keys()
+    assert len(metrics.attention_stats) > 5
+
+
 def test_a_compiled_run_has_the_losses_of_a_plain_one(
-    checkpointed: str, tiny_config: BuildConfig
+    plain: tuple[Config, TrainResult], whole: tuple[Config, TrainResult, int]
 ) -> None:
-    settings = (
-        *COMPILED,
-        "train.log_every=2",
-        "model.n_layers=3",
-        f"runtime.gradient_checkpointing={checkpointed}",
-    )
-    plain = train(tiny_config(*settings, "runtime.compile=false"))
-    expected = losses(tiny_config())
-    result = train(tiny_config(*settings))
-
-    assert counters["stats"]["unique_graphs"] == 1, "every layer and step shares one graph"
-    assert losses(tiny_config()) == pytest.approx(expected, rel=1e-5)
-    assert result.metrics.val_loss == pytest.approx(plain.metrics.val_loss, rel=1e-5)
-    assert "blocks compiled" in result.metrics.attention
-    assert result.metrics.attention_stats.keys() == plain.metrics.attention_stats.keys()
-    assert len(result.metrics.attention_stats) > 5
+    cfg, result, num_graphs = whole
+    assert num_graphs == 1, "every layer and step shares one graph"
+    assert_same_run(cfg, result, plain)
 
 
-def test_names_in_checkpoints_and_models_stay(
-    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "BACKEND", "eager")  # the least that wraps a module
-    cfg = tiny_config(*COMPILED)
+def test_so_has_one_that_recomputes(plain: tuple[Config, TrainResult], tmp_path: Path) -> None:
+    cfg = config(tmp_path, *COMPILED, "runtime.gradient_checkpointing=true")
     result = train(cfg)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert_same_run(cfg, result, plain)
+
+
+def test_names_in_checkpoints_and_models_stay(whole: tuple[Config, TrainResult, int]) -> None:
+    cfg, result, _ = whole
     folder = Path(cfg.train.out_dir)
     for path in (folder / "checkpoint_step6.pt", folder / "model.pt"):
         names = torch.load(path, weights_only=True)["state_dict"].keys()
@@ -86,19 +99,16 @@ def test_names_in_checkpoints_and_models_stay(
         assert not model.compiled
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_resumed_compiled_run_is_exact_although_its_first_step_is_logged(
-    tiny_config: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: tuple[Config, TrainResult, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A logged step collects statistics; it must not train otherwise for that."""
-    settings = (*COMPILED, "train.log_every=3")
-    whole = tiny_config(*settings, f"train.out_dir={tmp_path / 'whole'}")
-    parts = tiny_config(*settings, f"train.out_dir={tmp_path / 'parts'}")
-    expected = train(whole)
+    parts = config(tmp_path, *COMPILED)
+    monkeypatch.setattr(build, "BACKEND", "aot_eager")
     stopped(parts, 4, monkeypatch)
     resumed = train(parts)
     assert resumed.metrics.resumed_at == 4
-    for name, tensor in expected.model.state_dict().items():
+    for name, tensor in whole[1].model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], tensor), name
 
 
@@ -108,15 +118,17 @@ def test_without_a_compiler_the_run_does_not_start(
     monkeypatch.setattr(shutil, "which", lambda name: None)
     cfg = tiny_config(*COMPILED)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler .* runtime.compile=false"):
-        train(cfg)
+        run(cfg, config_path="tiny.yaml", out=io.StringIO())
     assert not Path(cfg.train.out_dir).exists()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # inductor uses what torch deprecates
-def test_inductor_trains_to_the_losses_of_a_plain_run(tiny_config: BuildConfig) -> None:
-    train(tiny_config())
-    expected = losses(tiny_config())
-    train(tiny_config("runtime.compile=true"))
-    assert losses(tiny_config()) == pytest.approx(expected, rel=1e-5)
+def test_inductor_trains_to_the_losses_of_a_plain_run(
+    plain: tuple[Config, TrainResult], tmp_path: Path
+) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    cfg = config(tmp_path, *COMPILED)
+    run(cfg, config_path="tiny.yaml", out=io.StringIO())
+    assert losses(cfg) == pytest.approx(losses(plain[0]), rel=1e-5)
     assert counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_hit"]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn import functional as F
 
-from nsa.tests.conftest import REPOSITORY
 from nsa.train import loss as loss_functions
 from nsa.train.loss import linear_cross_entropy
 
@@ -89,18 +85,6 @@ def test_without_gradients_none_are_computed() -> None:
     assert loss.item() == pytest.approx(
         F.cross_entropy(hidden @ weight.t(), torch.tensor([0, 1, 4])).item(), rel=1e-5
     )
-
-
-def test_the_kernel_equals_torch_in_the_interpreter() -> None:
-    """A process of its own: the switch counts at import."""
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    command = ["env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest"]
-    command += ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    # numpy warns where the kernel subtracts infinities on purpose
-    command += ["-W", "ignore::RuntimeWarning", "nsa/tests/test_loss_kernel.py"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "18 passed" in done.stdout
 
 
 def test_padded_rows_of_the_matrix_are_zero_and_have_no_gradient() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from nsa.records import read_config, read_metrics
 from nsa.train import Halted, RunRefused, run
 from nsa.train.distributed.ddp import WIRE_TYPES, Ddp
 from nsa.train.distributed.process_group import translate_old_names
-from nsa.train.distributed.strategy import AUTO, OFF, ON
+from nsa.train.distributed.strategy import AUTO, OFF, ON, micro_positions
 from nsa.train.step import EagerStep, Updated
 from nsa.train.stop import ORPHANED, Stop, launcher_pid
 
@@ -85,6 +86,18 @@ def test_a_group_of_one_says_that_it_is_ready(
     assert "[ddp] gradient compression off: gradients are summed in fp32\n" in printed
     assert "[debug] step 1: input shape torch.Size([2, 32]) | rank 0 of 1\n" in printed
     assert not torch.distributed.is_initialized()
+
+
+def test_ranks_read_every_row_of_an_update_once_and_those_of_one_process() -> None:
+    size, num_micro, first = 2, 3, 60
+    read: list[range] = []
+    for rank in range(4):
+        ranks = SimpleNamespace(rank=rank, world_size=4)
+        starts = micro_positions(ranks, first, size, num_micro)  # type: ignore[arg-type]
+        read += [range(start, start + size) for start in starts]
+        # Micro-batch by micro-batch, as one process with four times the rows has them.
+        assert [(start - first) // (4 * size) for start in starts] == [0, 1, 2]
+    assert sorted(row for rows in read for row in rows) == list(range(60, 84))
 
 
 def test_the_group_is_left_after_an_error(

@@ -29,7 +29,7 @@ SPECS = {
 }
 LENGTHS = (6, 93, 128)
 """Of three sequences; the last is full."""
-MAX_LEN, HKV, G, D, TILE, STEPS = 128, 2, 3, 16, 16, 3
+MAX_LEN, HKV, G, D, TILE, STEPS = 128, 2, 3, 16, 16, 2
 PLAIN: dict[str, Any] = dict(
     BN=TILE, TOKENS=TILE, CMP_PART=TILE, WIN_PART=TILE, PER_PART=2, BLOCKS=8, SUMS=False
 )
@@ -106,6 +106,8 @@ def test_a_step_is_the_same_however_it_is_cut(name, monkeypatch):
     expected = steps(spec, new_caches(spec), PLAIN, monkeypatch)
     assert expected[-1].tolist() == [min(n + STEPS, MAX_LEN) for n in LENGTHS]
     for way, fields in WAYS.items():
+        if name == "long overlap" and "SUMS" not in fields:
+            continue  # the overlap is of sums
         if "SUMS" in fields and TILE % (spec.l_sel // spec.d):
             continue  # tiles do not hold whole blocks
         for paged in (False, True) if way == "sums of long parts" else (False,):

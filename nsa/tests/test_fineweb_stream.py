@@ -34,6 +34,7 @@ from nsa.records import (
     write_config,
 )
 from nsa.tests.conftest import REPOSITORY, TINY
+from nsa.tests.nursery import Nursery
 from nsa.tests.streams import ListDocuments, wait_for
 from nsa.train import Halted, LoaderFailed, LoaderOptions, run
 
@@ -83,11 +84,13 @@ class Run(NamedTuple):
     folder: Path
 
 
-def start(hub: Hub, folder: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
+def start(
+    python: Path, hub: Hub, folder: Path, *flags: str, **variables: str
+) -> subprocess.Popen[str]:
     config = write_config(folder.parent, config_of(folder), "test")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("NSA_", "HF_"))}
     environment |= hub.environment(folder.parent / "cache") | {"OMP_NUM_THREADS": "1"} | variables
-    command = [sys.executable, str(SCRIPT), "--config", str(config), "--out-dir", str(folder)]
+    command = [str(python), str(SCRIPT), "--config", str(config), "--out-dir", str(folder)]
     return subprocess.Popen(
         [*command, "--dataset", "fineweb_edu", *flags],
         stdout=subprocess.PIPE,
@@ -97,8 +100,8 @@ def start(hub: Hub, folder: Path, *flags: str, **variables: str) -> subprocess.P
     )
 
 
-def train(hub: Hub, folder: Path, *flags: str, **variables: str) -> Run:
-    process = start(hub, folder, *flags, **variables)
+def train(python: Path, hub: Hub, folder: Path, *flags: str, **variables: str) -> Run:
+    process = start(python, hub, folder, *flags, **variables)
     out, err = process.communicate(timeout=240)
     return Run(process.returncode, out, err, folder)
 
@@ -160,8 +163,15 @@ def assert_equal(folder: Path, whole: Path) -> None:
         assert torch.equal(weights(folder)[name], tensor), name
 
 
-def test_a_healthy_hub(hub: Hub, whole: Path, tmp_path: Path) -> None:
-    done = train(hub, tmp_path / "run", "--fwe-report-docs", "100", NSA_FWE_WARMUP_BATCHES="2")
+def test_a_healthy_hub(nursery: Nursery, hub: Hub, whole: Path, tmp_path: Path) -> None:
+    done = train(
+        nursery.python,
+        hub,
+        tmp_path / "run",
+        "--fwe-report-docs",
+        "100",
+        NSA_FWE_WARMUP_BATCHES="2",
+    )
 
     assert done.code == 0, done.err
     assert_equal(done.folder, whole)
@@ -177,11 +187,11 @@ def test_a_healthy_hub(hub: Hub, whole: Path, tmp_path: Path) -> None:
 
 
 def test_connections_that_are_cut_or_stall_in_the_middle_lose_nothing(
-    hub: Hub, whole: Path, tmp_path: Path
+    nursery: Nursery, hub: Hub, whole: Path, tmp_path: Path
 ) -> None:
     hub.cut, hub.stalled = range(5, 7), range(9, 10)
 
-    done = train(hub, tmp_path / "run", NSA_FWE_PREFETCH="0")
+    done = train(nursery.python, hub, tmp_path / "run", NSA_FWE_PREFETCH="0")
 
     assert done.code == 0, done.err
     assert done.err.count("Retrying in") == 3 and "timed out" in done.err
@@ -189,15 +199,17 @@ def test_connections_that_are_cut_or_stall_in_the_middle_lose_nothing(
 
 
 def test_killed_with_a_full_queue_it_goes_on_to_the_bit(
-    hub: Hub, whole: Path, tmp_path: Path
+    nursery: Nursery, hub: Hub, whole: Path, tmp_path: Path
 ) -> None:
     saved = tmp_path / "run" / "checkpoint_step6.json"
-    with start(hub, tmp_path / "run", NSA_FWE_Q="16", NSA_FWE_WARMUP_BATCHES="16") as process:
+    with start(
+        nursery.python, hub, tmp_path / "run", NSA_FWE_Q="16", NSA_FWE_WARMUP_BATCHES="16"
+    ) as process:
         wait_for(lambda: saved.exists() or process.poll() is not None, timeout_s=120)
         process.kill()
     assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
 
-    done = train(hub, tmp_path / "run", NSA_FWE_Q="16")
+    done = train(nursery.python, hub, tmp_path / "run", NSA_FWE_Q="16")
 
     assert done.code == 0, done.err
     assert "of 24 steps are done" in done.out
@@ -205,10 +217,11 @@ def test_killed_with_a_full_queue_it_goes_on_to_the_bit(
 
 
 def test_a_stalled_hub_ends_the_run_in_time(hub: Hub, tmp_path: Path) -> None:
+    """And its process, in which a thread of the client is left behind: a new interpreter."""
     hub.stalled = range(1, 1000)
     begin = time.perf_counter()
 
-    done = train(hub, tmp_path / "run", "--loader-timeout", "3")
+    done = train(Path(sys.executable), hub, tmp_path / "run", "--loader-timeout", "3")
 
     assert done.code == 11
     assert "did not come within 3 s" in done.err and "--loader-timeout" in done.err
@@ -218,10 +231,14 @@ def test_a_stalled_hub_ends_the_run_in_time(hub: Hub, tmp_path: Path) -> None:
     assert "did not come within 3 s" in str(error["error"])
 
 
-def test_a_stalled_hub_gives_random_tokens_only_when_asked(hub: Hub, tmp_path: Path) -> None:
+def test_a_stalled_hub_gives_random_tokens_only_when_asked(
+    nursery: Nursery, hub: Hub, tmp_path: Path
+) -> None:
     hub.stalled = range(1, 1000)
 
-    done = train(hub, tmp_path / "run", "--loader-timeout", "3", "--synthetic-on-fail")
+    done = train(
+        nursery.python, hub, tmp_path / "run", "--loader-timeout", "3", "--synthetic-on-fail"
+    )
 
     assert done.code == 0, done.err
     assert "RANDOM TOKENS" in done.out and "did not come within 3 s" in done.out
@@ -232,11 +249,13 @@ def test_a_stalled_hub_gives_random_tokens_only_when_asked(hub: Hub, tmp_path: P
     assert len(messages(done.folder, "error")) == 1
 
 
-def test_corrupt_data_is_never_trained_on(hub: Hub, whole: Path, tmp_path: Path) -> None:
+def test_corrupt_data_is_never_trained_on(
+    nursery: Nursery, hub: Hub, whole: Path, tmp_path: Path
+) -> None:
     name = NAMES[5]
     hub.corrupt[name] = [hub.files[name].index(b"lorem") + 2]
 
-    done = train(hub, tmp_path / "run")
+    done = train(nursery.python, hub, tmp_path / "run")
 
     assert done.code == 2
     assert f"{name} row 0: cannot be read" in done.err and "Traceback" not in done.err
@@ -247,13 +266,13 @@ def test_corrupt_data_is_never_trained_on(hub: Hub, whole: Path, tmp_path: Path)
     assert name in str(messages(done.folder, "error")[0]["error"])
 
 
-def test_the_stream_can_be_checked(hub: Hub, tmp_path: Path) -> None:
+def test_the_stream_can_be_checked(nursery: Nursery, hub: Hub, tmp_path: Path) -> None:
     hub.files |= {f"sample/10BT/{n}.parquet": parquet_bytes(t) for n, t in enumerate(FILES)}
     script = REPOSITORY / "scripts" / "datasets" / "check_fwe_stream.py"
     environment = os.environ | hub.environment(tmp_path / "cache")
 
     found = subprocess.run(
-        [sys.executable, str(script), "--subset", SUBSET],
+        [str(nursery.python), str(script), "--subset", SUBSET],
         env=environment,
         capture_output=True,
         text=True,
@@ -278,10 +297,10 @@ for place in [Place(0, 0, 0), Place(0, 2, 0), Place(0, 0, 101), Place(3, 5, 27),
 """
 
 
-def test_reading_starts_at_any_document(hub: Hub, tmp_path: Path) -> None:
+def test_reading_starts_at_any_document(nursery: Nursery, hub: Hub, tmp_path: Path) -> None:
     """Also in the middle of a row group, at the last document, and at the end of a file."""
     found = subprocess.run(
-        [sys.executable, "-c", RESUMED],
+        [str(nursery.python), "-c", RESUMED],
         env=os.environ | hub.environment(tmp_path / "cache"),
         cwd=REPOSITORY,
         capture_output=True,

@@ -1,9 +1,12 @@
-"""Two real ranks that share a model out: they learn as one would, and resume any checkpoint."""
+"""Two real ranks that share a model out: they learn as one would, and resume any checkpoint.
+
+torchrun and the script of the runbooks start those of the fixture; the nursery starts all others.
+"""
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +17,15 @@ from nsa.records.results import read_dtypes
 from nsa.records.sentinels import read_anomaly
 from nsa.tests import launch
 from nsa.tests.conftest import REPOSITORY
+from nsa.tests.nursery import Nursery, free_port
 from nsa.tests.test_ranks import (
     PLAIN,
     ROUNDING,
     alone,
     config,
-    exit_codes,
     last_steps,
     losses,
+    train,
     weights,
     write,
 )
@@ -34,7 +38,8 @@ from nsa.train.runtime import resolve_runtime
 
 pytestmark = pytest.mark.dist
 
-FSDP = REPOSITORY / "scripts" / "train_showcase_fsdp.py"
+SCRIPT = REPOSITORY / "scripts" / "train_showcase_fsdp.py"
+FSDP = "runtime.strategy=fsdp"
 BATCH = ("train.batch_size=2", "train.accumulate_grad_batches=2")
 BF16_ROUNDING = 2e-3
 """Relative; weights of norms are rounded, too, where blocks are gathered in bf16."""
@@ -47,10 +52,11 @@ def equal(found: Path, expected: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def shared_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def shared_out(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Six updates of two ranks x two rows x two micro-batches, and what was printed."""
     folder = tmp_path_factory.mktemp("fsdp") / "a"
-    code, printed = launch.launch("--config", write(folder, *BATCH), script=FSDP)
+    path = write(folder, *BATCH)
+    code, printed = launch.launch("--config", path, script=SCRIPT, python=nursery.python)
     assert code == 0, printed
     return folder / "run", printed
 
@@ -101,28 +107,29 @@ def test_the_model_file_is_whole_and_checkpoints_are_folders(
     assert [path.name for path in folder.glob(".*")] == [".lock"], "no half file is left"
 
 
-def test_the_same_ranks_go_on_bit_for_bit(shared_out: tuple[Path, str], tmp_path: Path) -> None:
-    start = shared_out[0] / "checkpoint_step3"
-    path = write(tmp_path / "b", *BATCH)
-    code, printed = launch.launch("--config", path, "--resume", start, script=FSDP)
-    assert code == 0, printed
+def test_the_same_ranks_go_on_bit_for_bit(
+    shared_out: tuple[Path, str], nursery: Nursery, tmp_path: Path
+) -> None:
+    flags = ("--resume", shared_out[0] / "checkpoint_step3")
+    codes, printed = train(nursery, tmp_path / "b", *BATCH, FSDP, flags=flags)
+    assert codes == [0, 0], printed
     resumed = tmp_path / "b" / "run"
     assert losses(resumed) == {s: x for s, x in losses(shared_out[0]).items() if s > 3}
     assert equal(resumed, shared_out[0])
 
 
 def test_ddp_goes_on_from_parts_and_fsdp_from_a_file(
-    shared_out: tuple[Path, str], tmp_path: Path
+    shared_out: tuple[Path, str], nursery: Nursery, tmp_path: Path
 ) -> None:
     """DDP reads the folder, and writes a file; from it FSDP does the last updates."""
     folder = tmp_path / "c"
-    path = write(folder, *BATCH, "train.save_every=2")
-    start = shared_out[0] / "checkpoint_step3"
-    code, printed = launch.launch("--config", path, "--resume", start, "--steps", 5, **PLAIN)
-    assert code == 0, printed
+    write(folder, *BATCH, "train.save_every=2")
+    flags = ("--resume", shared_out[0] / "checkpoint_step3", "--steps", 5)
+    codes, printed = train(nursery, folder, flags=flags, **PLAIN)
+    assert codes == [0, 0], printed
     assert (folder / "run" / "checkpoint_step4.pt").is_file()
-    code, printed = launch.launch("--config", path, "--resume", "latest", script=FSDP)
-    assert code == 0, printed
+    codes, printed = train(nursery, folder, flags=("--resume", "latest", "--strategy", "fsdp"))
+    assert codes == [0, 0], printed
     assert "checkpoint_step4.pt: 4 of 6 steps are done" in printed
     expected = {s: x for s, x in losses(shared_out[0]).items() if s > 3}
     assert losses(folder / "run") == pytest.approx(expected, rel=ROUNDING)
@@ -132,18 +139,18 @@ def test_ddp_goes_on_from_parts_and_fsdp_from_a_file(
     ]
 
 
-def test_one_process_two_ranks_one_process(tmp_path: Path, one: Path) -> None:
+def test_one_process_two_ranks_one_process(nursery: Nursery, tmp_path: Path, one: Path) -> None:
     """In between with a layer that recomputes, and other micro-batches."""
     parts = tmp_path / "d"
-    path = write(
+    write(
         parts,
-        *("train.batch_size=1", "train.accumulate_grad_batches=4", "train.keep_last=1"),
+        *("train.batch_size=1", "train.accumulate_grad_batches=4", "train.keep_last=1", FSDP),
         *("runtime.gradient_checkpointing=true", "runtime.gc_layers=0:1"),
     )
     batch = ("train.batch_size=4", "train.accumulate_grad_batches=2")
     alone(config(parts / "run", *batch, "train.save_every=2"), stop_after=2)
-    code, printed = launch.launch("--config", path, "--steps", 4, "--resume", "latest", script=FSDP)
-    assert code == 0, printed
+    codes, printed = train(nursery, parts, flags=("--steps", 4, "--resume", "latest"))
+    assert codes == [0, 0], printed
     assert "[train] gradient_checkpointing=on\n" in printed
     # keep_last=1: the folder of step 3 has replaced the file of step 2.
     assert [path.name for path in find.paths_of(parts / "run")] == ["checkpoint_step3"]
@@ -153,11 +160,11 @@ def test_one_process_two_ranks_one_process(tmp_path: Path, one: Path) -> None:
     assert losses(parts / "run") == pytest.approx(losses(one), rel=ROUNDING)
 
 
-def test_half_precision_keeps_fp32_weights(tmp_path: Path) -> None:
+def test_half_precision_keeps_fp32_weights(nursery: Nursery, tmp_path: Path) -> None:
     """Muon, too: its matrices are whole where they must be."""
     settings = ("runtime.precision=bf16", "train.eval_every=0", "train.optimizer=muon")
-    code, printed = launch.launch("--config", write(tmp_path / "e", *settings), script=FSDP)
-    assert code == 0, printed
+    codes, printed = train(nursery, tmp_path / "e", *settings, FSDP)
+    assert codes == [0, 0], printed
     assert "blocks gathered in bf16, gradients summed in fp32" in printed
     alone(config(tmp_path / "f", *settings, "train.batch_size=4"))
     folder = tmp_path / "e" / "run"
@@ -171,11 +178,8 @@ def test_half_precision_keeps_fp32_weights(tmp_path: Path) -> None:
 
 def group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torchrun would set for a single rank, on a port of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**values, "MASTER_PORT": str(port)}.items():
+    for name, value in {**values, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -219,16 +223,10 @@ def test_a_strategy_without_ranks_is_refused(
         alone(config(tmp_path, "runtime.strategy=ddp"), ddp=OFF)
 
 
-def trouble(kind: str, folder: Path, *overrides: str, **environ: str) -> tuple[int, str]:
-    """Train with a trouble of launch.py on rank 1."""
-    path = write(folder, "runtime.strategy=fsdp", *overrides)
-    return launch.launch(kind, "--config", path, script=Path(launch.__file__), **environ)
-
-
-def test_nan_on_one_rank_leaves_the_whole_weights(tmp_path: Path) -> None:
-    code, printed = trouble("nan", tmp_path / "g")
+def test_nan_on_one_rank_leaves_the_whole_weights(nursery: Nursery, tmp_path: Path) -> None:
+    codes, printed = train(nursery, tmp_path / "g", FSDP, trouble="nan")
     folder = tmp_path / "g" / "run"
-    assert code == 1 and exit_codes(printed) == [10, 10], printed
+    assert codes == [10, 10], printed
     assert printed.count("[FATAL] non-finite loss") == 1 and "(the loss of rank 1)" in printed
     assert last_steps(folder)[0] == last_steps(folder)[1]
     assert read_anomaly(folder) == "nan_loss"
@@ -238,12 +236,13 @@ def test_nan_on_one_rank_leaves_the_whole_weights(tmp_path: Path) -> None:
     assert content["embed.weight"].shape == (256, 16)
 
 
-def test_a_signal_to_one_rank_saves_together(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_saves_together(nursery: Nursery, tmp_path: Path) -> None:
     """In fp16, with a scale at which the first gradient overflows: no rank may do that update."""
     settings = ("runtime.precision=fp16", "train.save_every=1", "train.keep_last=0")
-    code, printed = trouble("term", tmp_path / "h", *settings, NSA_SCALER_INIT_SCALE="1048576")
+    scale: dict[str, Any] = {"NSA_SCALER_INIT_SCALE": "1048576"}
+    codes, printed = train(nursery, tmp_path / "h", *settings, FSDP, trouble="term", **scale)
     folder = tmp_path / "h" / "run"
-    assert code == 0, printed
+    assert codes == [0, 0], printed
     fresh = build_model(config(folder), 256, resolve_runtime(config(folder).runtime))
     saved = [find.read(folder / f"checkpoint_step{n}") for n in (1, 3)]
     assert all(torch.equal(x, fresh.state_dict()[n]) for n, x in saved[0]["state_dict"].items())
@@ -255,10 +254,12 @@ def test_a_signal_to_one_rank_saves_together(tmp_path: Path) -> None:
     assert read_metrics(folder).status == "halted"
 
 
-def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_of_all(tmp_path: Path) -> None:
-    code, printed = trouble("full", tmp_path / "i", "train.eval_every=0")
+def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_of_all(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    codes, printed = train(nursery, tmp_path / "i", "train.eval_every=0", FSDP, trouble="full")
     folder = tmp_path / "i" / "run"
-    assert code == 0, printed
+    assert codes == [0, 0], printed
     for step in (3, 6):
         problem = f"[checkpoint] checkpoint_step{step} in {folder}: not written: rank 1: "
         assert printed.count(problem) == 1 and "File too large" in printed
@@ -266,13 +267,12 @@ def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_of_all(tmp_path: 
     assert read_metrics(folder).status == "finished" and (folder / "model.pt").is_file()
 
 
-@pytest.mark.slow
-def test_a_spike_takes_all_ranks_back_to_the_same_parts(tmp_path: Path) -> None:
+def test_a_spike_takes_all_ranks_back_to_the_same_parts(nursery: Nursery, tmp_path: Path) -> None:
     overrides = ("train.steps=10", "train.save_every=4", "train.eval_every=0")
     spikes = ("train.spike_rule=rollback", "train.spike_window=8")
-    code, printed = trouble("spike", tmp_path / "j", *overrides, *spikes)
+    codes, printed = train(nursery, tmp_path / "j", *overrides, *spikes, FSDP, trouble="spike")
     folder = tmp_path / "j" / "run"
-    assert code == 0, printed
+    assert codes == [0, 0], printed
     assert printed.count("[spike] back to checkpoint_step8;") == 1
     metrics = read_metrics(folder)
     assert (metrics.status, metrics.step, metrics.spikes) == ("finished", 10, 1)

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from nsa.files import explain
 from nsa.records import TRAINING, TrainingRow, read_metrics, read_rows
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.effects import TINY
+from nsa.tests.nursery import Nursery
 from nsa.train import RunRefused, run
 
 RUN = """
@@ -53,19 +53,21 @@ except TrainError as error:
 that it is full, too."""
 
 
-def run_in(folder: Path, full_from: int, full_to: int) -> tuple[dict[str, object], str]:
+def run_in(
+    python: Path, folder: Path, full_from: int, full_to: int
+) -> tuple[dict[str, object], str]:
     path = folder / "tiny.yaml"
     path.write_text(TINY, encoding="utf-8")
-    command = [sys.executable, "-c", RUN, str(path), str(full_from), str(full_to)]
+    command = [str(python), "-c", RUN, str(path), str(full_from), str(full_to)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 def test_a_disk_that_is_full_for_some_steps_costs_their_lines_and_is_said_once(
-    tmp_path: Path,
+    nursery: Nursery, tmp_path: Path
 ) -> None:
-    found, said = run_in(tmp_path, 3, 5)
+    found, said = run_in(nursery.python, tmp_path, 3, 5)
     folder = tmp_path / "tiny.yaml.run"
     assert found == {"status": "finished", "then": 2}, "metrics.json kept its old content"
     assert "Traceback" not in said, "nor of TensorBoard's thread"
@@ -83,8 +85,10 @@ def test_a_disk_that_is_full_for_some_steps_costs_their_lines_and_is_said_once(
     ]
 
 
-def test_a_disk_that_stays_full_ends_with_what_to_do_and_no_half_file(tmp_path: Path) -> None:
-    found, said = run_in(tmp_path, 3, 99)
+def test_a_disk_that_stays_full_ends_with_what_to_do_and_no_half_file(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    found, said = run_in(nursery.python, tmp_path, 3, 99)
     folder = tmp_path / "tiny.yaml.run"
     assert "model.pt could not be written" in str(found["error"])
     assert "disk full: need" in str(found["error"]) and "have 100 bytes" in str(found["error"])

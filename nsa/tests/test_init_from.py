@@ -12,8 +12,9 @@ import torch
 from nsa.config import Config, DataConfig
 from nsa.data import open_data
 from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
-from nsa.tests import launch
-from nsa.tests.test_ranks import PLAIN, ROUNDING, config, exit_codes, write
+from nsa.tests.nursery import Nursery
+from nsa.tests.test_ranks import PLAIN, ROUNDING, config
+from nsa.tests.test_ranks import train as train_ranks
 from nsa.tests.test_resume import losses, stopped, train, weights
 from nsa.train import BadModelFile, load_model
 from nsa.train.checkpoint import file as checkpoint_file
@@ -264,22 +265,20 @@ def test_a_file_that_would_run_code_is_refused(tiny_config: BuildConfig, tmp_pat
 
 
 SHORT = ("train.steps=3", "train.save_every=0", "train.eval_every=0")
-RANK = Path(launch.__file__)
-"""A rank without a trouble writes no sample, which takes longer than all updates."""
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_start_from_the_weights_that_the_first_has_read(
-    strategy: str, trained: Path, tmp_path: Path
+    strategy: str, trained: Path, nursery: Nursery, tmp_path: Path
 ) -> None:
     start = (*SHORT, f"train.init_from={trained / 'model.pt'}")
     train(config(tmp_path / "one", *start, "train.batch_size=4"))
-    path = write(tmp_path / "two", *start, "train.batch_size=2", f"runtime.strategy={strategy}")
+    settings = ("train.batch_size=2", f"runtime.strategy={strategy}")
 
-    code, printed = launch.launch("", "--config", path, script=RANK, **PLAIN)
+    codes, printed = train_ranks(nursery, tmp_path / "two", *start, *settings, **PLAIN)
 
-    assert code == 0, printed
+    assert codes == [0, 0], printed
     assert printed.count("[init] weights from") == 1
     found, expected = (
         [row.loss for row in read_rows(TrainingRow, folder / TRAINING)]
@@ -290,9 +289,9 @@ def test_ranks_start_from_the_weights_that_the_first_has_read(
 
 
 @pytest.mark.dist
-def test_a_bad_file_ends_all_ranks_alike(tmp_path: Path) -> None:
-    path = write(tmp_path / "bad", f"train.init_from={tmp_path / 'none.pt'}")
-    code, printed = launch.launch("", "--config", path, script=RANK)
-    assert code and exit_codes(printed) == [2, 2], printed
+def test_a_bad_file_ends_all_ranks_alike(nursery: Nursery, tmp_path: Path) -> None:
+    start = f"train.init_from={tmp_path / 'none.pt'}"
+    codes, printed = train_ranks(nursery, tmp_path / "bad", start)
+    assert codes == [2, 2], printed
     assert printed.count(f"train.init_from: {tmp_path / 'none.pt'} does not exist") == 1
     assert not (tmp_path / "bad" / "run").exists()

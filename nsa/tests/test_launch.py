@@ -1,4 +1,7 @@
-"""`nsa launch` for real: phases, signals, crashes, nodes, tmux; every process is a real one."""
+"""`nsa launch` for real: phases, signals, crashes, nodes, tmux; every process is a real one.
+
+They come from the nursery, except where torchrun itself gets a signal.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +29,18 @@ from nsa.tests.launching import (
     wait_until,
     write_tiny,
 )
+from nsa.tests.nursery import Nursery
 
 LONG = ("train.steps=4000", "train.save_every=0")
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(nursery: Nursery, tmp_path: Path) -> Start:
+    """Start `nsa launch` in the folder of the test, in processes of the nursery."""
+    return partial(start_launch, cwd=tmp_path, python=nursery.python)
 
 
 def records(folder: Path) -> Path:
@@ -44,10 +59,12 @@ def trainers(folder: Path) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
-def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(tmp_path: Path) -> None:
+def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(
+    start: Start, tmp_path: Path
+) -> None:
     write_tiny(tmp_path)
     arguments = ("--profile", "production", "--phases", "0,3", "--phase-steps", "1,,,")
-    code, printed = finish(start_launch(*arguments, cwd=tmp_path))
+    code, printed = finish(start(*arguments))
     assert code == 0, printed
     found = re.findall(r"^\[launch\] phase (\w): (GO|NO-GO)", printed, re.MULTILINE)
     assert found == [("0", "GO"), ("3", "GO")]
@@ -65,16 +82,16 @@ def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(tmp_path:
     verdict = read_verdict(tmp_path / "run" / "phase0")
     assert verdict is not None and verdict.go and verdict.judged == "launch"
 
-    code, printed = finish(start_launch(*arguments, cwd=tmp_path))
+    code, printed = finish(start(*arguments))
     assert code == 0, printed
     assert printed.count("GO from before stands") == 2
     assert "step 0001" not in printed
 
 
-def test_a_phase_that_fails_ends_the_launch(tmp_path: Path) -> None:
+def test_a_phase_that_fails_ends_the_launch(start: Start, tmp_path: Path) -> None:
     """The rate is so high that the loss is not finite in the second step."""
     write_tiny(tmp_path, "train.lr=1e30", "train.grad_clip=0")
-    process = start_launch("--phases", "1,3", "--phase-steps", ",4,,", cwd=tmp_path)
+    process = start("--phases", "1,3", "--phase-steps", ",4,,")
     code, printed = finish(process)
     assert code == 10, printed
     assert "[launch] phase 1: NO-GO: the trainer ended with 10" in printed
@@ -83,10 +100,12 @@ def test_a_phase_that_fails_ends_the_launch(tmp_path: Path) -> None:
     assert info(tmp_path).exit_code == 10
 
 
-def test_a_verdict_of_no_go_ends_the_launch_unless_told_to_go_on(tmp_path: Path) -> None:
+def test_a_verdict_of_no_go_ends_the_launch_unless_told_to_go_on(
+    start: Start, tmp_path: Path
+) -> None:
     write_tiny(tmp_path)
     arguments = ("--limit=toks_per_s_min=1e12", "--phases", "1,3", "--phase-steps", ",8,,")
-    code, printed = finish(start_launch(*arguments, cwd=tmp_path))
+    code, printed = finish(start(*arguments))
     assert code == 1, printed
     assert re.search(r"phase 1: NO-GO at phase1: .*failed: throughput", printed)
     assert not (tmp_path / "run" / "metrics.json").exists()
@@ -95,7 +114,7 @@ def test_a_verdict_of_no_go_ends_the_launch_unless_told_to_go_on(tmp_path: Path)
     assert info(tmp_path).exit_code == 1
     assert (records(tmp_path) / "report_1" / "report.json").exists()
 
-    code, printed = finish(start_launch(*arguments, "--go-anyway", cwd=tmp_path))
+    code, printed = finish(start(*arguments, "--go-anyway"))
     assert code == 0, printed
     assert printed.count("NO-GO, and on by --go-anyway") == 2
     assert read_metrics(tmp_path / "run").status == "finished"
@@ -129,11 +148,11 @@ def test_usr1_to_all_that_pgrep_finds_leaves_the_job_running(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ranks", ["1", "2"], ids=["python", "torchrun"])
 def test_a_signal_to_the_launcher_ends_the_run_with_a_checkpoint(
-    ranks: str, tmp_path: Path
+    ranks: str, start: Start, tmp_path: Path
 ) -> None:
     write_tiny(tmp_path, *LONG)
     folder, arguments = tmp_path / "run", ("--phases", "3")
-    process = start_launch(*arguments, cwd=tmp_path, NP=ranks)
+    process = start(*arguments, NP=ranks)
     wait_until(lambda: num_lines(folder / "training.csv") > 3, process, "the first steps")
     process.send_signal(signal.SIGTERM)
     code, printed = finish(process)
@@ -145,51 +164,50 @@ def test_a_signal_to_the_launcher_ends_the_run_with_a_checkpoint(
     assert f"phase 3: stopped at step {step} (SIGTERM); the same command goes on" in printed
 
     (folder / ".HALT.done").unlink()
-    process = start_launch(*arguments, "--stop-old", cwd=tmp_path, NP=ranks)
+    process = start(*arguments, "--stop-old", NP=ranks)
     wait_until(lambda: read_metrics(folder).step > step + 3, process, "steps after the resume")
     process.send_signal(signal.SIGTERM)
     code, printed = finish(process)
     assert code == 0 and f"{step} of 4000 steps are done" in printed, printed
 
 
-def test_a_run_that_crashes_is_started_again(tmp_path: Path) -> None:
-    write_tiny(tmp_path, "train.steps=400", "train.save_every=20", "train.keep_last=0")
+def test_a_run_that_crashes_is_started_again(start: Start, tmp_path: Path) -> None:
+    write_tiny(tmp_path, "train.steps=80", "train.save_every=10", "train.keep_last=0")
     folder = tmp_path / "run"
-    process = start_launch("--phases", "3", "--out-dir", folder, cwd=tmp_path)
+    process = start("--phases", "3", "--out-dir", folder)
     wait_until(lambda: bool([*folder.glob("checkpoint_step*.json")]), process, "a checkpoint")
     (pid,) = trainers(tmp_path)
     os.kill(pid, signal.SIGKILL)
     code, printed = finish(process)
     assert code == 0, printed
     assert printed.count("[launch] exit code -9; starting again, 2 times left") == 1
-    assert printed.count(" of 400 steps are done") == 1
+    assert printed.count(" of 80 steps are done") == 1
     assert printed.count("[resume] this is a restart: nothing is put aside") == 1
-    assert (read_metrics(folder).status, read_metrics(folder).step) == ("finished", 400)
+    assert (read_metrics(folder).status, read_metrics(folder).step) == ("finished", 80)
 
 
-def test_a_folder_in_which_a_run_is_at_work_is_not_used_again(tmp_path: Path) -> None:
+def test_a_folder_in_which_a_run_is_at_work_is_not_used_again(start: Start, tmp_path: Path) -> None:
     write_tiny(tmp_path, *LONG)
     folder = tmp_path / "run"
-    first = start_launch("--phases", "3", cwd=tmp_path)
+    first = start("--phases", "3")
     wait_until(lambda: num_lines(folder / "training.csv") > 2, first, "the first steps")
-    code, printed = finish(start_launch("--phases", "3", cwd=tmp_path))
+    code, printed = finish(start("--phases", "3"))
     assert code == 3 and "a run is at work in run (process" in printed, printed
     (folder / ".HALT").touch()
     assert finish(first)[0] == 0
 
 
 @pytest.mark.dist
-def test_two_nodes_train_as_one(tmp_path: Path) -> None:
+def test_two_nodes_train_as_one(start: Start, tmp_path: Path) -> None:
     write_tiny(tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = ("--phases", "1,3", "--phase-steps", ",8,,", "--where", "foreground")
     nodes = [
-        start_launch(
+        start(
             *(*arguments, "--nnodes", 2, "--node-rank", rank),
             *("--rdzv-endpoint", f"127.0.0.1:{port}"),
-            cwd=tmp_path,
         )
         for rank in range(2)
     ]
@@ -205,16 +223,17 @@ def test_two_nodes_train_as_one(tmp_path: Path) -> None:
     assert sorted(name.endswith("_node1") for name in folders) == [False, True]
 
 
-def test_a_launch_in_tmux_has_the_environment_it_was_started_with(tmp_path: Path) -> None:
+def test_a_launch_in_tmux_has_the_environment_it_was_started_with(
+    start: Start, tmp_path: Path
+) -> None:
     """The server is older than the launch, and knows nothing of its variables."""
     write_tiny(tmp_path)
     socket_folder = {"TMUX_TMPDIR": str(tmp_path)}
     old = environment(**socket_folder)
     subprocess.run(["tmux", "new-session", "-d", "-s", "other", "sleep 600"], env=old, check=True)
     try:
-        process = start_launch(
+        process = start(
             *("--phases", "1", "--phase-steps", ",8,,", "--where", "tmux", "--session", "mine"),
-            cwd=tmp_path,
             NSA_LR="0.005",
             **socket_folder,
         )
@@ -229,10 +248,10 @@ def test_a_launch_in_tmux_has_the_environment_it_was_started_with(tmp_path: Path
         subprocess.run(["tmux", "kill-server"], env=old, check=True)
 
 
-def test_a_launch_in_the_background_outlives_its_start(tmp_path: Path) -> None:
+def test_a_launch_in_the_background_outlives_its_start(start: Start, tmp_path: Path) -> None:
     write_tiny(tmp_path)
     arguments = ("--phases", "1", "--phase-steps", ",8,,", "--where", "background")
-    code, printed = finish(start_launch(*arguments, cwd=tmp_path))
+    code, printed = finish(start(*arguments))
     assert code == 0 and "in the background as process" in printed, printed
     wait_until(lambda: (records(tmp_path) / "run.info").exists(), None, "run.info")
     wait_until(lambda: info(tmp_path).exit_code is not None, None, "the end")

@@ -32,7 +32,7 @@ from nsa.tests.gpu import DEVICE, on_gpu
 from nsa.train import loss as loss_functions
 from nsa.train.loss import linear_cross_entropy
 
-MODEL: dict[str, Any] = dict(vocab=50, dim=32, n_layers=1, n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
+MODEL: dict[str, Any] = dict(vocab=50, dim=32, n_layers=1, n_heads=2, n_kv_groups=1, d_k=8, d_v=8)
 BLOCKS: dict[str, Any] = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
 LAUNCHES = 20
 """Kernels of training, prefill and decode together, at least."""
@@ -98,7 +98,7 @@ def _use_every_kernel() -> None:
     cache = model.eval().new_cache(1, 40)
     for part in ids[:, :30].split([21, 8, 1], dim=1):
         model.prefill(part, cache)
-    q, k_cmp = torch.randn(1, 40, 4, 8), torch.randn(1, 9, 2, 8)
+    q, k_cmp = torch.randn(1, 40, 2, 8), torch.randn(1, 9, 1, 8)
     select_blocks(q.to(DEVICE), k_cmp.to(DEVICE), BlockSpec(**BLOCKS), backend="triton")
 
 

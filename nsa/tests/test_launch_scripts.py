@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
 import urllib.request
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nsa.records import read_metrics
 from nsa.records.launch import read_run_info
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.launching import LOOSE, environment, finish, start_script, wait_until, write_tiny
+from nsa.tests.nursery import Nursery, free_port
 
 SCRIPTS = REPOSITORY / "scripts"
 OURS = (
@@ -32,6 +34,15 @@ OURS = (
 TINY = {"CONFIG": "tiny.yaml", "DATASET": "shakespeare", "NP": "1"}
 
 
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(nursery: Nursery, tmp_path: Path) -> Start:
+    """Start a script in the folder of the test, with the Python of the nursery."""
+    return partial(start_script, cwd=tmp_path, python=nursery.python)
+
+
 def launched(folder: Path) -> Path:
     """The records of the only launch."""
     (found,) = (folder / "artifacts" / "train_runs").iterdir()
@@ -40,13 +51,6 @@ def launched(folder: Path) -> Path:
 
 def verdicts(printed: str) -> list[tuple[str, str]]:
     return re.findall(r"^\[launch\] phase (\w+): (GO|NO-GO|stopped)", printed, re.MULTILINE)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -61,13 +65,12 @@ def test_scripts_stop_at_errors_and_leave_git_and_yaml_alone(name: str) -> None:
 
 
 @pytest.mark.dist
-def test_production_on_two_ranks_from_another_folder(tmp_path: Path) -> None:
+def test_production_on_two_ranks_from_another_folder(start: Start, tmp_path: Path) -> None:
     """With the debug level that the launcher sets, which crashes torch over gloo."""
     write_tiny(tmp_path)
-    process = start_script(
+    process = start(
         "run_2xa100_production.sh",
         *(*LOOSE, "--phases", "1,3", "--phase-steps", ",8,,"),
-        cwd=tmp_path,
         **(TINY | {"NP": "2", "OUT_DIR": "mine", "NSA_DDP_COMPRESS": "off"}),
     )
     code, printed = finish(process)
@@ -82,13 +85,12 @@ def test_production_on_two_ranks_from_another_folder(tmp_path: Path) -> None:
     assert "train.out_dir: 'run' -> 'mine'" in changed
 
 
-def test_the_whole_launch_checks_first(tmp_path: Path) -> None:
+def test_the_whole_launch_checks_first(start: Start, tmp_path: Path) -> None:
     write_tiny(tmp_path)
-    given = TINY | {"MIN_GPUS": "0", "STEPS": "12", "PRECISION": "fp32", "CAUSALITY_FLAGS": ""}
+    given = TINY | {"MIN_GPUS": "0", "STEPS": "12", "PRECISION": "fp32"}
+    given["CAUSALITY_FLAGS"] = "--no-tests"  # those of the operator: test_causality_script.py
     arguments = (*LOOSE, "--limit=write_mib_per_s=0", "--phases", "3")
-    code, printed = finish(
-        start_script("production_50k_launch.sh", *arguments, cwd=tmp_path, **given)
-    )
+    code, printed = finish(start("production_50k_launch.sh", *arguments, **given))
     assert code == 0, printed
     order = ["Causality test: 3/3 passed", "[launch] preflight: GO", "[launch] phase 3: GO"]
     places = [printed.index(text) for text in order]
@@ -96,15 +98,13 @@ def test_the_whole_launch_checks_first(tmp_path: Path) -> None:
     assert (launched(tmp_path) / "preflight.json").exists()
 
     wrong = given | {"STEPS": "50000"}
-    code, printed = finish(start_script("production_50k_launch.sh", cwd=tmp_path, **wrong))
+    code, printed = finish(start("production_50k_launch.sh", **wrong))
     assert code == 2 and "train.steps=12, and this launch requires train.steps=50000" in printed
 
 
-def test_validation_of_synthetic_and_real_data(tmp_path: Path) -> None:
+def test_validation_of_synthetic_and_real_data(start: Start, tmp_path: Path) -> None:
     write_tiny(tmp_path)
-    process = start_script(
-        "run_m7c_2xa100_production.sh", *LOOSE, cwd=tmp_path, NSA_PHASE_STEPS="1,8,8", **TINY
-    )
+    process = start("run_m7c_2xa100_production.sh", *LOOSE, NSA_PHASE_STEPS="1,8,8", **TINY)
     code, printed = finish(process)
     assert code == 0, printed
     assert verdicts(printed) == [("0", "GO"), ("1", "GO"), ("2", "GO")]
@@ -116,10 +116,10 @@ def test_validation_of_synthetic_and_real_data(tmp_path: Path) -> None:
     assert "data: synthetic" in combined and "data: shakespeare" in combined
 
 
-def test_the_pilot_smokes_then_trains_then_goes_on(tmp_path: Path) -> None:
+def test_the_pilot_smokes_then_trains_then_goes_on(start: Start, tmp_path: Path) -> None:
     write_tiny(tmp_path)
     given = TINY | {"NSA_PHASE_STEPS": "8,8"}
-    code, printed = finish(start_script("train_m7c_prime.sh", *LOOSE, cwd=tmp_path, **given))
+    code, printed = finish(start("train_m7c_prime.sh", *LOOSE, **given))
     assert code == 0, printed
     assert verdicts(printed) == [("smoke", "GO"), ("train", "GO")]
     folder = launched(tmp_path)
@@ -132,12 +132,12 @@ def test_the_pilot_smokes_then_trains_then_goes_on(tmp_path: Path) -> None:
 
     given["NSA_PHASE_STEPS"] = "8,12"
     arguments = (*LOOSE, "--phases", "train")
-    code, printed = finish(start_script("train_m7c_prime.sh", *arguments, cwd=tmp_path, **given))
+    code, printed = finish(start("train_m7c_prime.sh", *arguments, **given))
     assert code == 0 and "[resume] from run/checkpoint_step8.pt: 8 of 12" in printed, printed
 
 
 @pytest.mark.dist
-def test_slurm_starts_a_launcher_on_every_node(tmp_path: Path) -> None:
+def test_slurm_starts_a_launcher_on_every_node(start: Start, tmp_path: Path) -> None:
     """With a scontrol and an srun of this test: two nodes, both of them this machine."""
     write_tiny(tmp_path)
     bin_folder = tmp_path / "bin"
@@ -152,7 +152,7 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path: Path) -> None:
     (tmp_path / "scripts").symlink_to(SCRIPTS)  # where sbatch was called
     given = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]"}
     given |= {"SLURM_NNODES": "2", "RDZV_PORT": str(free_port()), "PYTHONPATH": str(REPOSITORY)}
-    process = start_script(
+    process = start(
         *("slurm_launch.sbatch", *LOOSE, "--phases", "1", "--phase-steps", ",8,,"),
         cwd=Path("/"),
         PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}",

@@ -1,4 +1,4 @@
-"""The kernel of the cross-entropy: on a GPU; test_cross_entropy.py runs it in the interpreter."""
+"""The kernel of the cross-entropy: on a GPU; test_triton_on_cpu.py runs it in the interpreter."""
 
 from __future__ import annotations
 

@@ -192,8 +192,8 @@ def test_bfloat16_model_runs_and_stays_close():
     assert (low.float() - exact).abs().max() < 0.1 * exact.abs().max()
 
 
-def _train(model: TinyLM, batches: list[torch.Tensor]) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+def _train(model: TinyLM, batches: list[torch.Tensor], lr: float = 3e-3) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses = []
     for ids in batches:
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -208,25 +208,25 @@ def _train(model: TinyLM, batches: list[torch.Tensor]) -> list[float]:
 def test_random_tokens_cannot_be_learned(phi):
     """Fresh uniform tokens: a loss below ln V would mean that a target leaks into its input."""
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, 64, (8, 49), generator=generator) for _ in range(250)]
+    batches = [torch.randint(0, 64, (8, 49), generator=generator) for _ in range(100)]
     losses = _train(make_model(phi=phi, n_layers=2), batches)
-    assert sum(losses[-50:]) / 50 >= math.log(64) - 0.02
+    assert sum(losses[-25:]) / 25 >= math.log(64) - 0.02
 
 
 def test_a_copy_from_far_beyond_the_window_is_learned():
-    """The second half repeats the first, 32 tokens back; the window reaches 4."""
+    """The second half repeats the first, 16 tokens back; the window reaches 4."""
     generator = torch.Generator().manual_seed(2)
     model = make_model(n_layers=2, w=4, l=4, d=4, l_sel=4, n_sel=16, vocab=8)
-    batches = []
-    for _ in range(300):
-        half = torch.randint(0, 8, (16, 32), generator=generator)
-        batches.append(torch.cat([half, half], dim=1))
-    _train(model, batches)
+
+    def twice(num_rows: int) -> torch.Tensor:
+        half = torch.randint(0, 8, (num_rows, 16), generator=generator)
+        return torch.cat([half, half], dim=1)
+
+    _train(model, [twice(16) for _ in range(150)], lr=1e-2)
     with torch.no_grad():
-        half = torch.randint(0, 8, (64, 32), generator=generator)
-        ids = torch.cat([half, half], dim=1)
-        logits = model(ids[:, :-1])[:, 32:]
-    accuracy = (logits.argmax(-1) == ids[:, 33:]).float().mean().item()
+        ids = twice(64)
+        logits = model(ids[:, :-1])[:, 16:]
+    accuracy = (logits.argmax(-1) == ids[:, 17:]).float().mean().item()
     assert accuracy > 0.5  # chance is 0.125
 
 

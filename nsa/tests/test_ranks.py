@@ -1,10 +1,14 @@
-"""Two real ranks: they train as one would, and leave together, whatever happens to one of them."""
+"""Two real ranks: they train as one would, and leave together, whatever happens to one of them.
+
+torchrun starts the ranks of the fixture `two`; all others come from the nursery.
+"""
 
 from __future__ import annotations
 
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +27,13 @@ from nsa.records import (
 )
 from nsa.tests import launch
 from nsa.tests.conftest import REPOSITORY, TINY
+from nsa.tests.nursery import Nursery
 from nsa.train import run
 
 pytestmark = pytest.mark.dist
 
 SIX = ("train.steps=6", "train.save_every=3", "train.eval_every=3", "train.lr=0.01")
-PLAIN = {"NSA_DDP_COMPRESS": "off"}
+PLAIN: dict[str, Any] = {"NSA_DDP_COMPRESS": "off"}
 """fp32 on the wire: what is left is the order of sums."""
 ROUNDING = 2e-5
 """Relative; six updates at this rate."""
@@ -70,17 +75,20 @@ def last_steps(folder: Path) -> list[int]:
     return [begun(read_heartbeat(folder / f"heartbeat_rank{r}.jsonl"))[-1] for r in range(2)]
 
 
-def exit_codes(printed: str) -> list[int]:
-    """Of the ranks that failed, from torchrun's report."""
-    return [int(code) for code in re.findall(r"exitcode\s+: (-?\d+)", printed)]
+def train(
+    nursery: Nursery, folder: Path, *overrides: str, flags: tuple[object, ...] = (), **options: Any
+) -> tuple[list[int], str]:
+    """Train on two ranks in a new folder: the exit codes, and what was printed."""
+    config = folder / "config.yaml" if folder.exists() else write(folder, *overrides)
+    return nursery.start(folder / "log.txt", "--config", config, *flags, **options).finish()
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def two(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Six updates of two ranks x two rows x two micro-batches: the folder, and what was printed."""
     folder = tmp_path_factory.mktemp("two") / "a"
     path = write(folder, "train.batch_size=2", "train.accumulate_grad_batches=2")
-    code, printed = launch.launch("--config", path, "--ddp", 1, **PLAIN)
+    code, printed = launch.launch("--config", path, "--ddp", 1, python=nursery.python, **PLAIN)
     assert code == 0, printed
     return folder / "run", printed
 
@@ -122,11 +130,13 @@ def test_the_first_rank_speaks_and_writes_and_each_has_a_heartbeat(two: tuple[Pa
     ]
 
 
-def test_two_ranks_resume_bit_for_bit(two: tuple[Path, str], tmp_path: Path) -> None:
-    path = write(tmp_path / "b", "train.batch_size=2", "train.accumulate_grad_batches=2")
-    start = two[0] / "checkpoint_step3.pt"
-    code, printed = launch.launch("--config", path, "--resume", start, **PLAIN)
-    assert code == 0, printed
+def test_two_ranks_resume_bit_for_bit(
+    two: tuple[Path, str], nursery: Nursery, tmp_path: Path
+) -> None:
+    batch = ("train.batch_size=2", "train.accumulate_grad_batches=2")
+    flags = ("--resume", two[0] / "checkpoint_step3.pt")
+    codes, printed = train(nursery, tmp_path / "b", *batch, flags=flags, **PLAIN)
+    assert codes == [0, 0], printed
     assert printed.count("3 of 6 steps are done") == 1
     resumed = tmp_path / "b" / "run"
     expected = {step: loss for step, loss in losses(two[0]).items() if step > 3}
@@ -136,36 +146,34 @@ def test_two_ranks_resume_bit_for_bit(two: tuple[Path, str], tmp_path: Path) -> 
         assert torch.equal(tensor, uninterrupted[name]), name
 
 
-@pytest.mark.slow
-def test_three_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
+def test_three_ranks_resume_bit_for_bit(nursery: Nursery, tmp_path: Path) -> None:
     """A sum of three depends on its order, which DDP changes after its first backward pass."""
     whole, rest = tmp_path / "k", tmp_path / "l"
-    code, printed = launch.launch("--config", write(whole), ranks=3)
-    assert code == 0, printed
-    start = whole / "run" / "checkpoint_step3.pt"
-    code, printed = launch.launch("--config", write(rest), "--resume", start, ranks=3)
-    assert code == 0, printed
+    codes, printed = train(nursery, whole, ranks=3)
+    assert codes == [0, 0, 0], printed
+    flags = ("--resume", whole / "run" / "checkpoint_step3.pt")
+    codes, printed = train(nursery, rest, ranks=3, flags=flags)
+    assert codes == [0, 0, 0], printed
     uninterrupted = weights(whole / "run")
     for name, tensor in weights(rest / "run").items():
         assert torch.equal(tensor, uninterrupted[name]), name
 
 
-def test_one_rank_two_ranks_one_rank_read_the_same_data(tmp_path: Path) -> None:
+def test_one_rank_two_ranks_one_rank_read_the_same_data(nursery: Nursery, tmp_path: Path) -> None:
     """In between also with accumulation, gradient checkpointing and a static graph."""
     whole, parts = tmp_path / "whole", tmp_path / "c"
     alone(config(whole, "train.batch_size=4"))
-    path = write(
+    write(
         parts,
         *("train.batch_size=1", "train.accumulate_grad_batches=2"),
         "runtime.gradient_checkpointing=true",
     )
     alone(config(parts / "run", "train.batch_size=4", "train.save_every=2"), stop_after=2)
 
-    code, printed = launch.launch(
-        *("--config", path, "--steps", 4, "--resume", "latest"),
-        **{**PLAIN, "NSA_DDP_STATIC_GRAPH": "1", "NSA_DDP_DISABLE_GC": "0"},
-    )
-    assert code == 0, printed
+    static = {**PLAIN, "NSA_DDP_STATIC_GRAPH": "1", "NSA_DDP_DISABLE_GC": "0"}
+    flags = ("--steps", 4, "--resume", "latest")
+    codes, printed = train(nursery, parts, flags=flags, **static)
+    assert codes == [0, 0], printed
     assert "2 of 4 steps are done" in printed
     assert "[train] gradient_checkpointing=on\n" in printed
     # The run to step 4 has ended without a checkpoint there; the one of step 3 is the newest.
@@ -188,18 +196,14 @@ def test_a_global_batch_that_the_ranks_cannot_share_out_is_refused(
         )
 
 
-def trouble(kind: str, folder: Path, *overrides: str) -> tuple[int, str]:
-    """Train with a trouble of launch.py on rank 1."""
-    script = Path(launch.__file__)
-    return launch.launch(kind, "--config", write(folder, *overrides), script=script)
-
-
-def test_a_spike_on_one_rank_takes_all_back_to_the_same_checkpoint(tmp_path: Path) -> None:
+def test_a_spike_on_one_rank_takes_all_back_to_the_same_checkpoint(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     overrides = ("train.steps=10", "train.save_every=4", "train.eval_every=0")
     spikes = ("train.spike_rule=rollback", "train.spike_window=8")
-    code, printed = trouble("spike", tmp_path / "j", *overrides, *spikes)
+    codes, printed = train(nursery, tmp_path / "j", *overrides, *spikes, trouble="spike")
     folder = tmp_path / "j" / "run"
-    assert code == 0, printed
+    assert codes == [0, 0], printed
     assert printed.count("[spike] back to checkpoint_step8.pt") == 1
     metrics = read_metrics(folder)
     assert (metrics.status, metrics.step, metrics.spikes) == ("finished", 10, 1)

@@ -8,9 +8,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.config import Config
+from nsa.config import Config, load_config
 from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
 from nsa.records.folder import RUN as RUN_LOCK
 from nsa.records.metrics import write_metrics
 from nsa.tests.conftest import REPOSITORY
+from nsa.tests.nursery import Nursery
 from nsa.train import BadCheckpoint, Halted, NonFiniteLoss, RunRefused, TrainResult, run
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint import find
@@ -78,37 +77,33 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("step", [3, 5], ids=["on-a-checkpoint", "between-two"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    settings: str,
-    step: int,
-    tiny_config: BuildConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: str, tiny_config: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Stopped on a checkpoint, and between two."""
     overrides = (*LONG, *SETTINGS[settings])
     whole = tiny_config(*overrides, f"train.out_dir={tmp_path / 'whole'}")
-    parts = tiny_config(*overrides, f"train.out_dir={tmp_path / 'parts'}")
     expected, _ = train(whole)
-    with monkeypatch.context() as patch:
-        stop_after(step, patch)
-        with pytest.raises(Halted, match=f"SIGTERM after step {step}"):
-            train(parts)
-    assert read_metrics(tmp_path / "parts").status == "halted"
+    for step in (3, 5):
+        folder = tmp_path / f"parts{step}"
+        parts = tiny_config(*overrides, f"train.out_dir={folder}")
+        with monkeypatch.context() as patch:
+            stop_after(step, patch)
+            with pytest.raises(Halted, match=f"SIGTERM after step {step}"):
+                train(parts)
+        assert read_metrics(folder).status == "halted"
 
-    resumed, printed = train(parts)
+        resumed, printed = train(parts)
 
-    assert f"{step} of 8 steps are done" in printed
-    assert losses(parts) == losses(whole)
-    assert read_rows(ValRow, tmp_path / "parts" / VAL) == read_rows(
-        ValRow, tmp_path / "whole" / VAL
-    )
-    for name, tensor in weights(expected).items():
-        assert torch.equal(weights(resumed)[name], tensor), name
-    metrics = read_metrics(tmp_path / "parts")
-    assert (metrics.status, metrics.step, metrics.resumed_at) == ("finished", 8, step)
-    assert metrics.loss_first == read_metrics(tmp_path / "whole").loss_first
+        assert f"{step} of 8 steps are done" in printed
+        assert losses(parts) == losses(whole)
+        assert read_rows(ValRow, folder / VAL) == read_rows(ValRow, tmp_path / "whole" / VAL)
+        for name, tensor in weights(expected).items():
+            assert torch.equal(weights(resumed)[name], tensor), name
+        metrics = read_metrics(folder)
+        assert (metrics.status, metrics.step, metrics.resumed_at) == ("finished", 8, step)
+        assert metrics.loss_first == read_metrics(tmp_path / "whole").loss_first
 
 
 def test_lines_after_the_last_checkpoint_are_written_again_once(
@@ -450,51 +445,68 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_state_and_blocks_a_resta
     assert again.value.exit_code == 10
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_kill_9_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
-    tmp_path: Path,
+KILLED = """
+import os, signal, sys, threading
+from pathlib import Path
+import torch
+from scripts.train_showcase import main
+
+skipped, moment, saves, events = int(sys.argv[1]), int(sys.argv[2]), [], []
+real = torch.save
+
+def save(content, file):
+    saves.append(file)
+    if len(saves) == skipped + 1 and moment == 0:
+        Path(file).write_bytes(bytes(1000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(content, file)
+
+def happens(event, args):
+    if event in ("os.rename", "os.remove") and len(saves) == skipped + 1:
+        if threading.current_thread().name == "checkpoint":
+            events.append(f"{event} {args}")
+            if len(events) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+torch.save = save
+sys.addaudithook(happens)
+code = main(sys.argv[3:])
+print(*events, sep="\\n")
+sys.exit(code)
+"""
+"""Dies while a checkpoint is written: in torch.save, or before a file is renamed or removed, the
+`moment`-th since then. Without dying, it prints what happened to files."""
+
+
+def test_kill_9_at_any_moment_of_a_checkpoint_loses_at_most_the_steps_since_the_last(
+    nursery: Nursery, tmp_path: Path
 ) -> None:
-    """Twenty kills; every restart finds a checkpoint that is whole, and the end is the same."""
-    folder = tmp_path / "run"
-    command = [sys.executable, "scripts/train_showcase.py", "--config", str(_tiny(tmp_path))]
-    command += ["--out-dir", str(folder)]
-    seen = 0
-    for attempt in range(20):
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while (newest := _newest_finished(folder)) <= seen:
-            if process.poll() is not None or time.monotonic() > deadline:
-                break
-            time.sleep(0.01)
-        time.sleep(0.003 * attempt)
-        process.kill()
-        process.wait()
-        assert process.returncode in (-signal.SIGKILL, 0), "it ended by itself, and badly"
-        steps = [s for s in checkpoint_file.steps_of(folder) if _is_whole(folder, s)]
-        assert steps and steps[0] >= newest, f"attempt {attempt}: {steps} after {newest}"
-        assert steps[0] > seen or process.returncode == 0, f"attempt {attempt}: nothing gained"
-        seen = steps[0]
-        if process.returncode == 0:
+    """Every restart finds a checkpoint that is whole, and the end is the same."""
+    folder, config = tmp_path / "run", _tiny(tmp_path)
+    command = [str(nursery.python), "-c", KILLED]
+    arguments = ["--config", str(config), "--out-dir", str(folder)]
+    seen, moment = 0, 0
+    while True:
+        # Each attempt writes one checkpoint, and dies in the second.
+        words = [*command, "1", str(moment), *arguments]
+        done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+        if done.returncode == 0:
             break
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        assert done.returncode == -signal.SIGKILL, f"it ended by itself, and badly: {done.stderr}"
+        steps = [s for s in checkpoint_file.steps_of(folder) if _is_whole(folder, s)]
+        assert steps and steps[0] in (seen + 2, seen + 4), f"{moment}: {steps} after {seen}"
+        seen, moment = steps[0], moment + 1
+    renamed = [line for line in done.stdout.splitlines() if line.startswith("os.rename")]
+    assert len(renamed) == 2 and moment > 4, "the file, its manifest, and old ones were at stake"
+    assert (read_metrics(folder).status, read_metrics(folder).step) == ("finished", STEPS)
     steps_logged = [row.step for row in read_rows(TrainingRow, folder / TRAINING)]
-    assert steps_logged == list(range(1, 401))
-    command[-1] = str(tmp_path / "whole")
-    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
+    assert steps_logged == list(range(1, STEPS + 1))
+    train(load_config(config, [f"train.out_dir={tmp_path / 'whole'}"], environ={}))
     parts, whole = (
         torch.load(path / "model.pt", weights_only=True)["state_dict"]
         for path in (folder, tmp_path / "whole")
     )
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
-
-
-def _newest_finished(folder: Path) -> int:
-    """The newest checkpoint that has its manifest; 0 without one."""
-    steps = checkpoint_file.steps_of(folder)
-    paths = ((step, folder / checkpoint_file.NAME.format(step=step)) for step in steps)
-    return next((step for step, path in paths if checkpoint_file.manifest_path(path).exists()), 0)
 
 
 def _is_whole(folder: Path, step: int) -> bool:
@@ -505,12 +517,15 @@ def _is_whole(folder: Path, step: int) -> bool:
     return True
 
 
+STEPS = 60
+
+
 def _tiny(folder: Path) -> Path:
     path = folder / "tiny.yaml"
     path.write_text(
         "model: {dim: 16, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}\n"
         "nsa: {l: 8, d: 4, l_sel: 8, n_sel: 3, w: 8}\n"
-        "train: {steps: 400, seq_len: 32, batch_size: 1, log_every: 1, eval_every: 0, "
+        f"train: {{steps: {STEPS}, seq_len: 32, batch_size: 1, log_every: 1, eval_every: 0, "
         "save_every: 2, keep_last: 3}\n"
         "data: {dataset: synthetic}\n"
         "runtime: {device: cpu, precision: fp32}\n"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +15,7 @@ from nsa import BlockSpec, NSAAttention, compress, nsa_attention
 from nsa.ops import fallbacks, nvtx, plan, plan_attention
 from nsa.ops.fallbacks import Fallback
 from nsa.ops.triton import flash
-from nsa.tests.conftest import REPOSITORY
-from nsa.tests.gpu import compare, needs_gpu
+from nsa.tests.gpu import compare, interpreted, needs_gpu
 from nsa.tests.helpers import Case, assert_near, make_inputs, run, run_with_gradients
 
 SMALL = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11)
@@ -335,45 +332,33 @@ def test_the_log_sum_exp_is_in_base_2() -> None:
     torch.testing.assert_close(torch.exp2(lse), natural.exp())
 
 
-IN_THE_INTERPRETER = """
-import torch
-from nsa import BlockSpec
-from nsa.ops import plan
-from nsa.ops.triton import flash
-from nsa.tests.helpers import Case, assert_near, make_inputs, run_with_gradients
-from nsa.tests.test_routes import PLAIN, SMALL
+@interpreted
+def test_the_triton_path_with_routed_branches_equals_its_own_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a plain softmax in the place of the flash kernels."""
+    case = Case(SMALL, S=41, Hkv=1, G=2, Dk=16, Dv=16)
+    inputs = make_inputs(case, torch.float32)
+    own, own_grads = run_with_gradients(case, inputs, "triton")
+    windows: list[int | None] = []
 
-calls = []
-def forward(*args):
-    calls.append(args[-1])
-    return PLAIN.forward(*args)
-flash.TORCH = flash.Kernel(forward, PLAIN.backward)
-case = Case(SMALL, S=41, Hkv=1, G=2, Dk=16, Dv=16)
-inputs = make_inputs(case, torch.float32)
-own, own_grads = run_with_gradients(case, inputs, "triton")
-plan._flash_obstacle = lambda *_: ""
-plan._plan.cache_clear()
-out, grads = run_with_gradients(case, inputs, "triton")
-assert calls == [None, SMALL.w], calls
-assert_near(out, own, 1e-5)
-for name in inputs:
-    assert_near(grads[name], own_grads[name], 1e-4, name)
-"""
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        windows.append(args[-1])
+        return PLAIN.forward(*args)
 
+    monkeypatch.setattr(flash, "TORCH", flash.Kernel(forward, PLAIN.backward))
+    monkeypatch.setenv("NSA_USE_FA2", "1")
+    monkeypatch.setenv("NSA_USE_FA2_CMP", "1")
+    monkeypatch.setattr(plan, "_flash_obstacle", lambda *_: "")
+    plan._plan.cache_clear()
 
-@pytest.mark.timeout(300)
-def test_the_triton_path_with_routed_branches_equals_its_own_kernels() -> None:
-    """In Triton's interpreter, with a plain softmax in the place of the flash kernels."""
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    run_interpreted(IN_THE_INTERPRETER, "NSA_USE_FA2=1", "NSA_USE_FA2_CMP=1")
+    out, grads = run_with_gradients(case, inputs, "triton")
 
-
-def run_interpreted(code: str, *variables: str) -> None:
-    """A process of its own: TRITON_INTERPRET counts at import."""
-    command = ["env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", *variables, sys.executable]
-    command += ["-W", "ignore::RuntimeWarning", "-c", code]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    plan._plan.cache_clear()
+    assert windows == [None, SMALL.w]
+    assert_near(out, own, 1e-5)
+    for name in inputs:
+        assert_near(grads[name], own_grads[name], 1e-4, name)
 
 
 PAPER = BlockSpec()
@@ -541,26 +526,21 @@ def test_a_module_compiles_as_one_graph() -> None:
     assert_near(compiled(x, layer=2), module(x, layer=2), 1e-6)
 
 
-COMPILED = "from nsa.tests.test_routes import assert_compiles; assert_compiles('triton')"
-CHECKED = """
-import torch
-from nsa.ops import nsa_attention
-from nsa.ops.triton import operators
-from nsa.tests.helpers import Case, make_inputs
-from nsa.tests.test_routes import SMALL
+@interpreted
+@ignore_dynamo
+def test_the_triton_path_compiles_as_one_graph() -> None:
+    torch.compiler.reset()
 
-case = Case(SMALL, S=24, Hkv=1, G=2, Dk=16, Dv=16)
-tensors = make_inputs(case, torch.float32, grad=True).values()
-blocks, checks = [8, 4, 8, 4, 11], ("test_schema", "test_autograd_registration", "test_faketensor")
-args = (*tensors, None, blocks, 0.25, [24])
-torch.library.opcheck(torch.ops.nsa.attention.default, args, test_utils=checks)
-x = torch.randn(1, 24, 1, 16, requires_grad=True)
-torch.library.opcheck(torch.ops.nsa.mean.default, (x, blocks, [24]), test_utils=checks)
-"""
+    assert_compiles("triton")
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("code", [COMPILED, CHECKED], ids=["compiles", "opcheck"])
-def test_the_triton_operators_work_in_the_interpreter(code: str) -> None:
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    run_interpreted(code)
+@interpreted
+def test_the_triton_operators_are_registered_as_torch_wants_them() -> None:
+    case = Case(SMALL, S=24, Hkv=1, G=2, Dk=16, Dv=16)
+    tensors = make_inputs(case, torch.float32, grad=True).values()
+    blocks = [8, 4, 8, 4, 11]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    args = (*tensors, None, blocks, 0.25, [24])
+    torch.library.opcheck(torch.ops.nsa.attention.default, args, test_utils=checks)
+    x = torch.randn(1, 24, 1, 16, requires_grad=True)
+    torch.library.opcheck(torch.ops.nsa.mean.default, (x, blocks, [24]), test_utils=checks)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from nsa.tests.nursery import Nursery
 from scripts.soak import main, same
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 
 def test_a_soak_of_one_cycle_ends_bit_equal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nursery: Nursery,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "executable", str(nursery.python))
     assert main(["--cycles", "1", "--folder", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("cycle 1: rank ")

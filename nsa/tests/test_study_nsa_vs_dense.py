@@ -15,6 +15,7 @@ import torch
 
 from bench.selections import read_selection
 from nsa import BlockSpec
+from nsa.config.env import changed
 from nsa.data import ByteTokenizer
 from nsa.data.prepare import prepare
 from nsa.tests.conftest import REPOSITORY
@@ -346,8 +347,8 @@ def test_results_of_several_calls_are_merged(results):
         merge(parts)
 
 
-def test_an_arm_that_was_cut_short_goes_on(place, results):
-    steps = ["--arms", "tiny-nsa-s2", "--steps", "60"]
+def test_an_arm_that_was_cut_short_goes_on_and_a_branch_alone_is_trained_alone(place):
+    steps = ["--arms", "tiny-nsa-only-win-s1", "--steps", "60"]
     parser = study._parser()
     where = ["--data", str(place / "shards"), "--out", str(place / "cut")]
     made = study.Study(parser.parse_args([*where, "--table", str(place / "arms.toml"), *steps]), [])
@@ -359,7 +360,9 @@ def test_an_arm_that_was_cut_short_goes_on(place, results):
     made.work.mkdir(parents=True)
     (made.work / "task.json").write_text(task.to_json())
     child = subprocess.Popen(
-        [sys.executable, str(CHILD), str(made.work / "task.json")], stdout=subprocess.DEVNULL
+        [sys.executable, str(CHILD), str(made.work / "task.json")],
+        env=changed(arm.environ),
+        stdout=subprocess.DEVNULL,
     )
     log = folder / "training.csv"
     while child.poll() is None and not (log.is_file() and log.read_text().count("\n") > 3):
@@ -370,14 +373,7 @@ def test_an_arm_that_was_cut_short_goes_on(place, results):
     (result,) = read_results(made.out / "results.json")["arms"]
     assert 1 < result["resumed_at"] < 60
     assert result["training"]["step"] == list(range(1, 61))
-
-
-def test_a_branch_alone_is_trained_alone(place, tmp_path):
-    where = ["--data", str(place / "shards"), "--out", str(tmp_path)]
-    table = ["--table", str(place / "arms.toml"), "--arms", "tiny-nsa-only-win-s1"]
-    assert study.main([*where, *table, "--steps", "3"]) == 0
-    (arm,) = read_results(tmp_path / "results.json")["arms"]
-    assert all(layer == [0, 0, 1] for step in arm["gates"]["shares"] for layer in step)
+    assert all(layer == [0, 0, 1] for step in result["gates"]["shares"] for layer in step)
 
 
 @pytest.mark.parametrize("name", ["arms.toml", "arms_cpu.toml"])

@@ -23,6 +23,7 @@ from nsa.records import (
     VAL,
     TrainingRow,
     ValRow,
+    draw_loss_curve,
     read_config,
     read_heartbeat,
     read_metrics,
@@ -56,7 +57,10 @@ def losses(cfg: Config) -> list[float]:
     return [row.loss for row in rows]
 
 
-def test_run_leaves_every_file_and_each_reads_back(tiny_config: BuildConfig) -> None:
+def test_run_leaves_every_file_and_each_reads_back(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.train.finish.draw_loss_curve", draw_loss_curve)  # the real one
     cfg = tiny_config("train.save_every=2")
     result, printed = train(cfg, sampler=lambda model, tokenizer, seed: f"sample of seed {seed}")
     folder = Path(cfg.train.out_dir)
@@ -69,6 +73,7 @@ def test_run_leaves_every_file_and_each_reads_back(tiny_config: BuildConfig) -> 
     assert {path.name for path in result.files} == names
     assert all(str(path) in printed for path in result.files)
 
+    assert (folder / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     assert read_config(folder) == cfg
     training = read_rows(TrainingRow, folder / TRAINING)
     assert [row.step for row in training] == [1, 2, 3]
@@ -447,6 +452,7 @@ def test_csv_logs_can_be_switched_off(
     tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NSA_DISABLE_CSV_LOGS", "1")
+    monkeypatch.setattr("nsa.train.finish.draw_loss_curve", draw_loss_curve)  # the real one
     result, _ = train(tiny_config())
     assert list(result.folder.glob("*.csv")) == []
     assert (result.folder / "loss_curve.png").exists()

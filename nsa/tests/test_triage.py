@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nsa.operate.triage import trials
 from nsa.operate.triage.command import Triage, find, read_triage, write_triage
 from nsa.operate.triage.trials import BASELINE, Toggle, Trial, matrix, run_trial
 from nsa.records import write_config
+from nsa.tests.nursery import Nursery
 
 BROKEN = {"fails": "raise RuntimeError('broken')", "hangs": "import time; time.sleep(600)"}
 """What a TensorBoard does that is installed wrongly."""
@@ -39,6 +41,13 @@ def triage(config_file: Path, folder: Path, *arguments: object) -> tuple[int, Tr
     return code, read_triage(folder)
 
 
+@pytest.fixture
+def quick(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of a triage are processes of the nursery."""
+    monkeypatch.setattr(sys, "executable", str(nursery.python))
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_healthy_run_has_nothing_to_clear(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +58,7 @@ def test_a_healthy_run_has_nothing_to_clear(
     assert "there is nothing to clear" in (tmp_path / "t" / "triage.md").read_text()
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_broken_tensorboard_is_found_by_its_toggle(
     config_file: Path,
     tmp_path: Path,
@@ -67,6 +77,7 @@ def test_a_broken_tensorboard_is_found_by_its_toggle(
     assert "points to TensorBoard, the CSV files" in printed
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_fault_that_nothing_clears_is_an_exit_code(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,6 @@
 bf16 is not exact and shapes must be tiny.
 """
 
-from itertools import cycle
-
 import pytest
 import torch
 
@@ -30,17 +28,18 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11)
+SHORT = BlockSpec(l=8, d=4, l_sel=4, n_sel=4, w=11)  # blocks shorter than what is compressed
 TINY_CASES = [
     Case(SMALL, S=1),
     Case(SMALL, S=7),  # no compressed token
-    Case(SMALL, S=37, B=2, Hkv=2, G=3, Dk=24, Dv=16),
-    Case(SMALL, S=45, docs=(3, 17, 25), G=1, Dk=20, Dv=12),
+    Case(SHORT, S=21, B=2, Hkv=2, G=3, Dk=24, Dv=16),
+    Case(SMALL, S=41, docs=(3, 1, 37), G=1, Dk=20, Dv=12),
     Case(
         BlockSpec(l=12, d=4, l_sel=8, n_sel=4, w=11), S=17, docs=(13, 4), G=2
     ),  # the last sees none
-    Case(BlockSpec(l=16, d=4, l_sel=64, n_sel=3, w=200), S=70, Hkv=1, G=4),  # w > S, one block
-    Case(BlockSpec(l=4, d=4, l_sel=4, n_sel=40, w=3), S=38, Hkv=1, G=2),  # n * l' > S
-    Case(BlockSpec(l=4, d=2, l_sel=8, n_sel=3, w=8), S=64, B=2, Hkv=2, G=4),  # no free blocks
+    Case(BlockSpec(l=16, d=4, l_sel=64, n_sel=3, w=200), S=70, Hkv=1, G=4),  # two tiles, one block
+    Case(BlockSpec(l=4, d=4, l_sel=4, n_sel=20, w=3), S=18, Hkv=1, G=2),  # n * l' > S
+    Case(BlockSpec(l=4, d=2, l_sel=8, n_sel=3, w=8), S=35, Hkv=1, G=4),  # no free blocks
 ]
 PAPER = BlockSpec()
 LARGE_CASES = [
@@ -207,10 +206,10 @@ def test_a_planted_future_block_raises_under_strict_asserts(monkeypatch):
         run(case, inputs, "triton")
 
 
-@pytest.mark.parametrize("docs", [(), (3, 17, 25)], ids=["one-document", "packed"])
+@pytest.mark.parametrize("docs", [(), (3, 9, 17)], ids=["one-document", "packed"])
 def test_a_given_selection_is_a_set_of_blocks_in_all_orders(docs, force_order):
     """Repeated, in any order, with blocks of the future: as the oracle reads it."""
-    case = Case(SMALL, S=45, Hkv=2, G=2, docs=docs)
+    case = Case(SMALL, S=29, Hkv=1, G=2, docs=docs)
     inputs = make_inputs(case, torch.float32)
     selection = careless_selection(case)
     expected, expected_grads = run_with_gradients(case, inputs, "reference", selection=selection)
@@ -224,7 +223,7 @@ def test_a_given_selection_is_a_set_of_blocks_in_all_orders(docs, force_order):
 
 
 def test_batches_that_a_grid_cannot_hold_are_cut(monkeypatch):
-    case = Case(SMALL, S=20, B=3, Hkv=1, G=2)
+    case = Case(SMALL, S=13, B=3, Hkv=1, G=2)
     inputs = to_device(make_inputs(case, torch.float32))
     expected, expected_grads = run_with_gradients(case, inputs, "triton")
     blocks = select_blocks(inputs["q"], inputs["k_cmp"], SMALL, backend="triton")
@@ -285,49 +284,45 @@ def test_mean_compression_equals_the_oracle(docs):
     assert_near(results[1][1], results[0][1], 1e-6, "gradient of x")
 
 
-@pytest.mark.parametrize(
-    ("name", "order"),
-    [(name, "masked") for name in ("q", "k_cmp", "v_cmp", "k_win", "v_win")]
-    + [(name, order) for name in ("k_sel", "v_sel") for order in ORDERS],
-)
-def test_a_nan_shows_in_its_own_group_and_nowhere_else(name, order, force_order):
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_nan_shows_in_its_own_group_and_nowhere_else(order, force_order):
+    """Of the selected branch in every order; what is not of it has one way alone."""
     force_order(order)
     case = Case(SMALL, S=18, B=2, Hkv=2, G=1)
     inputs = to_device(make_inputs(case, torch.float32))
     clean = run(case, inputs, "triton")
-    inputs[name][1, 1, 1, 0] = torch.nan  # token 1, or the block of tokens 4 to 11
-    poisoned = run(case, inputs, "triton")
-    assert torch.equal(poisoned[0], clean[0])
-    assert torch.equal(poisoned[1, :, 0], clean[1, :, 0])
-    reads_it = {"q": [1], "k_cmp": [11, 17], "v_cmp": [11, 17]}.get(name, [1, 11])
-    assert poisoned[1, reads_it, 1].isnan().any(dim=-1).all()
+    for name in NAMES[:-1] if order == "masked" else ("k_sel", "v_sel"):
+        poisoned_inputs = inputs | {name: inputs[name].clone()}
+        poisoned_inputs[name][1, 1, 1, 0] = torch.nan  # token 1, or the block of tokens 4 to 11
+        poisoned = run(case, poisoned_inputs, "triton")
+        assert torch.equal(poisoned[0], clean[0]), name
+        assert torch.equal(poisoned[1, :, 0], clean[1, :, 0]), name
+        reads_it = {"q": [1], "k_cmp": [11, 17], "v_cmp": [11, 17]}.get(name, [1, 11])
+        assert poisoned[1, reads_it, 1].isnan().any(dim=-1).all(), name
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_is_not_finite_stays_in_its_document(order, force_order):
+def test_what_is_not_finite_stays_in_its_document(order, bad, force_order):
     """Outputs and gradients of the documents beside it are those of finite inputs."""
     force_order(order)
-    names = (*NAMES, "dout") if order == "masked" else ("q", "k_sel", "v_sel", "dout")
     case = on_device(Case(SMALL, S=24, Hkv=1, G=2, docs=(9, 8, 7)))
     bad_rows, bad_blocks = slice(9, 17), slice(1, 2)  # of the second document
     inputs, dout = to_device(make_inputs(case, torch.float32)), torch.ones(1, 24, 2, 8)
     _, selection = run(case, inputs, "triton", return_selection=True)
     expected = forward_backward(case, inputs, dout.to(DEVICE), selection=selection)
-    for bad, name in zip(cycle((torch.nan, torch.inf)), names, strict=False):
-        tensors = inputs | {"dout": dout.to(DEVICE)}
-        tensors[name] = tensors[name].clone()
-        tensors[name][:, bad_blocks if name.endswith("cmp") else bad_rows] = bad
-        out, grads = forward_backward(case, tensors, tensors.pop("dout"), selection=selection)
-        for what, actual, clean in [
-            ("out", out, expected[0]),
-            *((x, grads[x], expected[1][x]) for x in NAMES),
-        ]:
-            part = bad_blocks if what.endswith("cmp") else bad_rows
-            beside = torch.ones(actual.shape[1], dtype=torch.bool)
-            beside[part] = False
-            assert_near(actual[:, beside], clean[:, beside], 1e-6, f"{bad} in {name}: {what}")
-        if name != "dout":
-            assert not out[:, bad_rows].isfinite().all(), name  # and it is not hidden
+    tensors = {name: x.clone() for name, x in inputs.items()} | {"dout": dout.to(DEVICE)}
+    for name, x in tensors.items():
+        x[:, bad_blocks if name.endswith("cmp") else bad_rows] = bad
+    out, grads = forward_backward(case, tensors, tensors.pop("dout"), selection=selection)
+    for what, actual, clean in [
+        ("out", out, expected[0]),
+        *((x, grads[x], expected[1][x]) for x in NAMES),
+    ]:
+        beside = torch.ones(actual.shape[1], dtype=torch.bool)
+        beside[bad_blocks if what.endswith("cmp") else bad_rows] = False
+        assert_near(actual[:, beside], clean[:, beside], 1e-6, what)
+    assert not out[:, bad_rows].isfinite().any()  # and it is not hidden
 
 
 def test_strided_inputs_are_read_where_they_lie():

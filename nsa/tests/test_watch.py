@@ -497,6 +497,24 @@ def test_the_exit_code_says_whether_an_alarm_rings(
     assert main(["watch", folder, "--until-ended"]) == 0
 
 
+def test_an_alarm_that_rang_before_the_end_is_in_the_exit_code(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends well between two looks."""
+    monkeypatch.setattr("nsa.operate.watch.rules.GIB", 1)
+    recorder.run(40)
+    monkeypatch.setattr("nsa.operate.run_folder.time.time", lambda: recorder.now + 300)
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        recorder.status("finished")
+
+    monkeypatch.setattr("nsa.operate.watch.watchdog.time.sleep", sleep)
+    assert main(["watch", str(recorder.folder), "--until-ended", "--halt", "0"]) == 1
+    assert len(looks) == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
