@@ -190,8 +190,9 @@ DECODE = (
         EAGER,
         (
             (
-                "split_heads(gates[:, rows], num_groups, dtype)",
-                "split_heads(gates[:, rows].flip(-1), num_groups, dtype)",
+                "scale, None)\n            gate = split_heads(gates[:, rows], num_groups, dtype)",
+                "scale, None)\n"
+                "            gate = split_heads(gates[:, rows].flip(-1), num_groups, dtype)",
             ),
         ),
     ),
@@ -232,9 +233,11 @@ DECODE = (
     ),
 )
 
-LOOP, STORED, SHELF = (f"train/{name}.py" for name in ("loop", "checkpoint", "shelf"))
-RANKS, GROUP = "train/ranks.py", "train/ddp.py"
-WATCH, LADDER, VERDICT = (f"operate/{name}.py" for name in ("watch", "ladder", "verdict"))
+LOOP = "train/trainer.py"
+STORED, SHELF = "train/checkpoint/file.py", "train/checkpoint/find.py"
+RANKS, GROUP = "train/distributed/strategy.py", "train/distributed/ddp.py"
+WATCH = LADDER = "operate/watch/watchdog.py"
+VERDICT = "operate/report/verdict.py"
 
 OPERATION = (
     Mutant(
