@@ -4,6 +4,8 @@
 bf16 is not exact and shapes must be tiny.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, select_blocks
 from nsa.ops.triton import banded, block_index, by_block, operators, problem, select
+from nsa.ops.triton.tiles import forward_tiles
 from nsa.tests import matrix
 from nsa.tests.gpu import forward_backward
 from nsa.tests.helpers import (
@@ -323,6 +326,39 @@ def test_what_is_not_finite_stays_in_its_document(order, bad, force_order):
         beside[bad_blocks if what.endswith("cmp") else bad_rows] = False
         assert_near(actual[:, beside], clean[:, beside], 1e-6, what)
     assert not out[:, bad_rows].isfinite().any()  # and it is not hidden
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_within_a_document_a_nan_reaches_back_at_most_a_tile_of_queries_and_of_keys(
+    order, force_order
+):
+    """docs/kernels.md says so; every row that sees it is NaN, as on all paths."""
+    force_order(order)
+    case = Case(BlockSpec(l=1, d=1, l_sel=8, n_sel=3, w=11), S=130, Hkv=1, G=1, Dk=16, Dv=16)
+    inputs = to_device(make_inputs(case, torch.float32))
+    clean, selection = run(case, inputs, "triton", return_selection=True)
+    first = 120
+    for branch, name in enumerate(("cmp", "sel", "win")):
+        if name != "sel" and order != "masked":
+            continue  # only the selected branch has orders
+        tiles = forward_tiles(16, 16, torch.float32, branch)
+        before = first - tiles.BM - tiles.BN
+        assert before > 0
+        poisoned = inputs | {f"{kind}_{name}": inputs[f"{kind}_{name}"].clone() for kind in "kv"}
+        for kind in "kv":
+            poisoned[f"{kind}_{name}"][:, first] = torch.nan
+        out = run(case, poisoned, "triton", selection=selection)
+        assert torch.equal(out[:, :before], clean[:, :before]), name
+        assert out[:, first].isnan().all(), name
+
+
+def test_no_tile_of_the_band_kernels_is_longer_than_the_page_says():
+    """A NaN reaches back by up to 128 rows and 128 keys."""
+    for dtype, d_k, d_v, branch in product(
+        (torch.bfloat16, torch.float16, torch.float32), (16, 64, 128, 192, 256), (16, 128), range(3)
+    ):
+        tiles = forward_tiles(d_k, d_v, dtype, branch)
+        assert max(tiles.BM, tiles.BN) <= 128, (dtype, d_k, d_v, branch)
 
 
 def test_strided_inputs_are_read_where_they_lie():
