@@ -11,11 +11,13 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from nsa.cli import prove_resume
 from nsa.cli.main import main
 from nsa.config import load_config
 from nsa.records.metrics import read_config
@@ -219,7 +221,7 @@ def test_an_empty_folder_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_resume_is_proved_and_a_broken_one_is_not(nursery: Nursery, tmp_path: Path) -> None:
-    def prove() -> subprocess.CompletedProcess[str]:
+    def call() -> subprocess.CompletedProcess[str]:
         words = [str(nursery.python), "-m", "nsa.cli.main", *command]
         return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
@@ -227,7 +229,7 @@ def test_resume_is_proved_and_a_broken_one_is_not(nursery: Nursery, tmp_path: Pa
     config.write_text(TINY)
     out = tmp_path / "proof"
     command = ["prove-resume", "--config", str(config), "--out-dir", str(out), "--steps", "4"]
-    done = prove()
+    done = call()
     assert done.returncode == 0, done.stderr
     proof = read_proof(out)
     assert proof["holds"] and proof["resumed_at"] == 2
@@ -239,5 +241,30 @@ def test_resume_is_proved_and_a_broken_one_is_not(nursery: Nursery, tmp_path: Pa
     content["state_dict"]["norm.weight"][0] += 1e-6
     torch.save(content, model)
     assert not compare_runs(out / "whole", out / "parts", 4)["holds"]
-    again = prove()
+    again = call()
     assert again.returncode == 2 and "exists" in again.stderr, "never over an older proof"
+
+
+def test_each_part_of_a_proof_is_a_new_interpreter_and_its_failure_is_one(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nursery forks in the proof above: here is what a spawned process would be given."""
+    cfg, codes = read_config(trained), iter([0, 3])
+
+    class Spawned:
+        def __init__(self, target: Any, args: Any) -> None:
+            assert pickle.loads(pickle.dumps((target, args))) == (
+                prove_resume._train,
+                (cfg, "tiny", 2),
+            )
+            self.exitcode = next(codes)
+
+        def start(self) -> None: ...
+
+        def join(self) -> None: ...
+
+    contexts = {"spawn": SimpleNamespace(Process=Spawned)}
+    monkeypatch.setattr("nsa.cli.prove_resume.multiprocessing.get_context", contexts.__getitem__)
+    prove_resume._in_a_process(cfg, "tiny", 2)
+    with pytest.raises(RuntimeError, match="ended with exit code 3"):
+        prove_resume._in_a_process(cfg, "tiny", 2)
