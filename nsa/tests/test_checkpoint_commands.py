@@ -264,7 +264,7 @@ def test_each_part_of_a_proof_is_a_new_interpreter_and_its_failure_is_one(
         def join(self) -> None: ...
 
     contexts = {"spawn": SimpleNamespace(Process=Spawned)}
-    monkeypatch.setattr("nsa.cli.prove_resume.multiprocessing.get_context", contexts.__getitem__)
+    monkeypatch.setattr("nsa.train.prove_resume.multiprocessing.get_context", contexts.__getitem__)
     prove_resume._in_a_process(cfg, "tiny", 2)
     with pytest.raises(RuntimeError, match="ended with exit code 3"):
         prove_resume._in_a_process(cfg, "tiny", 2)
