@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         metrics = read_metrics(folder)
         assert (metrics.status, metrics.step, metrics.resumed_at) == ("finished", 8, step)
         assert metrics.loss_first == read_metrics(tmp_path / "whole").loss_first
+
+
+def test_a_run_killed_before_its_model_file_is_finished_by_the_same_command(
+    tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    """The last checkpoint is written before model.pt, and holds everything."""
+    config = tiny_config(*LONG, "train.save_every=4")
+    expected, _ = train(config)
+    folder = Path(config.train.out_dir)
+    write_metrics(folder, replace(read_metrics(folder), status="running"))
+    (folder / "model.pt").unlink()
+
+    finished, printed = train(config)
+
+    assert "8 of 8 steps are done" in printed
+    for name, tensor in weights(expected).items():
+        assert torch.equal(weights(finished)[name], tensor), name
+    metrics = read_metrics(folder)
+    assert (metrics.status, metrics.step, metrics.resumed_at) == ("finished", 8, 8)
 
 
 def test_lines_after_the_last_checkpoint_are_written_again_once(

@@ -165,7 +165,8 @@ def _refuse(start: Start, asked: Asked) -> None:
             f"{path} is of another run ({_list(start.fit.changed)}); resume with the settings it "
             "was written with, or start anew with --resume none"
         )
-    if step >= asked.steps:
+    is_unfinished = _is_in(start, asked.folder) and not _read_past(asked.folder, start).is_finished
+    if step > asked.steps or (step == asked.steps and not is_unfinished):
         raise BadCheckpoint(
             f"{path} is at step {step}, and the run ends at step {asked.steps}: nothing is left "
             "to do"
@@ -207,9 +208,14 @@ def _read_past(folder: Path, newest: Start | None) -> _Past:
 
 
 def _is_done(newest: Start, past: _Past, steps: int) -> bool:
-    """Whether nothing is left to do up to a step."""
-    reached = past.metrics.steps if past.metrics and past.is_finished else newest.content["step"]
-    return max(reached, newest.content["step"]) >= steps
+    """Whether nothing is left to do up to a step.
+
+    A run that was killed between its last checkpoint and model.pt is not done: resuming it trains
+    no further step and writes the files of the end.
+    """
+    if not past.is_finished:
+        return newest.content["step"] > steps
+    return max(past.metrics.steps if past.metrics else 0, newest.content["step"]) >= steps
 
 
 def _begin_anew(newest: Start | None, past: _Past, asked: Asked, say: Say) -> Beginning:
