@@ -38,6 +38,8 @@ LONGEST = 60
 
 
 # --- drawing and following ---
+
+
 class Report:
     """A snapshot of a run that rich can render at any width."""
 

@@ -23,6 +23,7 @@ from nsa.records.env import RunEnvironment
 from nsa.records.machine import START_TICKS, driver_version, stat_fields
 
 # --- the process of a rank ---
+
 CLOCK_SLACK_S = 2.0
 """Allowed difference between the heartbeat's clock and the clock of process start times."""
 

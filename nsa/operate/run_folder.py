@@ -44,6 +44,8 @@ from nsa.records.spans import read_span
 
 
 # --- type checks for records read from disk ---
+
+
 def require_types(record: Any, where: str) -> None:
     """Raise ValueError where a field of a dataclass does not have its declared type."""
     for name, kind in get_type_hints(type(record)).items():

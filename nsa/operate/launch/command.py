@@ -1,4 +1,4 @@
-"""`nsa launch`: a run by a profile, through its phases, from one command."""
+"""`nsa launch`: resolve a profile into a plan, refuse busy folders, then run its phases."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from nsa.records.launch import read_run_info
 from nsa.records.sentinels import read_halt, write_halt
 
 STOP_OLD_S = 600.0
-"""For a run that is asked to make room; its last checkpoint takes time."""
+"""Seconds for a running job to stop after .HALT, including its last checkpoint."""
 OWN = ("NP", "DATASET", "LOCAL_PATH", "OUT_DIR", "NSA_PHASE_STEPS", "NSA_RESTART_COUNT")
-"""Variables of the launcher: the trainer gets what they say by its command line."""
+"""Variables of the launcher, not passed on: the trainer gets these values as arguments."""
 ARTIFACTS = Path("artifacts")
 LAUNCHER_LOG = "launcher.log"
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Launch as the flags say; the exit code is that of the run, 1 for NO-GO, 3 if refused."""
+    """Launch a run; returns the exit code of the run, 1 for NO-GO, 3 if refused."""
     if args.list:
         for profile in load_profiles().values():
             print(f"{profile.name:12}{profile.meaning}")
@@ -49,7 +49,7 @@ def launch(args: argparse.Namespace) -> int:
     check_environment()
     plan = make_plan(args, look())
     for phase in plan.profile.phases:
-        plan.resolve(phase)  # what is wrong with a later phase shows now
+        plan.resolve(phase)  # a bad config of a later phase must fail now, not hours later
     check_requirements(plan.resolve(plan.profile.phases[-1]), args.require or ())
     problem = _too_few_gpus(plan, args.min_gpus)
     if not problem and plan.nodes.rank == 0:
@@ -65,7 +65,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace, machine: Machine) -> Plan:
-    """Resolve flags, environment and profile, in this order."""
+    """Resolve flags, then environment variables, then profile defaults."""
     profile = load_profile(args.profile)
     profile = profile.with_steps(args.phase_steps or read("NSA_PHASE_STEPS")).only(args.phases)
     nodes = Nodes(count=args.nnodes, rank=args.node_rank, endpoint=args.rdzv_endpoint)
@@ -93,7 +93,7 @@ def make_plan(args: argparse.Namespace, machine: Machine) -> Plan:
 
 
 def _environment(profile: Profile, machine: Machine) -> dict[str, str]:
-    """What the trainer gets: the environment, and what it leaves open as the profile says."""
+    """The trainer's environment: ours, with the profile's defaults for unset variables."""
     usual = {**profile.environment, **(profile.gpu_environment if machine.gpus else {})}
     ours = usual | with_package()
     return {name: value for name, value in ours.items() if name not in OWN}
@@ -118,9 +118,9 @@ def _too_few_gpus(plan: Plan, least: int) -> str:
 
 
 def _occupied(out_dir: Path, stop_old: bool) -> str:
-    """Why another launch must not start in this folder; empty if it may.
+    """Why a launch must not start in this folder; empty if it may.
 
-    A run or a launch there that is stopping is waited for; with `stop_old` it is asked to stop.
+    Waits for a run or launch that is already stopping; `stop_old` asks a running one to stop.
     """
     who, is_ending = _at_work(out_dir)
     if who:
@@ -141,32 +141,32 @@ def _occupied(out_dir: Path, stop_old: bool) -> str:
 
 
 def _at_work(out_dir: Path) -> tuple[str, bool]:
-    """Who launches or trains in a folder, empty if nobody is seen; and whether that is ending."""
+    """Who launches or trains in a folder ("" if nobody), and whether they are stopping."""
     if not out_dir.is_dir():
         return "", False
     for name, what in ((RUN, ""), (LAUNCH, "launcher: ")):
         if holder := held_by(out_dir, name):
             is_ending = isinstance(holder, Holder) and holder.is_ending
             return f"{what}{holder}", is_ending or read_halt(out_dir) is not None
-    run = read_run(out_dir)  # a file system without locks: its heartbeats tell
+    run = read_run(out_dir)  # fallback for file systems without locks: look at the heartbeats
     lasts = [rank.last for rank in run.ranks if rank.last is not None]
     pids = [b.pid for b in lasts if b.pid is not None and not why_not_ours(b.pid, b.ts, run.env)]
     return (f"process {pids[0]}", False) if pids else ("", False)
 
 
 def _ask_to_stop(out_dir: Path) -> None:
-    """Write .HALT where a run is at work: in the folder itself, or in that of a phase."""
+    """Write .HALT into the folder of every live run: the folder itself, or that of a phase."""
     locks = [out_dir / RUN, *out_dir.glob(f"*/{RUN}")]
     folders = [lock.parent for lock in locks if held_by(lock.parent)]
     if not held_by(out_dir, LAUNCH):
-        folders = folders or [out_dir]  # no locks there: heartbeats have told
+        folders = folders or [out_dir]  # no locks: the heartbeats showed a run in this folder
     for folder in folders:
         if read_halt(folder) is None:
             write_halt(folder, "launcher: another launch takes its place")
 
 
 def _here(plan: Plan, args: argparse.Namespace) -> int:
-    """Through the phases; the first node holds the lock of the launch until the end."""
+    """Run the phases in this process; node 0 holds the launch lock until the end."""
     with ExitStack() as stack:
         lock: FolderLock | None = None
         if plan.nodes.rank == 0:
@@ -197,7 +197,7 @@ def _announce(plan: Plan) -> None:
 
 
 def _elsewhere(place: str, plan: Plan, args: argparse.Namespace) -> int:
-    """The same launch in another place, where it has the console for itself."""
+    """Restart this launch in tmux or in the background."""
     command = [sys.executable, "-m", "nsa.cli.main", *args.arguments]
     command += ["--where", terminal.FOREGROUND, "--records", str(plan.records)]
     if place == terminal.BACKGROUND:
@@ -207,6 +207,7 @@ def _elsewhere(place: str, plan: Plan, args: argparse.Namespace) -> int:
     if terminal.in_tmux(session, command, plan.records, _say):
         _say(f"it goes on in {session}; logs: {plan.logs(plan.profile.phases[-1])[0]}")
         return 0
+    # The tmux session has ended: report the result that it left in run.info.
     try:
         info = read_run_info(plan.records / RUN_INFO)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Checks of attention on the run's own shapes: equal to the oracle, and blind to the future."""
+"""Attention on the run's own shapes: kernels match the oracle, and no output sees the future."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from nsa.ops import nsa_attention
 from nsa.train.build import build_model
 
 ORACLE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 29}
-"""Memory for the oracle, which has every query beside every key, in float64, several times."""
+"""Memory budget of the oracle, which holds full [S, S] score matrices in float64."""
 COPIES = 12
 LONGEST = {"cuda": 4096, "cpu": 512}
-"""Tokens of a check at most: enough to have blocks that are not selected, soon enough over."""
+"""Longest check in tokens: enough for unselected blocks, short enough to finish in seconds."""
 ZERO, SCALE_OF_ZERO = 1e-12, 1e-2
-"""What must be 0, as the gradient of q with a single key, is below the first, and is compared to
-the second: rounding is all that a kernel has to show there."""
+"""A tensor whose expected maximum is below ZERO (e.g. dq with a single key) holds only rounding
+noise; its error is taken relative to SCALE_OF_ZERO instead."""
 Tensors = dict[str, Tensor]
 
 
 def parity(plan: Planned) -> Row | None:
-    """That outputs and gradients of the kernels are those of the oracle, under one selection."""
+    """Outputs and gradients of the kernels match the oracle, given the oracle's selection."""
     if plan.config.model.attention != "nsa":
         return None
     length = oracle_length(plan)
@@ -58,7 +58,7 @@ def parity(plan: Planned) -> Row | None:
 
 
 def causality(plan: Planned) -> Row:
-    """That changing later tokens changes no bit of what a model of one such layer says before."""
+    """Changing later tokens changes no bit of the earlier logits of a one-layer model."""
     one_layer = dataclasses.replace(
         plan.config,
         model=dataclasses.replace(plan.config.model, n_layers=1),
@@ -92,7 +92,7 @@ def causality(plan: Planned) -> Row:
 
 
 def oracle_length(plan: Planned) -> int:
-    """The tokens that the oracle has room for, at most those of a row."""
+    """Longest sequence that fits the oracle's memory budget, at most the run's seq_len."""
     kind = plan.runtime.device.type
     per_pair = 8 * COPIES * plan.config.model.n_heads
     room = math.isqrt(ORACLE_BYTES[kind] // per_pair)
@@ -100,7 +100,7 @@ def oracle_length(plan: Planned) -> int:
 
 
 def random_inputs(plan: Planned, length: int) -> tuple[Tensors, Tensor]:
-    """Random arguments of nsa_attention in the run's precision, and a gradient of its output."""
+    """Random inputs of nsa_attention in the run's precision, and an output gradient."""
     model, spec = plan.config.model, block_spec(plan.config)
     generator = torch.Generator().manual_seed(0)
 
@@ -119,7 +119,7 @@ def random_inputs(plan: Planned, length: int) -> tuple[Tensors, Tensor]:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest expected number; infinite for what is not finite."""
+    """Max absolute difference over max expected value; infinite for non-finite input."""
     if expected.numel() == 0:
         return 0.0
     if not bool(actual.isfinite().all()):
@@ -132,7 +132,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def _run(
     plan: Planned, inputs: Tensors, dout: Tensor, backend: str, selection: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensors]:
-    """The selection, the output, and the gradient of every input."""
+    """Selection, output, and the gradient of every input."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     out, chosen = nsa_attention(
         leaves["q"],
@@ -155,7 +155,7 @@ def _run(
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """Without TF32, whose rounding would hide an error in fp32."""
+    """Disable TF32, whose rounding would hide an fp32 error."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

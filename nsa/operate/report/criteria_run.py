@@ -21,6 +21,7 @@ from nsa.records.metrics import NAME as METRICS
 from nsa.records.sentinels import ANOMALY
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.errors import LONG_STEPS
+
 # --- start: data, config, precision ---
 
 TOY = "train_showcase.yaml"

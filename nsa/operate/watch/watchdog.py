@@ -31,6 +31,8 @@ HEALTHY, ALARM, NOTHING = 0, 1, 3
 
 
 # --- the polling loop ---
+
+
 class Judgement(NamedTuple):
     """The result of one poll."""
 
