@@ -42,37 +42,6 @@ from nsa.records.metrics import NAME as METRICS
 from nsa.records.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
 from nsa.records.spans import read_span
 
-
-# --- type checks for records read from disk ---
-
-
-def require_types(record: Any, where: str) -> None:
-    """Raise ValueError where a field of a dataclass does not have its declared type."""
-    for name, kind in get_type_hints(type(record)).items():
-        if dataclasses.is_dataclass(record) and not _fits(getattr(record, name), kind):
-            raise ValueError(
-                f"{where}: {name}={getattr(record, name)!r:.60} is not of type {kind}; the file is "
-                "damaged, or of another program"
-            )
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)
-
-
-# --- the run folder ---
-
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 CHECKPOINT = re.compile(r"checkpoint_step(\d+)(\.pt)?")
 """One file, or a folder of shards."""
@@ -363,3 +332,31 @@ def rising(beats: list[Beat]) -> list[Beat]:
 
 def _is_number(value: float) -> bool:
     return not isinstance(value, bool) and abs(value) < float("inf")
+
+
+# --- type checks for records read from disk ---
+
+
+def require_types(record: Any, where: str) -> None:
+    """Raise ValueError where a field of a dataclass does not have its declared type."""
+    for name, kind in get_type_hints(type(record)).items():
+        if dataclasses.is_dataclass(record) and not _fits(getattr(record, name), kind):
+            raise ValueError(
+                f"{where}: {name}={getattr(record, name)!r:.60} is not of type {kind}; the file is "
+                "damaged, or of another program"
+            )
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)

@@ -1,4 +1,4 @@
-"""What can be asked for under /api: each path is a function of the query, and gives plain data."""
+"""The dashboard's HTTP server: JSON under /api, the static page, and access checks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from nsa.web.access import Access
 
 MOST_POINTS = 2000
 FAR = 1e15
-"""Beyond any step, and any number of seconds."""
+"""Larger than any step and any number of seconds."""
 Query = Mapping[str, str]
 
 
+# --- /api: each path is a function of the query that returns plain data ---
+
+
 class Run(Protocol):
-    """One run; nsa.web.source.Source."""
+    """One run; implemented by nsa.web.source.Source."""
 
     def series(self, first: float, last: float, points: int) -> dict[str, Any]: ...
     def layers(self, first: float, last: float, points: int) -> dict[str, Any]: ...
@@ -33,7 +36,7 @@ class Run(Protocol):
 
 
 class Runs(Protocol):
-    """All of them; nsa.web.source.Sources."""
+    """All runs; implemented by nsa.web.source.Sources."""
 
     def runs(self) -> dict[str, Any]: ...
     def get(self, index: int) -> Run: ...
@@ -41,7 +44,7 @@ class Runs(Protocol):
 
 
 def answer(runs: Runs, path: str, query: Query) -> dict[str, Any]:
-    """The answer to a path; LookupError where there is none, ValueError for a bad query."""
+    """The answer for a path; LookupError if unknown, ValueError for a bad query."""
     return PATHS[path](runs, query)
 
 
@@ -94,10 +97,9 @@ def _number(query: Query, name: str, default: float, least: float, most: float) 
     return value
 
 
-# The HTTP server of the dashboard: GET only, its own files and the answers above.
-#
-# No path of a request is ever opened: files of the page are chosen from a table by their name, and
-# runs by their number. Requests, connections and answers have bounds.
+# --- HTTP: GET and HEAD only ---
+# A request path is never opened as a file: static files come from a table by name, runs by index.
+# The number of connections and the size of answers are bounded.
 
 TYPES = {
     ".html": "text/html",
@@ -108,7 +110,7 @@ TYPES = {
 PAGE, LOGIN = "index.html", "login.html"
 MOST_CONNECTIONS = 64
 WRONG_TOKEN_S = 0.5
-"""A wrong token is answered so late."""
+"""Delay before a wrong token is answered, to slow down guessing."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -124,13 +126,13 @@ HEADERS = {
 
 
 def page_files() -> dict[str, bytes]:
-    """The files of the page, by name."""
+    """The static files by name."""
     folder = resources.files("nsa.web") / "static"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
 class Server(ThreadingHTTPServer):
-    """Listens when it is made."""
+    """Binds and listens on construction."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -143,27 +145,27 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser on this machine finds it."""
+        """Address for a browser on this machine."""
         host, port = self.server_address[:2]
         name = f"[{host!s}]" if ":" in str(host) else str(host)
         return f"http://{name}:{port}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve the connection in a thread, if there is room for one."""
+        """Serve the connection in a thread; drop it if MOST_CONNECTIONS are open."""
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """In that thread: give the room back in the end."""
+        """In that thread: release the connection slot at the end."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no news; anything else is."""
+        """Ignore clients that disconnect; log everything else."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -177,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """Answer, if the request may ask."""
+        """Check access, then route the request."""
         if not self.server.access.knows_host(self.headers.get("Host")):
             self._error(HTTPStatus.MISDIRECTED_REQUEST, "this Host is not a name of this machine")
             return
@@ -199,10 +201,10 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a request may hold the token."""
+        """Log nothing: the request line may contain the token."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses by itself, say another method, in the same form."""
+        """Errors raised by the base class, e.g. an unknown method, as our JSON."""
         self.close_connection = True
         self._error(HTTPStatus(code), message or HTTPStatus(code).phrase)
 
@@ -211,7 +213,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.access.admits(authorization, cookie)
 
     def _enter(self, token: str) -> None:
-        """Take the token out of the address, into a cookie."""
+        """Log in: store a session cookie and redirect, so that the token leaves the address bar."""
         if not self.server.access.knows_token(token):
             time.sleep(WRONG_TOKEN_S)
             self._file(LOGIN, HTTPStatus.UNAUTHORIZED)

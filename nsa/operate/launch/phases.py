@@ -236,7 +236,7 @@ class Phases:
         )
 
     def _stands(self, phase: Phase) -> bool:
-        """Whether an earlier launch of the same code and config got GO, so this phase is skipped."""
+        """Skip the phase: an earlier launch with the same code and config got GO."""
         if self._redo:
             return False
         verdict = read_verdict(self._plan.folder(phase))
