@@ -35,7 +35,7 @@ def register(commands: Any) -> None:
         parsed.set_defaults(command=command)
 
 
-# Each command imports nsa.data only when it runs: that import pulls in numpy and torch.
+# Each command imports only what it needs: `verify` and `show` run without numpy and torch.
 def _prepare(args: argparse.Namespace) -> int:
     check_environment()
     from nsa.data import open_tokenizer

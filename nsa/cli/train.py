@@ -102,7 +102,7 @@ def train(args: argparse.Namespace, program: str) -> int:
             ddp=args.ddp,
         )
     except TrainError as error:
-        # Every rank raises the same error; one of them reports it.
+        # Rank 0 prints an error that all ranks share; any other error is printed by its own rank.
         if speaks_for_all(error):
             print(f"{program}: {error}", file=sys.stderr)
         return error.exit_code
@@ -115,7 +115,7 @@ def _resolve(path: str, args: argparse.Namespace) -> Config:
         overrides += ["runtime.gradient_checkpointing=false", "runtime.gc_layers="]
     overrides += args.overrides
     config = load_config(path, overrides)
-    # More steps than configured: lengthen the schedule too, or the run would train at rate 0.
+    # More steps than configured: lengthen the LR schedule too, instead of running past its end.
     if args.steps and args.steps > config.train.steps:
         print(
             f"[boot] --steps {args.steps} is more than train.steps={config.train.steps}; both "

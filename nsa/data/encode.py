@@ -66,22 +66,22 @@ def encode_all(
 
 AHEAD = 4
 """Items read ahead per thread; bounds the memory."""
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def map_in_order(
-    function: Callable[[Thing], Result], things: Iterable[Thing], workers: int
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
     """Like `map`, but on several threads; results and errors come in input order."""
     if workers == 1:
-        yield from map(function, things)
+        yield from map(function, items)
         return
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="ahead") as pool:
         try:
-            for thing in things:
-                waiting.append(pool.submit(function, thing))
+            for item in items:
+                waiting.append(pool.submit(function, item))
                 if len(waiting) >= AHEAD * workers:
                     yield waiting.popleft().result()
             while waiting:

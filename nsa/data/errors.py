@@ -49,7 +49,7 @@ def need(module: str, reason: str, extra: str = "data") -> ModuleType:
 
 T = TypeVar("T")
 
-_left_behind: list[threading.Thread] = []
+_abandoned: list[threading.Thread] = []
 
 
 def within(seconds: float, do: Callable[[], T], what: str) -> T:
@@ -88,7 +88,7 @@ def late(seconds: float, what: str) -> SourceLost:
 
 def leave_behind(thread: threading.Thread) -> None:
     """Remember a thread that hangs in a library; see `end_process`."""
-    _left_behind.append(thread)
+    _abandoned.append(thread)
 
 
 def end_process(code: int) -> NoReturn:
@@ -99,7 +99,7 @@ def end_process(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(thread.is_alive() for thread in _left_behind):
+    if any(thread.is_alive() for thread in _abandoned):
         os._exit(code)
     sys.exit(code)
 
@@ -157,13 +157,13 @@ def is_transient(error: BaseException | None) -> bool:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
             return status in (408, 429) or status >= 500
-        if isinstance(error, ConnectionError | TimeoutError) or _is_of_a_client(error):
+        if isinstance(error, ConnectionError | TimeoutError) or _is_http_client_error(error):
             return True
         error = error.__cause__
     return False
 
 
-def _is_of_a_client(error: BaseException) -> bool:
+def _is_http_client_error(error: BaseException) -> bool:
     return any(kind.__module__.partition(".")[0] in HTTP_CLIENTS for kind in type(error).__mro__)
 
 

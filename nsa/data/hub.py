@@ -31,7 +31,7 @@ class HubDocuments:
         self._client.config.STREAMING_READ_RETRY_INTERVAL = 0
         self._client.config.STREAMING_OPEN_MAX_RETRIES = 1
         self._client.config.STREAMING_OPEN_RETRY_INTERVAL = 0
-        self._stream, self._files, self._sha256 = self._patiently(self._open)
+        self._stream, self._files, self._sha256 = self._with_retries(self._open)
 
     @property
     def num_files(self) -> int:
@@ -57,7 +57,7 @@ class HubDocuments:
                     place, empty = place._replace(row=place.row + 1), False
                     retries.worked()
             except Exception as error:  # noqa: BLE001  the client raises errors of many packages
-                self._forgive(error, retries, f"{self._files[place.file]} row {place.row}")
+                self._wait_or_raise(error, retries, f"{self._files[place.file]} row {place.row}")
             else:
                 place = Place(place.epoch, place.file + 1)
 
@@ -123,15 +123,15 @@ class HubDocuments:
         self._say(f"[data] {self.name}: {len(files)} files of commit {places[0].revision}")
         return fingerprint_of(files=" ".join(f"{name}={found.get(name)}" for name in names))
 
-    def _patiently(self, attempt: Callable[[], Any]) -> Any:
+    def _with_retries(self, attempt: Callable[[], Any]) -> Any:
         retries = Retries(self.name, self._say)
         while True:
             try:
                 return attempt()
             except Exception as error:  # noqa: BLE001  the client raises errors of many packages
-                self._forgive(error, retries, self.name)
+                self._wait_or_raise(error, retries, self.name)
 
-    def _forgive(self, error: Exception, retries: Retries, where: str) -> None:
+    def _wait_or_raise(self, error: Exception, retries: Retries, where: str) -> None:
         """Sleep before a retry if the error is transient; otherwise raise DataError."""
         if is_transient(error):
             retries.failed(error)

@@ -90,8 +90,8 @@ def _open_source(
     report: Report,
     say: Callable[[str], None],
 ) -> Data:
-    if config.dataset in _MADE:
-        kind = _MADE[config.dataset]
+    if config.dataset in _SYNTHETIC:
+        kind = _SYNTHETIC[config.dataset]
         sides = [kind(tokenizer.vocab, seq_len, seed, side) for side in (TRAIN, VAL)]
         return Data(sides[0], sides[1], tokenizer)
     if config.dataset == "shakespeare":
@@ -103,7 +103,7 @@ def _open_source(
     return _open_local(Path(config.local_path), tokenizer, seq_len, seed)
 
 
-_MADE = {"synthetic": SyntheticRows, "synthetic_copy": CopyRows}
+_SYNTHETIC = {"synthetic": SyntheticRows, "synthetic_copy": CopyRows}
 
 
 def _open_shakespeare(tokenizer: Tokenizer, seq_len: int, seed: int) -> Data:

@@ -56,7 +56,7 @@ class StreamedRows:
         self._report = report or Report(every=0)
         self.block_rows = max(1, min(MOST_ROWS, MOST_TOKENS // seq_len))
         self._kept: dict[int, tuple[Start, NDArray[np.int64]]] = {}
-        self._go_to(Start(0, Place(), 0))
+        self._seek(Start(0, Place(), 0))
 
     def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
         """The rows at these positions; reads everything before them."""
@@ -83,7 +83,7 @@ class StreamedRows:
                 f"{', '.join(sorted(names))}; resume from another checkpoint"
             )
         place = Place(*(state[name] for name in Place._fields))
-        self._go_to(Start(state["block"], place, state["skip"]))
+        self._seek(Start(state["block"], place, state["skip"]))
 
     def fingerprint(self) -> str:
         """Hash everything that determines the rows."""
@@ -99,7 +99,7 @@ class StreamedRows:
     def _block(self, number: int) -> tuple[Start, NDArray[np.int64]]:
         """The tokens of a block; two blocks are kept, because a batch may span both."""
         if number not in self._kept and number < self._next.block:
-            self._go_to(Start(0, Place(), 0))
+            self._seek(Start(0, Place(), 0))
         while number not in self._kept:
             start, tokens = self._read_block()
             self._kept[start.block] = start, tokens
@@ -107,7 +107,7 @@ class StreamedRows:
                 del self._kept[old]
         return self._kept[number]
 
-    def _go_to(self, start: Start) -> None:
+    def _seek(self, start: Start) -> None:
         self._kept.clear()
         self._origin = self._next = start
         self._ahead = deque[tuple[Place, Ids]]()
@@ -137,15 +137,15 @@ class StreamedRows:
 
     def _encode(self, place: Place) -> Iterator[tuple[Place, Ids]]:
         """Yield (place, ids with EOS) for each training document."""
-        counts, at, barren_since = Counts(), place, place.epoch
+        counts, at, last_trained_epoch = Counts(), place, place.epoch
         for chunk in _chunks(self._documents.read(place), self._doc_batch):
             for at, document in chunk:  # one at a time, so that each keeps its own place
                 for side, ids in encode_sides([document], self._tokenizer, counts):
                     self._report.add(at.epoch, len(ids))
                     if side == TRAIN:
-                        barren_since = at.epoch
+                        last_trained_epoch = at.epoch
                         yield at, ids
-            if at.epoch > barren_since + 1:
+            if at.epoch > last_trained_epoch + 1:
                 raise DataError(
                     f"a whole epoch had no document to train on ({counts.documents} documents, "
                     f"{counts.empty} empty); name another source"

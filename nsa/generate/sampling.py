@@ -96,7 +96,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:  # [B, V] -> [B, V]
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:  # [B, V] -> [B, V]
     """Keep the smallest set of most likely tokens with sum >= p, -inf for others; ties as above."""
-    # fp64: in fp32 the cumulative sum over a large vocabulary may never reach p.
+    # fp64: fp32 rounding over a large vocabulary could move the cut.
     probabilities = torch.softmax(logits.double(), dim=-1)
     ranked = probabilities.sort(dim=-1, descending=True, stable=True).values
     reached = ranked.cumsum(dim=-1) >= p

@@ -173,7 +173,7 @@ class Machine(NamedTuple):
         )
 
 
-def look() -> Machine:
+def find_gpus() -> Machine:
     """The GPUs that torch sees under CUDA_VISIBLE_DEVICES; none without an NVIDIA driver."""
     if driver_version() is None:
         return Machine([])
@@ -192,7 +192,7 @@ def look() -> Machine:
     return Machine([Gpu(*gpu) for gpu in json.loads(done.stdout.splitlines()[-1])])
 
 
-def _look_here() -> Machine:
+def _list_gpus() -> Machine:
     import torch
 
     count = torch.cuda.device_count()
@@ -201,7 +201,7 @@ def _look_here() -> Machine:
 
 
 def _main(arguments: list[str]) -> None:
-    machine = _look_here()
+    machine = _list_gpus()
     if "--text" not in arguments:
         print(json.dumps(machine.gpus))
         return

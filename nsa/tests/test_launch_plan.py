@@ -199,7 +199,7 @@ def test_what_cannot_be_launched_says_why(
 def test_more_processes_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nsa.operate.launch.command.look", lambda: Machine([A100]))
+    monkeypatch.setattr("nsa.operate.launch.command.find_gpus", lambda: Machine([A100]))
     assert main(["launch", "--profile", "production"]) == 3
     assert "2 processes on 1 GPUs: each needs one; set NP=1" in capsys.readouterr().err
     assert main(["launch", "--profile", "prime", "--min-gpus", "2"]) == 3

@@ -98,16 +98,16 @@ class Access(NamedTuple):
         except CookieError:
             return False
         return found is not None and hmac.compare_digest(
-            found.value.encode(), self.pass_().encode()
+            found.value.encode(), self.session_value().encode()
         )
 
-    def pass_(self) -> str:
+    def session_value(self) -> str:
         """The value of the session cookie: an HMAC of the token under this server's key."""
         return hmac.new(self.key, (self.token or "").encode(), "sha256").hexdigest()
 
     def cookie(self) -> str:
         """A Set-Cookie header; HttpOnly and SameSite keep it from scripts and other sites."""
-        return f"{COOKIE}={self.pass_()}; Path=/; HttpOnly; SameSite=Strict"
+        return f"{COOKIE}={self.session_value()}; Path=/; HttpOnly; SameSite=Strict"
 
 
 def is_loopback(host: str) -> bool:

@@ -140,7 +140,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, access: Access, runs: Runs) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.access, self.runs, self.files = access, runs, page_files()
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((host, port), Handler)
 
     @property
@@ -152,7 +152,7 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve the connection in a thread; drop it if MOST_CONNECTIONS are open."""
-        if not self._room.acquire(blocking=False):
+        if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
@@ -162,7 +162,7 @@ class Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect; log everything else."""
@@ -188,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
         if parts.path.startswith("/static/"):
             self._file(parts.path.removeprefix("/static/"))
         elif parts.path == "/" and "token" in query:
-            self._enter(query["token"])
+            self._log_in(query["token"])
         elif not self._is_admitted():
             self._refuse(parts.path)
         elif parts.path == "/":
@@ -212,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         authorization, cookie = self.headers.get("Authorization"), self.headers.get("Cookie")
         return self.server.access.admits(authorization, cookie)
 
-    def _enter(self, token: str) -> None:
+    def _log_in(self, token: str) -> None:
         """Log in: store a session cookie and redirect, so that the token leaves the address bar."""
         if not self.server.access.knows_token(token):
             time.sleep(WRONG_TOKEN_S)

@@ -19,7 +19,7 @@ INTERVAL_S = 1.0
 """Seconds between polls of files that did not grow."""
 TAIL_BYTES = 1 << 20
 """Read from the end of each heartbeat for the verdict, as in `nsa monitor`."""
-SHARE = 10.0
+COST_RATIO = 10.0
 """A verdict is renewed after this many times its own cost: at most a tenth of a core."""
 MOST_POINTS = 2000
 FOREVER = float("inf")
@@ -33,7 +33,7 @@ class Source:
         self._history, self._settings = History(folder), Settings(folder)
         self._lock = threading.RLock()
         self._run: Run | None = None
-        self._trouble = ""
+        self._error = ""
         self._due, self._judged = 0.0, -1
         self._more = True
 
@@ -57,8 +57,8 @@ class Source:
             found = describe(dataclasses.replace(run, now=time.time()))
             found |= self._newest_beats(found) | newest
             problems = [*run.problems, *problems]
-        if self._trouble:
-            problems.append(self._trouble)
+        if self._error:
+            problems.append(self._error)
             found |= {"level": "bad", "verdict": "cannot be read"} if run is None else {}
         problems += self._settings.problems.values()
         shown = list(dict.fromkeys(printable(text)[:MOST_TEXT] for text in problems))
@@ -145,15 +145,15 @@ class Source:
         """Read the run again for its verdict; without the lock, since this may take long."""
         start = time.monotonic()
         try:
-            run, self._trouble = read_run(self.folder, tail_bytes=TAIL_BYTES), ""
+            run, self._error = read_run(self.folder, tail_bytes=TAIL_BYTES), ""
         except (OSError, ValueError) as error:
-            run, self._trouble = None, str(error)
+            run, self._error = None, str(error)
         took = time.monotonic() - start
         with self._lock:
             self._run = run or self._run
             # Called for their side effect: both record what cannot be read.
             self._settings.config(), self._settings.env()
-        self._due = time.monotonic() + max(2 * INTERVAL_S, SHARE * took)
+        self._due = time.monotonic() + max(2 * INTERVAL_S, COST_RATIO * took)
 
 
 class Sources:

@@ -15,7 +15,7 @@ from nsa.operate.launch import terminal
 from nsa.operate.launch.phases import NO_GO, REFUSED, Phases
 from nsa.operate.launch.plan import Nodes, Plan, check_requirements, choose_ranks, find_config
 from nsa.operate.launch.profiles import Profile, load_profile, load_profiles
-from nsa.operate.process import Machine, look, why_not_ours
+from nsa.operate.process import Machine, find_gpus, why_not_ours
 from nsa.operate.report.command import parse_limits
 from nsa.operate.run_folder import read_run
 from nsa.records.folder import (
@@ -47,21 +47,21 @@ def launch(args: argparse.Namespace) -> int:
             print(f"{profile.name:12}{profile.meaning}")
         return 0
     check_environment()
-    plan = make_plan(args, look())
+    plan = make_plan(args, find_gpus())
     for phase in plan.profile.phases:
         plan.resolve(phase)  # a bad config of a later phase must fail now, not hours later
     check_requirements(plan.resolve(plan.profile.phases[-1]), args.require or ())
     problem = _too_few_gpus(plan, args.min_gpus)
     if not problem and plan.nodes.rank == 0:
-        problem = _occupied(plan.out_dir, args.stop_old)
+        problem = _why_occupied(plan.out_dir, args.stop_old)
     if problem:
         print(f"nsa: {problem}", file=sys.stderr)
         return REFUSED
     plan.records.mkdir(parents=True, exist_ok=True)
     place = terminal.choose(args.where, _say)
     if place != terminal.FOREGROUND:
-        return _elsewhere(place, plan, args)
-    return _here(plan, args)
+        return _run_detached(place, plan, args)
+    return _run_here(plan, args)
 
 
 def make_plan(args: argparse.Namespace, machine: Machine) -> Plan:
@@ -86,7 +86,7 @@ def make_plan(args: argparse.Namespace, machine: Machine) -> Plan:
         local_path=args.local_path or read("LOCAL_PATH"),
         out_dir=Path(out_dir),
         artifacts=ARTIFACTS,
-        records=args.records or ARTIFACTS / "train_runs" / _stamp(profile.run, nodes),
+        records=args.records or ARTIFACTS / "train_runs" / _record_name(profile.run, nodes),
         environ=environ,
         max_restarts=args.max_restarts,
     )
@@ -99,7 +99,7 @@ def _environment(profile: Profile, machine: Machine) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in OWN}
 
 
-def _stamp(name: str, nodes: Nodes) -> str:
+def _record_name(name: str, nodes: Nodes) -> str:
     node = f"_node{nodes.rank}" if nodes.rank else ""
     return f"{name}_{datetime.now().strftime('%Y%m%d-%H%M%S')}{node}"
 
@@ -117,12 +117,12 @@ def _too_few_gpus(plan: Plan, least: int) -> str:
     return ""
 
 
-def _occupied(out_dir: Path, stop_old: bool) -> str:
+def _why_occupied(out_dir: Path, stop_old: bool) -> str:
     """Why a launch must not start in this folder; empty if it may.
 
     Waits for a run or launch that is already stopping; `stop_old` asks a running one to stop.
     """
-    who, is_ending = _at_work(out_dir)
+    who, is_ending = _active_run(out_dir)
     if who:
         then = "asking it to stop by .HALT" if stop_old else "waiting for its end" * is_ending
         _say(f"a run is at work in {out_dir} ({who}); {then or 'refused'}")
@@ -131,7 +131,7 @@ def _occupied(out_dir: Path, stop_old: bool) -> str:
         if stop_old:
             _ask_to_stop(out_dir)
         time.sleep(1.0)
-        who, _ = _at_work(out_dir)
+        who, _ = _active_run(out_dir)
     if who:
         return (
             f"a run is at work in {out_dir} ({who}); stop it with `touch "
@@ -140,7 +140,7 @@ def _occupied(out_dir: Path, stop_old: bool) -> str:
     return ""
 
 
-def _at_work(out_dir: Path) -> tuple[str, bool]:
+def _active_run(out_dir: Path) -> tuple[str, bool]:
     """Who launches or trains in a folder ("" if nobody), and whether they are stopping."""
     if not out_dir.is_dir():
         return "", False
@@ -148,7 +148,7 @@ def _at_work(out_dir: Path) -> tuple[str, bool]:
         if holder := held_by(out_dir, name):
             is_ending = isinstance(holder, Holder) and holder.is_ending
             return f"{what}{holder}", is_ending or read_halt(out_dir) is not None
-    run = read_run(out_dir)  # fallback for file systems without locks: look at the heartbeats
+    run = read_run(out_dir)  # fallback for file systems without locks: check the heartbeats
     lasts = [rank.last for rank in run.ranks if rank.last is not None]
     pids = [b.pid for b in lasts if b.pid is not None and not why_not_ours(b.pid, b.ts, run.env)]
     return (f"process {pids[0]}", False) if pids else ("", False)
@@ -165,7 +165,7 @@ def _ask_to_stop(out_dir: Path) -> None:
             write_halt(folder, "launcher: another launch takes its place")
 
 
-def _here(plan: Plan, args: argparse.Namespace) -> int:
+def _run_here(plan: Plan, args: argparse.Namespace) -> int:
     """Run the phases in this process; node 0 holds the launch lock until the end."""
     with ExitStack() as stack:
         lock: FolderLock | None = None
@@ -196,7 +196,7 @@ def _announce(plan: Plan) -> None:
     sys.stdout.flush()
 
 
-def _elsewhere(place: str, plan: Plan, args: argparse.Namespace) -> int:
+def _run_detached(place: str, plan: Plan, args: argparse.Namespace) -> int:
     """Restart this launch in tmux or in the background."""
     command = [sys.executable, "-m", "nsa.cli.main", *args.arguments]
     command += ["--where", terminal.FOREGROUND, "--records", str(plan.records)]

@@ -32,7 +32,7 @@ from nsa.records.sentinels import HALT, read_halt, write_halt
 OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
 BY_STATUS = {"non_finite": 10, "no_data": 11, "bad_data": 2}
 """Exit codes by run status: torchrun exits with 1 whatever its ranks returned."""
-NOT_AGAIN = (0, 2, 3, 10)
+NO_RESTART = (0, 2, 3, 10)
 """Exit codes after which a restart would fail in the same way."""
 LAUNCHER = "launcher: "
 RESTARTED = "NSA_RESTART_COUNT"
@@ -126,7 +126,7 @@ class Phases:
         plan, folder = self._plan, self._plan.folder(phase)
         transcript = Transcript(plan.logs(phase))
         try:
-            if self._stands(phase):
+            if self._has_go(phase):
                 self._say(transcript, f"phase {phase.name}: GO from before stands; not run again")
                 return OK, ""
             with ExitStack() as stack:
@@ -137,9 +137,9 @@ class Phases:
                     return REFUSED, self._end(transcript, phase, text)
                 self._say(transcript, f"phase {phase.name}: {plan.steps(phase)} steps in {folder}")
                 # metrics.json of an earlier run must not be taken for a result of this one.
-                before = _stamp(folder)
+                before = _metrics_mtime(folder)
                 ended = self._train(phase, transcript)
-                metrics = _metrics(folder) if _stamp(folder) != before else None
+                metrics = _metrics(folder) if _metrics_mtime(folder) != before else None
                 return self._judged(phase, transcript, ended, metrics)
         finally:
             transcript.close()
@@ -173,8 +173,8 @@ class Phases:
                 kill_last=alone,
             )
             ended = child.run()
-            _take_back_halt(folder)
-            if ended.code in NOT_AGAIN or ended.stopped or left == 0:
+            _remove_own_halt(folder)
+            if ended.code in NO_RESTART or ended.stopped or left == 0:
                 return ended
             left, again = left - 1, again + 1
             self._say(transcript, f"exit code {ended.code}; starting again, {left} times left")
@@ -235,7 +235,7 @@ class Phases:
             launched=self._plan.launched(phase),
         )
 
-    def _stands(self, phase: Phase) -> bool:
+    def _has_go(self, phase: Phase) -> bool:
         """Skip the phase: an earlier launch with the same code and config got GO."""
         if self._redo:
             return False
@@ -243,14 +243,14 @@ class Phases:
         return verdict is not None and verdict.go and verdict.launched == self._plan.launched(phase)
 
 
-def _take_back_halt(folder: Path) -> None:
+def _remove_own_halt(folder: Path) -> None:
     """Remove our own .HALT if the run ended before reading it: it would stop the next run."""
     halt = read_halt(folder)
     if halt is not None and halt.reason.startswith(LAUNCHER.strip()):
         (folder / HALT).unlink(missing_ok=True)
 
 
-def _stamp(folder: Path) -> int | None:
+def _metrics_mtime(folder: Path) -> int | None:
     """Modification time of metrics.json, to detect that it was replaced."""
     try:
         return (folder / METRICS).stat().st_mtime_ns
@@ -277,7 +277,7 @@ def _exit_code(code: int, metrics: Metrics | None) -> int:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TICK_S = 0.5
-LAST_WORDS_S = 2.0
+DRAIN_S = 2.0
 """Seconds to wait for output after the process has ended while a child still holds the pipe."""
 PATIENCE_S = 180.0
 """Seconds from .HALT to SIGTERM after a timeout, and from SIGTERM to SIGKILL."""
@@ -343,8 +343,8 @@ class Child:
         self._command, self._environ, self._transcript = command, environ, transcript
         self._halt, self._kill_last = halt, kill_last
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._heard: list[str] = []
-        self._stopped, self._asked = "", 0
+        self._received: list[str] = []
+        self._stopped, self._requests = "", 0
 
     def run(self) -> Ended:
         """Start the process, forward its output, and wait for its end."""
@@ -357,10 +357,10 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            self._pass_on()
+            self._forward_output()
             return Ended(self._process.wait(), self._stopped)
 
-    def _pass_on(self) -> None:
+    def _forward_output(self) -> None:
         assert self._process.stdout is not None
         silent_since: float | None = None
         with self._process.stdout as pipe:
@@ -373,26 +373,26 @@ class Child:
                     silent_since = None
                 elif self._process.poll() is not None:
                     silent_since = silent_since or time.monotonic()
-                    if time.monotonic() - silent_since > LAST_WORDS_S:
+                    if time.monotonic() - silent_since > DRAIN_S:
                         return
-                self._attend()
+                self._handle_requests()
 
-    def _attend(self) -> None:
+    def _handle_requests(self) -> None:
         """Handle queued signals and the timeout; a signal handler itself must not do I/O."""
-        while self._heard:
-            self._ask(self._heard.pop(0))
+        while self._received:
+            self._request_stop(self._received.pop(0))
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._deadline = time.monotonic() + PATIENCE_S
-            self._ask("timeout")
+            self._request_stop("timeout")
 
-    def _ask(self, who: str) -> None:
+    def _request_stop(self, who: str) -> None:
         """Stop in steps: .HALT, then SIGTERM, then SIGKILL if `kill_last`."""
-        self._asked += 1
+        self._requests += 1
         self._stopped = self._stopped or who
-        if self._asked == 1:
+        if self._requests == 1:
             self._transcript.say(f"{who}: the run ends after its step; once more for SIGTERM")
             self._halt(who)
-        elif self._asked > 2 and self._kill_last:
+        elif self._requests > 2 and self._kill_last:
             self._process.kill()
         else:
             self._transcript.say(f"{who} again: SIGTERM to the run")
@@ -400,7 +400,7 @@ class Child:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             yield
@@ -408,5 +408,5 @@ class Child:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard.append(signal.Signals(number).name)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(signal.Signals(number).name)

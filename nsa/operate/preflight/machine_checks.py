@@ -24,7 +24,7 @@ from nsa.records import machine
 from nsa.records.machine import PROC
 from nsa.records.sentinels import HALT, read_halt
 
-WRITTEN = 64 * MIB
+PROBE_BYTES = 64 * MIB
 """Bytes written to measure the disk speed."""
 LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
 """Oldest NVIDIA driver for each major CUDA version that torch may be built with."""
@@ -52,11 +52,11 @@ def disk_speed(plan: Planned) -> Row:
     path, block = plan.scratch / "speed", os.urandom(MIB)
     start = time.perf_counter()
     with path.open("wb") as file:
-        for _ in range(WRITTEN // MIB):
+        for _ in range(PROBE_BYTES // MIB):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    rate = WRITTEN / MIB / (time.perf_counter() - start)
+    rate = PROBE_BYTES / MIB / (time.perf_counter() - start)
     path.unlink()
     limit = plan.limits.write_mib_per_s
     return judged(
@@ -64,7 +64,7 @@ def disk_speed(plan: Planned) -> Row:
         rate >= limit,
         f"{rate:.0f} MiB/s, a checkpoint in {plan.checkpoint_bytes / MIB / rate:.1f} s",
         limit=f">= {limit:g} MiB/s",
-        evidence=f"{WRITTEN // MIB} MiB written and brought to the disk of {plan.folder}",
+        evidence=f"{PROBE_BYTES // MIB} MiB written and brought to the disk of {plan.folder}",
         advice="use a local disk for train.out_dir, and train.backup_dir for the network",
     )
 

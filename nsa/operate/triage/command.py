@@ -13,7 +13,7 @@ from nsa.config import load_config
 from nsa.config.describe import markdown_table, text_table
 from nsa.config.env import read
 from nsa.files import read_text, write_text
-from nsa.operate.process import look
+from nsa.operate.process import find_gpus
 from nsa.operate.run_folder import require_types
 from nsa.operate.triage.trials import (
     BASELINE,
@@ -60,7 +60,7 @@ def command(args: argparse.Namespace) -> int:
 def chosen(trial: Trial, only: str | None) -> list[Toggle]:
     """All toggles that apply to this run, or the named subset."""
     config = config_of(trial, BASELINE)
-    on_cuda = config.runtime.device != "cpu" and bool(look().gpus)
+    on_cuda = config.runtime.device != "cpu" and bool(find_gpus().gpus)
     toggles = matrix(config, trial.ranks, on_cuda=on_cuda)
     if only is None:
         return toggles

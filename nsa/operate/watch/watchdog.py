@@ -171,7 +171,7 @@ def _say(text: str) -> None:
 
 SIGNALS = {"dump": signal.SIGUSR1, "term": signal.SIGTERM, "kill": signal.SIGKILL}
 STEPS = ("note", "halt", *SIGNALS)
-NOWHERE = -1
+IDLE = -1
 
 
 class Ladder:
@@ -181,7 +181,7 @@ class Ladder:
         """`halt` allows writing .HALT; `kill` also allows signals after it."""
         self._top = STEPS.index("kill" if halt and kill else "halt" if halt else "note")
         self._ringing: dict[tuple[str, int | None], Alarm] = {}
-        self._step, self._since = NOWHERE, 0.0  # index into STEPS, and Unix time when reached
+        self._step, self._since = IDLE, 0.0  # index into STEPS, and Unix time when reached
 
     def climb(self, run: Run, alarms: Sequence[Alarm], limits: Limits) -> list[Alarm]:
         """Take the actions that are due; return cleared, new and escalated alarms, in order."""
@@ -197,9 +197,9 @@ class Ladder:
     def _escalate(self, run: Run, alarms: Sequence[Alarm], limits: Limits) -> list[Alarm]:
         cause = next((alarm for alarm in alarms if alarm.type in HALTING), None)
         if cause is None or all(rank.gone for rank in run.ranks):  # no process left to stop
-            self._step = NOWHERE
+            self._step = IDLE
             return []
-        if self._step == NOWHERE:
+        if self._step == IDLE:
             self._step, self._since = STEPS.index("note"), run.now
         done = []
         while self._step < self._top and run.now - self._since >= self._wait_s(run, limits):
@@ -240,7 +240,7 @@ def _cleared(alarm: Alarm) -> Alarm:
 # --- webhook: one JSON POST per alarm, from a background thread ---
 
 TIMEOUT_S = 5.0
-WAITING = 100
+QUEUE_SIZE = 100
 """Queue size for a slow endpoint; further alarms are dropped with a log line."""
 
 
@@ -251,7 +251,7 @@ class Webhook:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(f"--webhook {url!r} is no address; give one of http:// or https://")
         self._url, self._say, self._timeout_s = url, say, timeout_s
-        self._queue: queue.Queue[bytes | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(QUEUE_SIZE)
         self._thread = threading.Thread(target=self._work, name="nsa-webhook", daemon=True)
         self._thread.start()
 
@@ -261,7 +261,7 @@ class Webhook:
         try:
             self._queue.put_nowait(json.dumps(content).encode())
         except queue.Full:
-            self._say(f"webhook: {WAITING} alarms wait already; {alarm.type} was not sent")
+            self._say(f"webhook: {QUEUE_SIZE} alarms wait already; {alarm.type} was not sent")
 
     def close(self) -> None:
         """Wait for queued alarms, at most about one request timeout."""
