@@ -105,6 +105,7 @@ def _decode(config: Config) -> str:
     branches = tuple(decode_reads(config, 1))
     header = ("  length", *branches, "reads", "dense reads", "cache", "dense cache")
     rows: list[tuple[str, ...]] = [header]
+    # A set: the training length may be one of the others.
     for length in sorted({config.train.seq_len, *DECODE_LENGTHS}):
         reads = decode_reads(config, length)
         rows.append(

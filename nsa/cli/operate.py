@@ -9,6 +9,7 @@ from typing import Any
 from nsa.cli.settings import load
 from nsa.config.env import check_environment, raw
 
+# A copy of the keys of POINTS in operate/report/command.py, whose import takes longer.
 REPORT_POINTS = ("launch", "100", "500", "checkpoint", "phase1", "phase2", "final")
 """Points of a run that have their own criteria."""
 

@@ -120,6 +120,7 @@ def refresh(page: str) -> str:
 
 def _field_lines(node: ast.ClassDef) -> dict[str, str]:
     lines = {}
+    # A field's documentation is the string right below it; Python drops it, the AST keeps it.
     for field, below in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
             assert isinstance(field.target, ast.Name) and isinstance(below.value, ast.Constant)

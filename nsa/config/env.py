@@ -43,6 +43,7 @@ class Variable:
     """The value is never shown."""
 
 
+# Overrides of config keys.
 _CONFIG = (
     Variable("CONFIG", str, "configs/train_showcase.yaml", "code", "config file of the run"),
     Variable("NSA_SEQ_LEN", int, None, "code", "tokens per training row", ("train.seq_len={}",)),
@@ -322,6 +323,7 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
 def config_overrides(environ: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
     """Yield (variable, "group.key=value") for each config key set by the environment."""
     environ = _environ(environ)
+    # Applied in table order, one would silently undo the other.
     if read("NSA_NO_GC", environ) and read("NSA_GC_RANGE", environ):
         raise ConfigError(
             f"NSA_NO_GC={environ['NSA_NO_GC']} and NSA_GC_RANGE={environ['NSA_GC_RANGE']} "
@@ -353,6 +355,7 @@ def recorded(
 
 
 def _environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    # A parameter, so that tests and the launcher can ask about another environment.
     return os.environ if environ is None else environ
 
 
@@ -386,6 +389,7 @@ def _parse_number(variable: Variable, text: str) -> Value:
         value: float = variable.kind(text)
     except ValueError:
         raise _bad_value(variable, text, allowed) from None
+    # Also rejects NaN: every comparison with it is false.
     if not 0 <= value < float("inf"):
         raise _bad_value(variable, text, allowed)
     return value
@@ -419,6 +423,7 @@ def translate_torch_logs() -> None:
     os.environ.setdefault("NSA_SDPA_AUDIT", "1")
     text = "[boot] TORCH_LOGS: torch has no channel `sdp`; NSA_SDPA_AUDIT=1 logs the routes instead"
     print(text, file=sys.stderr, flush=True)
+    # execv replaces the process: same pid, same arguments, fresh interpreter.
     if any(name.partition(".")[0] == "torch" for name in sys.modules):
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

@@ -106,6 +106,7 @@ def build(settings: Sequence[Setting]) -> Config:
     try:
         config = OmegaConf.to_object(tree)
     except ConfigError as error:
+        # The later setting wins here as well, so the error names the source that took effect.
         origins = {setting.key: setting.origin for setting in settings}
         raise ConfigError(f"{error} ({origins.get(error.key, 'default')})", key=error.key) from None
     assert isinstance(config, Config)
@@ -133,6 +134,7 @@ def parse_config(text: str, origin: str) -> Config:
 
 
 def _from_yaml(path: Path, heirs: tuple[Path, ...]) -> list[Setting]:
+    # Resolved paths, or a symlink could hide a cycle.
     if path.resolve() in heirs:
         chain = " -> ".join(p.name for p in (*heirs, path))
         raise ConfigError(f"{path}: {INHERITS} goes in a circle ({chain}); remove one of the links")
@@ -154,6 +156,7 @@ def _read_file(path: Path) -> str:
         raise ConfigError(f"{path}: no such config file; {_existing(path)}")
     try:
         with path.open("rb") as file:
+            # One byte more than allowed tells "too large" without reading all of it.
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ConfigError(f"{path}: is larger than {MOST_BYTES} bytes, so it is no config")
@@ -178,6 +181,7 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
 
     try:
         _limit_nesting(text)
+        # resolve=False: ${...} must not read the environment or other keys.
         content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
         reason = f": {_reason(error)}" if KNOWN_LINE.search(text) else ""
@@ -189,6 +193,7 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     if not content:
         raise ConfigError(f"{origin}: is empty, which would be a run with every default; {WRITE}")
     keys = [str(key) for key in content]
+    # A misspelled group is a typing error with a better message later; here nothing matches.
     if not any(get_close_matches(key, (INHERITS, *GROUPS), n=1) for key in keys):
         raise ConfigError(f"{origin}: is no config, it has none of the groups; {WRITE}")
     return dict(zip(keys, content.values(), strict=True))

@@ -25,6 +25,7 @@ ATTENTIONS = ("nsa", "dense")
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
 SPIKE_RULES = ("off", "log", "skip", "rollback")
+# Allowed words; nsa/config/check.py makes the error that lists them.
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant", "wsd")
 TRACKERS = ("none", "wandb", "trackio")
@@ -211,6 +212,7 @@ class TrainConfig:
         one_of("train.spike_rule", self.spike_rule, SPIKE_RULES)
         finite_positive(self, "train", "spike_threshold")
         at_least(4, self, "train", "spike_window")
+        # A rollback needs a checkpoint to go back to.
         if self.spike_rule == "rollback" and self.save_every == 0:
             allowed = "off, log or skip with save_every=0"
             refuse("train.spike_rule", self.spike_rule, allowed, "set train.save_every")

@@ -99,6 +99,7 @@ def end_process(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    # os._exit skips atexit handlers and buffered files, hence the flushes above.
     if any(thread.is_alive() for thread in _abandoned):
         os._exit(code)
     sys.exit(code)
@@ -153,6 +154,7 @@ class Retries:
 
 def is_transient(error: BaseException | None) -> bool:
     """Whether a retry may succeed: connection error, timeout, 408, 429 or a 5xx status."""
+    # The client wraps network errors in its own types: follow the chain of causes.
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):

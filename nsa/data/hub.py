@@ -50,10 +50,12 @@ class HubDocuments:
             if place.file >= self.num_files:
                 if empty:
                     raise DataError(f"{self.name} holds no documents; name another data.hub_subset")
+                # Next epoch. An epoch without any document would loop forever, hence `empty`.
                 place, empty = Place(place.epoch + 1), True
             try:
                 for text in self._texts(place):
                     yield place, Document(text, f"{self._files[place.file]} row {place.row}")
+                    # After the yield: a retry resumes at the first undelivered row.
                     place, empty = place._replace(row=place.row + 1), False
                     retries.worked()
             except Exception as error:  # noqa: BLE001  the client raises errors of many packages

@@ -147,6 +147,7 @@ def _open_hub(
     doc_batch = max(1, read("NSA_FWE_DOC_BATCH"))
     return Data(
         StreamedRows(documents, tokenizer, seq_len, seed, doc_batch=doc_batch, report=report),
+        # Seed 0: the order of evaluation does not depend on the run's seed.
         ArrayRows(held_out, seq_len, 0, "held-out", content),
         tokenizer,
     )
@@ -164,6 +165,7 @@ def _cut(
     """Cut both streams into rows; `sha256` identifies their tokens, if known."""
 
     def content(side: str, stream: Stream) -> str:
+        # Hashing all tokens of a large corpus takes minutes; the manifest's hash stands for them.
         tokens = sha256 or stream.sha256()
         return fingerprint_of(side=side, tokens=tokens, tokenizer=tokenizer.fingerprint())
 

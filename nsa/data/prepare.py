@@ -39,6 +39,7 @@ def prepare(
     counts = Counts()
     writers = {side: _SideWriter(folder, side, shard_tokens, say) for side in (TRAIN, VAL)}
     try:
+        # One pass over the documents; each side appends to its own open shard.
         for side, ids in encode_sides(read_documents(source), tokenizer, counts, workers):
             writers[side].add(ids.astype(id_type(tokenizer.vocab), copy=False))
         if not counts.documents:
@@ -56,6 +57,7 @@ def prepare(
             counts=counts,
             shards=writers[TRAIN].shards + writers[VAL].shards,
         )
+        # Last: only a folder with a manifest counts as prepared.
         write_manifest(folder, manifest)
     except BaseException:  # including Ctrl-C: shards without a manifest are useless
         for writer in writers.values():

@@ -129,6 +129,7 @@ def _load(args: argparse.Namespace, sampling: Sampling, limits: Limits) -> Compl
     model, config = load_model(find_model(Path(args.model)))
     heads = (config.model.d_k, config.model.d_v)
     runtime = resolve_runtime(_runtime(args, config.runtime), heads, config.model.attention)
+    # bf16 on a CPU is slow and less exact, so the config's choice for a GPU does not apply.
     precision = args.precision or ("fp32" if runtime.device.type == "cpu" else runtime.precision)
     runtime = replace(runtime, precision=precision)
     model = model.to(device=runtime.device, dtype=runtime.dtype)

@@ -91,6 +91,7 @@ class Completions:
         `show` receives the text of a single prompt in pieces, while it is generated.
         """
         assert show is None or len(prompts) == 1, "several texts cannot be shown at once"
+        # Encode all first: a bad prompt at the end must not waste the work before it.
         ids = [self.encode(prompt, place) for place, prompt in enumerate(prompts, start=1)]
         done: dict[int, Completion] = {}
         for batch in batches([len(one) for one in ids], self.limits.batch_size):
@@ -104,6 +105,7 @@ class Completions:
         if not prompt:
             raise ValueError(f"prompt {place} is empty; give at least one character to continue")
         size = len(_utf8(prompt, place))
+        # Cheap test before tokenizing, which takes long for a huge text.
         if size > self.limits.max_prompt_bytes:
             raise ValueError(_too_long(place, f"{size:,} bytes", self.limits))
         ids: list[int] = self.tokenizer.encode(prompt).tolist()
@@ -234,6 +236,7 @@ class TextStream:
             return self._utf8.decode(content)
         self._held.append(token)
         text = self._held_text()
+        # U+FFFD at the end: the next token may complete the character.
         if text.endswith(UNFINISHED) and len(self._held) < HELD_TOKENS:
             return ""
         self._shown, self._held = self._held, []
@@ -268,6 +271,7 @@ class StopStrings:
         starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
         self.found = bool(starts)
         kept = 0 if starts else self._possible_start(text)
+        # The stop string that starts first ends the text, not the one listed first.
         cut = min(starts) if starts else len(text) - kept
         self._held = text[cut:] if kept else ""
         return text[:cut]

@@ -128,6 +128,7 @@ class GraphedStep:
     def __call__(self, ids: Tensor) -> Tensor:  # [B] -> [B, V]
         """Append one token per sequence; returns the next logits."""
         for layer in self.cache.layers:
+            # The graph itself cannot raise: check room and shape on the host first.
             layer.check(ids[:, None])
         self._ids.copy_(ids)
         self.graph.replay()

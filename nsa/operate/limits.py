@@ -105,11 +105,13 @@ def _by_kind(groups: Entries) -> dict[str, Limits]:
     values: dict[str, Any]
     found = {}
     for kind in KINDS:
+        # A kind without its own value uses the general GPU value.
         values = {name: entry.get(kind, entry["cuda"]) for name, entry in entries.items()}
         found[kind] = Limits(**values)
     return found
 
 
+# Parsed at import: a missing or unknown name in limits.toml fails at once.
 BY_KIND = _by_kind(read_limits())
 GPU, CPU = BY_KIND["cuda"], BY_KIND["cpu"]
 
@@ -121,6 +123,7 @@ def limits_for(device: str | None, gpu_name: str | None = None) -> Limits:
     """
     kind = (device or "").partition(":")[0]
     if kind != "cpu" and gpu_name:
+        # "NVIDIA H200" selects the kind h200.
         kind = next((known for known in KINDS if known in gpu_name.lower()), kind)
     return BY_KIND.get(kind, GPU)
 
@@ -135,6 +138,7 @@ def with_values(limits: Limits, values: Mapping[str, float]) -> Limits:
                 f"{name!r} is no limit; the nearest is {nearest(name, known)!r}; "
                 "nsa/operate/limits.toml lists them"
             )
+        # int(2.5) != 2.5 rejects a fraction for a whole-number limit; NaN fails the range test.
         if not 0 <= value < float("inf") or known[name](value) != value:
             kind = "a whole number" if known[name] is int else "a finite number"
             raise ValueError(f"limit {name}={value:g} is not {kind} >= 0; give one")

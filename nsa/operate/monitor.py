@@ -46,6 +46,7 @@ class Report:
     def __init__(self, run: Run, *, unicode: bool = True) -> None:
         self.run, self._unicode = run, unicode
         self._limits = limits_for(run.metrics.device if run.metrics else None)
+        # Evaluate the rules here, so that the monitor shows alarms even when no watchdog runs.
         self._alarms = judge(run, self._limits)
 
     def rows(self, width: int) -> list[Row]:
@@ -73,6 +74,7 @@ class Report:
 
     def line(self) -> str:
         """Key numbers in one line; no ages, or every line would count as a change."""
+        # The width is irrelevant: no bar or sparkline is taken from these rows.
         rows = dict(self.rows(40))
         texts = [rows["status"][0].text]
         if self.run.status != "absent":
@@ -131,6 +133,7 @@ def _follow_screen(look: Callable[[], Report], console: Console, interval_s: flo
 def _follow_lines(look: Callable[[], Report], console: Console, interval_s: float) -> None:
     """Print the whole report, then one line per change; 0 prints once."""
     report = look()
+    # Plain print: rich would wrap the lines at the width of a pipe, 80.
     print(report.plain(), file=console.file, flush=True)
     said = report.line()
     while interval_s:
@@ -343,6 +346,7 @@ def _rank(run: Run, rank: Rank, limits: Limits) -> Part:
 def _alarms(run: Run, alarms: Sequence[Alarm]) -> Iterator[Part]:
     for alarm in alarms:
         yield Part(f"now {alarm.type}: {alarm.text}", BAD)
+    # The log of the watchdog, after what is active now.
     for alarm in run.alarms[-SHOWN_ALARMS:]:
         at = datetime.fromtimestamp(alarm.ts).strftime("%m-%d %H:%M:%S")
         yield Part(f"{at} {alarm.action} {alarm.type}: {alarm.text}", WARN)

@@ -42,6 +42,8 @@ from nsa.records.metrics import NAME as METRICS
 from nsa.records.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
 from nsa.records.spans import read_span
 
+# --- what is read, and how much of it ---
+
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 CHECKPOINT = re.compile(r"checkpoint_step(\d+)(\.pt)?")
 """One file, or a folder of shards."""
@@ -88,6 +90,7 @@ class Rank:
     @property
     def since_boot(self) -> list[Beat]:
         """The lines of the current process."""
+        # Without a boot line in the tail, all of the tail is from the current process.
         boots = [i for i, beat in enumerate(self.beats) if beat.msg == BOOT]
         return self.beats[boots[-1] :] if boots else self.beats
 
@@ -98,6 +101,7 @@ class Rank:
         Falls back to the intervals between logged steps when there are no two beats in a row.
         """
         for kind in (BEAT, PROGRESS):
+            # An evaluation or a save makes an interval long without being a stall.
             pairs = pairwise([b for b in self.since_boot if b.msg == kind][-RECENT_GAPS - 1 :])
             gaps = [y.ts - x.ts for x, y in pairs if not x.is_pause and not y.is_pause]
             if gaps:
@@ -156,6 +160,7 @@ class Run:
         if all(gone):
             return "its process is gone" if len(gone) == 1 else "its processes are gone"
         longest_s = max((gap for rank in self.ranks for gap in rank.gaps), default=0.0)
+        # Some ranks cannot be inspected from here: only a very long silence proves them dead.
         if min(ages) <= max(LOST_S, LOST_GAPS * longest_s):
             return ""
         return (
@@ -258,6 +263,7 @@ def try_read(path: Path, load: Callable[[], T], problems: list[str]) -> T | None
         return load()
     except FileNotFoundError:
         return None
+    # Anything a hostile or foreign JSON file can cause in a parser or in the type checks.
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         text = str(error)
         problems.append(text if path.name in text else f"{path}: {text}")
@@ -355,6 +361,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+    # JSON writes 1.0 as 1, so an int is a valid float. A bool is an int in Python, but not here.
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:

@@ -52,6 +52,7 @@ class Settings:
         path = self.folder / name
         try:
             status = path.lstat()
+            # The inode detects a file replaced by rename within the resolution of mtime.
             stamp = status.st_ino, status.st_size, status.st_mtime_ns
             if name not in self._known or self._known[name][0] != stamp:
                 self._known[name] = stamp, dict(_flatten(parse(read_text(path, MOST_BYTES))))
@@ -68,6 +69,7 @@ class Settings:
 def _flatten(content: Any) -> Iterator[tuple[str, str]]:
     """Dotted keys and values; bounded, since YAML aliases can expand a small file without end."""
     left = MOST_KEYS
+    # An explicit stack instead of recursion: nesting is limited by MOST_DEPTH, not by Python.
     waiting: list[tuple[str, Any, int]] = [("", content, 0)]
     while waiting and left:
         name, value, depth = waiting.pop()
@@ -162,6 +164,7 @@ def _verdict(run: Run, alarms: list[Alarm]) -> tuple[str, str]:
         anomaly = f": {_short(run.anomaly)}" if run.anomaly else ""
         return LEVELS.get(run.status, "bad"), f"{_short(run.status)}{anomaly}"
     if alarms:
+        # Alarms that stop a run come before those that only warn.
         worst = next((a for a in alarms if a.type in HALTING), alarms[0])
         return ("bad" if worst.type in HALTING else "warn"), _short(worst.type).replace("_", " ")
     if run.halt is not None:
@@ -201,6 +204,7 @@ def _numbers(run: Run) -> dict[str, Any]:
 def _metrics(run: Run) -> dict[str, Any]:
     assert run.metrics is not None
     content = dataclasses.asdict(run.metrics)
+    # Large, and shown from the heartbeat already.
     content.pop("attention_stats")
     return {
         name: _short(value) if isinstance(value, str) else _finite(value)
@@ -242,4 +246,5 @@ def _short(text: str) -> str:
 
 
 def _finite(value: Any) -> Any:
+    # The page parses strict JSON, which has no NaN or Infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value

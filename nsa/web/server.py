@@ -152,6 +152,7 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve the connection in a thread; drop it if MOST_CONNECTIONS are open."""
+        # Do not block: this is the accept loop, and would stop serving everybody.
         if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -185,6 +186,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         parts = urlsplit(self.path)
         query = dict(parse_qsl(parts.query, max_num_fields=20))
+        # Static files need no token: the login page uses them.
         if parts.path.startswith("/static/"):
             self._file(parts.path.removeprefix("/static/"))
         elif parts.path == "/" and "token" in query:
@@ -198,6 +200,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._error(HTTPStatus.NOT_FOUND, "there is nothing here")
 
+    # `_send` omits the body for HEAD.
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -253,7 +256,9 @@ class Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: HTTPStatus, body: bytes, kind: str, headers: dict[str, str] | None = None
     ) -> None:
+        # An unparsable request fails before the headers are set.
         accepted = getattr(self, "headers", None)
+        # Level 1: on a slow machine the answer must not wait for the compressor.
         is_zipped = len(body) > 1000 and "gzip" in (accepted or {}).get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if is_zipped else body
         self.send_response(status)

@@ -32,6 +32,7 @@ class Source:
         self.folder = folder
         self._history, self._settings = History(folder), Settings(folder)
         self._lock = threading.RLock()
+        # Written by the reader thread under the lock; kept if a later read fails.
         self._run: Run | None = None
         self._error = ""
         self._due, self._judged = 0.0, -1
@@ -76,6 +77,7 @@ class Source:
             line = self._history.timelines.get(rank["rank"])
             age_s = rank["age_s"]
             if line is not None and line.span is not None and age_s is not None:
+                # Clocks of two machines may differ: an age is never negative.
                 age_s = min(age_s, max(0.0, now - line.span[1]))
             ranks.append(rank | {"age_s": age_s})
         ages = [rank["age_s"] for rank in ranks if rank["age_s"] is not None]
@@ -112,6 +114,7 @@ class Source:
             end = end if ended else max(end, now)
             begin = max(min(span[0] for span in known), end - last_s)
             allowed = {
+                # A rank already judged late is drawn as silent at once.
                 rank["rank"]: 0.0 if rank["late"] else rank["allowed_s"]
                 for rank in self.header().get("ranks", [])
             }

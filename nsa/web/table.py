@@ -63,6 +63,7 @@ class Table:
 
     def add(self, step: int, ts: float, values: Mapping[str, float | None]) -> None:
         """Add a line; it replaces lines with the same or a later step."""
+        # A resumed or rolled-back run repeats steps: the newer line wins.
         self.cut(step - 1)
         line = np.array([_or_nan(values.get(name)) for name in self.columns])
         self._last = np.where(np.isnan(line), self._last, line)
@@ -100,6 +101,7 @@ class Table:
         count = end - begin
         if count <= 0:
             return {"step": [], "ts": [], "columns": {}}
+        # Equal step spans, not equal row counts: merged rows span more steps than recent ones.
         edges = begin + even_edges(steps[begin:end, 0], points)
         low, high, total, number = self._merged(edges, end)
         mean = np.divide(total, number, out=np.full_like(total, np.nan), where=number > 0)

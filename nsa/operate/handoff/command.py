@@ -74,6 +74,7 @@ def hand_over(
     with ExitStack() as open_files:
         found = Collection(folder, open_files)
         found.collect(run_info, report)
+        # Two passes: first find all secrets, then hide each of them in every file.
         known = {s for source in found.sources if source.is_text for s in _secrets(source)}
         staged = [_stage(source, known, open_files) for source in found.sources]
         manifest = Manifest(
@@ -83,6 +84,7 @@ def hand_over(
             files=[entry for entry, _ in staged],
             missing=found.missing,
         )
+        # Written under a temporary name and renamed, so that a partial archive never has the name.
         with replacing(out) as temporary:
             _write(temporary, manifest, [file for _, file in staged])
     return manifest
@@ -125,6 +127,7 @@ def _write(path: Path, manifest: Manifest, files: list[IO[bytes]]) -> None:
     content = manifest_bytes(manifest)
     with (
         path.open("wb") as raw,
+        # Without name and mtime in the gzip header: the same content gives the same bytes.
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, compresslevel=LEVEL, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
@@ -175,8 +178,10 @@ def examine(path: Path) -> tuple[Manifest, list[str]]:
         expected = {entry.path: entry for entry in manifest.files}
         for member in members:
             name = member.name.removeprefix(PREFIX)
+            # Never trust names in an archive: "../" and symlinks could lead outside on extraction.
             if not member.isreg() or not member.name.startswith(PREFIX) or not is_safe(name):
                 problems.append(f"{member.name!r:.100} is a link, or leads out of the archive")
+            # `pop`, so that a second member with the same name is a problem too.
             elif (entry := expected.pop(name, None)) is None:
                 problems.append(f"{name}: not in the manifest, or there twice")
             else:
@@ -203,6 +208,7 @@ def _compare(entry: Entry, size: int, file: IO[bytes] | None) -> Iterator[str]:
         yield f"{entry.path}: {size} bytes, the manifest says {entry.bytes}"
         return
     digest = hashlib.sha256()
+    # Text is also scanned for secrets while it is hashed; weights would give false matches.
     if entry.path.endswith(BINARY):
         while chunk := file.read(VERIFY_CHUNK):
             digest.update(chunk)

@@ -31,6 +31,7 @@ NAME = "manifest.json"
 PREFIX = "handoff/"
 """Prefix of every name in the archive."""
 ITEMS = {
+    # The keys are stored in manifests: renaming one changes the schema.
     "run_info": "run.info: config, GPUs and their memory, how it was launched",
     "train_log": "train.log: what the run printed",
     "training_csv": "training.csv: loss, rate and speed",
@@ -173,6 +174,7 @@ class Collection:
 
     def _first(self, item: str, paths: list[Path]) -> None:
         for path in paths:
+            # A dangling symlink counts as found, so that `_add` reports why it cannot be opened.
             if path.is_symlink() or path.exists():
                 self._add(item, path, "train.log" if item == "train_log" else path.name)
                 return
@@ -180,6 +182,7 @@ class Collection:
 
     def _checkpoint(self) -> None:
         reasons = []
+        # Newest first; fall back to older checkpoints until one is intact and free of secrets.
         for path in find.paths_of(self.folder):
             try:
                 if path.is_symlink():
@@ -215,6 +218,7 @@ class Collection:
         self._first("altered", [self.folder / "config.yaml"])
         for name in altered_files(run_info):
             path = REPOSITORY / name
+            # run.info is input: a name in it must not pull in files outside the repository.
             if not is_safe(name) or not path.resolve().is_relative_to(REPOSITORY):
                 self._miss("altered", f"{name!r} is no path inside the repository")
             elif not path.exists():
@@ -275,6 +279,7 @@ def secret_in(path: Path) -> str:
         return ""
     if path.suffix == ".pt":
         with open_binary(path) as file, zipfile.ZipFile(file) as archive:
+            # torch's zip format: data.pkl holds the objects, the other members are raw tensors.
             names = [name for name in archive.namelist() if name.endswith("data.pkl")]
             contents = [archive.read(name) for name in names]
     else:

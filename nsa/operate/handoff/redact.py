@@ -104,6 +104,7 @@ def secrets_in(lines: Iterable[str]) -> set[str]:
 def hide_lines(lines: Iterable[str], known: Iterable[str] = ()) -> Iterator[tuple[str, int]]:
     """Redact a stream of lines, including private keys and JSON flags that span lines."""
     longest_first = sorted(known, key=lambda value: (-len(value), value))
+    # Longest first, so that a secret that contains another is replaced as a whole.
     in_key = after_flag = False
     for line in lines:
         if in_key or KEY_BEGIN.search(line):

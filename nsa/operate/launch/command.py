@@ -95,6 +95,7 @@ def make_plan(args: argparse.Namespace, machine: Machine) -> Plan:
 def _environment(profile: Profile, machine: Machine) -> dict[str, str]:
     """The trainer's environment: ours, with the profile's defaults for unset variables."""
     usual = {**profile.environment, **(profile.gpu_environment if machine.gpus else {})}
+    # The user's environment wins over the profile's.
     ours = usual | with_package()
     return {name: value for name, value in ours.items() if name not in OWN}
 
@@ -126,6 +127,7 @@ def _why_occupied(out_dir: Path, stop_old: bool) -> str:
     if who:
         then = "asking it to stop by .HALT" if stop_old else "waiting for its end" * is_ending
         _say(f"a run is at work in {out_dir} ({who}); {then or 'refused'}")
+    # Without --stop-old, wait only for a run that is already on its way out.
     end = time.monotonic() + (STOP_OLD_S if stop_old else STOPPING_S * is_ending)
     while who and time.monotonic() < end:
         if stop_old:
@@ -144,6 +146,7 @@ def _active_run(out_dir: Path) -> tuple[str, bool]:
     """Who launches or trains in a folder ("" if nobody), and whether they are stopping."""
     if not out_dir.is_dir():
         return "", False
+    # The lock files name their holder; a lock is released when its process ends.
     for name, what in ((RUN, ""), (LAUNCH, "launcher: ")):
         if holder := held_by(out_dir, name):
             is_ending = isinstance(holder, Holder) and holder.is_ending
@@ -199,6 +202,7 @@ def _announce(plan: Plan) -> None:
 def _run_detached(place: str, plan: Plan, args: argparse.Namespace) -> int:
     """Restart this launch in tmux or in the background."""
     command = [sys.executable, "-m", "nsa.cli.main", *args.arguments]
+    # The last flag wins in argparse: this launch must not detach again.
     command += ["--where", terminal.FOREGROUND, "--records", str(plan.records)]
     if place == terminal.BACKGROUND:
         terminal.in_background(command, plan.records / LAUNCHER_LOG, _say)

@@ -401,6 +401,7 @@ class Child:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        # Inherited by the child; see the comment at the top of this section.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             yield

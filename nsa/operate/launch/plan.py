@@ -152,6 +152,7 @@ class Plan:
     def command(self, phase: Phase) -> list[str]:
         """The command that trains a phase on this node."""
         arguments = ["--config", self.config_of(phase)]
+        # Without --steps the trainer runs as many steps as its config says.
         arguments += [] if phase.steps == ALL else ["--steps", str(self.steps(phase))]
         return trainer_command(
             [*arguments, *phase.flags, *self.overrides_of(phase)],
@@ -164,6 +165,7 @@ class Plan:
     def launched(self, phase: Phase) -> dict[str, str]:
         """Identity of a phase's run: its GO verdict is reused only if all of this is equal."""
         config = to_container(self.resolve(phase))
+        # The folder does not change what is trained: a moved run keeps its verdict.
         config["train"].pop("out_dir")
         return {
             "code": code_of(REPOSITORY),
@@ -200,6 +202,7 @@ class Plan:
         return in_effect(self.environ) | ours
 
     def overrides_of(self, phase: Phase) -> list[str]:
+        # Later overrides win: profile, command line, then what the phase needs.
         dataset = phase.dataset or self.dataset
         found = [*self.profile.overrides, *self.overrides, f"data.dataset={dataset}"]
         if dataset in MADE_DATASETS:

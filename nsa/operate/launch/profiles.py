@@ -118,6 +118,7 @@ def load_profile(name: str) -> Profile:
 
 def _profile(name: str, table: Mapping[str, Any], path: Path) -> Profile:
     where = f"{path.name}: {name}"
+    # A typing error in profiles.toml must not be ignored silently.
     _only_known(table, [item.name for item in fields(Profile)], where)
     phases = []
     for phase in table["phases"]:

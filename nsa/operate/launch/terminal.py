@@ -90,6 +90,7 @@ def _exists(session: str) -> bool:
 def _write_environment(folder: Path) -> Path:
     path = folder / ENVIRONMENT
     path.unlink(missing_ok=True)
+    # O_EXCL and mode 0600 from the start: the environment may contain tokens.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(with_package(), file)
@@ -102,6 +103,7 @@ def become(file: str, command: list[str]) -> NoReturn:
     environ: dict[str, str] = json.loads(read_text(path))
     path.unlink()
     here = changed({})
+    # TERM and TMUX describe the terminal inside the session.
     environ = {name: value for name, value in environ.items() if name not in KEPT}
     environ |= {name: here[name] for name in KEPT if name in here}
     os.execve(command[0], command, environ)

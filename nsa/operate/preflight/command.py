@@ -27,6 +27,7 @@ from nsa.train import TrainError
 from nsa.train.runtime import resolve_runtime
 
 POINT = "preflight"
+# Checks run in this order: first those that compute nothing.
 CHEAP: dict[str, Check] = {
     "config": config_checks.config_named,
     "settings": config_checks.config_sane,
@@ -71,6 +72,7 @@ def examine(
 
     `ranks` defaults to one per GPU. Raises ValueError for an unknown limit or device.
     """
+    # The backend depends on the head sizes, so the plan must see them.
     heads = (config.model.d_k, config.model.d_v)
     runtime = resolve_runtime(config.runtime, heads, config.model.attention)
     allowed = limits_for(runtime.device.type, runtime.device_name)
@@ -116,6 +118,7 @@ def preflight(config: Config, config_path: str, named: bool, args: argparse.Name
 
 def _check(plan: Planned) -> list[Row]:
     rows = [row for name, check in CHEAP.items() if (row := _try(name, check, plan)) is not None]
+    # Skipped checks still get a row, NOT MEASURED, so that the verdict cannot be GO.
     stopped = [row.name for row in rows if row.name in BLOCKING and row.verdict == FAIL]
     if stopped:
         arise = [n for n in LARGE if n != "shards" or plan.config.data.dataset == "shards"]
@@ -154,6 +157,7 @@ def _not_tried(name: str, failed: str) -> Row:
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
     """A temporary folder on the same disk as the run folder; removed at the end."""
+    # Same disk as the run folder, which may not exist yet: its nearest existing parent.
     above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     if above == folder:
         above = folder.absolute().parent  # never write into the run folder itself

@@ -97,6 +97,7 @@ def config_sane(plan: Planned) -> Row:
     """No setting makes the run pointless."""
     config, found = plan.config, []
     train, nsa = config.train, config.nsa
+    # A new rule must also change the count of rules in the evidence below.
     if config.model.attention == "nsa" and train.seq_len < nsa.l:
         found.append(f"train.seq_len={train.seq_len} < nsa.l={nsa.l}: nothing is compressed")
     if train.lr > LARGEST_LR:
@@ -121,6 +122,7 @@ def precision(plan: Planned) -> Row:
     """A GPU run uses bf16, and the GPU supports it."""
     wanted, is_gpu = plan.config.runtime.precision, plan.runtime.device.type == "cuda"
     is_bf16 = wanted == "bf16"
+    # Emulated bf16 runs, but at a fraction of the speed.
     lacks_it = is_gpu and is_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False)
     return judged(
         "precision",

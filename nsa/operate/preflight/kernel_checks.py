@@ -36,8 +36,12 @@ def parity(plan: Planned) -> Row | None:
     inputs, dout = random_inputs(plan, length)
     backend = plan.config.runtime.attention_backend
     with _exact_products():
+        # The oracle runs in fp64 on the inputs already rounded to the run's precision, so that
+        # only the kernel's own error is measured.
         wide = {name: x.double() for name, x in inputs.items()}
         selection, expected, expected_grads = _run(plan, wide, dout.double(), "reference")
+        # Rounding may select other blocks near ties. So outputs are compared under the oracle's
+        # selection, and the kernel's own selection is compared separately.
         own, _, _ = _run(plan, inputs, dout, backend)
         _, out, grads = _run(plan, inputs, dout, backend, selection)
     error = relative_error(out, expected)
@@ -74,6 +78,7 @@ def causality(plan: Planned) -> Row:
     leaks = []
     with torch.no_grad(), plan.runtime.compute():
         before = model(ids.to(device))
+        # Cuts at the start, inside and near the end; the tokens after a cut are replaced.
         for t in sorted({0, length // 3, length // 2, length - 2} - {-1}):
             changed = torch.cat([ids[:, : t + 1], other[:, t + 1 :]], dim=1)
             after = model(changed.to(device))
@@ -94,6 +99,7 @@ def causality(plan: Planned) -> Row:
 def oracle_length(plan: Planned) -> int:
     """Longest sequence that fits the oracle's memory budget, at most the run's seq_len."""
     kind = plan.runtime.device.type
+    # Bytes per (query, key) pair: 8 per fp64 value, COPIES tensors, all query heads.
     per_pair = 8 * COPIES * plan.config.model.n_heads
     room = math.isqrt(ORACLE_BYTES[kind] // per_pair)
     return max(1, min(plan.config.train.seq_len, LONGEST[kind], room))
@@ -148,6 +154,7 @@ def _run(
         selection=selection,
         return_selection=True,
     )
+    # With few tokens there is no compressed block, so k_cmp and v_cmp may get no gradient.
     grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
     known = zip(leaves, grads, strict=True)
     return chosen, out.detach(), {name: x for name, x in known if x is not None}

@@ -34,6 +34,7 @@ MEMINFO = PROC / "meminfo"
 def disk_space(plan: Planned) -> Row:
     """All checkpoints of the run fit, plus one while the oldest is not yet deleted."""
     train, free = plan.config.train, shutil.disk_usage(plan.scratch).free
+    # keep_last=0 keeps every checkpoint.
     saves = train.steps // train.save_every if train.save_every else 1
     kept = min(saves, train.keep_last or saves) + 1
     needed = max(kept * plan.checkpoint_bytes, int(plan.limits.free_gib * GIB))
@@ -49,6 +50,7 @@ def disk_space(plan: Planned) -> Row:
 
 def disk_speed(plan: Planned) -> Row:
     """A checkpoint is written in reasonable time."""
+    # Random bytes, so that a compressing file system cannot cheat; fsync, or we time the cache.
     path, block = plan.scratch / "speed", os.urandom(MIB)
     start = time.perf_counter()
     with path.open("wb") as file:
@@ -95,6 +97,7 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
+        # MemAvailable, not MemFree: the page cache can be reclaimed.
         found = re.search(r"MemAvailable:\s*(\d+) kB", MEMINFO.read_text(encoding="ascii"))
     except OSError:
         return None
@@ -104,6 +107,7 @@ def free_memory(device: torch.device) -> int | None:
 def processes(plan: Planned) -> Row:
     """No other run writes to this folder or, with a GPU, trains on this machine."""
     found = [f"pid {pid} writes to {plan.folder}" for pid in writers(plan.folder)]
+    # Runs can share a CPU, but two on one GPU run out of memory or slow each other down.
     if plan.runtime.device.type == "cuda":
         found += [f"pid {pid}: {command}" for pid, command in trainers()]
     return judged(
@@ -147,6 +151,7 @@ def trainers() -> list[tuple[int, str]]:
 
 def is_trainer(words: Sequence[str]) -> bool:
     """Whether a command line is a Python process that runs a training entry point."""
+    # An editor or `tail` with the script's name in its arguments is not a trainer.
     if not words or not Path(words[0]).name.startswith("python"):
         return False
     if any(Path(word).name == "train_showcase.py" for word in words[1:]):
@@ -201,6 +206,7 @@ def pairing_problems(
     least = LEAST_DRIVER.get((cuda or "").partition(".")[0])
     if driver is not None and least is not None and int(driver.partition(".")[0]) < least:
         found.append(f"driver {driver} is older than {least}, which CUDA {cuda} needs")
+    # torch pins one Triton version in its package metadata; another one may not compile.
     asked = next((text for text in required if re.match(r"triton\b", text)), "")
     exact = re.match(r"triton\s*\(?==\s*([\w.]+)", asked)
     if triton is None:

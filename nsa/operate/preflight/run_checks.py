@@ -130,6 +130,7 @@ def rehearse(plan: Planned) -> Rehearsal:
     folder = plan.scratch / "run"
     config = rehearsal_config(plan.config, folder)
     try:
+        # The second call resumes from the checkpoint of the first.
         for until in (PART_STEPS, 2 * PART_STEPS):
             result = run(
                 config,
@@ -153,6 +154,7 @@ def rehearse(plan: Planned) -> Rehearsal:
 def _step_times(folder: Path) -> list[float]:
     """Seconds per step from the heartbeat, without the first step of each part."""
     beats = read_heartbeat(folder / HEARTBEAT.format(rank=0))
+    # The first step of each part compiles kernels or fills caches.
     lines = [beat for beat in beats if beat.msg == PROGRESS and beat.step % PART_STEPS != 1]
     return [seconds for beat in lines if (seconds := number(beat, "step_time_s")) is not None]
 
@@ -207,6 +209,7 @@ def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
         todo = "pass --price, or set NSA_PRICE_PER_H"
         evidence = "no price for an hour"
         return missing("time", limit=limit, evidence=evidence, advice=todo, essential=True)
+    # Weak scaling is assumed: every rank does one rank's work per step.
     seconds = plan.config.train.steps * rehearsal.step_s
     value = f"{duration(seconds)} for {plan.config.train.steps} steps"
     cost = None if plan.price_per_h is None else seconds / 3600 * plan.price_per_h
@@ -244,6 +247,7 @@ def reduce_once(ranks: int, store: Path, backend: str, device: str, timeout_s: f
     processes = [context.Process(target=take_part, args=(r, *arguments)) for r in range(ranks)]
     for process in processes:
         process.start()
+    # One deadline for all ranks, not one after the other.
     until = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -273,6 +277,7 @@ def take_part(
         timeout=timedelta(seconds=timeout_s),
     )
     try:
+        # Rank r adds r + 1; the sum n (n + 1) / 2 is exact, and wrong if a rank is missing.
         tensor = torch.full((NUMBERS,), float(rank + 1), device=where)
         dist.all_reduce(tensor)
         expected = world_size * (world_size + 1) / 2

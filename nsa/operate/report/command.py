@@ -102,6 +102,7 @@ def judge_evidence(
     """`judge` for evidence that is already read."""
     if at not in POINTS:
         raise ValueError(f"at={at!r} is no point of a run; choose one of {', '.join(POINTS)}")
+    # Order of precedence: the caller's limits, the kind of GPU, the general GPU limits.
     allowed = with_values(_limits(evidence), limits or {})
     seen = _within(evidence, at, allowed)
     rows = [row for criterion in POINTS[at] if (row := criterion(seen, allowed)) is not None]
@@ -151,12 +152,14 @@ def _limits(evidence: Evidence) -> Limits:
 def _within(evidence: Evidence, at: str, limits: Limits) -> Evidence:
     """The evidence restricted to the steps that this point is about."""
     last = {
+        # At launch only the first logged step counts: nothing later says more about the start.
         "launch": float(min((beat.step for beat in evidence.lines), default=1)),
         "100": 100.0,
         "500": 500.0,
         "phase1": float(limits.steps_phase1),
         "phase2": float(limits.steps_phase2),
     }
+    # A late verdict about an early point must not see later steps; other points see everything.
     window = Window(0, last[at]) if at in last else ALL
     return dataclasses.replace(evidence, window=window)
 

@@ -33,6 +33,7 @@ def first_batch(e: Evidence, limits: Limits) -> Row | None:
     if e.config is not None and not e.config.data.dataset.startswith("fineweb_edu"):
         return None
     limit = f"<= {limits.first_batch_s:g} s"
+    # The trainer writes this line when the first batch has arrived; `dt` is in seconds.
     ready = next((beat for beat in e.events if beat.msg == LOADER_READY), None)
     seconds = ready.extra.get("dt") if ready else None
     if ready is None or not isinstance(seconds, int | float):
@@ -59,6 +60,7 @@ def data_source(e: Evidence, limits: Limits) -> Row:
     if e.run.metrics is None:
         todo = "wait for the first step"
         return missing("data", limit=limit, evidence=NO_METRICS, advice=todo, essential=False)
+    # Set when --synthetic-on-fail replaced a dead source: the run trains on noise from then on.
     fallback = e.run.metrics.data_fallback
     dataset = e.config.data.dataset if e.config else "as configured"
     return judged(
@@ -121,6 +123,7 @@ def steps(limit: str) -> Criterion:
 
 def _steps(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
     needed = int(limit_name) if limit_name.isdigit() else int(getattr(limits, limit_name))
+    # A run that is still going has not failed this criterion: it cannot be judged yet.
     if e.step < needed and not e.run.over:
         return missing(
             "steps",
@@ -181,6 +184,7 @@ def no_errors(e: Evidence, limits: Limits) -> Row:
     found = list(e.errors)
     if e.run.status in BROKEN:
         found.append(f'{METRICS}, "status": "{e.run.status}"')
+    # metrics.json of a killed process still says "running".
     if e.run.death:
         found.append(f'{METRICS}, "status": "running", but it {e.run.standing}')
     if e.run.anomaly:
@@ -238,6 +242,7 @@ def no_stall(e: Evidence, limits: Limits) -> Row:
     if not ranks:
         todo = "wait for the first step"
         return missing(name, limit=limit, evidence="no heartbeat", advice=todo, essential=True)
+    # First the present: is a rank silent now? Then the past: the longest interval ever.
     if not e.run.ended and (alarms := heartbeat_stall(e.run, limits)):
         text, advice = alarms[0].text, alarms[0].advice
         return judged(name, False, text, limit=limit, evidence=alarms[0].file, advice=advice)
@@ -265,10 +270,12 @@ def watchdog(e: Evidence, limits: Limits) -> Row:
         evidence = f"{ALARMS}, {last.action} {last.type}: {last.text}"
         advice = last.advice or f"look at {ALARMS}"
         return judged("alarms", False, value, limit="0", evidence=evidence, advice=advice)
+    # `no_stall` judges heartbeat_stall already; do not fail twice for one cause.
     now = [a for rule in RULES if rule is not heartbeat_stall for a in rule(e.run, limits)]
     if now and not e.run.ended:
         value, evidence = f"{len(now)} now", f"{now[0].file}, {now[0].type}: {now[0].text}"
         return judged("alarms", False, value, limit="0", evidence=evidence, advice=now[0].advice)
+    # The watchdog creates the file when it starts, so that "no alarm" differs from "not watched".
     if (e.run.folder / ALARMS).exists():
         return judged("alarms", True, "0", limit="0", evidence=ALARMS)
     return missing(
@@ -298,6 +305,7 @@ def saved(e: Evidence, limits: Limits) -> Row:
     limit = "one" if not every else f"one every {every} steps"
     newest = e.run.checkpoints[-1] if e.run.checkpoints else None
     if newest is None:
+        # Too early for the first checkpoint. An unknown save_every counts as too early.
         if not e.run.over and every != 0 and e.step < (every or e.step + 1):
             evidence = f"none yet at step {e.step}"
             todo = "judge again after the first checkpoint"
@@ -386,6 +394,7 @@ def backed_up(e: Evidence, limits: Limits) -> Row:
         )
     copy = Path(folder) / newest.name
     try:
+        # Bytes and sha256 of the copy; its presence alone proves nothing.
         checkpoint_file.verify(copy)
     except (OSError, ValueError) as error:
         advice = "look for [checkpoint] lines in the log; `nsa checkpoint backup` copies it"
@@ -414,6 +423,7 @@ def long_enough(e: Evidence, limits: Limits) -> Row:
     """The run lasted long enough to be trusted, or until its end."""
     metrics, limit = e.run.metrics, f">= {limits.pilot_h:g} h, or all steps"
     hours = metrics.train_s / 3600 if metrics else 0.0
+    # A short run that is complete needs no minimum duration.
     is_done = metrics is not None and metrics.step >= metrics.steps
     if metrics is None or (hours < limits.pilot_h and not is_done and not e.run.over):
         evidence = f"{hours:.2f} h so far"

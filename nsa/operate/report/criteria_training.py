@@ -94,6 +94,7 @@ def loss_falls(e: Evidence, limits: Limits) -> Row | None:
         )
     losses = [value for value, _ in values]
     first, last = thirds(losses)
+    # A rise within one standard deviation of few points proves nothing either way.
     if len(values) < CLEAR_LINES and 0 <= last - first <= stdev(losses):
         return missing(
             "loss falls",
@@ -139,6 +140,7 @@ def no_leak(e: Evidence, limits: Limits) -> Row | None:
     values = [value for value, _ in known(e.points("loss"))]
     if _dataset(e) != RANDOM or guess is None or len(values) < LEAST_LINES:
         return None
+    # Three standard errors of the mean: noise must not look like a leak.
     end = values[-max(LEAST_LINES, len(values) // 3) :]
     last, noise = fmean(end), 3 * stdev(end) / math.sqrt(len(end))
     return judged(
@@ -177,6 +179,7 @@ def guess_loss(e: Evidence) -> float | None:
 
 
 def _dataset(e: Evidence) -> str | None:
+    # After a fallback the run trains on random tokens, whatever its config says.
     if e.run.metrics is not None and e.run.metrics.data_fallback:
         return RANDOM
     return e.config.data.dataset if e.config else None
@@ -194,6 +197,7 @@ def throughput(e: Evidence, limits: Limits) -> Row:
     if not values:
         todo = "wait for the first logged step"
         return missing("throughput", limit=limit, evidence=NO_LINES, advice=todo, essential=True)
+    # Median, not mean: single slow steps must not fail the run.
     speed = median(value for value, _ in values)
     return judged(
         "throughput",
@@ -247,6 +251,7 @@ def gpu_load(e: Evidence, limits: Limits) -> Row | None:
     limit, loads = f">= {limits.gpu_util_pct:g} % on each", []
     for rank in e.run.ranks:
         lines = [b for b in rank.beats if b.msg == PROGRESS]
+        # The tail that was read may start after the window: then use all of it.
         near = [b for b in lines if e.window.first <= b.step <= e.window.last] or lines
         values = [v for b in near[START_LINES:] if (v := number(b, "gpu_util_pct")) is not None]
         if values:
@@ -336,6 +341,7 @@ def fallbacks(e: Evidence, limits: Limits) -> Row:
         todo = "wait for the first logged step"
         evidence = "no logged step that can be read"
         return missing("fallbacks", limit=limit, evidence=evidence, advice=todo, essential=False)
+    # The counter is cumulative since the start of the process.
     total, last = points[-1]
     rising = fallbacks_rising(e.run, limits)
     return judged(
@@ -364,6 +370,7 @@ def _memory(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
         return missing("memory", limit=limit, evidence=evidence, advice=todo, essential=False)
     worst, point = max(points, key=lambda pair: pair[0])
     where = point.where
+    # Evidence has the first rank in full; of the others only their tails were read.
     for rank in e.run.ranks[1:]:
         for beat in rank.beats:
             value = number(beat, name) if beat.msg == PROGRESS else None
@@ -382,6 +389,7 @@ def _memory(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
 
 def memory_flat(e: Evidence, limits: Limits) -> Row:
     """Memory does not grow over the run."""
+    # Reserved memory grows in steps as the allocator caches; a leak shows in allocated memory.
     name = "gpu_mem_alloc" if memory_field(e) == "gpu_mem_reserved" else "rss_mib"
     points = known(e.points(name))
     limit = f"rise <= {limits.creep_mib:g} MiB or {limits.creep_share:.0%}"

@@ -102,6 +102,7 @@ class Evidence:
         if found or name not in TrainingRow._fields:
             return found
         finite = (-float("inf"), float("inf"))
+        # training.csv is the fallback: it has fewer columns, but survives a lost heartbeat.
         for row in self.rows:
             if self.window.first <= row.step <= self.window.last:
                 value = float(getattr(row, name))
@@ -130,6 +131,7 @@ def read_evidence(folder: Path, *, now: float | None = None) -> Evidence:
         path = run.ranks[0].path
         read = try_read(path, partial(sample_beats, path, MOST_BYTES), problems)
         beats = read[0] if read else []
+    # Only the last run in the file is judged; an earlier one is named in `mixed`.
     begin, other = last_run(beats)
     beats = beats[begin:]
     rows = try_read(
@@ -163,6 +165,7 @@ def last_run(beats: Sequence[Beat]) -> tuple[int, str]:
     """
     begin, text, reached, pid = 0, "", 0, None
     for i, beat in enumerate(beats):
+        # A resumed run does not boot at step 0; the same pid is the same run.
         if beat.msg == BOOT and beat.step == 0 and reached > 0 and beat.pid != pid:
             begin = i
             text = (

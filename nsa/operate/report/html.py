@@ -85,6 +85,7 @@ def curves(evidence: Evidence) -> list[str]:
     """One chart per recorded quantity, over the whole run."""
     whole = dataclasses.replace(evidence, window=ALL)
 
+    # Curves show the whole run even if the verdict is about an early window.
     def curve(label: str, name: str, scale: float = 1.0) -> Curve:
         pairs = known(whole.points(name))
         return Curve(label, [(point.step, value * scale) for value, point in pairs])
@@ -210,6 +211,7 @@ def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     kept: list[tuple[float, float]] = []
     for i in range(stretches):
         part = points[len(points) * i // stretches : len(points) * (i + 1) // stretches]
+        # A set, because minimum and maximum may be the same point.
         pair = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
         kept += sorted(pair)
     return kept
@@ -237,6 +239,7 @@ def _legend(names: Sequence[str]) -> list[str]:
     if len(names) < 2:
         return []
     parts, right = [], WIDTH - RIGHT
+    # Right to left; 7 pixels per character is an estimate for the 12 px font.
     for i, name in reversed([*enumerate(names)]):
         left = right - 7 * len(name)
         parts.append(f'<text class="name" x="{left}" y="18">{escape(name)}</text>')

@@ -80,6 +80,7 @@ class Verdict:
     def summary(self) -> str:
         """The last line: the verdict, and the names of the criteria that did not pass."""
         parts = []
+        # Failures first: they decide the verdict.
         for verdict, word in ((FAIL, "failed"), (NOT_MEASURED, "not measured")):
             names = [row.name for row in self.rows if row.verdict == verdict]
             parts += [f"{word}: {', '.join(names)}"] if names else []
@@ -137,6 +138,7 @@ def read_report(folder: Path) -> Verdict:
         schema, word = content.pop("schema"), content.pop("verdict")
         if schema != SCHEMA:
             raise ValueError(f"schema {schema!r}; this program reads {SCHEMA}")
+        # Unknown fields raise TypeError here, which the handler below turns into ValueError.
         rows = [Row(**row) for row in content.pop("rows")]
         verdict = Verdict(**content, rows=rows)
         for part in (*rows, verdict):

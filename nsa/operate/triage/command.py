@@ -86,6 +86,7 @@ def find(trial: Trial, toggles: Sequence[Toggle], *, try_all: bool = False) -> T
                     break
         verdict = "not_cleared"
     if cleared:
+        # If the baseline works now, the fault is intermittent and the toggle proves nothing.
         outcomes.append(_run(trial, BASELINE, len(toggles) + 1))
         verdict = "intermittent" if outcomes[-1].is_ok else "cleared"
     return Triage(

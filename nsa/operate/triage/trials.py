@@ -54,6 +54,7 @@ BASELINE = Toggle(name="baseline", meaning="the run as it is")
 def matrix(config: Config, ranks: int, *, on_cuda: bool) -> list[Toggle]:
     """All toggles that change something for this run, in the order of the runbooks."""
     toggles = [*_telemetry(config), *_kernels(config)]
+    # NSA_DDP_* variables do nothing under FSDP.
     is_ddp = ranks > 1 and config.runtime.strategy != "fsdp"
     if is_ddp:
         toggles += EXCHANGE
@@ -253,6 +254,7 @@ def run_trial(trial: Trial, toggle: Toggle, name: str) -> Outcome:
         return _judge(trial, toggle, name, BAD_INPUT, 0.0, out, log)
     out.mkdir(parents=True, exist_ok=True)
     config_file = write_config(out, config, trial.config_path)
+    # Out of the run folder: with --resume none the trainer moves the files it finds there.
     config_file = config_file.rename(trial.folder / f"{name}.yaml")
     command = _command(trial, toggle, config_file, out)
     start = time.perf_counter()
@@ -302,6 +304,7 @@ def _judge(
         kind, fault = "timeout", f"no end within {trial.timeout_s:g} s, at step {steps_done}"
     elif code != 0:
         kind, fault = f"exit {code}", f"exit code {code}: {_last_line(log)}"
+    # Exit code 0 is not enough: a run may stop early or log no loss.
     elif steps_done < trial.steps or loss is None:
         kind, fault = "stopped", f"ended after {steps_done} of {trial.steps} steps"
     else:

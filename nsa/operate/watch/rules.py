@@ -34,6 +34,7 @@ def loss_spike(run: Run, limits: Limits) -> list[Alarm]:
     if len(usual) < limits.spike_usual_n // 2:
         return []
     middle = median(loss for _, loss in usual)
+    # Robust spread: one earlier spike must not widen the limit.
     scatter = MAD_TO_DEVIATION * median(abs(loss - middle) for _, loss in usual)
     limit = middle + max(limits.spike_deviations * scatter, limits.spike_rise)
     # While the loss falls fast, as in the first steps, half of the window lies above its median.
@@ -166,6 +167,7 @@ def nan_loss(run: Run, limits: Limits) -> list[Alarm]:
     lines = run.progress
     if not lines:
         return []
+    # fp16 loss scaling skips single steps with non-finite gradients on purpose.
     lost = [_lost(beat) for beat in lines[-limits.bad_grad_n :]]
     grads = len(lost) == limits.bad_grad_n and all("grad_norm" in names for names in lost)
     if "loss" not in lost[-1] and not grads:
@@ -205,6 +207,7 @@ def memory_creep(run: Run, limits: Limits) -> list[Alarm]:
     values = [value for beat in lines if (value := number(beat, name)) is not None]
     if len(values) < limits.creep_lines:
         return []
+    # Medians of thirds: a single peak, e.g. an evaluation, is not a trend.
     third = len(values) // 3
     first, middle, last = (median(values[i * third : (i + 1) * third]) for i in range(3))
     limit = max(limits.creep_mib, limits.creep_share * first)

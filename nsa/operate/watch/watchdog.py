@@ -73,6 +73,7 @@ class Watch:
     def look(self, now: float | None = None) -> Judgement:
         """Poll once: judge the folder, append new alarms, escalate where due."""
         run = read_run(self.folder, now=now)
+        # An empty alarms.jsonl tells `nsa report` that the run was watched.
         if run.status != "absent" and not run.ended:
             note_watch(self.folder)
         limits = self._adapt(limits_for(run.metrics.device if run.metrics else None))
@@ -218,6 +219,7 @@ class Ladder:
         if step == "halt":
             if run.halt is not None:
                 return f".HALT was there already: {run.halt.text or 'empty'}"
+            # .anomaly_type first: the trainer may stop as soon as it sees .HALT.
             wrote = write_anomaly(run.folder, cause.type) and write_halt(run.folder, cause.type)
             return "wrote .anomaly_type and .HALT" if wrote else ".HALT could not be written"
         return "; ".join(_signal(rank, step, run) for rank in run.ranks)
