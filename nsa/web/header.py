@@ -204,7 +204,7 @@ def _numbers(run: Run) -> dict[str, Any]:
 def _metrics(run: Run) -> dict[str, Any]:
     assert run.metrics is not None
     content = dataclasses.asdict(run.metrics)
-    # Large, and shown from the heartbeat already.
+    # Large, and not shown on the page.
     content.pop("attention_stats")
     return {
         name: _short(value) if isinstance(value, str) else _finite(value)
