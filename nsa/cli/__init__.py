@@ -1,1 +1,1 @@
-"""The commands of the console: their flags, beside their calls."""
+"""The console commands: one module per family, flags beside calls."""

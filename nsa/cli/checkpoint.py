@@ -1,4 +1,4 @@
-"""The commands `nsa checkpoint verify|show|backup|export|convert`."""
+"""`nsa checkpoint verify|show|backup|export|convert`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nsa.train.checkpoint.file import BadCheckpoint
 
 
 def register(commands: Any) -> None:
-    """Add the commands to the parser of `nsa`."""
+    """Add the commands to the `nsa` parser."""
     text = "verify, show, copy or convert checkpoints"
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def verify(path: Path) -> int:
-    """Hold a checkpoint, or every one in a folder, to its manifest; 1 where one does not match."""
+    """Check a checkpoint, or all in a folder, against the manifest; 1 if any does not match."""
     paths = _paths(path)
     bad = 0
     for one in paths:
@@ -60,9 +60,10 @@ def verify(path: Path) -> int:
 
 
 def show(path: Path) -> int:
-    """Print what a checkpoint holds."""
+    """Print the contents of a checkpoint."""
+    # Imports of torch stay inside the commands that need it: it takes seconds.
     from nsa.train.checkpoint.writer import (
-        num_tensor_bytes,  # torch takes seconds: others go without
+        num_tensor_bytes,
     )
 
     path = _paths(path)[0]
@@ -80,17 +81,17 @@ def show(path: Path) -> int:
 
 
 def backup(path: Path, to: Path) -> int:
-    """Copy a checkpoint, or the newest one of a folder, elsewhere, and verify the copy."""
+    """Copy a checkpoint, or the newest in a folder, to another place and verify the copy."""
     copy = find.back_up(_paths(path)[0], to)
     print(f"{copy}: a verified copy")
     return 0
 
 
 def export(path: Path, to: Path) -> int:
-    """Write the weights of a checkpoint or of model.pt as safetensors, with the config."""
+    """Export the weights of a checkpoint or model.pt as safetensors, with the config."""
     from nsa.train.checkpoint.model_file import (
         read_weights,
-        write_safetensors,  # torch takes seconds: others go without
+        write_safetensors,
     )
 
     content = read_weights(_paths(path)[0])
@@ -101,7 +102,7 @@ def export(path: Path, to: Path) -> int:
 
 
 def convert(path: Path, to: Path) -> int:
-    """Write a checkpoint in the other form: the file as a folder of parts, a folder as the file."""
+    """Convert a checkpoint between its two forms: one file, or a folder of shards."""
     source = _paths(path)[0]
     step, forms = find.step_of(source), {checkpoint_file.NAME, checkpoint_folder.NAME}
     allowed = sorted(form.format(step=step) for form in forms)
@@ -112,11 +113,12 @@ def convert(path: Path, to: Path) -> int:
     if to.exists():
         raise BadCheckpoint(f"{to} exists; remove it, or name another place")
     content = find.read(source)
+    # `write` adds the version of the form it writes.
     content.pop("version")
     if checkpoint_file.PATTERN.fullmatch(to.name):
         checkpoint_file.write(to.parent, content)
     else:
-        from nsa.train.checkpoint import sharded_io  # takes a second to import
+        from nsa.train.checkpoint import sharded_io  # slow import: one second
 
         sharded_io.write(to.parent, content)
     print(f"{to}: step {step}, {find.verify(to).bytes:,} bytes, verified")
@@ -124,7 +126,7 @@ def convert(path: Path, to: Path) -> int:
 
 
 def _paths(path: Path) -> list[Path]:
-    """A checkpoint, or those of a folder, newest first."""
+    """The checkpoint itself, or all checkpoints of a folder, newest first."""
     if not path.is_dir() or find.is_checkpoint(path):
         return [checkpoint_file.named_by_user(path)]
     paths = find.paths_of(path)

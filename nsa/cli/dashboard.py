@@ -18,7 +18,7 @@ HOST, PORT = "127.0.0.1", 8787
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser of `nsa`."""
+    """Add the command to the `nsa` parser."""
     text = "show run folders in a browser, live and side by side; it only reads"
     parser = commands.add_parser("dashboard", help=text, description=text)
     parser.set_defaults(command=dashboard)
@@ -40,7 +40,7 @@ def register(commands: Any) -> None:
 
 
 def dashboard(args: argparse.Namespace) -> int:
-    """Listen at once, and read meanwhile."""
+    """Serve immediately; a thread reads the run folders in the background."""
     from nsa.web.access import Access, find_token
     from nsa.web.source import Sources
 
@@ -48,6 +48,7 @@ def dashboard(args: argparse.Namespace) -> int:
     check_environment()
     access = Access.of(args.host, find_token(args.token, args.token_file))
     sources = Sources(folders)
+    # Bind the port before the reader thread starts, so that a port in use fails at once.
     with _listen(args.host, args.port, access, sources) as server:
         sources.start()
         print(f"nsa dashboard: {server.url} (Ctrl-C ends it; it only reads)", flush=True)

@@ -12,7 +12,7 @@ from nsa.config.env import check_environment
 
 
 def register(commands: Any) -> None:
-    """Add the commands to the parser of `nsa`."""
+    """Add the commands to the `nsa` parser."""
     parser = commands.add_parser("data", help="prepare and check token shards")
     actions = parser.add_subparsers(required=True, metavar="COMMAND")
     text = "tokenize local documents into shards, for data.dataset=shards"
@@ -35,6 +35,7 @@ def register(commands: Any) -> None:
         parsed.set_defaults(command=command)
 
 
+# Each command imports only what it needs: `verify` and `show` run without numpy and torch.
 def _prepare(args: argparse.Namespace) -> int:
     check_environment()
     from nsa.data import open_tokenizer

@@ -1,4 +1,4 @@
-"""What `nsa info` prints: a config, and what it costs, as plain text."""
+"""`nsa info`: a config, and its parameters, FLOPs, memory traffic and cache sizes, as text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nsa.model.cost import (
 )
 
 DECODE_LENGTHS = (4096, 65536)
-"""Lengths, beside the training one, at which the decode cache is shown."""
+"""Lengths, besides the training length, for which the decode cache is shown."""
 
 
 def describe_config(config: Config, path: str) -> str:
-    """Return the whole report."""
+    """The whole report."""
     sections = (
         f"config: {path}\n{_settings(config)}",
         f"parameters\n{_parameters(config)}",
@@ -36,6 +36,9 @@ def describe_config(config: Config, path: str) -> str:
         f"decoding one sequence: tokens read per KV head, and cache\n{_decode(config)}",
     )
     return "\n\n".join(sections)
+
+
+# --- one function per section of the report ---
 
 
 def _settings(config: Config) -> str:
@@ -77,7 +80,7 @@ def _costs(config: Config) -> str:
 
 
 def _beside_dense(config: Config) -> str:
-    """Forward and backward, beside the same model with dense causal attention."""
+    """FLOPs per token of a training step, compared with dense causal attention."""
     ours = sum(training_flops_per_token(config).values())
     dense = sum(dense_training_flops_per_token(config).values())
     return f"  {_flops(ours)}; with dense causal attention {_flops(dense)} ({ours / dense:.2f}x)"
@@ -102,6 +105,7 @@ def _decode(config: Config) -> str:
     branches = tuple(decode_reads(config, 1))
     header = ("  length", *branches, "reads", "dense reads", "cache", "dense cache")
     rows: list[tuple[str, ...]] = [header]
+    # A set: the training length may be one of the others.
     for length in sorted({config.train.seq_len, *DECODE_LENGTHS}):
         reads = decode_reads(config, length)
         rows.append(
@@ -123,6 +127,9 @@ def _shares(parts: dict[str, int], show: Callable[[float], str]) -> str:
     return text_table([*rows, ("  total", show(total), "")], right=(1, 2))
 
 
+# --- numbers with units: FLOPs in powers of 1000, bytes in powers of 1024 ---
+
+
 def _flops(count: float) -> str:
     return _scaled(count, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
@@ -132,7 +139,7 @@ def _bytes(count: float) -> str:
 
 
 def _scaled(count: float, step: float, units: tuple[str, ...]) -> str:
-    """Write a number with the unit that leaves it below `step`."""
+    """A number with the largest unit that keeps it at 1 or above."""
     for unit in units[:-1]:
         if count < step:
             return f"{count:.4g} {unit}"

@@ -1,7 +1,7 @@
 """The console command `nsa`: its parser, and how errors are reported.
 
-Each module registers its commands with their flags, and imports what a command needs when it runs:
-torch takes seconds, and a command that only reads files has no use for it.
+Each module registers its commands with their flags, and imports what a command needs only when it
+runs: importing torch takes seconds, and commands that only read files do not need it.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def in_sentences(program: str, command: Callable[[], int]) -> int:
-    """Run a command; what a user or the system can make go wrong is a line, and no traceback."""
+    """Run a command; print expected errors as one line, without a traceback."""
     try:
         code = command()
         sys.stdout.flush()
-    except ValueError as error:  # bad input, by the convention of this package
+    except ValueError as error:  # bad user input, by the convention of this package
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:  # a run that trains handles it itself
+    except KeyboardInterrupt:  # a training run handles Ctrl-C itself
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, say `head`, has seen enough
+    except BrokenPipeError:  # the reader of our output, e.g. `head`, has exited
+        # Python flushes stdout again at exit: point it to /dev/null, or that flush fails too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # a folder that cannot be written, a disk that is full
+    except OSError as error:  # e.g. no write permission, or a full disk
         print(f"{program}: error: {explain(error)}", file=sys.stderr)
         return BAD_INPUT
     return code
 
 
 def entry() -> NoReturn:
-    """Be the command: run, and end the process with the exit code."""
+    """Entry point of the process: run the command and exit with its code."""
     translate_torch_logs()
     code = main()
-    if "nsa.data" not in sys.modules:  # nothing was read that could hang
+    if "nsa.data" not in sys.modules:  # no data source was opened, so no thread can hang
         sys.exit(code)
     from nsa.data import end_process
 
@@ -58,7 +59,7 @@ def entry() -> NoReturn:
 
 
 def subcommands() -> list[str]:
-    """Names of the commands, as in `nsa NAME`."""
+    """Names of all commands, as in `nsa NAME`."""
     (action,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     return list(action.choices)
 

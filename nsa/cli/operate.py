@@ -9,12 +9,13 @@ from typing import Any
 from nsa.cli.settings import load
 from nsa.config.env import check_environment, raw
 
+# A copy of the keys of POINTS in operate/report/command.py, whose import takes longer.
 REPORT_POINTS = ("launch", "100", "500", "checkpoint", "phase1", "phase2", "final")
-"""Moments of a run that have criteria of their own."""
+"""Points of a run that have their own criteria."""
 
 
 def register(commands: Any) -> None:
-    """Add the commands to the parser of `nsa`."""
+    """Add the commands to the `nsa` parser."""
     for name, add_flags, command, text in (
         ("launch", add_launch_flags, _launch,
          "launch a run by a profile: phase by phase, each judged before the next"),
@@ -36,8 +37,12 @@ def register(commands: Any) -> None:
         parsed.set_defaults(command=command)
 
 
+# --- flags and calls, command by command ---
+
+
+# Calls import their module when they run, so that `nsa --help` stays fast.
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `nsa launch`."""
+    """Flags of `nsa launch`."""
     add = parser.add_argument
     add("overrides", nargs="*", metavar="group.key=value")
     add("--profile", default="production", metavar="NAME", help="(%(default)s); --list has all")
@@ -78,7 +83,7 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
 
 
 def add_watch_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `nsa watch` and scripts/_watchdog.py."""
+    """Flags of `nsa watch` and scripts/_watchdog.py."""
     parser.add_argument("--once", action="store_true", help="judge once; the exit code says how")
     parser.add_argument(
         "--until-ended", action="store_true", help="stop watching when the run has ended"
@@ -100,7 +105,7 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def add_monitor_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `nsa monitor`."""
+    """Flags of `nsa monitor`."""
     parser.add_argument(
         "folder", type=Path, nargs="?", metavar="RUN_FOLDER", help="default: the variable OUT_DIR"
     )
@@ -115,7 +120,7 @@ def _monitor(args: argparse.Namespace) -> int:
 
 
 def add_triage_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `nsa triage`."""
+    """Flags of `nsa triage`."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="default: the variable CONFIG")
     add("--steps", type=int, default=20, metavar="N", help="of every run (%(default)s)")
@@ -136,7 +141,7 @@ def _triage(args: argparse.Namespace) -> int:
 
 
 def add_handoff_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `nsa handoff`."""
+    """Flags of `nsa handoff`."""
     add = parser.add_argument
     add("folder", type=Path, nargs="?", metavar="RUN_FOLDER", help="train.out_dir; only read")
     add("--out", type=Path, metavar="FILE.tar.gz", help="default: <folder>-handoff.tar.gz, here")
@@ -155,7 +160,7 @@ def _handoff(args: argparse.Namespace) -> int:
 
 
 def add_preflight_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `nsa preflight`."""
+    """Flags of `nsa preflight`."""
     parser.add_argument("--config", metavar="FILE", help="default: the variable CONFIG")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes; default: one per GPU")
     parser.add_argument("--price", type=float, metavar="P", help="per hour, of all devices")
@@ -174,7 +179,7 @@ def _preflight(args: argparse.Namespace) -> int:
 
 
 def add_report_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `nsa report`."""
+    """Flags of `nsa report`."""
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--at", choices=REPORT_POINTS, default="final", help="(%(default)s)")
     parser.add_argument(

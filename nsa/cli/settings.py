@@ -1,4 +1,4 @@
-"""`nsa env`, `keys`, `info` and `plan`: settings, and what they mean on this machine."""
+"""`nsa env`, `keys`, `info` and `plan`: the settings and their effect on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsa.config.env import check_environment, in_effect, read
 
 
 def register(commands: Any) -> None:
-    """Add the commands to the parser of `nsa`."""
+    """Add the commands to the `nsa` parser."""
     for name, command, text in (
         ("env", _env, "list the environment variables and their values"),
         ("keys", _keys, "list the config keys and their defaults"),
@@ -35,16 +35,17 @@ def register(commands: Any) -> None:
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """What `load` reads: a config file, and changes of it."""
+    """The flags that `load` reads: a config file and overrides."""
     parser.add_argument("--config", metavar="FILE", help="default: the variable CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="group.key=value")
 
 
 def load(args: argparse.Namespace, *, quiet: bool = False) -> tuple[str, Config]:
-    """Resolve the config that the command names, and say which variables took part."""
+    """Resolve the command's config, and print the environment variables in effect."""
     check_environment()
     path = args.config or read("CONFIG")
     config = load_config(path, args.overrides)
+    # Only rank 0 prints, or every rank of a torchrun job would repeat the list.
     for name, value in in_effect().items() if read("RANK") == 0 and not quiet else ():
         print(f"environment: {name}={value}")
     return path, config
@@ -52,7 +53,7 @@ def load(args: argparse.Namespace, *, quiet: bool = False) -> tuple[str, Config]
 
 def _env(args: argparse.Namespace) -> int:
     print(variable_markdown() if args.markdown else text_table(variable_rows()))
-    check_environment()  # after the table, which shows what is wrong
+    check_environment()  # after the table, so that the user sees the variable at fault
     return 0
 
 
@@ -63,7 +64,7 @@ def _keys(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> int:
     path, config = load(args)
-    from nsa.cli.info import describe_config  # torch takes seconds: only where it is needed
+    from nsa.cli.info import describe_config  # imports torch, which takes seconds
 
     print(describe_config(config, path))
     return 0

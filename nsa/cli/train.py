@@ -22,11 +22,11 @@ KEYS = {
     "init_from": "train.init_from",
     "strategy": "runtime.strategy",
 }
-"""Flags that are another spelling of a config key."""
+"""Flags that set a config key."""
 
 
 def register(commands: Any) -> None:
-    """Add the commands to the parser of `nsa`."""
+    """Add the commands to the `nsa` parser."""
     text = "train a model"
     parser = commands.add_parser("train", help=text, description=text)
     add_train_flags(parser)
@@ -44,8 +44,11 @@ def register(commands: Any) -> None:
     parser.set_defaults(command=_prove_resume)
 
 
+# --- train ---
+
+
 def add_train_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the trainer."""
+    """Flags of the trainer."""
     add_config_flags(parser)
     add = parser.add_argument
     add("--steps", type=_count, help="end earlier; the LR schedule stays")
@@ -72,12 +75,13 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def train(args: argparse.Namespace, program: str) -> int:
-    """Train as the flags of `add_train_flags` say, and return the exit code."""
+    """Train as configured by the flags of `add_train_flags`; returns the exit code."""
     check_environment()
     path = args.config or read("CONFIG")
     config = _resolve(path, args)
     for name, value in in_effect().items() if read("RANK") == 0 else ():
         print(f"[boot] environment: {name}={value}")
+    # torch is imported only after the config is valid, so that bad input fails at once.
     from nsa.generate import sample_text
     from nsa.train import LoaderOptions, TrainError, run
     from nsa.train.distributed.strategy import speaks_for_all
@@ -98,6 +102,7 @@ def train(args: argparse.Namespace, program: str) -> int:
             ddp=args.ddp,
         )
     except TrainError as error:
+        # Rank 0 prints an error that all ranks share; any other error is printed by its own rank.
         if speaks_for_all(error):
             print(f"{program}: {error}", file=sys.stderr)
         return error.exit_code
@@ -110,6 +115,7 @@ def _resolve(path: str, args: argparse.Namespace) -> Config:
         overrides += ["runtime.gradient_checkpointing=false", "runtime.gc_layers="]
     overrides += args.overrides
     config = load_config(path, overrides)
+    # More steps than configured: lengthen the LR schedule too, instead of running past its end.
     if args.steps and args.steps > config.train.steps:
         print(
             f"[boot] --steps {args.steps} is more than train.steps={config.train.steps}; both "
@@ -133,6 +139,9 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; use one")
     return seconds
+
+
+# --- generate and prove-resume ---
 
 
 def _add_generate_flags(parser: argparse.ArgumentParser) -> None:

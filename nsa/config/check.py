@@ -1,4 +1,4 @@
-"""The error of bad settings, and the one definition of "the nearest known name"."""
+"""ConfigError, the rules that config values obey, and the vocabulary size of a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any, NoReturn
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; it says what was given, what is allowed and what to do."""
+    """An unusable setting; the message says what was given, what is allowed and what to do."""
 
     def __init__(self, message: str, *, key: str = "") -> None:
         super().__init__(message)
         self.key = key
-        """The "group.key" at fault, where there is one: the loader adds who set it."""
+        """The "group.key" at fault, if any; the loader adds which source set it."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that looks most like `name`; it always names one."""
+    """The known name most similar to `name`; always returns one."""
     choices = sorted(known)
     assert choices, "nearest() needs at least one known name"
     return difflib.get_close_matches(name, choices, n=1, cutoff=0.0)[0]
 
 
-# The rules that config values obey; each raises a ConfigError that names the key.
+# --- rules: each raises a ConfigError that names the key ---
 
 
 def refuse(key: str, given: object, allowed: str, todo: str) -> NoReturn:
@@ -37,7 +37,7 @@ def refuse(key: str, given: object, allowed: str, todo: str) -> NoReturn:
 
 
 def at_least(least: int, group: object, group_name: str, *keys: str) -> None:
-    """Require whole numbers that are not below `least`."""
+    """Require whole numbers >= `least`."""
     for key in keys:
         value = getattr(group, key)
         if value < least:
@@ -45,7 +45,7 @@ def at_least(least: int, group: object, group_name: str, *keys: str) -> None:
 
 
 def finite_positive(group: object, group_name: str, *keys: str) -> None:
-    """Require numbers above zero that are neither infinite nor NaN."""
+    """Require finite numbers > 0."""
     for key in keys:
         value = getattr(group, key)
         if not (math.isfinite(value) and value > 0):
@@ -53,7 +53,7 @@ def finite_positive(group: object, group_name: str, *keys: str) -> None:
 
 
 def between(low: float, high: float, group: object, group_name: str, *keys: str) -> None:
-    """Require numbers in [low, high]; NaN is in no range."""
+    """Require numbers in [low, high]; NaN is rejected."""
     for key in keys:
         value = getattr(group, key)
         if not low <= value <= high:
@@ -61,7 +61,7 @@ def between(low: float, high: float, group: object, group_name: str, *keys: str)
 
 
 def divides(part_key: str, part: int, whole_key: str, whole: int) -> None:
-    """Require `whole` to be a multiple of `part`, and offer the two neighbours that are."""
+    """Require `whole` to be a multiple of `part`; the error suggests the nearest multiples."""
     if whole % part:
         low = max(whole // part, 1) * part
         todo = f"use {low} or {low + part}" if low < whole else f"use {low}"
@@ -69,13 +69,13 @@ def divides(part_key: str, part: int, whole_key: str, whole: int) -> None:
 
 
 def one_of(key: str, given: str, allowed: Sequence[str]) -> None:
-    """Require one of a few words."""
+    """Require one of the allowed words."""
     if given not in allowed:
         refuse(key, given, " | ".join(allowed), f"the nearest is {nearest(given, allowed)!r}")
 
 
 def parse_layers(text: str) -> tuple[int, int]:
-    """Read the layer range "A:B" as (A, B); raise ValueError for anything else."""
+    """Parse the layer range "A:B" as (A, B); ValueError for anything else."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match:
         raise ValueError(f"{text!r} is not a layer range; write A:B, for example 0:6")
@@ -92,13 +92,14 @@ def ok_layers(key: str, text: str, n_layers: int) -> None:
         refuse(key, text, allowed, f'use a range inside "0:{n_layers}"')
 
 
-# How many ids a Hugging Face `tokenizer.json` has: model sizes depend on it before data opens.
+# --- vocabulary size of a Hugging Face `tokenizer.json` ---
+# Model sizes depend on it before data is opened; the package `tokenizers` is not needed for that.
 
 FILE_NAME = "tokenizer.json"
 
 
 def find_tokenizer_json(path: Path) -> Path:
-    """Return the file that `path` is, or that lies in the folder that it is."""
+    """`path` itself, or the tokenizer.json in that folder."""
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
@@ -109,7 +110,7 @@ def find_tokenizer_json(path: Path) -> Path:
 
 
 def count_ids(path: Path) -> int:
-    """Return the highest id plus one: ids may have gaps, and a model needs a row for each."""
+    """Highest id plus one: ids may have gaps, and the embedding needs a row for each."""
     file = find_tokenizer_json(path)
     stat = file.stat()
     return _count(file, stat.st_mtime_ns, stat.st_size)
@@ -117,10 +118,11 @@ def count_ids(path: Path) -> int:
 
 @lru_cache(maxsize=8)
 def _count(file: Path, _mtime_ns: int, _size_bytes: int) -> int:
-    """Read a version of the file once; the sizes of a model are asked for many times."""
+    """Cached per file version, since model sizes are computed many times."""
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
         vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
+        # BPE and WordPiece store a dict of ids, Unigram a list of pieces in id order.
         ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
         return max(int(i) for i in [*ids, *(token["id"] for token in added)]) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,4 +1,7 @@
-"""What the settings are, as tables: for the terminal, and for docs/configuration.md."""
+"""Settings as tables: for `nsa keys` and `nsa env`, and for docs/configuration.md.
+
+`python -m nsa.config.describe PAGE` rewrites the generated tables in a page.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from nsa.config.load import known_keys, to_container
 Rows = list[tuple[str, ...]]
 
 
+# --- tables ---
+
+
 def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Align rows in columns of plain text; the columns numbered in `right` flush right."""
+    """Align rows as plain-text columns; columns with an index in `right` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
         "  ".join(
@@ -29,21 +35,24 @@ def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> s
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows as a Markdown table; the first one is the header."""
+    """Rows as a Markdown table; the first row is the header."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
     return "\n".join(lines)
 
 
 def show(value: object) -> str:
-    """Write a value as YAML would: true, and an empty text as a pair of quotes."""
+    """A value as YAML writes it: true, and "" for an empty string."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if value != "" else '""'
 
 
+# --- content ---
+
+
 def variable_rows(environ: Mapping[str, str] | None = None) -> Rows:
-    """List every environment variable with its current value."""
+    """Every environment variable with its current value."""
     rows: Rows = [("name", "default", "current", "honoured", "meaning")]
     for variable in TABLE.values():
         current = raw(variable.name, environ)
@@ -60,7 +69,7 @@ def variable_rows(environ: Mapping[str, str] | None = None) -> Rows:
 
 
 def variable_markdown() -> str:
-    """The same for the documentation, where there is no current value."""
+    """The same for the documentation, without current values."""
     rows: Rows = [("name", "default", "honoured", "meaning")]
     for v in TABLE.values():
         rows.append((f"`{v.name}`", f"`{_default(v)}`", v.honoured, _meaning(v)))
@@ -68,7 +77,7 @@ def variable_markdown() -> str:
 
 
 def key_rows() -> Rows:
-    """List every config key with its type, its default and its meaning."""
+    """Every config key with type, default and meaning."""
     defaults, meanings = to_container(schema.Config()), key_meanings()
     rows: Rows = [("key", "type", "default", "meaning")]
     for key, kind in known_keys().items():
@@ -84,7 +93,7 @@ def key_markdown() -> str:
 
 
 def key_meanings() -> dict[str, str]:
-    """Read the line under each field of the schema, so that it is written only once."""
+    """Meaning of each key: the string under each field of schema.py, which is its only source."""
     classes = {
         node.name: node
         for node in ast.parse(inspect.getsource(schema)).body
@@ -99,7 +108,7 @@ def key_meanings() -> dict[str, str]:
 
 
 def refresh(page: str) -> str:
-    """Return the documentation page with its generated tables brought up to date."""
+    """Return a documentation page with its generated tables updated."""
     for name, table in (("keys", key_markdown()), ("variables", variable_markdown())):
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if begin not in page or end not in page:
@@ -111,6 +120,7 @@ def refresh(page: str) -> str:
 
 def _field_lines(node: ast.ClassDef) -> dict[str, str]:
     lines = {}
+    # A field's documentation is the string right below it; Python drops it, the AST keeps it.
     for field, below in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
             assert isinstance(field.target, ast.Name) and isinstance(below.value, ast.Constant)
@@ -125,7 +135,7 @@ def _meaning(variable: Variable) -> str:
 
 def _default(variable: Variable) -> str:
     if isinstance(variable.default, bool):
-        return str(int(variable.default))  # as a shell would write it
+        return str(int(variable.default))  # 0 or 1, as in a shell
     return "-" if variable.default is None else show(variable.default)
 
 

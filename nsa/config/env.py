@@ -1,4 +1,7 @@
-"""The table of environment variables: name, type, default, who honours it, meaning."""
+"""Environment variables: the table (name, type, default, who reads it, meaning) and its readers.
+
+This is the only module that reads os.environ.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from nsa.config.check import ConfigError, nearest
 
 Value = bool | int | float | str | None
 HIDDEN = "***"
-"""Stands for the value of a secret."""
+"""Replaces the value of a secret."""
 Honoured = Literal["code", "external", "planned"]
+
+
+# --- the table ---
 
 
 @dataclass(frozen=True)
@@ -25,18 +31,19 @@ class Variable:
     kind: type
     """bool, int, float or str; numbers are never negative."""
     default: Value
-    """The value when the variable is unset or empty; None means "no opinion"."""
+    """Value if the variable is unset or empty; None means "not set"."""
     honoured: Honoured
-    """code: this package reads it. external: another program does. planned: nothing does yet."""
+    """code: this package reads it. external: another program does. planned: not implemented."""
     meaning: str
     sets: tuple[str, ...] = ()
-    """Config overrides that it stands for; `{}` is its value. Only a non-default value applies."""
+    """Config overrides that it sets; `{}` is its value. Applied only for a non-default value."""
     choices: tuple[str, ...] = ()
-    """Allowed words, where not every text is."""
+    """Allowed words; empty allows any text."""
     secret: bool = False
-    """Its value is never shown."""
+    """The value is never shown."""
 
 
+# Overrides of config keys.
 _CONFIG = (
     Variable("CONFIG", str, "configs/train_showcase.yaml", "code", "config file of the run"),
     Variable("NSA_SEQ_LEN", int, None, "code", "tokens per training row", ("train.seq_len={}",)),
@@ -213,7 +220,7 @@ _WATCHDOG = (
 )
 
 _LAUNCHERS = (
-    # Words, not numbers: another program may use the same name, and the trainer must not mind.
+    # Strings, not numbers: another program may use the same name with a value we cannot parse.
     Variable("NP", str, None, "code", "processes that nsa launch starts on this machine"),
     Variable("DATASET", str, None, "code", "data source that nsa launch passes on"),
     Variable("LOCAL_PATH", str, "", "code", "local data that nsa launch passes on"),
@@ -279,15 +286,15 @@ TABLE: dict[str, Variable] = {
 }
 
 
-# The only module that reads environment variables: by name, with type and default.
+# --- reading variables ---
 
 BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
 BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
-"""Words for yes and no, in variables and in overrides; case does not matter."""
+"""Spellings of booleans in variables and overrides; case-insensitive."""
 
 
 def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
-    """Return the value of a variable of the table, in its type; its default when unset or empty."""
+    """Typed value of a variable in the table; its default if unset or empty."""
     if name not in TABLE:
         raise KeyError(f"{name} is not in nsa/config/env.py; add a row for it there")
     text = _environ(environ).get(name, "")
@@ -295,12 +302,12 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
 
 
 def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return a variable as it was written, or None; for tables and for "was it chosen?"."""
+    """The raw text of a variable, or None; use it to ask whether the user set it."""
     return _environ(environ).get(name)
 
 
 def check_environment(environ: Mapping[str, str] | None = None) -> None:
-    """Refuse unknown NSA_* names, values that do not parse, and switches nothing honours yet."""
+    """Reject unknown NSA_* names, values that do not parse, and variables not implemented yet."""
     environ = _environ(environ)
     for name in sorted(environ):
         if name in TABLE:
@@ -314,8 +321,9 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
 
 
 def config_overrides(environ: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (variable, "group.key=value") for each config setting that the environment makes."""
+    """Yield (variable, "group.key=value") for each config key set by the environment."""
     environ = _environ(environ)
+    # Applied in table order, one would silently undo the other.
     if read("NSA_NO_GC", environ) and read("NSA_GC_RANGE", environ):
         raise ConfigError(
             f"NSA_NO_GC={environ['NSA_NO_GC']} and NSA_GC_RANGE={environ['NSA_GC_RANGE']} "
@@ -328,7 +336,7 @@ def config_overrides(environ: Mapping[str, str] | None = None) -> Iterator[tuple
 
 
 def in_effect(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that this package honours and that are not at their default."""
+    """Variables read by this package that differ from their default; secrets are masked."""
     environ = _environ(environ)
     return {
         name: HIDDEN if variable.secret else environ[name]
@@ -340,19 +348,20 @@ def in_effect(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 def recorded(
     names: Sequence[str], prefixes: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the variables with these names or prefixes as they are written, for a run's record."""
+    """Raw variables with these names or prefixes, for env.json."""
     environ = _environ(environ)
     chosen = (name for name in environ if name in names or name.startswith(tuple(prefixes)))
     return {name: environ[name] for name in sorted(chosen)}
 
 
 def _environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    # A parameter, so that tests and the launcher can ask about another environment.
     return os.environ if environ is None else environ
 
 
 def _check_known(variable: Variable, environ: Mapping[str, str]) -> None:
     ours = variable.name.startswith("NSA_") or variable.honoured == "code"
-    if not ours:  # HOST or PORT may be somebody else's, and mean something else
+    if not ours:  # HOST or PORT may belong to another program and mean something else
         return
     value = read(variable.name, environ)
     if variable.honoured == "planned" and value != variable.default:
@@ -380,6 +389,7 @@ def _parse_number(variable: Variable, text: str) -> Value:
         value: float = variable.kind(text)
     except ValueError:
         raise _bad_value(variable, text, allowed) from None
+    # Also rejects NaN: every comparison with it is false.
     if not 0 <= value < float("inf"):
         raise _bad_value(variable, text, allowed)
     return value
@@ -392,16 +402,16 @@ def _bad_value(variable: Variable, text: str, allowed: str) -> ConfigError:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable that a library reads when it starts, unless somebody has set it."""
+    """Set a variable that a library reads at import, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
 def translate_torch_logs() -> None:
-    """Take the old channel `sdp` out of TORCH_LOGS, and log the routes of attention instead.
+    """Remove the old channel `sdp` from TORCH_LOGS and turn on NSA_SDPA_AUDIT instead.
 
-    torch raises on that name when it is imported, so entries call this before. Where something has
-    tried to import torch already, as a sitecustomize may, half of it is left in this process, which
-    then starts itself anew.
+    torch raises on that channel at import, so entry points call this first. If something (e.g. a
+    sitecustomize) already tried to import torch, a half-imported torch is left behind; then the
+    process re-executes itself.
     """
     channels = os.environ.get("TORCH_LOGS", "").split(",")
     kept = [channel for channel in channels if channel.strip().lstrip("+-") != "sdp"]
@@ -413,17 +423,18 @@ def translate_torch_logs() -> None:
     os.environ.setdefault("NSA_SDPA_AUDIT", "1")
     text = "[boot] TORCH_LOGS: torch has no channel `sdp`; NSA_SDPA_AUDIT=1 logs the routes instead"
     print(text, file=sys.stderr, flush=True)
+    # execv replaces the process: same pid, same arguments, fresh interpreter.
     if any(name.partition(".")[0] == "torch" for name in sys.modules):
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def with_package() -> dict[str, str]:
-    """The environment with this package's folder first among those that Python imports from."""
+    """The environment with this package's folder first on PYTHONPATH, for subprocesses."""
     folder = str(Path(__file__).resolve().parents[2])
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *others])}
 
 
 def changed(values: Mapping[str, str]) -> dict[str, str]:
-    """The environment with other values for some variables, for a process that is started."""
+    """The environment with some variables replaced, for subprocesses."""
     return {**os.environ, **values}

@@ -1,4 +1,4 @@
-"""Command-line parsing in which a wrong flag is an error that names the nearest one."""
+"""Parse command lines strictly, and resolve YAML, environment and overrides into one Config."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+# --- command-line parsing ---
+
 BAD_INPUT = 2
-"""Exit code of bad input."""
+"""Exit code for bad input."""
 INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C has ended; a run that trains then ends with 0."""
+"""Exit code after Ctrl-C; a training run handles Ctrl-C itself and exits with 0."""
 
 
 class StrictParser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations, whose errors are one line and exit code 2."""
+    """ArgumentParser without abbreviations; errors are one line with exit code 2."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -37,7 +39,7 @@ class StrictParser(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and refuse leftovers here, where the flags of this (sub)command are known."""
+        """Parse; reject unknown arguments here, where this subcommand's flags are known."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(self._explain(rest[0]))
@@ -55,24 +57,24 @@ class StrictParser(argparse.ArgumentParser):
         return f"unknown flag {flag!r}; the nearest known one is {known!r}"
 
 
-# From a YAML file, the environment and the command line to one checked config tree.
+# --- the config: defaults < YAML < environment < overrides ---
 
 INHERITS = "inherits"
 REPOSITORY = Path(__file__).resolve().parents[2]
 MOST_BYTES, MOST_DEPTH, MOST_NODES, MOST_HEIRS = 1 << 18, 16, 10_000, 16
-"""Of a config: bytes of a file, levels and values in it, and files that inherit in a row."""
+"""Limits of a config: bytes per file, nesting depth, number of values, length of the chain."""
 
 
 GROUPS = tuple(field.name for field in dataclasses.fields(Config))
 KNOWN_LINE = re.compile(
     rf"(?:^|[{{,])[ \t]*[\"']?({'|'.join((INHERITS, *GROUPS))})[\"']?[ \t]*:", re.MULTILINE
 )
-"""A line that only a config has."""
+"""Matches a line that only a config contains."""
 WRITE = f"write at least one of {', '.join(GROUPS)}, or `{INHERITS}: base.yaml`"
 
 
 class Setting(NamedTuple):
-    """One value for one key, and who asks for it."""
+    """One value for one key, and the source that set it."""
 
     key: str
     value: Any
@@ -92,11 +94,11 @@ def load_config(
 
 
 def build(settings: Sequence[Setting]) -> Config:
-    """Apply settings to the defaults, the last one wins, and check the result as a whole."""
-    from omegaconf import OmegaConf  # half of the start of a command that reads no config
+    """Apply settings to the defaults in order (last wins), then validate the whole tree."""
+    from omegaconf import OmegaConf  # slow import: half the start-up time of a small command
 
     tree = OmegaConf.structured(Config)
-    OmegaConf.set_readonly(tree, False)  # the dataclasses are frozen, the tree is not yet
+    OmegaConf.set_readonly(tree, False)  # OmegaConf makes frozen dataclasses read-only
     for group in tree:
         OmegaConf.set_readonly(tree[group], False)
     for setting in settings:
@@ -104,6 +106,7 @@ def build(settings: Sequence[Setting]) -> Config:
     try:
         config = OmegaConf.to_object(tree)
     except ConfigError as error:
+        # The later setting wins here as well, so the error names the source that took effect.
         origins = {setting.key: setting.origin for setting in settings}
         raise ConfigError(f"{error} ({origins.get(error.key, 'default')})", key=error.key) from None
     assert isinstance(config, Config)
@@ -111,13 +114,13 @@ def build(settings: Sequence[Setting]) -> Config:
 
 
 def to_container(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the tree as plain dicts of plain values, as checkpoints store it."""
+    """The tree as plain dicts and values, as stored in checkpoints."""
     return dataclasses.asdict(config)
 
 
 @cache
 def known_keys() -> dict[str, type]:
-    """Return every "group.key" of the tree with its type."""
+    """Every "group.key" of the tree with its type."""
     return {
         f"{group}.{key}": type(value)
         for group, values in to_container(Config()).items()
@@ -126,11 +129,12 @@ def known_keys() -> dict[str, type]:
 
 
 def parse_config(text: str, origin: str) -> Config:
-    """The config of a text that inherits from nothing, as a run folder keeps it."""
+    """Parse a config without `inherits`, as stored in a run folder."""
     return build([*_flatten(_parse_yaml(text, origin), origin)])
 
 
 def _from_yaml(path: Path, heirs: tuple[Path, ...]) -> list[Setting]:
+    # Resolved paths, or a symlink could hide a cycle.
     if path.resolve() in heirs:
         chain = " -> ".join(p.name for p in (*heirs, path))
         raise ConfigError(f"{path}: {INHERITS} goes in a circle ({chain}); remove one of the links")
@@ -147,11 +151,12 @@ def _from_yaml(path: Path, heirs: tuple[Path, ...]) -> list[Setting]:
 
 
 def _read_file(path: Path) -> str:
-    """A file that a user names; it may be a link."""
+    """Read a file named by the user; symlinks are allowed."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file; {_existing(path)}")
     try:
         with path.open("rb") as file:
+            # One byte more than allowed tells "too large" without reading all of it.
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ConfigError(f"{path}: is larger than {MOST_BYTES} bytes, so it is no config")
@@ -165,14 +170,18 @@ def _read_file(path: Path) -> str:
 
 
 def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
-    """The groups of a config. Of a file that is no config, no content shows in the message: it may
-    be one that whoever reads the message must not see."""
+    """The groups of a config.
+
+    For a file that is not a config, the error shows none of its content: it may be a file that the
+    reader of the message must not see.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
         _limit_nesting(text)
+        # resolve=False: ${...} must not read the environment or other keys.
         content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
         reason = f": {_reason(error)}" if KNOWN_LINE.search(text) else ""
@@ -184,13 +193,14 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     if not content:
         raise ConfigError(f"{origin}: is empty, which would be a run with every default; {WRITE}")
     keys = [str(key) for key in content]
+    # A misspelled group is a typing error with a better message later; here nothing matches.
     if not any(get_close_matches(key, (INHERITS, *GROUPS), n=1) for key in keys):
         raise ConfigError(f"{origin}: is no config, it has none of the groups; {WRITE}")
     return dict(zip(keys, content.values(), strict=True))
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong and where, without the text around it."""
+    """What is wrong and where, without quoting the text."""
     from yaml import MarkedYAMLError
 
     if isinstance(error, MarkedYAMLError):
@@ -201,13 +211,13 @@ def _reason(error: Exception) -> str:
 
 
 def _limit_nesting(text: str) -> None:
-    """Refuse what is small as text and huge, or too deep, as data, before it is built.
+    """Reject YAML that is small as text but huge or deeply nested as data, before building it.
 
-    A config has groups of keys, and nothing below them.
+    YAML aliases can expand exponentially ("billion laughs"); a config needs only groups of keys.
     """
     import yaml
 
-    sizes: dict[str, int] = {}  # of what has an anchor: nodes, with what its own aliases stand for
+    sizes: dict[str, int] = {}  # nodes below each anchor, with aliases expanded
     open_nodes: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -278,7 +288,7 @@ def _apply(tree: DictConfig, setting: Setting) -> None:
 
 
 def _fits(kind: type, value: Any) -> bool:
-    """Refuse what OmegaConf would convert: 2 to True, 5 to "5", and ${...} to something else."""
+    """Reject values that OmegaConf would convert silently: 2 to True, 5 to "5", ${...}."""
     if kind is bool:
         return str(value).lower() in BOOLEANS
     if isinstance(value, str):

@@ -1,4 +1,7 @@
-"""The typed config tree: groups, keys, defaults, and the combinations that are refused."""
+"""The typed config tree: groups, keys, defaults, and rejected combinations.
+
+The string under each field is its documentation: `nsa keys` and docs/configuration.md print it.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ ATTENTIONS = ("nsa", "dense")
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
 SPIKE_RULES = ("off", "log", "skip", "rollback")
+# Allowed words; nsa/config/check.py makes the error that lists them.
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant", "wsd")
 TRACKERS = ("none", "wandb", "trackio")
@@ -34,12 +38,12 @@ DATASETS = (
     "fineweb_edu",
 )
 MADE_DATASETS = ("synthetic", "synthetic_copy")
-"""Those that are made, row by row."""
+"""Synthetic datasets, generated row by row."""
 LOCAL_DATASETS = ("fineweb_edu_local", "shards")
-"""Those that are read from data.local_path."""
+"""Datasets read from data.local_path."""
 TOKENIZERS = ("byte", "gpt2", "hf")
 VOCABULARIES = {"byte": 256, "gpt2": 50257}
-"""Ids of each tokenizer that is the same everywhere; padding for speed is never counted."""
+"""Vocabulary size of the fixed tokenizers; never padded."""
 STRATEGIES = ("auto", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -75,6 +79,7 @@ class ModelConfig:
     """Positions are divided by this, to read contexts longer than those trained on."""
 
     def __post_init__(self) -> None:
+        # Rules within a group stand here; rules between groups are in Config.__post_init__.
         at_least(1, self, "model", "dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v")
         one_of("model.attention", self.attention, ATTENTIONS)
         finite_positive(self, "model", "embed_std", "rope_base", "rope_scale")
@@ -85,7 +90,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NSAConfig:
-    """The blocks of Native Sparse Attention, in the paper's letters."""
+    """Block sizes of Native Sparse Attention, in the paper's letters."""
 
     l: int = 32
     """Tokens in a compression block."""
@@ -104,6 +109,7 @@ class NSAConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "nsa", "l", "d", "l_sel", "w")
+        # n_sel >= 3: the first, the current and the previous block are always selected.
         at_least(3, self, "nsa", "n_sel")
         divides("nsa.d", self.d, "nsa.l", self.l)
         divides("nsa.d", self.d, "nsa.l_sel", self.l_sel)
@@ -113,7 +119,7 @@ class NSAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The run: how long, how fast, and what it leaves behind."""
+    """The run: its length, optimization, logging and checkpoints."""
 
     steps: int = 1000
     """Optimizer updates, and the horizon of the learning-rate schedule."""
@@ -196,6 +202,7 @@ class TrainConfig:
         if self.backup_dir and self.backup_dir.rstrip("/") == self.out_dir.rstrip("/"):
             allowed = "another folder than train.out_dir"
             refuse("train.backup_dir", self.backup_dir, allowed, "name one on another disk")
+        # A new run moves the old files of out_dir away, including the weights to start from.
         start = PurePath(self.init_from)
         if self.init_from and PurePath(self.out_dir) in (start, start.parent):
             allowed = "outside train.out_dir, whose files a new run moves aside"
@@ -205,6 +212,7 @@ class TrainConfig:
         one_of("train.spike_rule", self.spike_rule, SPIKE_RULES)
         finite_positive(self, "train", "spike_threshold")
         at_least(4, self, "train", "spike_window")
+        # A rollback needs a checkpoint to go back to.
         if self.spike_rule == "rollback" and self.save_every == 0:
             allowed = "off, log or skip with save_every=0"
             refuse("train.spike_rule", self.spike_rule, allowed, "set train.save_every")
@@ -212,7 +220,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the model reads."""
+    """Data source and tokenizer."""
 
     dataset: str = "synthetic"
     """shakespeare, synthetic, synthetic_copy, fineweb_edu_local, shards, fineweb_edu (a stream)."""
@@ -268,18 +276,18 @@ class DataConfig:
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer.json, where the tokenizer is one."""
+        """Path of the tokenizer.json, for tokenizers that are one."""
         return Path(self.tokenizer_path if self.tokenizer == "hf" else self.tokenizer)
 
     @property
     def vocab(self) -> int:
-        """Number of ids of the tokenizer; that of a tokenizer.json is read from the file."""
+        """Vocabulary size; for a tokenizer.json read from the file."""
         return VOCABULARIES.get(self.tokenizer) or count_ids(self.tokenizer_file)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """Where and how the same mathematics runs."""
+    """Device, precision and kernels; none of them changes the mathematics."""
 
     device: str = "auto"
     """auto takes a GPU when there is one; otherwise cpu, cuda or cuda:N."""
@@ -320,7 +328,7 @@ class RuntimeConfig:
 
     @property
     def attention_backend(self) -> str:
-        """The backend that the model asks for: use_flash=false turns auto into torch."""
+        """The backend requested by the model: use_flash=false turns auto into torch."""
         return self.backend if self.use_flash else "torch"
 
 
@@ -348,6 +356,7 @@ class Config:
             refuse("runtime.compile", True, allowed, "turn one of them off")
 
     def _check_graph(self) -> None:
+        # A CUDA graph replays fixed shapes and cannot branch on values on the host.
         obstacles = (
             (self.runtime.precision == "fp16", "runtime.precision=fp16: the host scales its loss"),
             (self.runtime.backend == "reference", "runtime.backend=reference"),

@@ -1,4 +1,7 @@
-"""A shuffle without memory: the place of each row is a pure function of seed, epoch and index."""
+"""Rows of S+1 tokens with random access: from memory, from mapped shards, or synthetic.
+
+A row depends only on seed and position, so that any run can resume at any position.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,17 @@ from nsa.data.errors import DataError
 from nsa.data.shards import Manifest, read_manifest, size_problem
 from nsa.data.tokenizers import Ids, Tokenizer, id_type
 
+# --- stateless shuffle ---
+
+# Feistel rounds. Changing the number changes the row order of every run.
 ROUNDS = 6
 
 
 def shuffled(index: int, size: int, seed: int, epoch: int) -> int:
-    """Return where `index` goes in the permutation of range(size) that (seed, epoch) names.
+    """Position of `index` in the permutation of range(size) that (seed, epoch) selects.
 
-    A Feistel network permutes [0, 4^k), the smallest such range that holds `size`; results
-    outside of range(size) are permuted again until they fall inside, which keeps it one-to-one.
+    A Feistel network permutes [0, 4^k), the smallest such range that holds `size`. Results
+    outside range(size) are permuted again (cycle walking), which keeps the map one-to-one.
     """
     assert 0 <= index < size, f"index {index} is not in range({size})"
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -45,14 +51,14 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
     return left << half_bits | right
 
 
-# Tokens of one or more arrays, in memory or mapped from files, read as one stream.
+# --- token streams: one or more arrays, in memory or mapped, read as one ---
 
 CHUNK_TOKENS = 1 << 20
-"""Tokens that are hashed at a time: a mapped stream may be larger than the memory."""
+"""Tokens hashed at a time: a mapped stream may be larger than memory."""
 
 
 class Stream:
-    """A stream of token ids; only what is asked for is touched."""
+    """A stream of token ids; only the requested part is read."""
 
     def __init__(self, parts: Sequence[Ids]) -> None:
         self._parts = parts
@@ -62,7 +68,7 @@ class Stream:
         return self._ends[-1] if self._ends else 0
 
     def copy_to(self, out: NDArray[np.int64], start: int) -> None:
-        """Fill `out` with the tokens from `start` on; they may lie in several parts."""
+        """Fill `out` with tokens from `start` on, across part boundaries."""
         assert 0 <= start <= len(self) - len(out), f"{len(out)} tokens at {start} of {len(self)}"
         part, filled = bisect_right(self._ends, start), 0
         while filled < len(out):
@@ -72,7 +78,7 @@ class Stream:
             part, filled = part + 1, filled + len(piece)
 
     def sha256(self) -> str:
-        """Hash every token; how the stream is cut into parts does not matter."""
+        """Hash all tokens; independent of how the stream is split into parts."""
         digest = hashlib.sha256("/".join(sorted({p.dtype.name for p in self._parts})).encode())
         for part in self._parts:
             for start in range(0, len(part), CHUNK_TOKENS):
@@ -80,37 +86,37 @@ class Stream:
         return digest.hexdigest()
 
 
-# Rows of S+1 tokens, each addressed by its global position; nothing else decides what it holds.
+# --- rows by global position ---
 
 State = dict[str, int]
-"""What a source needs to go on in another process; empty where any row can be read at once."""
+"""What a source needs to resume in another process; empty for random access."""
 
 
 class Rows(Protocol):
-    """Rows for a model that reads S tokens and has S targets."""
+    """Rows of S inputs and S targets, as S+1 tokens."""
 
     @property
     def num_rows(self) -> int | None:
-        """Different rows in an epoch; None when no row ever returns."""
+        """Distinct rows per epoch; None if rows never repeat."""
 
     def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
-        """Return the rows at global positions `position` to `position + size - 1`."""
+        """The rows at global positions `position` to `position + size - 1`."""
 
     def fingerprint(self) -> str:
-        """Return a sha256 of what decides every row; a resume on other data can be refused."""
+        """sha256 of everything that determines the rows; resuming on other data is refused."""
 
     def state(self, position: int) -> State:
-        """Return what lets another process read from `position` on, which was read lately."""
+        """State for resuming at `position`, which must have been read recently."""
 
     def resume(self, state: State) -> None:
-        """Be ready for the rows from the position on that this state was asked for."""
+        """Prepare to read on from the position that this state was taken for."""
 
 
 class AnyOrder:
-    """Rows of which any can be read at once: there is nothing to remember."""
+    """Rows with random access: they need no state to resume."""
 
     def state(self, position: int) -> State:
-        """Return nothing: the position says it all."""
+        """Empty: the position is enough."""
         return {}
 
     def resume(self, state: State) -> None:
@@ -124,7 +130,7 @@ class ArrayRows(AnyOrder):
     def __init__(
         self, stream: Stream | Ids, seq_len: int, seed: int, side: str, content: str = ""
     ) -> None:
-        """`content` names what the stream holds; without it, its tokens are hashed for that."""
+        """`content` identifies the stream; if empty, all its tokens are hashed instead."""
         self._stream = stream if isinstance(stream, Stream) else Stream([stream])
         self._seq_len, self._seed, self._content = seq_len, seed, content
         self.num_rows = (len(self._stream) - 1) // seq_len
@@ -132,7 +138,7 @@ class ArrayRows(AnyOrder):
             raise _too_short(len(self._stream), seq_len, side)
 
     def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
-        """Each epoch visits every row once, in an order of its own."""
+        """Each epoch visits every row once, in its own shuffled order."""
         rows = np.empty((size, self._seq_len + 1), dtype=np.int64)
         for row, place in zip(rows, range(position, position + size), strict=True):
             epoch, index = divmod(place, self.num_rows)
@@ -141,7 +147,7 @@ class ArrayRows(AnyOrder):
         return torch.from_numpy(rows)
 
     def fingerprint(self) -> str:
-        """Hash the content, how it is cut and in which order it comes."""
+        """Hash the content, the row length and the seed of the order."""
         self._content = self._content or self._stream.sha256()
         return fingerprint_of(
             rows="stream", content=self._content, seq_len=self._seq_len, seed=self._seed
@@ -149,7 +155,7 @@ class ArrayRows(AnyOrder):
 
 
 def to_stream(documents: Iterable[str], tokenizer: Tokenizer) -> Ids:
-    """Join the ids of the documents; each ends with the end mark."""
+    """Concatenate the ids of the documents, each followed by EOS."""
     end: Ids = np.array([tokenizer.eos], dtype=id_type(tokenizer.vocab))
     parts = [part for text in documents for part in (tokenizer.encode(text), end)]
     return np.concatenate(parts) if parts else end[:0]
@@ -162,11 +168,11 @@ def _too_short(num_tokens: int, seq_len: int, side: str) -> DataError:
     return DataError(f"{given}; use a train.seq_len of at most {num_tokens - 1}")
 
 
-# Prepared shards as a run reads them: mapped, never loaded whole, and checked when opened.
+# --- prepared shards: memory-mapped, checked when opened ---
 
 
 class OpenShards(NamedTuple):
-    """Both sides of a folder, and the hash of its manifest."""
+    """Both sides of a shard folder, and the hash of its manifest."""
 
     train: Stream
     val: Stream
@@ -175,7 +181,7 @@ class OpenShards(NamedTuple):
 
 
 def open_shards(folder: Path, tokenizer: Tokenizer) -> OpenShards:
-    """Map every shard of the folder, after its size and the tokenizer were checked."""
+    """Map all shards after checking the tokenizer and the file sizes; contents are not read."""
     manifest, sha256 = read_manifest(folder)
     if manifest.fingerprint != tokenizer.fingerprint():
         raise DataError(
@@ -193,7 +199,7 @@ def _map_side(folder: Path, manifest: Manifest, side: str) -> Stream:
         if problem := size_problem(folder, manifest, shard):
             raise DataError(f"{problem}; copy or prepare the shards again")
         mapped = np.memmap(folder / shard.file, dtype=dtype, mode="r", shape=(shard.tokens,))
-        parts.append(np.asarray(mapped))  # the same pages, without memmap's slow slicing
+        parts.append(np.asarray(mapped))  # same pages, without the slow slicing of np.memmap
     return Stream(parts)
 
 
@@ -201,14 +207,14 @@ def _name(manifest: Manifest) -> str:
     return f"{manifest.tokenizer} of {manifest.vocab} ids, fingerprint {manifest.fingerprint[:12]}"
 
 
-# Rows that are made, not read: uniform random tokens, and random tokens with a copy in them.
+# --- synthetic rows: uniform random tokens, with or without a copied segment ---
 
 COPIED_PART = 4
-"""A copy is a quarter of a row, so that half of the row is noise, wherever it lies."""
+"""The segment is a quarter of a row; with its copy, half of the row remains noise."""
 
 
 class SyntheticRows(AnyOrder):
-    """Uniform random tokens, fresh at every position: nothing in them can be learned."""
+    """Uniform random tokens, new at every position: nothing can be learned from them."""
 
     num_rows = None
     kind = "synthetic"
@@ -217,11 +223,11 @@ class SyntheticRows(AnyOrder):
         self._vocab, self._seq_len, self._key = vocab, seq_len, f"{seed}/{side}"
 
     def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
-        """The row at a position has a generator of its own."""
+        """Each position seeds its own generator."""
         return torch.stack([self._row(p) for p in range(position, position + size)])
 
     def fingerprint(self) -> str:
-        """Hash what every row is made from."""
+        """Hash everything that determines the rows."""
         return fingerprint_of(
             rows=self.kind, vocab=self._vocab, seq_len=self._seq_len, key=self._key
         )
@@ -238,10 +244,10 @@ class SyntheticRows(AnyOrder):
 
 
 class CopyRows(SyntheticRows):
-    """Random tokens in which one segment comes again later, at a random distance.
+    """Random tokens in which one segment is repeated later, at a random distance.
 
-    The copy can be predicted from its second token on by a model that finds the first occurrence;
-    everything else stays at ln V nats per token. A copy never overlaps what it copies.
+    From its second token on, the copy is predictable by a model that finds the first occurrence;
+    all other tokens stay at ln V nats. The copy never overlaps the segment.
     """
 
     kind = "synthetic_copy"
@@ -255,7 +261,7 @@ class CopyRows(SyntheticRows):
             )
 
     def segment(self, position: int) -> tuple[int, int, int]:
-        """Return where the segment and its copy start in the row at a position, and the length."""
+        """Start of the segment, start of its copy, and their length, for the row at a position."""
         return self._place(self._generator(position))
 
     def _row(self, position: int) -> Tensor:  # [S+1] int64
@@ -266,7 +272,7 @@ class CopyRows(SyntheticRows):
         return row
 
     def _place(self, generator: torch.Generator) -> tuple[int, int, int]:
-        """Draw the distance first: long ones are then as frequent as short ones."""
+        """Draw the distance first, so that long distances are as frequent as short ones."""
         row_len = self._seq_len + 1
         length = row_len // COPIED_PART
         distance = length + _below(row_len - 2 * length + 1, generator)
@@ -278,16 +284,16 @@ def _below(bound: int, generator: torch.Generator) -> int:
     return int(torch.randint(bound, (1,), generator=generator))
 
 
-# Where documents start inside a row, for attention that does not cross their borders.
+# --- document boundaries inside rows, for attention that does not cross them ---
 
 
 def document_starts(
     row: Tensor,  # [T] int64
     eos: int,
 ) -> Tensor:  # [number of starts] int64, ascending
-    """Return the positions right after an end mark; one in the last place starts nothing here.
+    """Positions right after an EOS; an EOS in the last position starts nothing.
 
-    Position 0 is never among them: a row usually begins in the middle of a document.
+    Position 0 is not included: a row usually starts in the middle of a document.
     """
     return (row[:-1] == eos).nonzero().flatten() + 1
 
@@ -296,7 +302,7 @@ def cu_seqlens(
     tokens: Tensor,  # [S] int64, the inputs of a row
     eos: int,
 ) -> Tensor:  # [documents + 1] int32, on the device of the tokens
-    """Return 0, the starts of the documents and S, as the packed operators take them."""
+    """0, the document starts and S: the cu_seqlens of the packed operators."""
     starts = document_starts(tokens, eos)
     return torch.cat([starts.new_tensor([0]), starts, starts.new_tensor([len(tokens)])]).int()
 
@@ -305,7 +311,7 @@ def packed_bounds(
     batch: Tensor,  # [B, S+1] int64
     eos: int,
 ) -> Tensor:  # [documents + 1] int32, on the device of the batch
-    """Return the bounds of the inputs of all rows put one after another; each row starts anew."""
+    """cu_seqlens of all rows of a batch concatenated; every row starts a new document."""
     seq_len = batch.shape[1] - 1
     bounds = [cu_seqlens(row[:-1], eos)[:-1] + seq_len * i for i, row in enumerate(batch)]
     return torch.cat([*bounds, bounds[0].new_tensor([seq_len * len(batch)])])

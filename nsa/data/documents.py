@@ -1,4 +1,4 @@
-"""Documents from local files: .jsonl, .jsonl.gz, .txt and .parquet, or a folder of them."""
+"""Documents: reading local files, the held-out split, the embedded corpus, fingerprints."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from nsa.data.errors import DataError, need
 
 KEY = "text"
-"""The key of a JSON line, and the column of a Parquet file, that holds the document."""
+"""JSON key or Parquet column with the text."""
+
+
+# --- local files: .jsonl, .jsonl.gz, .txt, .parquet, or a folder of them ---
 
 
 class Document(NamedTuple):
-    """A text, and where it stands, for the messages about it."""
+    """A text and its location, for error messages."""
 
     text: str
     where: str
 
 
 class _Broken(Exception):
-    """A place in a file that cannot be read; the caller adds how far it came."""
+    """Part of a file that cannot be read; the caller adds how many documents came before."""
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """Yield every document, file by file in the order of their names; stop at a broken one."""
+    """Yield all documents, file by file in name order; stops at the first broken one."""
     num_good = 0
     for file in find_files(path):
         try:
@@ -45,7 +48,7 @@ def read_documents(path: Path) -> Iterator[Document]:
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return the file, or all files of known types under the folder, sorted by name."""
+    """The file itself, or all files of known types below a folder, sorted by name."""
     if path.is_file() and _is_known(path):
         return [path]
     if not path.exists():
@@ -59,7 +62,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _is_known(file: Path) -> bool:
-    """Hidden files are what other programs leave behind."""
+    """Known type and not hidden: hidden files are leftovers of other programs."""
     return not file.name.startswith(".") and file.name.endswith(tuple(READERS))
 
 
@@ -84,7 +87,7 @@ def _parse_line(line: bytes, number: int) -> str:
 
 
 def _read_txt(file: Path) -> Iterator[tuple[str, str]]:
-    """A file is a document; its line ends stay as they are."""
+    """The whole file is one document; line endings are kept."""
     try:
         yield "", file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -111,7 +114,7 @@ def _checked(text: object, where: str) -> str:
         raise _Broken(f"{where}: no {KEY!r} that is a string")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
         raise _Broken(f"{where}: text that is not Unicode ({error})") from None
     return text
 
@@ -122,29 +125,29 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     ".txt": _read_txt,
     ".parquet": _read_parquet,
 }
-"""A file's ending, and what yields (place, text) for each of its documents."""
+"""Reader by file suffix; it yields (location, text) pairs."""
 
 
-# The held-out split: text is cut into pieces, and the hash of a piece decides its side.
+# --- held-out split: the hash of a piece of text decides its side ---
 
 TRAIN, VAL = "train", "val"
 """Names of the two sides."""
 PIECE_CHARS = 8192
-"""A piece ends with the paragraph that reaches this length: about a scene."""
+"""A piece ends with the paragraph that reaches this length: about a scene of a play."""
 HELD_OUT_OF_256 = 13
-"""Hash values out of 256 that are held out: 5 percent of the pieces."""
+"""Hash values out of 256 that are held out: about 5 %."""
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What became of the documents that were read."""
+    """Counts of documents read."""
 
     documents: int = 0
-    """On either side; empty ones are not counted here."""
+    """Non-empty documents on both sides."""
     empty: int = 0
-    """Dropped, because they hold nothing but white space."""
+    """Dropped: only white space."""
     held_out: int = 0
-    """Those on the side that is never trained on."""
+    """Documents that are never trained on."""
 
 
 class Split(NamedTuple):
@@ -155,10 +158,10 @@ class Split(NamedTuple):
 
 
 def split_works(works: Iterable[str]) -> Split:
-    """Put each run of neighbouring pieces on its side, as one document.
+    """Join each run of neighbouring pieces on the same side into one document.
 
-    A document never joins text that does not stand together in the work. The side depends on the
-    words of the piece alone, so it stays the same when works are added, removed or reordered.
+    A document never joins text that is not contiguous in the work. The side depends only on the
+    words of the piece, so that it is stable when works are added, removed or reordered.
     """
     split = Split([], [])
     for work in works:
@@ -174,7 +177,7 @@ def split_works(works: Iterable[str]) -> Split:
 
 
 def cut_pieces(text: str) -> Iterator[str]:
-    """Cut at empty lines into pieces of about PIECE_CHARS; their sum is the text."""
+    """Cut at empty lines into pieces of about PIECE_CHARS; concatenated they give the text."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         paragraph_end = text.find("\n\n", start + PIECE_CHARS)
@@ -187,16 +190,16 @@ def cut_pieces(text: str) -> Iterator[str]:
 
 
 def is_held_out(piece: str) -> bool:
-    """Decide by the words alone, so that the same words in another layout fall on the same side."""
+    """Hash only the words, so that another layout of the same text gets the same side."""
     words = " ".join(piece.split())
     return hashlib.sha256(words.encode("utf-8")).digest()[0] < HELD_OUT_OF_256
 
 
-# The embedded corpus: the works of Shakespeare, one text file each (see corpus/README.md).
+# --- embedded corpus: the works of Shakespeare, one file each (corpus/README.md) ---
 
 
 def read_works() -> dict[str, str]:
-    """Return the text of each work by its name, in the order of the names."""
+    """Text by name of the work, in name order."""
     folder = files("nsa.data") / "corpus"
     works = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".txt"))
     return {
@@ -204,10 +207,10 @@ def read_works() -> dict[str, str]:
     }
 
 
-# One way to hash what decides some data, so that other data is recognised.
+# --- fingerprints ---
 
 
 def fingerprint_of(**parts: str | int) -> str:
-    """Return the sha256 of named parts; neither their order nor their borders are ambiguous."""
+    """sha256 of named parts; unambiguous in their order and boundaries."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()

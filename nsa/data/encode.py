@@ -1,4 +1,4 @@
-"""Documents on their sides, as ids with an end mark: in memory, or for shards."""
+"""From documents to token ids: split into sides, tokenize in threads, follow endless streams."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from nsa.data.documents import TRAIN, VAL, Counts, Document, is_held_out
 from nsa.data.errors import DataError
 from nsa.data.tokenizers import Ids, Tokenizer, id_type
 
+# --- documents to (side, ids) ---
+
 
 def encode_sides(
     documents: Iterable[Document], tokenizer: Tokenizer, counts: Counts, workers: int = 1
 ) -> Iterator[tuple[str, Ids]]:
-    """Yield (side, ids with the end mark) for each document, and count on the way.
+    """Yield (side, ids with EOS) for each document, and update `counts`.
 
-    The side is decided by the words of the document alone: not by its place, file or tokenizer.
-    The order is that of the documents for any number of workers.
+    The side depends only on the words of the document, not on its position, file or tokenizer.
+    The order is that of the documents, for any number of workers.
     """
     kept = _not_empty(documents, counts)
     for side, ids in map_in_order(partial(_encode, tokenizer), kept, workers):
@@ -52,7 +54,7 @@ def _encode(tokenizer: Tokenizer, document: Document) -> tuple[str, Ids]:
 def encode_all(
     documents: Iterable[Document], tokenizer: Tokenizer, counts: Counts
 ) -> dict[str, Ids]:
-    """Return the tokens of both sides in memory."""
+    """The tokens of both sides, in memory."""
     parts: dict[str, list[Ids]] = {TRAIN: [], VAL: []}
     for side, ids in encode_sides(documents, tokenizer, counts):
         parts[side].append(ids)
@@ -60,40 +62,40 @@ def encode_all(
     return {side: np.concatenate([nothing, *found]) for side, found in parts.items()}
 
 
-# A function over many things on several threads, with the results in the order of the things.
+# --- ordered thread-pool map ---
 
 AHEAD = 4
-"""Things per thread that are read before their turn: memory holds no more."""
-Thing = TypeVar("Thing")
+"""Items read ahead per thread; bounds the memory."""
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def map_in_order(
-    function: Callable[[Thing], Result], things: Iterable[Thing], workers: int
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """Yield what `map` yields; an error comes where `map` would raise it."""
+    """Like `map`, but on several threads; results and errors come in input order."""
     if workers == 1:
-        yield from map(function, things)
+        yield from map(function, items)
         return
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="ahead") as pool:
         try:
-            for thing in things:
-                waiting.append(pool.submit(function, thing))
+            for item in items:
+                waiting.append(pool.submit(function, item))
                 if len(waiting) >= AHEAD * workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        finally:  # nobody wants the others any more
+        finally:  # the consumer stopped early, or an item failed
             for future in waiting:
                 future.cancel()
 
 
-# Documents without an end: epoch after epoch, from any place on.
+# --- endless document streams, resumable at any place ---
 
 
 class Place(NamedTuple):
-    """A document of an endless stream: how often the data was read, its file, its row in it."""
+    """A document in an endless stream: epoch, file index, row in the file."""
 
     epoch: int = 0
     file: int = 0
@@ -101,20 +103,20 @@ class Place(NamedTuple):
 
 
 class EndlessDocuments(Protocol):
-    """A source in a fixed order: after the last document comes the first one of the next epoch."""
+    """A source in a fixed order; after the last document the next epoch begins."""
 
     def read(self, place: Place) -> Iterator[tuple[Place, Document]]:
-        """Yield the documents from a place on, each with its own place."""
+        """Yield (place, document) from a place on."""
 
     def fingerprint(self) -> str:
-        """Return a sha256 of what decides all documents and their order."""
+        """sha256 of everything that determines the documents and their order."""
 
 
 def first_held_out(documents: EndlessDocuments, tokenizer: Tokenizer, count: int) -> Ids:
-    """Return the tokens of the first `count` held-out documents, or of all if there are fewer.
+    """Tokens of the first `count` held-out documents, or of all if there are fewer.
 
-    They are on the other side of the same rule that keeps them out of training, so where they are
-    taken from does not matter; the beginning is what every run can read at once.
+    The same hash rule keeps them out of training wherever they are in the stream; the start is
+    what every run can read quickly.
     """
     held_out = (document for document in _one_epoch(documents) if is_held_out(document.text))
     sides = encode_sides(held_out, tokenizer, Counts())
@@ -130,20 +132,20 @@ def _one_epoch(documents: EndlessDocuments) -> Iterator[Document]:
         yield document
 
 
-# A line every so many documents, so that a person sees a stream flow.
+# --- progress of a stream ---
 
 
 class Report:
-    """Counts the documents and tokens that were read in this process."""
+    """Counts documents and tokens read by this process, and logs them at intervals."""
 
     def __init__(self, every: int, say: Callable[[str], None] = lambda line: None) -> None:
-        """`every` 0 says nothing."""
+        """`every`: documents between two log lines; 0 logs nothing."""
         self._every, self._say = every, say
         self._documents = self._tokens = 0
         self._since = time.perf_counter()
 
     def add(self, epoch: int, tokens: int) -> None:
-        """A document was tokenized."""
+        """Count a tokenized document."""
         self._documents, self._tokens = self._documents + 1, self._tokens + tokens
         if self._every and self._documents % self._every == 0:
             seconds = time.perf_counter() - self._since

@@ -1,4 +1,4 @@
-"""The error of data that cannot be used."""
+"""Errors of data sources, optional imports, time limits, and retries with backoff."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from nsa.config import ConfigError
 
 
 class DataError(ConfigError):
-    """A source, a tokenizer or a row length that this version cannot serve."""
+    """A source, tokenizer or row length that cannot be used."""
 
 
 class SourceLost(RuntimeError):
-    """A source that was there does not deliver any more, or did not begin to in time."""
+    """A source stopped delivering, or did not start in time."""
 
 
 class WaitEnded(RuntimeError):
-    """Somebody asked to stop while a batch was waited for."""
+    """A stop was requested while waiting for a batch."""
 
 
-# Packages that only some data needs: imported where used, and asked for by their install line.
+# --- optional packages: imported where used ---
 
 INSTALL = "pip install -c constraints.txt 'nsa[{extra}]'"
 
 
 def need(module: str, reason: str, extra: str = "data") -> ModuleType:
-    """Import a module of an extra, or say which line installs it."""
+    """Import a module of an extra, or raise with the install command."""
     try:
         found = importlib.import_module(module)
-        if found.__file__ is None:  # a mere folder of that name somewhere on the import path
+        if found.__file__ is None:  # a namespace package: just a folder of that name on sys.path
             raise ImportError(f"{list(found.__path__)} is not it")
         return found
     except ImportError as error:
@@ -45,18 +45,18 @@ def need(module: str, reason: str, extra: str = "data") -> ModuleType:
         raise DataError(f"{reason} needs the package {package} ({error}); {install}") from None
 
 
-# Waiting for something that may never come, for a limited time.
+# --- time limits ---
 
 T = TypeVar("T")
 
-_left_behind: list[threading.Thread] = []
+_abandoned: list[threading.Thread] = []
 
 
 def within(seconds: float, do: Callable[[], T], what: str) -> T:
-    """Return what `do` returns, or raise SourceLost when it takes longer.
+    """Run `do` with a time limit; raises SourceLost on timeout.
 
-    It runs in a thread that does not keep the process alive: a read that hangs in the network
-    cannot be interrupted, only left behind.
+    It runs in a daemon thread: a read that hangs in the network cannot be interrupted, only
+    abandoned.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -64,7 +64,7 @@ def within(seconds: float, do: Callable[[], T], what: str) -> T:
     def attempt() -> None:
         try:
             results.append(do())
-        except BaseException as error:  # noqa: BLE001  raised again below, where somebody waits
+        except BaseException as error:  # noqa: BLE001  re-raised below in the calling thread
             errors.append(error)
 
     thread = threading.Thread(target=attempt, name=f"within {seconds:g} s", daemon=True)
@@ -79,7 +79,7 @@ def within(seconds: float, do: Callable[[], T], what: str) -> T:
 
 
 def late(seconds: float, what: str) -> SourceLost:
-    """The error of something that did not come in time."""
+    """The error for a timeout."""
     return SourceLost(
         f"{what} did not come within {seconds:g} s; look at the network and the hub (HF_ENDPOINT), "
         "or give it more time with --loader-timeout SECONDS"
@@ -87,34 +87,35 @@ def late(seconds: float, what: str) -> SourceLost:
 
 
 def leave_behind(thread: threading.Thread) -> None:
-    """Remember a thread that hangs in a library, for the end of the process."""
-    _left_behind.append(thread)
+    """Remember a thread that hangs in a library; see `end_process`."""
+    _abandoned.append(thread)
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process of a command, at once where a thread was left behind in a library.
+    """Exit the process; immediately, without cleanup, if a hanging thread was abandoned.
 
-    Such a thread comes back while Python takes itself apart, and then crashes the process, which
-    would lose the exit code.
+    Such a thread may wake up during interpreter shutdown and crash the process, which would lose
+    the exit code.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(thread.is_alive() for thread in _left_behind):
+    # os._exit skips atexit handlers and buffered files, hence the flushes above.
+    if any(thread.is_alive() for thread in _abandoned):
         os._exit(code)
     sys.exit(code)
 
 
-# Trying again after a broken connection: later and later, aloud, and not for ever.
+# --- retries with exponential backoff ---
 
 MOST = 5
-"""Failures in a row that are forgiven; the client of the hub has tried several times in each."""
+"""Consecutive failures tolerated; the hub client retries several times within each."""
 FIRST_S, LONGEST_S = 1.0, 60.0
 HTTP_CLIENTS = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp"}
-"""Packages whose errors are about a connection; which one the hub client uses is its own matter."""
+"""HTTP packages whose errors count as connection errors; the hub client may use any of them."""
 
 
 class Retries:
-    """Counts failures in a row, waits after each, and gives up after the last."""
+    """Retry with exponential backoff; log every retry; give up after `most` failures in a row."""
 
     def __init__(
         self,
@@ -128,13 +129,13 @@ class Retries:
         self._failures = 0
 
     def worked(self) -> None:
-        """Something arrived: the next failure is a first one again."""
+        """Reset the failure count: data arrived."""
         self._failures = 0
 
     def failed(self, error: BaseException) -> None:
-        """Wait before the next attempt, twice as long each time; raise SourceLost after the last.
+        """Sleep before the next attempt, doubling each time; raises SourceLost after the last.
 
-        The wait is up to half shorter at random, so that ranks do not come back all at once.
+        Jitter shortens the wait by up to half, so that ranks do not reconnect in lockstep.
         """
         self._failures += 1
         if self._failures > self._most:
@@ -152,18 +153,19 @@ class Retries:
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether another attempt may succeed: the connection failed, or the server was overwhelmed."""
+    """Whether a retry may succeed: connection error, timeout, 408, 429 or a 5xx status."""
+    # The client wraps network errors in its own types: follow the chain of causes.
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
             return status in (408, 429) or status >= 500
-        if isinstance(error, ConnectionError | TimeoutError) or _is_of_a_client(error):
+        if isinstance(error, ConnectionError | TimeoutError) or _is_http_client_error(error):
             return True
         error = error.__cause__
     return False
 
 
-def _is_of_a_client(error: BaseException) -> bool:
+def _is_http_client_error(error: BaseException) -> bool:
     return any(kind.__module__.partition(".")[0] in HTTP_CLIENTS for kind in type(error).__mro__)
 
 

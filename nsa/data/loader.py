@@ -1,7 +1,7 @@
-"""Batches ahead of time: a thread reads them into a short queue while the model computes.
+"""Prefetching: a thread reads batches into a short queue while the model computes.
 
-The state that a checkpoint gets is that of the batches which were handed out, never of those which
-wait in the queue; a run that is killed with a full queue loses nothing and repeats nothing.
+A checkpoint stores the state of the batches handed out, not of those still queued. A run that is
+killed with a full queue neither skips nor repeats data.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from nsa.data.array_rows import Rows, State
 from nsa.data.errors import SourceLost, WaitEnded, late, leave_behind, within
 
 PATIENCE_S = 900.0
-"""Waiting longer than this for a batch ends the run; retries are over well before that."""
+"""A run ends after waiting this long for a batch; retries give up well before."""
 TICK_S = 0.2
-"""How often a waiting thread looks whether it should go on waiting."""
+"""Seconds between checks for interruption while waiting."""
 
 Key = tuple[int, int]
 """Position and size of a batch."""
 
 
 class _Item(NamedTuple):
-    """A batch with the state of its source for it, or what came instead."""
+    """A batch with the source's state for it, or the error raised instead."""
 
     key: Key
     batch: Tensor | None
@@ -37,7 +37,7 @@ class _Item(NamedTuple):
 
 
 class Loader:
-    """Rows in batches that follow each other; any other batch works, too, but is not ahead."""
+    """Prefetches consecutive batches; any other batch works too, but is not prefetched."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Loader:
         pin: bool = False,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`depth` batches wait in the queue, 0 reads each when it is asked for.
+        """`depth` batches are queued; 0 reads each batch on demand.
 
-        `stride` is the distance of two batches, their size if not given: a rank that takes every
-        k-th batch has k times that. The last `keep` batches are remembered. `pin` puts them into
-        memory that a GPU can copy from by itself.
+        `stride` is the distance between two batches in rows, by default their size; a rank that
+        takes every k-th batch uses k times the size. The last `keep` batches are cached. `pin`
+        puts batches into pinned memory for asynchronous copies to a GPU.
         """
         self._rows, self._depth, self._stride, self._pin = rows, depth, stride, pin
         self._patience_s = patience_s
         self.interrupted: Callable[[], object] = lambda: False
-        """Asked while a batch is waited for; something true ends the wait with WaitEnded."""
+        """Called while waiting; a true result ends the wait with WaitEnded."""
         self._resumed: State = {}
         self._handed_out: deque[_Item] = deque(maxlen=max(1, keep))
         self._first: _Item | None = None
@@ -66,32 +66,32 @@ class Loader:
 
     @property
     def num_rows(self) -> int | None:
-        """Different rows in an epoch of the source."""
+        """Distinct rows per epoch of the source."""
         return self._rows.num_rows
 
     @property
     def num_ready(self) -> int:
-        """Batches that wait."""
+        """Batches that are ready."""
         return (self._first is not None) + (self._thread.items.qsize() if self._thread else 0)
 
     def fingerprint(self) -> str:
-        """Return that of the source."""
+        """The fingerprint of the source."""
         return self._rows.fingerprint()
 
     def state(self, position: int) -> State:
-        """Return that of the source for a position whose batch was handed out, or is the next."""
+        """The source's state for a position whose batch was handed out, or comes next."""
         before = [item.state for item in self._handed_out if item.key[0] <= position]
         return before[-1] if before else self._resumed
 
     def resume(self, state: State) -> None:
-        """Let the source go on from a state."""
+        """Resume the source from a state."""
         self.close()
         self._rows.resume(state)
         self._handed_out.clear()
         self._resumed = state
 
     def fetch_first(self, position: int, size: int, timeout_s: float) -> float:
-        """Get the first batch within a time, keep it ready, and return the seconds it took."""
+        """Fetch the first batch within a time limit, cache it, return the seconds it took."""
         start = time.perf_counter()
         key = (position, size)
         if self._depth:
@@ -101,7 +101,7 @@ class Loader:
         return time.perf_counter() - start
 
     def wait_until_ready(self, count: int, timeout_s: float) -> int:
-        """Wait for so many batches in the queue, or for the time to pass; return how many came."""
+        """Wait for `count` queued batches or the timeout; returns how many are ready."""
         end = time.perf_counter() + timeout_s
         wanted = min(count, self._depth + (self._first is not None))
         while self.num_ready < wanted and time.perf_counter() < end:
@@ -111,7 +111,7 @@ class Loader:
         return min(self.num_ready, count)
 
     def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
-        """Return the rows at global positions `position` to `position + size - 1`."""
+        """The rows at global positions `position` to `position + size - 1`."""
         key = (position, size)
         for item in self._handed_out:
             if item.key == key and item.batch is not None:
@@ -129,13 +129,14 @@ class Loader:
         return item.batch
 
     def close(self) -> None:
-        """End the thread; one that hangs in the network is left behind, until the process ends."""
+        """Stop the thread; one that hangs in the network is abandoned until the process ends."""
         if self._thread is not None:
             self._thread.end()
             self._thread = None
         self._first = None
 
     def _from_thread(self, key: Key, timeout_s: float, what: str) -> _Item:
+        # Not the next batch in line (e.g. after a rollback): restart the thread at this one.
         if self._thread is None or self._thread.next_out != key:
             if self._thread is not None and not self._thread.end():
                 raise SourceLost(f"{what} is out of order, and its source hangs; start again")
@@ -155,7 +156,7 @@ class Loader:
 
 
 class _Reader(threading.Thread):
-    """Reads batch after batch into the queue; after an error it puts that there, and ends."""
+    """Reads consecutive batches into the queue; an error is queued too and ends the thread."""
 
     def __init__(self, read: Callable[[Key], _Item], key: Key, stride: int, depth: int) -> None:
         super().__init__(name="loader", daemon=True)
@@ -169,7 +170,7 @@ class _Reader(threading.Thread):
             position, size = self._next_in
             try:
                 item = self._read(self._next_in)
-            except BaseException as error:  # noqa: BLE001  raised again where a batch is taken
+            except BaseException as error:  # noqa: BLE001  re-raised where the batch is taken
                 item = _Item(self._next_in, None, {}, error)
             self._put(item)
             if item.error is not None:
@@ -177,10 +178,11 @@ class _Reader(threading.Thread):
             self._next_in = (position + self._stride, size)
 
     def take(self, timeout_s: float, interrupted: Callable[[], object]) -> _Item | None:
-        """The next item; None if it does not come in time."""
+        """The next item; None on timeout."""
         end = time.perf_counter() + timeout_s
         while True:
             left_s = end - time.perf_counter()
+            # Wait in short ticks, so that a request to stop is seen within TICK_S.
             try:
                 item = self.items.get(timeout=max(min(TICK_S, left_s), 0.001))
                 break
@@ -194,7 +196,7 @@ class _Reader(threading.Thread):
         return item
 
     def end(self) -> bool:
-        """Ask the thread to end, and return whether it did."""
+        """Ask the thread to stop; returns whether it did."""
         self._ended.set()
         self.join(timeout=5.0)
         if self.is_alive():
@@ -202,6 +204,7 @@ class _Reader(threading.Thread):
         return not self.is_alive()
 
     def _put(self, item: _Item) -> None:
+        # Never block forever on a full queue: `end` must be able to stop this thread.
         while not self._ended.is_set():
             try:
                 self.items.put(item, timeout=TICK_S)

@@ -1,4 +1,4 @@
-"""From the data section of a config to training rows, held-out rows and their tokenizer."""
+"""Open the data section of a config: training rows, held-out rows and their tokenizer."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ from nsa.data.tokenizers import Tokenizer, open_tokenizer
 
 
 class Data(NamedTuple):
-    """Both sides of a source; the held-out rows are never trained on."""
+    """Both sides of a source; held-out rows are never trained on."""
 
     train: Rows
     val: Rows
-    # A Tokenizer; Any, as long as nsa.train asks for the byte tokenizer by its class.
+    # A Tokenizer; typed Any while nsa.train distinguishes the byte tokenizer by its class.
     tokenizer: Tokenizer
     counts: Counts | None = None
-    """What became of the documents, where the source has documents of its own."""
+    """Document counts, if the source has documents."""
     border: int | None = None
-    """The end mark that attention does not look across; None where it may."""
+    """EOS id that attention must not cross; None if it may."""
     check: ShardCheck | None = None
-    """Of the bytes on the disk, where a manifest says what they must be."""
+    """Checksum verification of the shards, if there is a manifest."""
 
     def require_whole(self) -> None:
-        """Raise DamagedShard where the check of its bytes has found damage; nobody waits for it."""
+        """Raise DamagedShard if verification has found damage so far; does not block."""
         if self.check is not None:
             self.check.require_whole()
 
     def bounds(self, batch: Tensor) -> Tensor | None:  # [B, S+1] int64 -> [documents + 1] int32
-        """Where the documents of a batch on the host start; None where attention need not know."""
+        """cu_seqlens of a batch on the host; None if attention may cross documents."""
         return None if self.border is None else packed_bounds(batch, self.border)
 
 
 HELD_OUT_DOCUMENTS = 128
-"""Documents of a stream that are held out for evaluation: the first so many that the hash of their
-words puts there, about one in twenty. All others of that side are left out of training, too."""
+"""Held-out documents of a stream: the first ones that the hash rule puts on that side, about one in
+twenty. All other documents on that side are not trained on either."""
 
 
 def open_data(
@@ -73,9 +73,9 @@ def open_data(
     report_docs: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Data:
-    """Open the source and the tokenizer that the config names.
+    """Open the source and the tokenizer named by the config.
 
-    `report_docs`: a source that streams says how far it is every so many documents.
+    `report_docs`: a streaming source logs its progress every so many documents; 0 never.
     """
     tokenizer = open_tokenizer(config)
     data = _open_source(config, tokenizer, seq_len, seed, Report(report_docs, say), say)
@@ -90,8 +90,8 @@ def _open_source(
     report: Report,
     say: Callable[[str], None],
 ) -> Data:
-    if config.dataset in _MADE:
-        kind = _MADE[config.dataset]
+    if config.dataset in _SYNTHETIC:
+        kind = _SYNTHETIC[config.dataset]
         sides = [kind(tokenizer.vocab, seq_len, seed, side) for side in (TRAIN, VAL)]
         return Data(sides[0], sides[1], tokenizer)
     if config.dataset == "shakespeare":
@@ -103,7 +103,7 @@ def _open_source(
     return _open_local(Path(config.local_path), tokenizer, seq_len, seed)
 
 
-_MADE = {"synthetic": SyntheticRows, "synthetic_copy": CopyRows}
+_SYNTHETIC = {"synthetic": SyntheticRows, "synthetic_copy": CopyRows}
 
 
 def _open_shakespeare(tokenizer: Tokenizer, seq_len: int, seed: int) -> Data:
@@ -113,7 +113,7 @@ def _open_shakespeare(tokenizer: Tokenizer, seq_len: int, seed: int) -> Data:
 
 
 def _open_local(path: Path, tokenizer: Tokenizer, seq_len: int, seed: int) -> Data:
-    """Tokenize everything into memory; for text that does not fit, there are shards."""
+    """Tokenize everything into memory; use shards for text that does not fit."""
     counts = Counts()
     tokens = encode_all(read_documents(path), tokenizer, counts)
     train, val = Stream([tokens[TRAIN]]), Stream([tokens[VAL]])
@@ -135,7 +135,7 @@ def _open_hub(
     report: Report,
     say: Callable[[str], None],
 ) -> Data:
-    """Stream; only the held-out documents are kept in memory."""
+    """Stream the training side; only held-out documents are kept in memory."""
     documents = HubDocuments(config, say)
     held_out = Stream([first_held_out(documents, tokenizer, HELD_OUT_DOCUMENTS)])
     content = fingerprint_of(
@@ -147,6 +147,7 @@ def _open_hub(
     doc_batch = max(1, read("NSA_FWE_DOC_BATCH"))
     return Data(
         StreamedRows(documents, tokenizer, seq_len, seed, doc_batch=doc_batch, report=report),
+        # Seed 0: the order of evaluation does not depend on the run's seed.
         ArrayRows(held_out, seq_len, 0, "held-out", content),
         tokenizer,
     )
@@ -161,15 +162,16 @@ def _cut(
     sha256: str = "",
     counts: Counts | None = None,
 ) -> Data:
-    """Cut both streams into rows; `sha256` stands for their tokens where it is known."""
+    """Cut both streams into rows; `sha256` identifies their tokens, if known."""
 
     def content(side: str, stream: Stream) -> str:
+        # Hashing all tokens of a large corpus takes minutes; the manifest's hash stands for them.
         tokens = sha256 or stream.sha256()
         return fingerprint_of(side=side, tokens=tokens, tokenizer=tokenizer.fingerprint())
 
     return Data(
         ArrayRows(train, seq_len, seed, "training", content(TRAIN, train)),
-        # A fixed seed for the held-out order: runs of different seeds are judged on the same rows.
+        # Fixed seed: runs with different seeds evaluate on the same held-out rows.
         ArrayRows(val, seq_len, 0, "held-out", content(VAL, val)),
         tokenizer,
         counts,

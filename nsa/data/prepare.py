@@ -1,4 +1,4 @@
-"""From local documents to prepared shards: tokenized once, then mapped by every run."""
+"""`nsa data prepare`: tokenize local documents once into shards that every run can map."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nsa.data.tokenizers import Ids, Tokenizer, id_type
 from nsa.files import DurableFile
 
 SHARD_TOKENS = 100_000_000
-"""Tokens after which a shard ends, with the document that reaches them."""
+"""Minimum tokens per shard; it ends with the document that reaches this."""
 
 
 def prepare(
@@ -28,8 +28,8 @@ def prepare(
 ) -> Manifest:
     """Write the shards of both sides into a new or empty folder, and the manifest last.
 
-    The same documents and tokenizer give the same bytes, for any number of workers (threads that
-    tokenize); memory holds a few documents for each of them.
+    The same documents and tokenizer give the same bytes for any number of workers (tokenizer
+    threads). Memory holds a few documents per worker.
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens={shard_tokens} is below 1; use 1 or more")
@@ -39,6 +39,7 @@ def prepare(
     counts = Counts()
     writers = {side: _SideWriter(folder, side, shard_tokens, say) for side in (TRAIN, VAL)}
     try:
+        # One pass over the documents; each side appends to its own open shard.
         for side, ids in encode_sides(read_documents(source), tokenizer, counts, workers):
             writers[side].add(ids.astype(id_type(tokenizer.vocab), copy=False))
         if not counts.documents:
@@ -56,8 +57,9 @@ def prepare(
             counts=counts,
             shards=writers[TRAIN].shards + writers[VAL].shards,
         )
+        # Last: only a folder with a manifest counts as prepared.
         write_manifest(folder, manifest)
-    except BaseException:  # Ctrl-C as well: what this call wrote is of no use to anybody
+    except BaseException:  # including Ctrl-C: shards without a manifest are useless
         for writer in writers.values():
             writer.discard()
         raise
@@ -65,7 +67,7 @@ def prepare(
 
 
 def _claim(folder: Path) -> None:
-    """Files of others are never overwritten or deleted, nor what a killed process left behind."""
+    """Create the folder; refuse a non-empty one, so that nothing is ever overwritten."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         first = min((entry.name for entry in folder.iterdir()), default=None)
@@ -79,7 +81,7 @@ def _claim(folder: Path) -> None:
 
 
 class _SideWriter:
-    """The shards of one side, one after the other."""
+    """Writes the shards of one side, one after the other."""
 
     def __init__(
         self, folder: Path, side: str, shard_tokens: int, say: Callable[[str], None]
@@ -89,7 +91,7 @@ class _SideWriter:
         self._file: DurableFile | None = None
 
     def add(self, ids: Ids) -> None:
-        """Append a document; the shard ends with it when it is long enough."""
+        """Append a document; close the shard if it is long enough."""
         if self._file is None:
             name = f"{self._side}-{len(self.shards):05d}.bin"
             self._file, self._hash = DurableFile(self._folder / name), hashlib.sha256()
@@ -103,7 +105,7 @@ class _SideWriter:
             self.finish_shard()
 
     def finish_shard(self) -> None:
-        """Give the open shard its name."""
+        """Commit the open shard under its final name."""
         if self._file is None:
             return
         self._file.commit()
@@ -119,7 +121,7 @@ class _SideWriter:
         self._say(f"wrote {shard.file}: {shard.tokens:,} tokens, {shard.documents:,} documents")
 
     def discard(self) -> None:
-        """Remove the open shard and all that were finished."""
+        """Delete the open shard and all finished ones."""
         if self._file is not None:
             self._file.discard()
         for shard in self.shards:

@@ -1,15 +1,16 @@
-"""manifest.json: what a folder of prepared shards holds. It is written last: without it, nothing.
+"""Prepared shards: manifest.json (writer and reader), verification, and a summary.
 
-Whoever only reads or checks a folder needs neither numpy nor torch; shards.py maps its tokens.
+The manifest is written last: a folder without one is incomplete. This file needs neither numpy nor
+torch; array_rows.py maps the tokens.
 
 Schema, version 1, one JSON object:
   schema       1
   tokenizer    {"name": byte | gpt2 | hf, "fingerprint": sha256}
   vocab, eos   number of ids, and the id that ends a document
   dtype        uint8 | uint16 | uint32, little-endian: the smallest that holds the vocabulary
-  documents, empty, held_out    documents on both sides; dropped as empty; on the side of val
+  documents, empty, held_out    documents on both sides; dropped as empty; held out
   shards       [{"file", "side": train | val, "tokens", "documents", "sha256"}, ...] in the order
-               of the stream; a document never crosses from one shard into the next
+               of the stream; a document never spans two shards
 """
 
 from __future__ import annotations
@@ -60,27 +61,27 @@ class Manifest:
 
     @property
     def dtype(self) -> str:
-        """The type of the tokens in every file."""
+        """Token type in every file."""
         return f"uint{8 * self.token_bytes}"
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token."""
+        """Bytes per token."""
         return id_bytes(self.vocab)
 
     def of(self, side: str) -> list[Shard]:
-        """Return the shards of a side, in the order of its stream."""
+        """The shards of one side, in stream order."""
         return [shard for shard in self.shards if shard.side == side]
 
 
 def id_bytes(vocab: int) -> int:
-    """Return the bytes of the smallest unsigned integer that holds every id below `vocab`."""
+    """Bytes of the smallest unsigned integer that holds every id below `vocab`."""
     assert 1 <= vocab <= 2**32, f"a vocabulary of {vocab} ids does not fit 32 bits"
     return 1 if vocab <= 2**8 else 2 if vocab <= 2**16 else 4
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
-    """Write the manifest, all or nothing; the folder counts as complete from then on."""
+    """Write the manifest atomically; from then on the folder is complete."""
     content = {
         "schema": SCHEMA,
         "tokenizer": {"name": manifest.tokenizer, "fingerprint": manifest.fingerprint},
@@ -96,7 +97,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """Return the manifest and its sha256, which stands for everything in the folder."""
+    """The manifest, and its sha256, which identifies the whole folder."""
     path = folder / FILE_NAME
     if not path.is_file():
         raise DataError(
@@ -115,7 +116,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def verify_shards(folder: Path) -> list[str]:
-    """Read every byte, and return what is wrong: an empty list means all is well."""
+    """Read all bytes; returns one line per problem."""
     try:
         manifest, _ = read_manifest(folder)
     except DataError as error:
@@ -134,7 +135,7 @@ def _problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
 
 
 def size_problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
-    """Return what is wrong with the size of a shard: its bytes are not read."""
+    """What is wrong with the size of a shard; its bytes are not read."""
     path, expected = folder / shard.file, shard.tokens * manifest.token_bytes
     if not path.is_file():
         return f"{path}: missing, the manifest says {expected} bytes"
@@ -143,7 +144,7 @@ def size_problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    """Take the content apart; every ValueError here says what is wrong with it."""
+    """Parse the content; every ValueError says what is wrong."""
     if content["schema"] != SCHEMA:
         raise ValueError(f"its schema is {content['schema']!r}")
     manifest = Manifest(
@@ -177,28 +178,27 @@ def _parse_shard(content: dict[str, Any]) -> Shard:
 
 def _whole(content: dict[str, Any], key: str, least: int) -> int:
     value = content[key]
-    if type(value) is not int or value < least:  # a bool is an int, too
+    if type(value) is not int or value < least:  # isinstance would accept a bool
         raise ValueError(f"{key}={value!r} is not a whole number >= {least}")
     return value
 
 
-# Holding prepared shards to the hashes of their manifest while a run trains on them.
-#
-# Opening shards looks at their sizes alone, so a byte that has changed on the disk would be trained
-# on. A small folder is read whole before the first step; a large one is read by a thread beside the
-# training, which hears of damage before its next update.
+# --- verification while a run trains ---
+# Opening shards checks only their sizes, so a corrupted byte would be trained on. A small folder is
+# hashed before the first step, a large one by a background thread; the trainer asks before every
+# update whether damage was found.
 
 SMALL_BYTES = 256 << 20
-"""Up to here a run waits: a second or two."""
+"""Folders up to this size are verified before the first step: a second or two."""
 CHUNK = 1 << 22
 
 
 class DamagedShard(DataError):
-    """The bytes of a shard are not those that were prepared."""
+    """The bytes of a shard do not match its manifest."""
 
 
 class ShardCheck:
-    """Reads every shard of a folder once, here or in the background."""
+    """Hashes every shard of a folder once, now or in the background."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
@@ -209,7 +209,7 @@ class ShardCheck:
         self._thread: threading.Thread | None = None
 
     def begin(self, say: Callable[[str], None]) -> None:
-        """Read a small folder now, and raise DamagedShard; a large one from now on."""
+        """Verify a small folder now, raising DamagedShard; start a thread for a large one."""
         if self._thread is not None:
             return
         size = f"{self.num_bytes / 1e6:,.1f} MB in {len(self._manifest.shards)} shards"
@@ -223,7 +223,7 @@ class ShardCheck:
         self._thread.start()
 
     def require_whole(self) -> None:
-        """Raise DamagedShard where damage was found so far; nobody waits."""
+        """Raise DamagedShard if damage was found so far; does not block."""
         if self._problem:
             raise DamagedShard(
                 f"{self._problem}; its bytes have changed since it was prepared: copy it again, or "
@@ -231,7 +231,7 @@ class ShardCheck:
             )
 
     def settle(self, patience_s: float, say: Callable[[str], None]) -> None:
-        """Wait for the end of the reading, and raise as above; say so where it takes longer."""
+        """Wait for the verification to finish, and raise as above; log if it takes longer."""
         if self._thread is not None:
             self._thread.join(patience_s)
         self.require_whole()
@@ -243,7 +243,7 @@ class ShardCheck:
             )
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -270,11 +270,11 @@ class ShardCheck:
         return "" if found == shard.sha256 else differs
 
 
-# What a folder of shards holds, as text for a person.
+# --- summary for `nsa data show` ---
 
 
 def describe_shards(folder: Path) -> str:
-    """Return the tokenizer, the counts and a table of the sides; the shards are not read."""
+    """Tokenizer, counts and a table of both sides; shards are not read."""
     manifest, sha256 = read_manifest(folder)
     counts = manifest.counts
     rows: list[tuple[str, ...]] = [("side", "shards", "documents", "tokens", "bytes")]

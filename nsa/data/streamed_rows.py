@@ -1,8 +1,8 @@
-"""Rows of an endless stream of documents that can only be read forward.
+"""Rows of an endless, forward-only document stream.
 
-The training documents of all epochs make one stream of tokens, in which row i starts at token i*S.
-Rows are shuffled within blocks of neighbouring rows, so the row at a position depends on the seed
-and the position alone, and a block can be read again from the place where it starts.
+The training documents of all epochs form one token stream; row i starts at token i*S. Rows are
+shuffled within blocks of neighbouring rows. A row therefore depends only on seed and position, and
+a block can be read again from its start.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from nsa.data.errors import DataError, SourceLost
 from nsa.data.tokenizers import Ids, Tokenizer
 
 MOST_ROWS, MOST_TOKENS = 256, 1 << 19
-"""A block has no more rows than the first and, if a row is not longer, no more tokens than the
-second: a megabyte or two of text, which a resume reads again."""
+"""Most rows in a block, and most tokens unless a single row is longer: one or two megabytes of
+text, which a resume has to read again."""
 
 
 class Start(NamedTuple):
-    """Where a block starts: its number, a document, and how many tokens of that lie before it."""
+    """Start of a block: its number, the first document, and the tokens of it to skip."""
 
     block: int
     place: Place
@@ -36,7 +36,7 @@ class Start(NamedTuple):
 
 
 class StreamedRows:
-    """Rows by position, from documents that come in order; going back reads again."""
+    """Rows by position from a forward-only stream; going back starts from the beginning."""
 
     num_rows = None
 
@@ -56,10 +56,10 @@ class StreamedRows:
         self._report = report or Report(every=0)
         self.block_rows = max(1, min(MOST_ROWS, MOST_TOKENS // seq_len))
         self._kept: dict[int, tuple[Start, NDArray[np.int64]]] = {}
-        self._go_to(Start(0, Place(), 0))
+        self._seek(Start(0, Place(), 0))
 
     def batch(self, position: int, size: int) -> Tensor:  # [size, S+1] int64
-        """Return the rows at the positions; everything before them is read, too."""
+        """The rows at these positions; reads everything before them."""
         rows = np.empty((size, self._seq_len + 1), dtype=np.int64)
         for row, place in zip(rows, range(position, position + size), strict=True):
             number, index = divmod(place, self.block_rows)
@@ -69,13 +69,13 @@ class StreamedRows:
         return torch.from_numpy(rows)
 
     def state(self, position: int) -> State:
-        """Return where the block of a position starts, or the nearest known one before it."""
+        """Start of the block of a position, or the nearest known block before it."""
         known = [self._origin, *(start for start, _ in self._kept.values())]
         start = max(start for start in known if start.block * self.block_rows <= position)
         return {"block": start.block, **start.place._asdict(), "skip": start.skip}
 
     def resume(self, state: State) -> None:
-        """Go on from a state; rows of blocks before it are found from the beginning."""
+        """Continue from a state; earlier blocks are then read from the very beginning."""
         names = {"block", *Place._fields, "skip"}
         if state.keys() != names or any(type(v) is not int or v < 0 for v in state.values()):
             raise DataError(
@@ -83,10 +83,10 @@ class StreamedRows:
                 f"{', '.join(sorted(names))}; resume from another checkpoint"
             )
         place = Place(*(state[name] for name in Place._fields))
-        self._go_to(Start(state["block"], place, state["skip"]))
+        self._seek(Start(state["block"], place, state["skip"]))
 
     def fingerprint(self) -> str:
-        """Hash what decides every row."""
+        """Hash everything that determines the rows."""
         return fingerprint_of(
             rows="blocks",
             documents=self._documents.fingerprint(),
@@ -97,9 +97,9 @@ class StreamedRows:
         )
 
     def _block(self, number: int) -> tuple[Start, NDArray[np.int64]]:
-        """The tokens of a block; the last two stay, because a batch may lie in both."""
+        """The tokens of a block; two blocks are kept, because a batch may span both."""
         if number not in self._kept and number < self._next.block:
-            self._go_to(Start(0, Place(), 0))
+            self._seek(Start(0, Place(), 0))
         while number not in self._kept:
             start, tokens = self._read_block()
             self._kept[start.block] = start, tokens
@@ -107,7 +107,7 @@ class StreamedRows:
                 del self._kept[old]
         return self._kept[number]
 
-    def _go_to(self, start: Start) -> None:
+    def _seek(self, start: Start) -> None:
         self._kept.clear()
         self._origin = self._next = start
         self._ahead = deque[tuple[Place, Ids]]()
@@ -115,12 +115,12 @@ class StreamedRows:
         self._encoded = self._encode(start.place)
 
     def _read_block(self) -> tuple[Start, NDArray[np.int64]]:
-        """Take a block off the stream; its last token is also the first of the next."""
+        """Take a block off the stream; its last token is also the first of the next block."""
         length = self.block_rows * self._seq_len
         while self._tokens_ahead <= length:
             try:
                 place, ids = next(self._encoded)
-            except StopIteration:  # an error has ended it, and was raised then
+            except StopIteration:  # an earlier error, already raised, ended the generator
                 raise SourceLost("the stream has failed before; start again") from None
             self._ahead.append((place, ids))
             self._tokens_ahead += len(ids)
@@ -128,6 +128,7 @@ class StreamedRows:
         stream = np.concatenate([ids for _, ids in self._ahead])
         tokens = stream[start.skip : start.skip + length + 1].astype(np.int64)
         skip = start.skip + length
+        # Drop documents that this block used up; the next block starts inside the first one left.
         while skip >= len(self._ahead[0][1]):
             skip -= len(self._ahead.popleft()[1])
         self._next = Start(start.block + 1, self._ahead[0][0], skip)
@@ -135,16 +136,16 @@ class StreamedRows:
         return start, tokens
 
     def _encode(self, place: Place) -> Iterator[tuple[Place, Ids]]:
-        """Yield each training document with its place and its end mark."""
-        counts, at, barren_since = Counts(), place, place.epoch
+        """Yield (place, ids with EOS) for each training document."""
+        counts, at, last_trained_epoch = Counts(), place, place.epoch
         for chunk in _chunks(self._documents.read(place), self._doc_batch):
-            for at, document in chunk:  # one at a time, so that each keeps its place
+            for at, document in chunk:  # one at a time, so that each keeps its own place
                 for side, ids in encode_sides([document], self._tokenizer, counts):
                     self._report.add(at.epoch, len(ids))
                     if side == TRAIN:
-                        barren_since = at.epoch
+                        last_trained_epoch = at.epoch
                         yield at, ids
-            if at.epoch > barren_since + 1:
+            if at.epoch > last_trained_epoch + 1:
                 raise DataError(
                     f"a whole epoch had no document to train on ({counts.documents} documents, "
                     f"{counts.empty} empty); name another source"
@@ -154,7 +155,7 @@ class StreamedRows:
 def _chunks(
     documents: Iterator[tuple[Place, Document]], size: int
 ) -> Iterator[list[tuple[Place, Document]]]:
-    """Yield `size` documents at a time; what came before an error still counts."""
+    """Yield `size` documents at a time; before an error, the documents read so far."""
     while True:
         chunk: list[tuple[Place, Document]] = []
         try:

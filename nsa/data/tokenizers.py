@@ -1,4 +1,4 @@
-"""What a tokenizer is, and the byte tokenizer: text to UTF-8 bytes and back."""
+"""Tokenizers: bytes, GPT-2 (tiktoken) and Hugging Face `tokenizer.json`, behind one protocol."""
 
 from __future__ import annotations
 
@@ -20,46 +20,49 @@ from nsa.data.errors import DataError, need
 from nsa.data.shards import id_bytes
 
 Ids = NDArray[np.unsignedinteger[Any]]
-"""Token ids in the smallest type that holds the vocabulary."""
+"""Token ids in the smallest dtype that holds the vocabulary."""
+
+
+# --- the protocol and the byte tokenizer ---
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. The ids of a text never hold the end mark."""
+    """Text to ids and back. Encoding a text never produces EOS."""
 
     @property
     def name(self) -> str:
-        """What kind it is: byte, gpt2 or hf."""
+        """Kind of tokenizer: byte, gpt2 or hf."""
 
     @property
     def vocab(self) -> int:
-        """Number of ids: all are below it."""
+        """Number of ids; all ids are smaller."""
 
     @property
     def eos(self) -> int:
         """The id that ends a document."""
 
     def encode(self, text: str) -> Ids:
-        """Return the ids of `text`, without an end mark; names of special tokens are mere text."""
+        """The ids of `text`, without EOS; names of special tokens are encoded as plain text."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`."""
+        """The text of `ids`."""
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of one id, a part of a character perhaps; None where it has none."""
+        """The bytes of one id, possibly part of a character; None if the tokenizer has none."""
 
     def fingerprint(self) -> str:
-        """Return a sha256 of everything that decides the ids of a text."""
+        """sha256 of everything that determines the ids of a text."""
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes; id 0, which no text holds, ends a document."""
+    """Ids 0 to 255 are bytes; id 0, which no text contains, is EOS."""
 
     name = "byte"
     vocab = 256
     eos = 0
 
     def encode(self, text: str) -> NDArray[np.uint8]:
-        """Return the bytes of `text`, without an end mark."""
+        """The UTF-8 bytes of `text`, without EOS."""
         ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
         if (ids == self.eos).any():
             at = int(np.argmax(ids == self.eos))
@@ -67,24 +70,24 @@ class ByteTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return bytes(ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the byte that the id is."""
+        """The byte itself."""
         return bytes([token])
 
     def fingerprint(self) -> str:
-        """Return a sha256 of what decides the ids: the name says it all."""
+        """sha256 of the name, which determines everything."""
         return fingerprint_of(tokenizer=self.name, vocab=self.vocab, eos=self.eos)
 
 
 def id_type(vocab: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the smallest little-endian type that holds every id below `vocab`."""
+    """The smallest little-endian dtype that holds every id below `vocab`."""
     return np.dtype(f"<u{id_bytes(vocab)}")
 
 
-# GPT-2's vocabulary from a folder: vocab.json and merges.txt, or encoder.json and vocab.bpe.
+# --- GPT-2 vocabulary files: vocab.json and merges.txt, or encoder.json and vocab.bpe ---
 
 EOS_NAME = "<|endoftext|>"
 NUM_BYTES = 256
@@ -95,9 +98,9 @@ FILE_NAMES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
 def read_ranks(folder: Path) -> dict[bytes, int]:
-    """Return the bytes of each id, and refuse files that are not GPT-2's in size or order.
+    """The bytes of each id; rejects files that differ from GPT-2 in size or order.
 
-    An id is also the priority of its merge, so both files must tell the same order.
+    An id is also the priority of its merge, so that both files must have the same order.
     """
     vocab_file, merges_file = _find(folder)
     vocab, letters = _read_vocab(vocab_file), byte_letters()
@@ -119,9 +122,9 @@ def read_ranks(folder: Path) -> dict[bytes, int]:
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the letter that stands for each byte in the files, in the order of the ids.
+    """Byte of each letter used in the vocabulary files, in id order.
 
-    Bytes that print stand for themselves; the others take the letters from U+0100 on.
+    Printable bytes stand for themselves; all others use letters from U+0100 on.
     """
     plain = [b for b in range(NUM_BYTES) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(NUM_BYTES) if b not in plain]
@@ -151,7 +154,7 @@ def _read_vocab(path: Path) -> dict[str, Any]:
 
 
 def _read_merges(path: Path) -> list[str]:
-    """Return what each merge makes; the file starts with a line that names its version."""
+    """The result of each merge; the first line of the file is its version."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
@@ -164,16 +167,16 @@ def _read_merges(path: Path) -> list[str]:
     return ["".join(pair) for pair in pairs]
 
 
-# GPT-2's byte-pair encoding, through tiktoken: 50257 ids, the last of which ends a document.
+# --- GPT-2 byte-pair encoding through tiktoken: 50257 ids, the last one is EOS ---
 
 PATTERN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""GPT-2 cuts a text into these before it merges bytes."""
+"""GPT-2's pre-tokenization pattern; merges never cross its matches."""
 DOWNLOAD_LIMIT_S = 60.0
-"""tiktoken downloads without a time limit of its own."""
+"""tiktoken downloads without a timeout of its own."""
 
 
 class GPT2Tokenizer:
-    """The encoding of a local folder, or else the one that tiktoken finds."""
+    """GPT-2's encoding from a local folder, else from tiktoken's cache or download."""
 
     name = "gpt2"
     vocab = NUM_RANKS + 1
@@ -193,19 +196,19 @@ class GPT2Tokenizer:
             )
 
     def encode(self, text: str) -> NDArray[np.uint16]:
-        """Return the ids of `text`; "<|endoftext|>" in it is text like any other."""
+        """The ids of `text`; "<|endoftext|>" is encoded as plain text."""
         return np.array(self._encoding.encode_ordinary(text), dtype=np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return str(self._encoding.decode(list(ids), errors="replace"))
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one id."""
+        """The bytes of one id."""
         return bytes(self._encoding.decode_single_token_bytes(token))
 
     def fingerprint(self) -> str:
-        """Hash the bytes of every id, wherever they were read from."""
+        """Hash the bytes of every id, independent of where they were read from."""
         digest = hashlib.sha256(f"gpt2/{self.vocab}/{self.eos}".encode())
         for token in range(NUM_RANKS):
             value: bytes = self._encoding.decode_single_token_bytes(token)
@@ -214,7 +217,7 @@ class GPT2Tokenizer:
 
 
 def _from_tiktoken(tiktoken: Any) -> Any:
-    """Ask tiktoken, which looks into its cache and only then at the network."""
+    """Load from tiktoken's cache, else download, with a time limit."""
     answers: list[Any] = []
 
     def ask() -> None:
@@ -223,7 +226,7 @@ def _from_tiktoken(tiktoken: Any) -> Any:
         except (OSError, ValueError, AssertionError) as error:  # network, wrong hash, torn file
             answers.append(error)
 
-    # A thread that nobody waits for: a download that hangs must neither stall nor outlive the run.
+    # Daemon thread: a download that hangs must neither stall the run nor keep the process alive.
     thread = threading.Thread(target=ask, daemon=True, name="gpt2-download")
     thread.start()
     thread.join(DOWNLOAD_LIMIT_S)
@@ -243,14 +246,14 @@ def _not_found(error: Exception) -> ConfigError:
     )
 
 
-# Any Hugging Face `tokenizer.json`, through the package `tokenizers`.
+# --- Hugging Face `tokenizer.json` through the package `tokenizers` ---
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
-"""Usual names of the end mark, the first that exists is taken; [SEP] also has other uses."""
+"""Common EOS names; the first one that exists is used. [SEP] comes last, it has other uses."""
 
 
 class HFTokenizer:
-    """The tokenizer of a file; nothing is added to a text, cut from it or padded."""
+    """The tokenizer of a file; adds no special tokens, no truncation, no padding."""
 
     name = "hf"
 
@@ -263,13 +266,13 @@ class HFTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Otherwise "<|endoftext|>" in a web page would end the document there.
+        # Otherwise "<|endoftext|>" inside a web page would become EOS.
         self._tokenizer.encode_special_tokens = True
         self.eos = self._find_eos(eos)
         self._sha256 = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> Ids:
-        """Return the ids of `text`; a text that makes the end mark itself is refused."""
+        """The ids of `text`; a text that encodes to EOS itself is refused."""
         with _named_errors("the tokenizer refuses the text"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eos in ids:
@@ -280,15 +283,15 @@ class HFTokenizer:
         return np.array(ids, dtype=id_type(self.vocab))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, without special tokens."""
+        """The text of `ids`, without special tokens."""
         return str(self._tokenizer.decode(list(ids)))
 
     def token_bytes(self, token: int) -> None:
-        """Return None: the decoder of the file may join tokens in any way."""
+        """None: the decoder in the file may join tokens in any way."""
         return None
 
     def fingerprint(self) -> str:
-        """Hash the file and the end mark."""
+        """Hash the file and EOS."""
         return fingerprint_of(tokenizer=self.name, file=self._sha256, eos=self.eos)
 
     def _find_eos(self, wanted: str) -> int:
@@ -310,11 +313,11 @@ def _named_errors(what: str) -> Iterator[None]:
         raise DataError(f"{what} ({error}); choose another tokenizer or correct it") from None
 
 
-# From the data section of a config to its tokenizer.
+# --- choosing a tokenizer ---
 
 
 def open_tokenizer(config: DataConfig) -> Tokenizer:
-    """Open the tokenizer that the config names; the schema has refused any other name."""
+    """Open the tokenizer named by the config; the schema has rejected unknown names."""
     if config.tokenizer == ByteTokenizer.name:
         return ByteTokenizer()
     if config.tokenizer == GPT2Tokenizer.name:

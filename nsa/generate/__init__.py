@@ -1,4 +1,4 @@
-"""Generation: prompts to text through prefill and the decode cache."""
+"""Generation: prompts to text, through prefill and the decode cache."""
 
 from nsa.generate.complete import Completion, Completions, Limits, StopStrings, TextStream
 from nsa.generate.decode import generate, next_tokens, sample_text

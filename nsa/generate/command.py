@@ -1,4 +1,4 @@
-"""The command `nsa generate`: where prompts come from, and how texts go out."""
+"""`nsa generate`: read prompts, load a model, print the completions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nsa.train.runtime import resolve_runtime
 
 STDIN = "-"
 NO_MEMORY = "can't allocate memory"
-"""In the message of torch's allocator for the CPU, which has no error of its own."""
+"""Part of torch's CPU out-of-memory message, which has no exception type of its own."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell."""
+"""Exit code after Ctrl-C, as in a shell."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continue the prompts of the arguments; what is wrong with them is said before loading."""
+    """Continue the given prompts; bad arguments are reported before the model is loaded."""
     sampling = Sampling(
         temperature=0.0 if args.greedy else args.temperature,
         top_k=args.top_k,
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args, limits)
     try:
         _complete(args, prompts, _load(args, sampling, limits))
-    except KeyboardInterrupt:  # the usual way to say that it is enough
+    except KeyboardInterrupt:  # the usual way to stop a long text
         _write("\n")
         return INTERRUPTED
     except RuntimeError as error:
@@ -78,7 +78,7 @@ def _no_room(prompts: list[str], limits: Limits) -> str:
 
 
 def read_prompts(args: argparse.Namespace, limits: Limits) -> list[str]:
-    """The prompt of the command line, of a file or of stdin; or the lines of a file of prompts."""
+    """The prompt from the command line, a file or stdin; or one prompt per line of a file."""
     given = [source for source in (args.prompt, args.file, args.prompts) if source is not None]
     if len(given) > 1:
         raise ValueError(
@@ -86,6 +86,7 @@ def read_prompts(args: argparse.Namespace, limits: Limits) -> list[str]:
         )
     if args.prompts is not None:
         text = _read(args.prompts, limits.max_prompt_bytes)
+        # Only "\n" separates prompts: splitlines would also split at U+2028 and form feeds.
         lines = text.removesuffix("\n").split("\n")
         return [line.removesuffix("\r") for line in lines]
     if args.prompt is not None and args.prompt != STDIN:
@@ -94,7 +95,7 @@ def read_prompts(args: argparse.Namespace, limits: Limits) -> list[str]:
 
 
 def _read(source: str, limit: int) -> str:
-    """A text of at most `limit` bytes, which are UTF-8."""
+    """Read at most `limit` bytes of UTF-8."""
     name = "stdin" if source == STDIN else source
     try:
         with _opened(source) as file:
@@ -128,6 +129,7 @@ def _load(args: argparse.Namespace, sampling: Sampling, limits: Limits) -> Compl
     model, config = load_model(find_model(Path(args.model)))
     heads = (config.model.d_k, config.model.d_v)
     runtime = resolve_runtime(_runtime(args, config.runtime), heads, config.model.attention)
+    # bf16 on a CPU is slow and less exact, so the config's choice for a GPU does not apply.
     precision = args.precision or ("fp32" if runtime.device.type == "cpu" else runtime.precision)
     runtime = replace(runtime, precision=precision)
     model = model.to(device=runtime.device, dtype=runtime.dtype)
@@ -135,14 +137,14 @@ def _load(args: argparse.Namespace, sampling: Sampling, limits: Limits) -> Compl
 
 
 def _runtime(args: argparse.Namespace, config: RuntimeConfig) -> RuntimeConfig:
-    """The config's, on the device that is asked for; what only training needs is left out."""
+    """The config's runtime on the requested device, without training-only settings."""
     return RuntimeConfig(
         device=args.device, precision=args.precision or config.precision, backend=config.backend
     )
 
 
 def _tokenizer(args: argparse.Namespace, config: Config) -> Tokenizer:
-    """The model's own; another one, or the place where its files are now, can be named."""
+    """The model's tokenizer; flags can name another one or the new path of its files."""
     data = config.data
     name = args.tokenizer or data.tokenizer
     same = name == data.tokenizer
@@ -157,7 +159,7 @@ def _write_all(completions: list[Completion], echo: bool) -> None:
 
 
 def _write(text: str) -> None:
-    """UTF-8, whatever the terminal is said to speak, and at once."""
+    """Write UTF-8 whatever the locale says, and flush."""
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
     sys.stdout.buffer.flush()

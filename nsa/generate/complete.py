@@ -1,4 +1,4 @@
-"""Text to text: prompts, each continued until a limit, its end mark or a stop string."""
+"""Text to text: continue prompts until a token limit, EOS or a stop string; stream the text."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from nsa.model import TinyLM
 
 VERSION = 1
 MOST_TOKENS = 1 << 24
-"""Beyond any cache: a slip of the keyboard, not a length."""
+"""Upper bound for lengths: larger values are typing errors, not lengths."""
 LONGEST_TOKEN_BYTES = 256
-"""Longer than any token of GPT-2 (128): more bytes than this per place cannot fit a cache."""
+"""Longest token in bytes (GPT-2: 128); a prompt with more bytes per token cannot exist."""
+
+
+# --- completions ---
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Where a text ends."""
+    """When a text ends, and how many run at once."""
 
     max_new_tokens: int = 128
     max_len: int = 65536
-    """Tokens of a prompt and its text together, which is what a cache is made for, at most."""
+    """Maximum of prompt plus new tokens; the cache is allocated for this length at most."""
     stops: tuple[str, ...] = ()
-    """The text ends before the first of them."""
+    """The text ends before the first of these strings."""
     ignore_eos: bool = False
-    """Go on after the end mark of a document."""
+    """Continue after EOS."""
     batch_size: int = 32
-    """Prompts of equal length that go through the model together."""
+    """Prompts of equal length that are batched together."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_len", "batch_size"):
@@ -45,30 +48,30 @@ class Limits:
 
     @property
     def max_prompt_bytes(self) -> int:
-        """A text of more bytes is too long in any tokenizer, and need not be read."""
+        """A longer prompt is too long under any tokenizer, so it need not be read."""
         return self.max_len * LONGEST_TOKEN_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What became of one prompt."""
+    """The result for one prompt."""
 
     prompt: str
     text: str
-    """Without the prompt, the end mark and the stop string."""
+    """Without the prompt, EOS and the stop string."""
     tokens: list[int]
-    """All that were generated."""
+    """All generated tokens."""
     num_prompt_tokens: int
     finish: str
     """length, eos or stop."""
 
     def as_json(self) -> dict[str, object]:
-        """Schema, version 1: these fields, and the number of tokens."""
+        """Schema version 1: these fields, and the number of tokens."""
         return {"version": VERSION, **asdict(self), "num_tokens": len(self.tokens)}
 
 
 class Completions:
-    """A model with its tokenizer, to continue texts with."""
+    """A model and its tokenizer, ready to continue texts."""
 
     def __init__(
         self, model: TinyLM, tokenizer: Tokenizer, sampling: Sampling, limits: Limits
@@ -83,11 +86,12 @@ class Completions:
     def complete(
         self, prompts: Sequence[str], show: Callable[[str], None] | None = None
     ) -> list[Completion]:
-        """Continue every prompt; all are checked before the first is begun.
+        """Continue every prompt; all are validated before the first starts.
 
-        `show` gets the text of a single prompt piece by piece, as it is generated.
+        `show` receives the text of a single prompt in pieces, while it is generated.
         """
         assert show is None or len(prompts) == 1, "several texts cannot be shown at once"
+        # Encode all first: a bad prompt at the end must not waste the work before it.
         ids = [self.encode(prompt, place) for place, prompt in enumerate(prompts, start=1)]
         done: dict[int, Completion] = {}
         for batch in batches([len(one) for one in ids], self.limits.batch_size):
@@ -97,10 +101,11 @@ class Completions:
         return [done[i] for i in range(len(prompts))]
 
     def encode(self, prompt: str, place: int = 1) -> list[int]:
-        """The ids of a prompt that can be continued; `place` is its number in messages."""
+        """Token ids of a valid prompt; `place` is its number in error messages."""
         if not prompt:
             raise ValueError(f"prompt {place} is empty; give at least one character to continue")
         size = len(_utf8(prompt, place))
+        # Cheap test before tokenizing, which takes long for a huge text.
         if size > self.limits.max_prompt_bytes:
             raise ValueError(_too_long(place, f"{size:,} bytes", self.limits))
         ids: list[int] = self.tokenizer.encode(prompt).tolist()
@@ -116,7 +121,7 @@ class Completions:
     def _fill(
         self, texts: list[_Text], prompt: torch.Tensor, show: Callable[[str], None] | None
     ) -> None:
-        """Generate for prompts of equal length until all texts are at their end."""
+        """Generate for prompts of equal length until all texts have ended."""
         steps = next_tokens(self.model, prompt, self.limits.max_new_tokens, self.sampling)
         for tokens in steps:
             for text, token in zip(texts, tokens.tolist(), strict=True):
@@ -132,7 +137,7 @@ class Completions:
 
 
 class _Text:
-    """One text while it grows."""
+    """One text while it is generated."""
 
     def __init__(self, parent: Completions, prompt: str, num_prompt_tokens: int) -> None:
         self.prompt, self.num_prompt_tokens = prompt, num_prompt_tokens
@@ -146,7 +151,7 @@ class _Text:
 
     def push(self, token: int) -> None:
         if self.finish:
-            return  # others of the batch go on
+            return  # ended, while others in the batch continue
         self._tokens.append(token)
         if token == self._eos:
             self.finish = "eos"
@@ -156,7 +161,7 @@ class _Text:
             self.finish = "stop"
 
     def end(self) -> None:
-        """Add what was held back: an unfinished character, the start of a stop string."""
+        """Flush held-back text: an incomplete character, the start of a stop string."""
         if self.finish == "stop":
             return
         self._pieces.append(self._stops.push(self._stream.finish()))
@@ -166,7 +171,7 @@ class _Text:
         self.finish = self.finish or "length"
 
     def new_text(self) -> str:
-        """What has come since the last call."""
+        """Text added since the last call."""
         text = "".join(self._pieces[self._num_shown :])
         self._num_shown = len(self._pieces)
         return text
@@ -182,7 +187,7 @@ class _Text:
 
 
 def batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices of equal lengths together, at most `batch_size`: a cache holds one length."""
+    """Group indices by equal length, at most `batch_size` each: a cache has one length."""
     by_length: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         by_length.setdefault(length, []).append(index)
@@ -208,46 +213,47 @@ def _too_long(place: int, size: str, limits: Limits) -> str:
     )
 
 
-# Tokens to text as they come: never half a character, never the beginning of a stop string.
+# --- streaming: whole characters only, never the start of a stop string ---
 
 HELD_TOKENS = 16
-"""Tokens that a tokenizer without bytes may keep back for one character; then it is shown as is."""
+"""For a tokenizer without bytes: most tokens held back for one character; then it is shown."""
 UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Turns tokens into text; what it returned is never taken back."""
+    """Incremental decoder; text once returned is never revised."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._shown: list[int] = []  # the latest tokens whose text is out: context of the next
+        self._shown: list[int] = []  # latest tokens already returned: decoding context for the next
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes."""
+        """The text completed by this token; may be empty."""
         content = self._tokenizer.token_bytes(token)
         if content is not None:
             return self._utf8.decode(content)
         self._held.append(token)
         text = self._held_text()
+        # U+FFFD at the end: the next token may complete the character.
         if text.endswith(UNFINISHED) and len(self._held) < HELD_TOKENS:
             return ""
         self._shown, self._held = self._held, []
         return text
 
     def finish(self) -> str:
-        """Return what is left at the end: U+FFFD for a character that was never completed."""
+        """The rest at the end: U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True) + (self._held_text() if self._held else "")
 
     def _held_text(self) -> str:
-        """Decode after some context: at the start of a text a decoder may drop a space."""
+        """Decode with context: at the start of a text some decoders drop a space."""
         before = self._tokenizer.decode(self._shown)
         return self._tokenizer.decode([*self._shown, *self._held])[len(before) :]
 
 
 class StopStrings:
-    """Ends a text before the first stop string; shows nothing that may become part of one."""
+    """Cuts the text before the first stop string; holds back a possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
@@ -260,22 +266,23 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Return the text that can be shown now."""
+        """The text that can be shown now."""
         text = self._held + text
         starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
         self.found = bool(starts)
         kept = 0 if starts else self._possible_start(text)
+        # The stop string that starts first ends the text, not the one listed first.
         cut = min(starts) if starts else len(text) - kept
         self._held = text[cut:] if kept else ""
         return text[:cut]
 
     def finish(self) -> str:
-        """Return what was held back, where no stop string came of it."""
+        """The held-back text, if it did not become a stop string."""
         text, self._held = self._held, ""
         return text
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""Tokens from a model: the prompt in tiles, then token by token with the cache."""
+"""Decoding: prefill the prompt, then generate token by token with the cache and a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from nsa.model import ModelCache, NSACache, TinyLM
 PROMPT = "KING.\n"
 SAMPLE_TOKENS = 400
 TEMPERATURE = 0.5
-"""Low: a model of a two-minute run writes words then, where it would mumble at 1."""
+"""Low: after a two-minute run a model writes words at 0.5, but gibberish at 1."""
 GRAPH_FROM = 8
-"""Tokens that are worth the capture of a CUDA graph, which costs a few steps."""
+"""From this many tokens on, capturing a CUDA graph pays off; it costs a few steps."""
+
+
+# --- token by token ---
 
 
 def sample_text(model: TinyLM, tokenizer: Tokenizer, seed: int) -> str:
-    """Let a model write a short text, to see what it has learned."""
+    """A short sample text, to see what the model has learned."""
     prompt = torch.from_numpy(tokenizer.encode(PROMPT).copy()).long()[None]
     sampling = Sampling(temperature=TEMPERATURE, seed=seed)
     ids = generate(model, prompt, SAMPLE_TOKENS, sampling)
@@ -36,7 +39,7 @@ def generate(
     num_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
 ) -> Tensor:  # [B, T + num_tokens] int64, on the CPU
-    """Continue each prompt by `num_tokens` tokens; the same arguments give the same tokens."""
+    """Continue each prompt by `num_tokens` tokens; deterministic for equal arguments."""
     new = list(next_tokens(model, prompt, num_tokens, sampling))
     return torch.cat([prompt.cpu(), *(token[:, None] for token in new)], dim=1)
 
@@ -47,10 +50,10 @@ def next_tokens(
     num_tokens: int,
     sampling: Sampling,
 ) -> Iterator[Tensor]:  # [B] int64, on the CPU
-    """Yield the next token of every prompt, `num_tokens` times, each as soon as it is chosen.
+    """Yield the next token of every prompt, `num_tokens` times, as soon as it is chosen.
 
-    Every row draws with a generator of its own, of the same seed: what a prompt gets does not
-    depend on the others.
+    Every row has its own generator with the same seed, so that a prompt's text does not depend on
+    the other prompts in the batch.
     """
     if prompt.ndim != 2 or prompt.shape[0] < 1 or prompt.shape[1] < 1 or num_tokens < 0:
         raise ValueError(
@@ -81,7 +84,7 @@ def next_tokens(
 
 @contextmanager
 def _evaluating(model: TinyLM) -> Iterator[None]:
-    """Leave the model in the mode it was in, also when nobody wants the rest of the tokens."""
+    """Evaluation mode; restores the previous mode even if the generator is abandoned."""
     was_training = model.training
     model.eval()
     try:
@@ -90,15 +93,18 @@ def _evaluating(model: TinyLM) -> Iterator[None]:
         model.train(was_training)
 
 
-# A decode step as a CUDA graph: the launches of a whole model at the price of one.
+# --- the decode step as a CUDA graph: one launch instead of hundreds ---
 
 WARM_UP = 2
 """Steps before the capture: the first compiles kernels and allocates their memory."""
 
 
 def can_capture(model: TinyLM, cache: ModelCache) -> bool:
-    """Whether a step can be captured: the decode kernels read where sequences end on the device,
-    the other ways of decoding know it on the host alone."""
+    """Whether a step can be captured.
+
+    Only the decode kernels read sequence lengths on the device; other decode paths read them on
+    the host, and a graph would replay a fixed length.
+    """
     if not model.embed.weight.is_cuda:
         return False
     pairs = zip(model.layers, cache.layers, strict=True)
@@ -109,7 +115,7 @@ def can_capture(model: TinyLM, cache: ModelCache) -> bool:
 
 
 class GraphedStep:
-    """`model.step` for one cache; the logits of a call are overwritten by the next."""
+    """`model.step` for one cache; each call overwrites the logits of the previous one."""
 
     def __init__(self, model: TinyLM, cache: ModelCache) -> None:
         self.cache = cache
@@ -120,8 +126,9 @@ class GraphedStep:
             self._capture(model, torch.cuda.Stream(device))
 
     def __call__(self, ids: Tensor) -> Tensor:  # [B] -> [B, V]
-        """Append one token per sequence; logits of the next one."""
+        """Append one token per sequence; returns the next logits."""
         for layer in self.cache.layers:
+            # The graph itself cannot raise: check room and shape on the host first.
             layer.check(ids[:, None])
         self._ids.copy_(ids)
         self.graph.replay()
@@ -130,8 +137,10 @@ class GraphedStep:
         return self.logits
 
     def _capture(self, model: TinyLM, side: torch.cuda.Stream) -> None:
-        """Steps before and during the capture leave nothing behind: what they append lies where the
-        next token goes, and lengths and counters are put back."""
+        """Warm up and capture without side effects on the cache.
+
+        The appended tokens lie where the next real token goes; lengths and counters are restored.
+        """
         layers, length = self.cache.layers, self.cache.length
         counters = [(layer.reads.clone(), layer.last_reads.clone()) for layer in layers]
 
@@ -139,6 +148,8 @@ class GraphedStep:
             self.cache.clear()
             for layer in layers:
                 layer.length = length
+
+        # Warm up on the capture stream, ordered after work already queued on the current one.
 
         current = torch.cuda.current_stream(side.device)
         side.wait_stream(current)
@@ -157,8 +168,11 @@ class GraphedStep:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Rounded copies of the weights that autocast keeps are freed when it ends: a graph that read
-    them would read whatever lies there by then. Without them it makes its own."""
+    """Disable autocast's weight cache during capture.
+
+    Autocast frees its cached low-precision weights when it ends; a graph that captured their
+    addresses would read freed memory. Without the cache the graph casts for itself.
+    """
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,6 +1,6 @@
-"""The choice of the next token from its logits: pure functions, each step of it by itself.
+"""Sampling: choose the next token from its logits. Pure functions, one per step.
 
-They apply in this order: repetition penalty, temperature, top-k, top-p, draw.
+Order: repetition penalty, temperature, top-k, top-p, draw.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ SEED_LIMIT = 1 << 63
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen; refused when it is built, not in the middle of a text."""
+    """Sampling settings; invalid values are rejected on construction."""
 
     temperature: float = 1.0
-    """0 takes the most likely token; below 1 the likely ones become likelier, above 1 less so."""
+    """0 is greedy; below 1 sharpens the distribution, above 1 flattens it."""
     top_k: int = 0
-    """Draw from this many most likely tokens only; 0 from all."""
+    """Draw only from the k most likely tokens; 0 draws from all."""
     top_p: float = 1.0
-    """Draw from the fewest most likely tokens whose probabilities reach this sum; 1 from all."""
+    """Draw from the smallest set of most likely tokens with at least this probability; 1: all."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of the prompt and of the text so far less likely; 1 changes nothing."""
+    """Above 1 makes tokens already in prompt or text less likely; 1 is off."""
     seed: int = 0
-    """The same seed, prompt, model and settings give the same text."""
+    """Equal seed, prompt, model and settings give equal text."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -54,10 +54,10 @@ def choose_tokens(
     draws: Sequence[torch.Generator],  # one for each row, on the CPU
     seen: Tensor | None = None,  # [B, V] bool  tokens so far; needed for a penalty
 ) -> Tensor:  # [B] int64, on the CPU
-    """Choose one token for each row; a row depends on its own logits and generator alone.
+    """Choose one token per row; a row depends only on its own logits and generator.
 
-    The draw is made in fp32 on the CPU, so that on every device the same logits and seed give the
-    same token.
+    The draw is done in fp32 on the CPU, so that equal logits and seed give the same token on every
+    device.
     """
     logits = logits.float().cpu()
     if logits.isnan().any():
@@ -85,27 +85,29 @@ def penalize(
     seen: Tensor,  # [B, V] bool
     penalty: float,
 ) -> Tensor:  # [B, V]
-    """Divide the positive logits of seen tokens by the penalty, and multiply the negative ones."""
+    """Divide positive logits of seen tokens by the penalty, multiply negative ones."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:  # [B, V] -> [B, V]
-    """-inf for all but the k largest; a tie goes to the lower id."""
+    """Set all but the k largest logits to -inf; ties go to the lower id."""
     return _keep(logits, torch.arange(logits.shape[-1]) < k)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:  # [B, V] -> [B, V]
-    """-inf for all but the fewest most likely whose sum reaches p; a tie goes to the lower id."""
+    """Keep the smallest set of most likely tokens with sum >= p, -inf for others; ties as above."""
+    # fp64: fp32 rounding over a large vocabulary could move the cut.
     probabilities = torch.softmax(logits.double(), dim=-1)
     ranked = probabilities.sort(dim=-1, descending=True, stable=True).values
     reached = ranked.cumsum(dim=-1) >= p
     keep = torch.ones_like(reached)
-    keep[..., 1:] = ~reached[..., :-1]  # the more likely ones do not suffice
+    keep[..., 1:] = ~reached[..., :-1]  # keep a token if those before it do not reach p
     return _keep(logits, keep)
 
 
 def _keep(logits: Tensor, keep_rank: Tensor) -> Tensor:
-    """-inf for the tokens at ranks (most likely first) that are not to be kept."""
+    """Set tokens to -inf whose rank (most likely first) is not kept."""
+    # A stable sort makes ties deterministic; torch.topk does not promise that.
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     keep = torch.zeros_like(logits, dtype=torch.bool)
     keep.scatter_(-1, order, keep_rank.expand_as(logits))

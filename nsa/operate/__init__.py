@@ -1,1 +1,1 @@
-"""Operating a run from outside: judge its folder, stop it where it must, show how it goes."""
+"""Operate runs from outside: launch them, watch them, judge them, hand them over."""

@@ -1,6 +1,6 @@
-"""Where healthy ends: limits.toml, the one file of thresholds, as typed values by kind of device.
+"""Thresholds from limits.toml as typed values, one set per kind of device.
 
-`python -m nsa.operate.limits PAGE` renews the tables in a page of the documentation.
+`python -m nsa.operate.limits PAGE` rewrites the tables in a documentation page.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from nsa.config.check import nearest
 from nsa.config.describe import markdown_table
 
 HALTING = ("heartbeat_stall", "throughput_flatline", "gate_collapse", "zero_grad", "nan_loss")
-"""Alarms after which going on wastes the machine: it is asked to stop. Others are only said."""
+"""Alarms that make the watchdog stop the run; all others are only logged."""
 FILE = Path(__file__).with_name("limits.toml")
 KINDS = ("cuda", "cpu", "h200")
-"""Kinds of devices: any GPU, the CPU, and a GPU whose name says so."""
+"""Kinds of device: any GPU, the CPU, and GPUs whose name contains the kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The thresholds for a kind of device; limits.toml says what each of them means."""
+    """The thresholds for one kind of device; limits.toml has the unit and meaning of each."""
 
     stall_s: float
     stall_gaps: float
@@ -92,11 +92,11 @@ class Limits:
 
 
 Entries = dict[str, dict[str, dict[str, Any]]]
-"""limits.toml: by group and name, the values by kind, the unit and the meaning."""
+"""limits.toml: group -> name -> values by kind, unit and meaning."""
 
 
 def read_limits() -> Entries:
-    """limits.toml as it is written."""
+    """limits.toml as parsed."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -105,28 +105,31 @@ def _by_kind(groups: Entries) -> dict[str, Limits]:
     values: dict[str, Any]
     found = {}
     for kind in KINDS:
+        # A kind without its own value uses the general GPU value.
         values = {name: entry.get(kind, entry["cuda"]) for name, entry in entries.items()}
         found[kind] = Limits(**values)
     return found
 
 
+# Parsed at import: a missing or unknown name in limits.toml fails at once.
 BY_KIND = _by_kind(read_limits())
 GPU, CPU = BY_KIND["cuda"], BY_KIND["cpu"]
 
 
 def limits_for(device: str | None, gpu_name: str | None = None) -> Limits:
-    """The limits for a device as metrics.json names it, like cuda:0; those of a GPU if unknown.
+    """Limits for a device as metrics.json names it, like cuda:0; GPU limits if unknown.
 
-    `gpu_name` is the one in env.json: a kind of GPU with limits of its own gets those.
+    `gpu_name` is the GPU name in env.json; a matching kind overrides the general GPU limits.
     """
     kind = (device or "").partition(":")[0]
     if kind != "cpu" and gpu_name:
+        # "NVIDIA H200" selects the kind h200.
         kind = next((known for known in KINDS if known in gpu_name.lower()), kind)
     return BY_KIND.get(kind, GPU)
 
 
 def with_values(limits: Limits, values: Mapping[str, float]) -> Limits:
-    """Replace limits by name; a name that is none, or a value that cannot be one, is refused."""
+    """Replace limits by name; reject unknown names and invalid values."""
     known = {item.name: type(getattr(limits, item.name)) for item in dataclasses.fields(Limits)}
     replaced: dict[str, Any] = {}
     for name, value in values.items():
@@ -135,6 +138,7 @@ def with_values(limits: Limits, values: Mapping[str, float]) -> Limits:
                 f"{name!r} is no limit; the nearest is {nearest(name, known)!r}; "
                 "nsa/operate/limits.toml lists them"
             )
+        # int(2.5) != 2.5 rejects a fraction for a whole-number limit; NaN fails the range test.
         if not 0 <= value < float("inf") or known[name](value) != value:
             kind = "a whole number" if known[name] is int else "a finite number"
             raise ValueError(f"limit {name}={value:g} is not {kind} >= 0; give one")
@@ -143,7 +147,7 @@ def with_values(limits: Limits, values: Mapping[str, float]) -> Limits:
 
 
 def limit_table(group: str) -> str:
-    """Every limit of a group with its value on each kind of device, as Markdown."""
+    """All limits of a group with their value per kind of device, as a Markdown table."""
     rows = [("limit", *KINDS, "unit", "meaning")]
     for name, entry in read_limits()[group].items():
         values = (f"{getattr(BY_KIND[kind], name):g}" for kind in KINDS)
@@ -152,7 +156,7 @@ def limit_table(group: str) -> str:
 
 
 def refresh(page: str) -> str:
-    """Return a page of the documentation with its tables brought up to date."""
+    """Return a documentation page with its limit tables regenerated."""
     found = False
     for group in read_limits():
         begin, end = f"<!-- begin limits {group} -->", f"<!-- end limits {group} -->"

@@ -1,4 +1,4 @@
-"""`nsa monitor`: a run folder in a terminal, live; in a pipe, plain lines. It only reads."""
+"""`nsa monitor`: show a run folder live in a terminal, or as plain lines in a pipe. Read-only."""
 
 from __future__ import annotations
 
@@ -29,24 +29,28 @@ from nsa.records import Beat
 from nsa.records.alarms import Alarm
 
 TAIL_BYTES = 1 << 20
-"""Of each heartbeat: some hundred logged steps."""
+"""Read from the end of each heartbeat: a few hundred logged steps."""
 SEPARATOR = " | "
 LABEL = 10
-"""Characters of the longest label."""
+"""Width of the label column in characters."""
 LONGEST = 60
-"""A part that is longer gets a line of its own, and wraps."""
+"""Longer parts get a line of their own and wrap."""
+
+
+# --- drawing and following ---
 
 
 class Report:
-    """A run at a moment, as something that rich can draw for any width."""
+    """A snapshot of a run that rich can render at any width."""
 
     def __init__(self, run: Run, *, unicode: bool = True) -> None:
         self.run, self._unicode = run, unicode
         self._limits = limits_for(run.metrics.device if run.metrics else None)
+        # Evaluate the rules here, so that the monitor shows alarms even when no watchdog runs.
         self._alarms = judge(run, self._limits)
 
     def rows(self, width: int) -> list[Row]:
-        """What is shown, for a width."""
+        """The rows for a width in characters."""
         return board(self.run, self._alarms, self._limits, width, unicode=self._unicode)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Panel]:
@@ -61,7 +65,7 @@ class Report:
         yield Panel(Padding(table, 0), title=Text(title), subtitle=Text(at), title_align="left")
 
     def plain(self, width: int = 100) -> str:
-        """The same as lines of text."""
+        """The report as plain text."""
         lines = [f"{self.run.folder}"]
         for label, parts in self.rows(width):
             texts = [text.plain for text in _lines(parts, width - LABEL - 2)]
@@ -69,7 +73,8 @@ class Report:
         return "\n".join(line.rstrip() for line in lines)
 
     def line(self) -> str:
-        """The most important numbers in one line, without ages: they would always be new."""
+        """Key numbers in one line; no ages, or every line would count as a change."""
+        # The width is irrelevant: no bar or sparkline is taken from these rows.
         rows = dict(self.rows(40))
         texts = [rows["status"][0].text]
         if self.run.status != "absent":
@@ -80,7 +85,7 @@ class Report:
 
 
 def _lines(parts: Sequence[Part], width: int) -> list[Text]:
-    """Put as many parts into each line as fit; none is broken unless it is longer than a line."""
+    """Fill lines with as many parts as fit; only a part longer than a line is wrapped."""
     lines: list[Text] = []
     for text, style in parts:
         fits = lines and len(lines[-1]) + len(SEPARATOR) + len(text) <= width
@@ -92,7 +97,7 @@ def _lines(parts: Sequence[Part], width: int) -> list[Text]:
 
 
 def monitor(folder: Path | None, args: argparse.Namespace, console: Console | None = None) -> int:
-    """Show the run until Ctrl-C, or once."""
+    """Show the run until Ctrl-C, or once with --once."""
     check_environment()
     folder = folder or Path(read("OUT_DIR"))
     if not 0 < args.interval < float("inf"):
@@ -104,13 +109,13 @@ def monitor(folder: Path | None, args: argparse.Namespace, console: Console | No
         return Report(read_run(folder, tail_bytes=TAIL_BYTES), unicode=unicode)
 
     follow = _follow_screen if console.is_terminal else _follow_lines
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the normal way to quit
         follow(look, console, 0.0 if args.once else args.interval)
     return 0
 
 
 def _follow_screen(look: Callable[[], Report], console: Console, interval_s: float) -> None:
-    """Draw again and again, and leave the last picture; once without an interval."""
+    """Redraw every `interval_s` and leave the last frame on screen; 0 draws once."""
     report = look()
     try:
         if interval_s:
@@ -118,6 +123,7 @@ def _follow_screen(look: Callable[[], Report], console: Console, interval_s: flo
                 while True:
                     live.refresh()
                     time.sleep(interval_s)
+                    # `report` is rebound, so that the `finally` below prints the newest frame.
                     report = look()
                     live.update(report)
     finally:
@@ -125,8 +131,9 @@ def _follow_screen(look: Callable[[], Report], console: Console, interval_s: flo
 
 
 def _follow_lines(look: Callable[[], Report], console: Console, interval_s: float) -> None:
-    """Write the whole report, then a line whenever something is new."""
+    """Print the whole report, then one line per change; 0 prints once."""
     report = look()
+    # Plain print: rich would wrap the lines at the width of a pipe, 80.
     print(report.plain(), file=console.file, flush=True)
     said = report.line()
     while interval_s:
@@ -136,25 +143,25 @@ def _follow_lines(look: Callable[[], Report], console: Console, interval_s: floa
             print(f"{time.strftime('%H:%M:%S')} {line}", file=console.file, flush=True)
 
 
-# What the monitor shows of a run: one list of rows, for a terminal and for a pipe alike.
+# --- content: the rows, shared by terminal and pipe ---
 
 GOOD, WARN, BAD, PLAIN = "green", "yellow", "bold red", ""
 NOT_MEASURED = "not measured"
 RECENT = 10
-"""Logged lines that say how long a step takes now."""
+"""Logged steps that the ETA is computed from."""
 SHOWN_ALARMS = 3
 STATUS_STYLES = {"running": GOOD, "finished": GOOD, "halted": WARN, "interrupted": WARN}
 
 
 class Part(NamedTuple):
-    """A piece of a row that is never broken into two lines."""
+    """A piece of a row that is not split across lines."""
 
     text: str
     style: str = PLAIN
 
 
 class Row(NamedTuple):
-    """A label and what is said under it."""
+    """A label and the parts beside it."""
 
     label: str
     parts: list[Part]
@@ -163,7 +170,7 @@ class Row(NamedTuple):
 def board(
     run: Run, alarms: Sequence[Alarm], limits: Limits, width: int, *, unicode: bool = True
 ) -> list[Row]:
-    """The rows, drawn for a width in characters; `alarms` are those that ring now."""
+    """The rows for a width in characters; `alarms` are the active ones."""
     if run.status == "absent":
         return [Row("status", [Part("no files of a run in this folder yet", WARN)])]
     last = run.progress[-1] if run.progress else None
@@ -214,10 +221,11 @@ def _progress(run: Run, width: int, unicode: bool) -> Iterator[Part]:
 
 
 def eta(run: Run, step: int) -> float | None:
-    """Seconds to the last step at the speed of the last lines, with evaluations and checkpoints."""
+    """Seconds to the last step at the recent median step time, plus evaluations and saves."""
     times = [t for beat in run.progress[-RECENT:] if (t := number(beat, "step_time_s")) is not None]
     if run.metrics is None or not times:
         return None
+    # Evaluations and saves are not in step_time_s: add their share of the time so far.
     pauses = run.metrics.eval_and_save_s / run.metrics.train_s if run.metrics.train_s else 0.0
     return (run.metrics.steps - step) * median(times) * (1 + pauses)
 
@@ -338,6 +346,7 @@ def _rank(run: Run, rank: Rank, limits: Limits) -> Part:
 def _alarms(run: Run, alarms: Sequence[Alarm]) -> Iterator[Part]:
     for alarm in alarms:
         yield Part(f"now {alarm.type}: {alarm.text}", BAD)
+    # The log of the watchdog, after what is active now.
     for alarm in run.alarms[-SHOWN_ALARMS:]:
         at = datetime.fromtimestamp(alarm.ts).strftime("%m-%d %H:%M:%S")
         yield Part(f"{at} {alarm.action} {alarm.type}: {alarm.text}", WARN)

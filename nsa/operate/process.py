@@ -1,8 +1,7 @@
-"""The process of a rank: whether it is still there, and signals that reach no stranger.
+"""Is a rank's process alive, send signals to it safely, and list the GPUs of this machine.
 
-A heartbeat names a pid, and the system may have given that number to somebody else since. A process
-counts as the rank only if it is on this machine, started before the last line that the rank wrote,
-and has the command line that env.json recorded.
+A heartbeat names a pid, but the system may have reused that pid. A process counts as the rank only
+if it runs on this host, started before the rank's last beat, and has the command line in env.json.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from nsa.records import machine
 from nsa.records.env import RunEnvironment
 from nsa.records.machine import START_TICKS, driver_version, stat_fields
 
+# --- the process of a rank ---
+
 CLOCK_SLACK_S = 2.0
-"""Between the clock of the heartbeat and the one that start times are counted with."""
+"""Allowed difference between the heartbeat's clock and the clock of process start times."""
 
 
 def is_gone(pid: int, env: RunEnvironment, started: int = 0) -> bool | None:
-    """Whether the process of a rank has ended; None on another machine than the run's.
+    """Whether the process of a rank has ended; None when the run is on another host.
 
-    `started` is its start in clock ticks, where that is known: a process that has the number and
-    another start has taken it over.
+    `started` is its start time in clock ticks, 0 if unknown. Same pid with another start time
+    means that the pid was reused.
     """
     if env.hostname != platform.node() or not (machine.PROC / "self").exists():
         return None
@@ -42,9 +43,9 @@ def is_gone(pid: int, env: RunEnvironment, started: int = 0) -> bool | None:
 
 
 def why_not_ours(pid: int | None, last_beat: float, env: RunEnvironment | None) -> str:
-    """Why this process is not the rank whose last line is of the time `last_beat`; empty if it is.
+    """Why this pid is not the rank that beat at Unix time `last_beat`; empty if it is.
 
-    Where something cannot be known it is not ours.
+    Anything that cannot be verified counts as "not ours".
     """
     if pid is None or pid <= 1:
         return f"the heartbeat names no process (pid {pid})"
@@ -67,10 +68,10 @@ def why_not_ours(pid: int | None, last_beat: float, env: RunEnvironment | None) 
 def send(
     pid: int | None, number: signal.Signals, last_beat: float, env: RunEnvironment | None
 ) -> str:
-    """Send a signal if the process is the rank; return why not, or nothing when it was sent.
+    """Send a signal if the process is the rank; return the reason why not, or "" when sent.
 
-    The process is held by a descriptor before it is looked at, so that the number cannot change
-    hands in between. SIGUSR1 goes only to a process that handles it: it would end any other.
+    The pidfd is opened before the checks, so the pid cannot be reused between check and signal.
+    SIGUSR1 is sent only to a process that handles it: the default action kills the process.
     """
     if pid is None:
         return why_not_ours(pid, last_beat, env)
@@ -94,12 +95,13 @@ def send(
 
 
 def same_command(command: Sequence[str], argv: Sequence[str]) -> bool:
-    """Whether a command line is that of a program with this sys.argv.
+    """Whether /proc's command line belongs to a program with this recorded sys.argv.
 
-    Python takes `-m package.module` and its own flags out of sys.argv, and env.json hides secrets.
+    Python removes `-m package.module` and its own flags from sys.argv; env.json masks secrets.
     """
     if not argv or len(command) < len(argv):
         return False
+    # The interpreter and its flags come first; the last len(argv) - 1 words must match argv[1:].
     split = len(command) - len(argv) + 1
     before, rest = command[:split], command[split:]
     program = Path(argv[0])
@@ -115,7 +117,7 @@ def _same_word(word: str, recorded: str) -> bool:
 
 
 def _started(fields: Sequence[str]) -> float:
-    """When it started, in Unix time; the system counts ticks since it was booted."""
+    """Start in Unix time, from clock ticks since boot."""
     since_boot = int(fields[START_TICKS]) / os.sysconf("SC_CLK_TCK")
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
@@ -133,13 +135,14 @@ def _handles(pid: int, number: signal.Signals) -> bool:
         text = (machine.PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
+    # SigCgt is a hex bit mask of handled signals; bit n - 1 is signal n.
     caught = next((line for line in text.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-# The GPUs of this machine, looked at by a process that ends: the launcher holds none of them.
-#
-# `python -m nsa.operate.process` prints them as JSON, `--text` for people.
+# --- the GPUs of this machine ---
+# A short-lived subprocess lists them, so that the launcher itself never opens a CUDA context.
+# `python -m nsa.operate.process` prints them as JSON, with `--text` as plain lines.
 
 TIMEOUT_S = 120
 
@@ -149,29 +152,29 @@ class Gpu(NamedTuple):
 
     name: str
     num_bytes: int
-    """Of its memory."""
+    """Total memory."""
 
 
 class Machine(NamedTuple):
-    """What a run can use here."""
+    """The GPUs that a run can use on this host."""
 
     gpus: list[Gpu]
 
     @property
     def max_bytes(self) -> int:
-        """Memory of the largest GPU; 0 without any."""
+        """Memory of the largest GPU; 0 without a GPU."""
         return max((gpu.num_bytes for gpu in self.gpus), default=0)
 
     def describe(self) -> str:
-        """As a line of run.info: the number, the memory and the models."""
+        """One line for run.info: number of GPUs, largest memory, models."""
         names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
         return f"{len(self.gpus)} (max_mem={self.max_bytes // 2**20}MB)" + (
             f" {names}" * bool(names)
         )
 
 
-def look() -> Machine:
-    """The GPUs that torch sees, CUDA_VISIBLE_DEVICES and all; nobody is asked without a driver."""
+def find_gpus() -> Machine:
+    """The GPUs that torch sees under CUDA_VISIBLE_DEVICES; none without an NVIDIA driver."""
     if driver_version() is None:
         return Machine([])
     command = [sys.executable, "-m", "nsa.operate.process"]
@@ -189,7 +192,7 @@ def look() -> Machine:
     return Machine([Gpu(*gpu) for gpu in json.loads(done.stdout.splitlines()[-1])])
 
 
-def _look_here() -> Machine:
+def _list_gpus() -> Machine:
     import torch
 
     count = torch.cuda.device_count()
@@ -198,7 +201,7 @@ def _look_here() -> Machine:
 
 
 def _main(arguments: list[str]) -> None:
-    machine = _look_here()
+    machine = _list_gpus()
     if "--text" not in arguments:
         print(json.dumps(machine.gpus))
         return

@@ -1,4 +1,8 @@
-"""Whether a record that was read has the types that it should: files may hold anything."""
+"""Read a run folder into one `Run` object: status, ranks, losses, checkpoints, alarms.
+
+Nothing is written or locked. Files that are torn, foreign or of a newer version are listed in
+`Run.problems`; everything else is still read.
+"""
 
 from __future__ import annotations
 
@@ -38,57 +42,28 @@ from nsa.records.metrics import NAME as METRICS
 from nsa.records.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
 from nsa.records.spans import read_span
 
-
-def require_types(record: Any, where: str) -> None:
-    """Raise ValueError where a field of a dataclass has another type than it says."""
-    for name, kind in get_type_hints(type(record)).items():
-        if dataclasses.is_dataclass(record) and not _fits(getattr(record, name), kind):
-            raise ValueError(
-                f"{where}: {name}={getattr(record, name)!r:.60} is not of type {kind}; the file is "
-                "damaged, or of another program"
-            )
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)
-
-
-# A run folder as it is now, read from its files alone; nothing is written or locked.
-#
-# What cannot be read, because it is torn, foreign or of a newer version, is named in `problems`,
-# and the rest is there.
+# --- what is read, and how much of it ---
 
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 CHECKPOINT = re.compile(r"checkpoint_step(\d+)(\.pt)?")
-"""A file, or a folder of parts."""
+"""One file, or a folder of shards."""
 ROWS = 20_000
-"""The last so many lines of training.csv; also the most that its tail can hold."""
+"""Lines read from the end of training.csv."""
 RECENT_GAPS = 200
-"""Times between beats that say what is usual now."""
+"""Intervals between beats that define the usual interval."""
 SHOWN_ALARMS = 20
 DIED = "died"
-"""The status of a run whose metrics.json says `running`, and which does not."""
+"""Status of a run whose metrics.json says `running` but whose processes are gone."""
 LOST_S, LOST_GAPS = 3600.0, 20.0
-"""Silence after which a run on a machine that cannot be seen counts as dead: so many seconds, and
-so many times the longest between two beats."""
+"""A run on a host we cannot inspect counts as dead after this silence: at least LOST_S seconds,
+and at least LOST_GAPS times its longest interval between two beats."""
 START_LINES = 2
-"""Lines at the start of a process, while memory and speed settle, that say nothing yet."""
+"""Logged lines to ignore after a start, while memory and speed settle."""
 T = TypeVar("T")
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint in the folder; whether it is whole, `nsa checkpoint verify` says."""
+    """A checkpoint on disk; not verified here (`nsa checkpoint verify` does that)."""
 
     step: int
     num_bytes: int
@@ -98,33 +73,35 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The heartbeat of a rank, as far back as it was read."""
+    """One rank's heartbeat file, as far back as it was read."""
 
     rank: int
     path: Path
     beats: list[Beat]
     """Oldest first."""
     gone: bool | None = None
-    """Whether its process is; None where that cannot be seen from here."""
+    """Whether its process has ended; None on another host, where we cannot tell."""
 
     @property
     def last(self) -> Beat | None:
-        """The last sign of life."""
+        """The last line the process wrote itself (a stack dump is not a sign of life)."""
         return next((b for b in reversed(self.beats) if b.msg != WATCHDOG_DUMP), None)
 
     @property
     def since_boot(self) -> list[Beat]:
-        """The lines of the process that writes now."""
+        """The lines of the current process."""
+        # Without a boot line in the tail, all of the tail is from the current process.
         boots = [i for i, beat in enumerate(self.beats) if beat.msg == BOOT]
         return self.beats[boots[-1] :] if boots else self.beats
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between the updates that beat, lately, without those that an evaluation lies in.
+        """Seconds between recent beats, without intervals that contain an evaluation or a save.
 
-        Where none beat one after the other, those between what is logged.
+        Falls back to the intervals between logged steps when there are no two beats in a row.
         """
         for kind in (BEAT, PROGRESS):
+            # An evaluation or a save makes an interval long without being a stall.
             pairs = pairwise([b for b in self.since_boot if b.msg == kind][-RECENT_GAPS - 1 :])
             gaps = [y.ts - x.ts for x, y in pairs if not x.is_pause and not y.is_pause]
             if gaps:
@@ -133,17 +110,17 @@ class Rank:
 
     @property
     def progress(self) -> list[Beat]:
-        """The numbers that this process logged, by rising step: what a rollback undid is out."""
+        """Logged steps of the current process, in rising order; rolled-back steps are dropped."""
         return rising([b for b in self.since_boot if b.msg == PROGRESS])
 
     def age_s(self, now: float) -> float | None:
-        """Seconds since the last sign of life."""
+        """Seconds since the last beat."""
         return None if self.last is None else max(0.0, now - self.last.ts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that the rules and the monitor look at."""
+    """Everything that the watch rules and the monitor read."""
 
     folder: Path
     now: float
@@ -160,28 +137,30 @@ class Run:
 
     @property
     def status(self) -> str:
-        """As metrics.json says, or DIED; `unknown` without it, `absent` without files of a run."""
+        """The status in metrics.json, or DIED; `unknown` without that file, `absent` if empty."""
         if self.metrics is not None:
             return DIED if self.death else self.metrics.status
         return "unknown" if self.ranks or self.rows else "absent"
 
     @property
     def standing(self) -> str:
-        """The status, and of a run that died where and why."""
+        """The status; for a dead run also the step and the reason."""
         return f"{DIED} at step {self.last_step}: {self.death}" if self.death else self.status
 
     @property
     def death(self) -> str:
-        """Why a run that says it is running is not; empty while it may be."""
+        """Why a run that claims to be running is dead; empty while it may be alive."""
         if self.metrics is None or self.metrics.status != "running":
             return ""
         ages = [age for rank in self.ranks if (age := rank.age_s(self.now)) is not None]
         gone = [rank.gone for rank in self.ranks if rank.last is not None]
+        # One live process, or no heartbeat at all, is enough to call the run alive.
         if not gone or False in gone:
             return ""
         if all(gone):
             return "its process is gone" if len(gone) == 1 else "its processes are gone"
         longest_s = max((gap for rank in self.ranks for gap in rank.gaps), default=0.0)
+        # Some ranks cannot be inspected from here: only a very long silence proves them dead.
         if min(ages) <= max(LOST_S, LOST_GAPS * longest_s):
             return ""
         return (
@@ -190,34 +169,34 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last update that any file knows of."""
+        """The last optimizer step that any file records."""
         known = [self.metrics.step if self.metrics else 0]
         known += [rank.last.step for rank in self.ranks if rank.last is not None]
         return max(known + [row.step for row in self.rows[-1:]])
 
     @property
     def ended(self) -> bool:
-        """Whether the run says so itself."""
+        """Whether the run itself recorded its end."""
         return self.metrics is not None and self.metrics.status != "running"
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come: it has ended, or died."""
+        """Whether nothing more will be written: the run ended or died."""
         return self.ended or bool(self.death)
 
     @property
     def progress(self) -> list[Beat]:
-        """What the first rank logged."""
+        """Logged steps of the first rank."""
         return self.ranks[0].progress if self.ranks else []
 
     @property
     def heartbeat(self) -> str:
-        """The name of the file that `progress` is from."""
+        """Name of the file that `progress` was read from."""
         return self.ranks[0].path.name if self.ranks else ""
 
     @property
     def losses(self) -> list[tuple[int, float | None]]:
-        """Step and loss: of training.csv, else of the heartbeat; None where it was not finite."""
+        """(step, loss) from training.csv, else from the heartbeat; None for a non-finite loss."""
         if self.rows:
             return [(row.step, row.loss if _is_number(row.loss) else None) for row in self.rows]
         beats = self.ranks[0].beats if self.ranks else []
@@ -226,7 +205,7 @@ class Run:
 
     @property
     def usual_gap_s(self) -> float:
-        """The usual time between beats of the slowest rank; 0 while it is not known."""
+        """Median interval between beats of the slowest rank; 0 while unknown."""
         return max((median(rank.gaps) for rank in self.ranks if rank.gaps), default=0.0)
 
 
@@ -236,18 +215,20 @@ def read_run(
     now: float | None = None,
     tail_bytes: int = SEARCH_BYTES,
 ) -> Run:
-    """Read a run folder; of files that grow, at most `tail_bytes` from their end.
+    """Read a run folder; of growing files read at most the last `tail_bytes`.
 
-    A link, a pipe or a folder under the name of a file is not read, and that is said.
+    A symlink, pipe or folder in place of a file is not read, and is listed in `problems`.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
     attempt = _Attempt([])
     now = time.time() if now is None else now
     table = folder / TRAINING
-    attempt(folder / HALT, partial(read_text, folder / HALT))  # it asks also where it is unreadable
+    # .HALT counts even when its content is unreadable; this read only records the problem.
+    attempt(folder / HALT, partial(read_text, folder / HALT))
     env = attempt(folder / ENV, lambda: _typed(read_env(folder), folder / ENV))
-    # Before metrics.json, which a run that ends writes before its process goes.
+    # Ranks before metrics.json: a run that ends writes metrics.json first and then exits. The
+    # other order could see "running" and then a process that is gone, and report a death.
     ranks = _ranks(folder, env, tail_bytes, attempt)
     return Run(
         folder=folder,
@@ -266,7 +247,7 @@ def read_run(
 
 
 def number(beat: Beat, name: str) -> float | None:
-    """A field of a line as a number; None where it is null, absent or something else."""
+    """A field of a heartbeat line as a finite number, else None."""
     value = beat.extra.get(name)
     return float(value) if isinstance(value, int | float) and _is_number(value) else None
 
@@ -277,13 +258,12 @@ def _typed(record: T, path: Path) -> T:
 
 
 def try_read(path: Path, load: Callable[[], T], problems: list[str]) -> T | None:
-    """What a reader gives; a file that is not there is None, and one that is not as we would write
-    it is a problem, too.
-    """
+    """Call a reader; None if the file is missing, None plus a problem if it is malformed."""
     try:
         return load()
     except FileNotFoundError:
         return None
+    # Anything a hostile or foreign JSON file can cause in a parser or in the type checks.
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         text = str(error)
         problems.append(text if path.name in text else f"{path}: {text}")
@@ -291,12 +271,12 @@ def try_read(path: Path, load: Callable[[], T], problems: list[str]) -> T | None
 
 
 class _Attempt(NamedTuple):
-    """Calls readers, and notes what they could not read."""
+    """Calls readers and collects what they could not read."""
 
     problems: list[str]
 
     def __call__(self, path: Path, load: Callable[[], T]) -> T | None:
-        """What `try_read` gives."""
+        """See `try_read`."""
         return try_read(path, load, self.problems)
 
 
@@ -310,6 +290,7 @@ def _ranks(
         if bad:
             attempt.problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
         attempt.problems.extend(mixed_writers(path, beats))
+        # The start time guards against a pid that the system has given to another process.
         pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
         place = read_span(folder, rank)
         started = place.started if place is not None and place.pid == pid else 0
@@ -319,12 +300,12 @@ def _ranks(
 
 
 def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
-    """The heartbeats in a folder, by rank."""
+    """Heartbeat files of a folder as (rank, path), in rank order."""
     return sorted((int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name)))
 
 
 def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
-    """Say so when the lines since the last start come from more than one process."""
+    """One problem line if several processes wrote since the last boot, else nothing."""
     lines = Rank(rank=0, path=path, beats=beats).since_boot
     pids = sorted({beat.pid for beat in lines if beat.pid is not None})
     if len(pids) < 2:
@@ -336,7 +317,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
     for path in folder.glob("checkpoint_step*"):
         if match := CHECKPOINT.fullmatch(path.name):
-            with suppress(FileNotFoundError):  # an old one may go while it is looked at
+            with suppress(FileNotFoundError):  # the trainer may delete an old checkpoint meanwhile
                 status = path.lstat()
                 if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
                     continue
@@ -347,7 +328,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def rising(beats: list[Beat]) -> list[Beat]:
-    """Without the lines whose step a later line has reached again."""
+    """Drop lines whose step a later line reaches again, as after a rollback."""
     kept: list[Beat] = []
     for beat in reversed(beats):
         if not kept or beat.step < kept[-1].step:
@@ -357,3 +338,32 @@ def rising(beats: list[Beat]) -> list[Beat]:
 
 def _is_number(value: float) -> bool:
     return not isinstance(value, bool) and abs(value) < float("inf")
+
+
+# --- type checks for records read from disk ---
+
+
+def require_types(record: Any, where: str) -> None:
+    """Raise ValueError where a field of a dataclass does not have its declared type."""
+    for name, kind in get_type_hints(type(record)).items():
+        if dataclasses.is_dataclass(record) and not _fits(getattr(record, name), kind):
+            raise ValueError(
+                f"{where}: {name}={getattr(record, name)!r:.60} is not of type {kind}; the file is "
+                "damaged, or of another program"
+            )
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+    # JSON writes 1.0 as 1, so an int is a valid float. A bool is an int in Python, but not here.
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)

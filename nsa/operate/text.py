@@ -1,4 +1,4 @@
-"""Small pieces of text for a terminal: ages, sizes, a curve in one line."""
+"""Text helpers for terminals: escaping, durations, sparklines, progress bars."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from statistics import fmean
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
-"""For a terminal that knows no others."""
+"""For terminals without Unicode."""
 GIB, MIB = 1 << 30, 1 << 20
 
 
 def printable(text: str) -> str:
-    """The text without what would steer a terminal; files of a run may hold anything."""
+    """Replace control characters: files of a run may contain terminal escape sequences."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line; its kind where it says nothing."""
+    """First line of an error message; the class name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def duration(seconds: float) -> str:
-    """Write a time span in its two largest units: 7 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    """Format a time span in its two largest units: 7 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
     rest = round(seconds)
     if rest < 60:
         return f"{rest} s"
@@ -36,7 +36,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """Draw a curve in at most `width` characters; each is the mean of its share of the values."""
+    """Draw a curve in at most `width` characters; each is the mean of an equal slice of values."""
     known = [value for value in values if math.isfinite(value)]
     if not known or width <= 0:
         return ""
@@ -49,6 +49,6 @@ def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
 
 
 def progress_bar(share: float, width: int, full: str = "█", empty: str = "░") -> str:
-    """Draw a share of 0 to 1."""
+    """Draw a fraction between 0 and 1."""
     done = round(min(max(share, 0.0), 1.0) * width)
     return full * done + empty * (width - done)

@@ -15,7 +15,7 @@ from nsa.config.env import TABLE, check_environment
 from nsa.operate.launch.command import make_plan
 from nsa.operate.launch.plan import SCRIPT, Nodes, Plan, check_requirements, config_changes
 from nsa.operate.launch.profiles import load_profile, load_profiles
-from nsa.operate.process import Gpu, Machine, look
+from nsa.operate.process import Gpu, Machine, find_gpus
 from nsa.records import folder as folders
 from nsa.records.folder import LAUNCH, RUN, held_by, take_lock
 from nsa.tests.conftest import REPOSITORY
@@ -199,7 +199,7 @@ def test_what_cannot_be_launched_says_why(
 def test_more_processes_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nsa.operate.launch.command.look", lambda: Machine([A100]))
+    monkeypatch.setattr("nsa.operate.launch.command.find_gpus", lambda: Machine([A100]))
     assert main(["launch", "--profile", "production"]) == 3
     assert "2 processes on 1 GPUs: each needs one; set NP=1" in capsys.readouterr().err
     assert main(["launch", "--profile", "prime", "--min-gpus", "2"]) == 3
@@ -259,7 +259,7 @@ def test_changes_of_a_config_are_named() -> None:
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    machine = look()
+    machine = find_gpus()
     assert machine.describe().startswith(f"{len(machine.gpus)} (max_mem=")
 
 

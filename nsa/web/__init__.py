@@ -1,1 +1,1 @@
-"""`nsa dashboard`: run folders in a browser, live, side by side; it only reads."""
+"""`nsa dashboard`: run folders live in a browser, side by side. Read-only."""

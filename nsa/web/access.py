@@ -1,4 +1,4 @@
-"""Who may ask: a token, where there is one, and a Host header that no foreign name can bring."""
+"""Access control of the dashboard: token, session cookie, and a check of the Host header."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOCAL_NAMES = ("localhost", "localhost.localdomain")
 
 
 def find_token(text: str | None, file: Path | None) -> str | None:
-    """The token: of the command line, of a file that nobody else can read, or of the environment.
+    """The token from the command line, a private file, or the environment.
 
-    Everybody on the machine sees the command line of a process.
+    Prefer the file: every user of the machine can see the command line of a process.
     """
     if text is not None and file is not None:
         raise ValueError("--token and --token-file: give one of them")
@@ -31,6 +31,7 @@ def find_token(text: str | None, file: Path | None) -> str | None:
         return text if text is not None else read("NSA_DASHBOARD_TOKEN") or None
     try:
         with file.open(encoding="utf-8") as opened:
+            # fstat on the open file, so that it cannot be swapped between check and read.
             mode = os.fstat(opened.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ValueError(
@@ -46,16 +47,16 @@ def find_token(text: str | None, file: Path | None) -> str | None:
 
 
 class Access(NamedTuple):
-    """The rules of one server."""
+    """The access rules of one server."""
 
     host: str
     token: str | None
     key: bytes
-    """Made anew with every server: the cookie is not the token, and ends with the server."""
+    """Random per server: the cookie never contains the token, and expires with the server."""
 
     @staticmethod
     def of(host: str, token: str | None) -> Access:
-        """Refuse an address that others can reach without a token, and a token one can guess."""
+        """Reject a reachable address without a token, and a token that is easy to guess."""
         if token is None and not is_loopback(host):
             raise ValueError(
                 f"--host {host} can be reached by others; give a --token-file with at least "
@@ -69,10 +70,10 @@ class Access(NamedTuple):
         return Access(host, token, secrets.token_bytes(32))
 
     def knows_host(self, header: str | None) -> bool:
-        """Whether a Host header is an address or a name of this machine.
+        """Whether a Host header is an IP address or a name of this machine.
 
-        A page on a foreign name that was pointed at this address (DNS rebinding) is refused; an
-        address cannot be pointed anywhere.
+        This blocks DNS rebinding, where a foreign name resolves to our address. A literal IP
+        address cannot be rebound.
         """
         name = _host_name(header or "")
         if name in (*LOCAL_NAMES, platform.node().lower(), self.host.lower()):
@@ -80,13 +81,13 @@ class Access(NamedTuple):
         return _is_address(name)
 
     def knows_token(self, given: str | None) -> bool:
-        """Whether this is the token; the time it takes says nothing."""
+        """Compare with the token in constant time."""
         if self.token is None:
             return True
         return given is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
     def admits(self, authorization: str | None, cookie: str | None) -> bool:
-        """Whether a request may see the runs, by its headers."""
+        """Whether the Authorization or Cookie header gives access."""
         if self.token is None:
             return True
         kind, _, given = (authorization or "").partition(" ")
@@ -97,27 +98,27 @@ class Access(NamedTuple):
         except CookieError:
             return False
         return found is not None and hmac.compare_digest(
-            found.value.encode(), self.pass_().encode()
+            found.value.encode(), self.session_value().encode()
         )
 
-    def pass_(self) -> str:
-        """What the cookie holds."""
+    def session_value(self) -> str:
+        """The value of the session cookie: an HMAC of the token under this server's key."""
         return hmac.new(self.key, (self.token or "").encode(), "sha256").hexdigest()
 
     def cookie(self) -> str:
-        """A Set-Cookie header; scripts and other sites do not get it."""
-        return f"{COOKIE}={self.pass_()}; Path=/; HttpOnly; SameSite=Strict"
+        """A Set-Cookie header; HttpOnly and SameSite keep it from scripts and other sites."""
+        return f"{COOKIE}={self.session_value()}; Path=/; HttpOnly; SameSite=Strict"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Whether the address is reachable only from this machine."""
     if host.lower() in LOCAL_NAMES:
         return True
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 def _host_name(header: str) -> str:
-    """The name or the address in a Host header, without the port."""
+    """The host in a Host header, without the port; IPv6 addresses are in brackets."""
     text = header.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""config.yaml and env.json of runs as flat tables, side by side."""
+"""What the page shows about a run besides its curves: settings, verdict, numbers, ranks, alarms."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ MOST_SETTING_TEXT = 300
 Flat = dict[str, str]
 
 
+# --- settings: config.yaml and env.json as flat tables ---
+
+
 class Settings:
-    """The settings of one run, read again when a file has changed."""
+    """The settings of one run; files are parsed again when they change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,18 +40,19 @@ class Settings:
         self._known: dict[str, tuple[tuple[int, int, int], Flat]] = {}
 
     def config(self) -> Flat:
-        """config.yaml by key; empty where it cannot be read."""
+        """config.yaml as dotted keys; empty if it cannot be read."""
         return self._load(CONFIG, yaml.safe_load)
 
     def env(self) -> Flat:
-        """env.json by field; empty where it cannot be read."""
+        """env.json by field; empty if it cannot be read."""
         return self._load(ENV, json.loads)
 
     def _load(self, name: str, parse: Callable[[str], Any]) -> Flat:
-        """Parse the file as plain data: also one of a newer version has something to show."""
+        """Parse as plain data, so that files of a newer version can still be shown."""
         path = self.folder / name
         try:
             status = path.lstat()
+            # The inode detects a file replaced by rename within the resolution of mtime.
             stamp = status.st_ino, status.st_size, status.st_mtime_ns
             if name not in self._known or self._known[name][0] != stamp:
                 self._known[name] = stamp, dict(_flatten(parse(read_text(path, MOST_BYTES))))
@@ -63,8 +67,9 @@ class Settings:
 
 
 def _flatten(content: Any) -> Iterator[tuple[str, str]]:
-    """Keys with dots; only so many, because aliases can make a small file endless."""
+    """Dotted keys and values; bounded, since YAML aliases can expand a small file without end."""
     left = MOST_KEYS
+    # An explicit stack instead of recursion: nesting is limited by MOST_DEPTH, not by Python.
     waiting: list[tuple[str, Any, int]] = [("", content, 0)]
     while waiting and left:
         name, value, depth = waiting.pop()
@@ -98,23 +103,23 @@ def _is_plain(value: Any) -> bool:
 
 
 def side_by_side(tables: Sequence[Flat]) -> list[dict[str, Any]]:
-    """A row for every key that any has, with the value of each, and whether they differ."""
+    """One row per key of any run: the value of each run, and whether they differ."""
     keys: dict[str, None] = {}
     for table in tables:
         keys |= dict.fromkeys(table)
     rows = []
     for key in keys:
         values = [table.get(key) for table in tables]
-        known = [table for table in tables if table]  # a run without the file differs in nothing
+        known = [table for table in tables if table]  # a run without the file is not a difference
         differs = len({table.get(key) for table in known}) > 1
         rows.append({"key": key, "values": values, "differs": differs})
     return rows
 
 
-# How a run stands, in one object: the verdict, the numbers of the header, ranks, alarms, files.
+# --- the state of a run as one JSON object ---
 
 LEVELS = {"finished": "good", "halted": "warn", "interrupted": "warn"}
-"""Of a run that has ended; any other end is bad."""
+"""Statuses of runs that ended well; any other end is bad."""
 HEADER_FIELDS = (
     *("toks_per_s", "step_time_s", "mfu", "grad_norm", "lr", "dt_fetch_s", "entropy_mean"),
     *("rss_mib", "gpu_mem_alloc", "gpu_mem_reserved", "gpu_util_pct", "gpu_temp_c"),
@@ -124,7 +129,7 @@ MOST_PROBLEMS = 30
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Everything that the page shows of a run but its curves."""
+    """Everything that the page shows about a run, except its curves."""
     limits = limits_for(run.metrics.device if run.metrics else None)
     alarms = judge(run, limits)
     level, verdict = _verdict(run, alarms)
@@ -159,6 +164,7 @@ def _verdict(run: Run, alarms: list[Alarm]) -> tuple[str, str]:
         anomaly = f": {_short(run.anomaly)}" if run.anomaly else ""
         return LEVELS.get(run.status, "bad"), f"{_short(run.status)}{anomaly}"
     if alarms:
+        # Alarms that stop a run come before those that only warn.
         worst = next((a for a in alarms if a.type in HALTING), alarms[0])
         return ("bad" if worst.type in HALTING else "warn"), _short(worst.type).replace("_", " ")
     if run.halt is not None:
@@ -169,7 +175,7 @@ def _verdict(run: Run, alarms: list[Alarm]) -> tuple[str, str]:
 
 
 def _numbers(run: Run) -> dict[str, Any]:
-    """The numbers of the header; None where nobody measured them."""
+    """The numbers of the header; None if not measured."""
     last = run.progress[-1] if run.progress else None
     row = run.rows[-1] if run.rows else None
     step = max(
@@ -198,6 +204,7 @@ def _numbers(run: Run) -> dict[str, Any]:
 def _metrics(run: Run) -> dict[str, Any]:
     assert run.metrics is not None
     content = dataclasses.asdict(run.metrics)
+    # Large, and not shown on the page.
     content.pop("attention_stats")
     return {
         name: _short(value) if isinstance(value, str) else _finite(value)
@@ -239,4 +246,5 @@ def _short(text: str) -> str:
 
 
 def _finite(value: Any) -> Any:
+    # The page parses strict JSON, which has no NaN or Infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value

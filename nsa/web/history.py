@@ -1,4 +1,8 @@
-"""selection.jsonl as an index: where the map of each step lies; it is read when asked for."""
+"""History of a run for the dashboard: read once, then only what its files grow by.
+
+Heartbeats and CSV files are followed; selection.jsonl is indexed by byte offset and parsed on
+request. Memory is bounded for runs of any length.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,9 @@ MOST_MAPS = 512
 PLACE = re.compile(r"the line at byte (\d+)")
 
 
+# --- selection.jsonl: an index of byte offsets ---
+
+
 class _Entry(NamedTuple):
     step: int
     offset: int
@@ -31,7 +38,7 @@ class _Entry(NamedTuple):
 
 
 class SelectionIndex:
-    """The steps that have a map, by rising step."""
+    """Byte offsets of the selection maps, by rising step."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
@@ -41,11 +48,11 @@ class SelectionIndex:
 
     @property
     def steps(self) -> list[int]:
-        """Those that can be asked for."""
+        """Steps that have a map."""
         return [entry.step for entry in self._entries]
 
     def read(self, budget: int) -> tuple[bool, bool]:
-        """Follow the file; say whether it grew, and whether there is more."""
+        """Read new lines; returns whether the file grew, and whether more is left."""
         try:
             lines, anew, more = self._follower.read(budget)
         except OSError as error:
@@ -60,7 +67,7 @@ class SelectionIndex:
         return anew or bool(lines), more
 
     def load(self, step: int) -> dict[str, Any] | None:
-        """The map of a step, or of the last one before it; None without any."""
+        """The map of a step, or the last one before it; None if there is none."""
         entries = [entry for entry in self._entries if entry.step <= step] or self._entries[:1]
         if not entries:
             return None
@@ -83,23 +90,22 @@ class SelectionIndex:
             return
         while self._entries and self._entries[-1].step >= step:
             self._entries.pop()
+        # A rollback or resume repeats steps: the newer line replaces the older ones.
         self._entries.append(_Entry(step, offset, len(text.encode())))
         del self._entries[:-MOST_MAPS]
 
 
-# The whole past of a run, read once and then only where its files grow.
-#
-# Heartbeats and CSV files are followed; of a file that is larger than HISTORY_BYTES the end is read
-# and the part before it sampled. Everything that is kept has a bound.
+# --- heartbeats and CSV files ---
+# Of a file larger than HISTORY_BYTES the end is read and the part before it is sampled.
 
 HISTORY_BYTES = 64 << 20
-"""Of the first rank's heartbeat, from its end: all of a run of 50,000 steps."""
+"""Read from the end of the first rank's heartbeat: all of a run of 50,000 steps."""
 RANK_BYTES = 32 << 20
-"""Of another rank's, which has only to say when it beat; less, where there are many ranks."""
+"""For other ranks, where only the times of beats matter; less when there are many ranks."""
 ALL_RANKS_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
 PLACES = 512
-"""Where the part before that is sampled."""
+"""Sample positions in the part before that."""
 MOST_RANKS = 64
 SHARES = ("share_cmp", "share_sel", "share_win")
 BEAT_COLUMNS = (
@@ -114,7 +120,7 @@ BEAT_COLUMNS = (
 
 
 class History:
-    """Tables of one run folder; `read` brings them up to date, a bounded piece at a time."""
+    """Tables of one run folder; `read` updates them in bounded pieces."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -125,11 +131,11 @@ class History:
         self.selection = SelectionIndex(folder)
         self.timelines: dict[int, Timeline] = {}
         self.version = 0
-        """Rises with everything that is new."""
-        self._problems: dict[str, str] = {}  # the last of each kind
+        """Increases with every update."""
+        self._problems: dict[str, str] = {}  # the last problem of each kind
         self._bad_lines: dict[str, int] = {}
         self._notes: dict[str, str] = {}
-        self._pid: int | None = None  # the process whose lines count
+        self._pid: int | None = None  # the current writer; lines of other pids are not plotted
         self._foreign = 0
         self._beats: dict[int, Follower] = {}
         self._rows = {
@@ -138,7 +144,7 @@ class History:
         }
 
     def read(self, patience_s: float = 0.1) -> bool:
-        """Read on for about so long; say whether there is more to read already."""
+        """Read for about this many seconds; returns whether more is left."""
         until = time.monotonic() + patience_s
         more = self._read_selection() | self._read_rows(until)
         self._find_ranks()
@@ -147,7 +153,7 @@ class History:
         return more
 
     def problems(self) -> list[str]:
-        """What could not be read, and what was left out, in sentences."""
+        """What could not be read or was left out, as sentences."""
         found = [*self._problems.values(), *self._notes.values(), *self.selection.problems]
         for path, count in self._bad_lines.items():
             found.append(f"{path}: {count} lines were passed over")
@@ -159,14 +165,14 @@ class History:
         return found
 
     def series(self, first: float, last: float, points: int) -> dict[str, Any]:
-        """All curves between two steps: `progress`, `training` where it reaches further, `val`."""
+        """All curves between two steps; `training` only if it covers more than `progress`."""
         tables = {"progress": self.progress, "val": self.val}
         if self._has_training:
             tables["training"] = self.training
         return {name: table.window(first, last, points) for name, table in tables.items()}
 
     def newest(self) -> dict[str, float]:
-        """The last losses of the curves, for the header: both show the same numbers."""
+        """The last losses of the curves, so that header and curves show the same numbers."""
         table = self.training if self._has_training else self.progress
         found = {"loss": table.last("loss"), "val_loss": self.val.last("loss")}
         return {name: value for name, value in found.items() if value is not None}
@@ -269,13 +275,13 @@ class History:
                 self._add_sample(follower.path, lines)
 
     def _add_sample(self, path: Path, lines: list[Line]) -> None:
-        """Take the first progress line of a block."""
+        """Use the first progress line of a sampled block."""
         for line in lines:
             if '"progress"' in line.text:
                 try:
                     beat = parse_beat(path, line)
                 except BrokenHeartbeat:
-                    continue  # if there are many, the end of the file has some, too
+                    continue  # a damaged file is reported when its end is read
                 if beat.msg == PROGRESS:
                     self._add_progress(beat)
                     return
@@ -289,6 +295,7 @@ class History:
         self.timelines[rank].add(beat)
         if not is_first:
             return
+            # A boot starts at the resumed step: later points of the old process are undone.
         if beat.msg == BOOT:
             self._pid = beat.pid
             self.progress.cut(beat.step)

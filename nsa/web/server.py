@@ -1,4 +1,4 @@
-"""What can be asked for under /api: each path is a function of the query, and gives plain data."""
+"""The dashboard's HTTP server: JSON under /api, the static page, and access checks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from nsa.web.access import Access
 
 MOST_POINTS = 2000
 FAR = 1e15
-"""Beyond any step, and any number of seconds."""
+"""Larger than any step and any number of seconds."""
 Query = Mapping[str, str]
 
 
+# --- /api: each path is a function of the query that returns plain data ---
+
+
 class Run(Protocol):
-    """One run; nsa.web.source.Source."""
+    """One run; implemented by nsa.web.source.Source."""
 
     def series(self, first: float, last: float, points: int) -> dict[str, Any]: ...
     def layers(self, first: float, last: float, points: int) -> dict[str, Any]: ...
@@ -33,7 +36,7 @@ class Run(Protocol):
 
 
 class Runs(Protocol):
-    """All of them; nsa.web.source.Sources."""
+    """All runs; implemented by nsa.web.source.Sources."""
 
     def runs(self) -> dict[str, Any]: ...
     def get(self, index: int) -> Run: ...
@@ -41,7 +44,7 @@ class Runs(Protocol):
 
 
 def answer(runs: Runs, path: str, query: Query) -> dict[str, Any]:
-    """The answer to a path; LookupError where there is none, ValueError for a bad query."""
+    """The answer for a path; LookupError if unknown, ValueError for a bad query."""
     return PATHS[path](runs, query)
 
 
@@ -94,10 +97,9 @@ def _number(query: Query, name: str, default: float, least: float, most: float) 
     return value
 
 
-# The HTTP server of the dashboard: GET only, its own files and the answers above.
-#
-# No path of a request is ever opened: files of the page are chosen from a table by their name, and
-# runs by their number. Requests, connections and answers have bounds.
+# --- HTTP: GET and HEAD only ---
+# A request path is never opened as a file: static files come from a table by name, runs by index.
+# The number of connections and the size of answers are bounded.
 
 TYPES = {
     ".html": "text/html",
@@ -108,7 +110,7 @@ TYPES = {
 PAGE, LOGIN = "index.html", "login.html"
 MOST_CONNECTIONS = 64
 WRONG_TOKEN_S = 0.5
-"""A wrong token is answered so late."""
+"""Delay before a wrong token is answered, to slow down guessing."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -124,13 +126,13 @@ HEADERS = {
 
 
 def page_files() -> dict[str, bytes]:
-    """The files of the page, by name."""
+    """The static files by name."""
     folder = resources.files("nsa.web") / "static"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
 class Server(ThreadingHTTPServer):
-    """Listens when it is made."""
+    """Binds and listens on construction."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -138,32 +140,33 @@ class Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, access: Access, runs: Runs) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.access, self.runs, self.files = access, runs, page_files()
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((host, port), Handler)
 
     @property
     def url(self) -> str:
-        """Where a browser on this machine finds it."""
+        """Address for a browser on this machine."""
         host, port = self.server_address[:2]
         name = f"[{host!s}]" if ":" in str(host) else str(host)
         return f"http://{name}:{port}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve the connection in a thread, if there is room for one."""
-        if not self._room.acquire(blocking=False):
+        """Serve the connection in a thread; drop it if MOST_CONNECTIONS are open."""
+        # Do not block: this is the accept loop, and would stop serving everybody.
+        if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """In that thread: give the room back in the end."""
+        """In that thread: release the connection slot at the end."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no news; anything else is."""
+        """Ignore clients that disconnect; log everything else."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -177,16 +180,17 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """Answer, if the request may ask."""
+        """Check access, then route the request."""
         if not self.server.access.knows_host(self.headers.get("Host")):
             self._error(HTTPStatus.MISDIRECTED_REQUEST, "this Host is not a name of this machine")
             return
         parts = urlsplit(self.path)
         query = dict(parse_qsl(parts.query, max_num_fields=20))
+        # Static files need no token: the login page uses them.
         if parts.path.startswith("/static/"):
             self._file(parts.path.removeprefix("/static/"))
         elif parts.path == "/" and "token" in query:
-            self._enter(query["token"])
+            self._log_in(query["token"])
         elif not self._is_admitted():
             self._refuse(parts.path)
         elif parts.path == "/":
@@ -196,13 +200,14 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._error(HTTPStatus.NOT_FOUND, "there is nothing here")
 
+    # `_send` omits the body for HEAD.
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a request may hold the token."""
+        """Log nothing: the request line may contain the token."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses by itself, say another method, in the same form."""
+        """Errors raised by the base class, e.g. an unknown method, as our JSON."""
         self.close_connection = True
         self._error(HTTPStatus(code), message or HTTPStatus(code).phrase)
 
@@ -210,8 +215,8 @@ class Handler(BaseHTTPRequestHandler):
         authorization, cookie = self.headers.get("Authorization"), self.headers.get("Cookie")
         return self.server.access.admits(authorization, cookie)
 
-    def _enter(self, token: str) -> None:
-        """Take the token out of the address, into a cookie."""
+    def _log_in(self, token: str) -> None:
+        """Log in: store a session cookie and redirect, so that the token leaves the address bar."""
         if not self.server.access.knows_token(token):
             time.sleep(WRONG_TOKEN_S)
             self._file(LOGIN, HTTPStatus.UNAUTHORIZED)
@@ -251,7 +256,9 @@ class Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: HTTPStatus, body: bytes, kind: str, headers: dict[str, str] | None = None
     ) -> None:
+        # An unparsable request fails before the headers are set.
         accepted = getattr(self, "headers", None)
+        # Level 1: on a slow machine the answer must not wait for the compressor.
         is_zipped = len(body) > 1000 and "gzip" in (accepted or {}).get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if is_zipped else body
         self.send_response(status)

@@ -1,4 +1,4 @@
-"""Runs as the page asks for them: a thread reads their folders, requests get what was read."""
+"""The runs behind the dashboard: one thread reads their folders, requests get what it has read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from nsa.web.header import MOST_PROBLEMS, MOST_TEXT, Settings, describe, side_by
 from nsa.web.history import History
 
 INTERVAL_S = 1.0
-"""Between two looks at files that did not grow."""
+"""Seconds between polls of files that did not grow."""
 TAIL_BYTES = 1 << 20
-"""Of each heartbeat, for the verdict: as much as `nsa monitor` reads."""
-SHARE = 10.0
-"""A verdict is renewed after so many times what it took: it costs a tenth of a core at most."""
+"""Read from the end of each heartbeat for the verdict, as in `nsa monitor`."""
+COST_RATIO = 10.0
+"""A verdict is renewed after this many times its own cost: at most a tenth of a core."""
 MOST_POINTS = 2000
 FOREVER = float("inf")
 
@@ -32,13 +32,14 @@ class Source:
         self.folder = folder
         self._history, self._settings = History(folder), Settings(folder)
         self._lock = threading.RLock()
+        # Written by the reader thread under the lock; kept if a later read fails.
         self._run: Run | None = None
-        self._trouble = ""
+        self._error = ""
         self._due, self._judged = 0.0, -1
         self._more = True
 
     def refresh(self) -> bool:
-        """Read on for a moment; say whether there is more to read already."""
+        """Read for a moment; returns whether more is left."""
         with self._lock:
             self._more = self._history.read()
         if time.monotonic() >= self._due:
@@ -46,7 +47,7 @@ class Source:
         return self._more
 
     def header(self) -> dict[str, Any]:
-        """How the run stands now."""
+        """The current state of the run."""
         with self._lock:
             run, problems = self._run, self._history.problems()
             version, more = self._history.version, self._more
@@ -57,8 +58,8 @@ class Source:
             found = describe(dataclasses.replace(run, now=time.time()))
             found |= self._newest_beats(found) | newest
             problems = [*run.problems, *problems]
-        if self._trouble:
-            problems.append(self._trouble)
+        if self._error:
+            problems.append(self._error)
             found |= {"level": "bad", "verdict": "cannot be read"} if run is None else {}
         problems += self._settings.problems.values()
         shown = list(dict.fromkeys(printable(text)[:MOST_TEXT] for text in problems))
@@ -70,12 +71,13 @@ class Source:
         }
 
     def _newest_beats(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The ages of the ranks by what was followed since the verdict was made."""
+        """Rank ages, updated from lines followed since the verdict was made."""
         now, ranks = time.time(), []
         for rank in found["ranks"]:
             line = self._history.timelines.get(rank["rank"])
             age_s = rank["age_s"]
             if line is not None and line.span is not None and age_s is not None:
+                # Clocks of two machines may differ: an age is never negative.
                 age_s = min(age_s, max(0.0, now - line.span[1]))
             ranks.append(rank | {"age_s": age_s})
         ages = [rank["age_s"] for rank in ranks if rank["age_s"] is not None]
@@ -87,12 +89,12 @@ class Source:
             return self._history.series(first, last, points)
 
     def layers(self, first: float, last: float, points: int) -> dict[str, Any]:
-        """Gates and selection by layer between two steps."""
+        """Gates and selection per layer between two steps."""
         with self._lock:
             return self._history.layers.window(first, last, points)
 
     def selection(self, step: int) -> dict[str, Any]:
-        """The map of a step, or of the last one before it."""
+        """The selection map of a step, or the last one before it."""
         with self._lock:
             try:
                 return self._history.selection.load(step) or {"steps": []}
@@ -100,7 +102,7 @@ class Source:
                 return {"steps": self._history.selection.steps, "problem": str(error)[:MOST_TEXT]}
 
     def timeline(self, last_s: float, cells: int) -> dict[str, Any]:
-        """What every rank did in the last so many seconds of the run."""
+        """What every rank did in the last `last_s` seconds of the run."""
         now, run = time.time(), self._run
         with self._lock:
             spans = [line.span for line in self._history.timelines.values()]
@@ -112,6 +114,7 @@ class Source:
             end = end if ended else max(end, now)
             begin = max(min(span[0] for span in known), end - last_s)
             allowed = {
+                # A rank already judged late is drawn as silent at once.
                 rank["rank"]: 0.0 if rank["late"] else rank["allowed_s"]
                 for rank in self.header().get("ranks", [])
             }
@@ -137,26 +140,27 @@ class Source:
         }
 
     def settings(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The config and the environment, flat."""
+        """Config and environment as flat tables."""
         with self._lock:
             return self._settings.config(), self._settings.env()
 
     def _judge(self) -> None:
-        """Read the ends of the files again; the lock is not held, because that may take long."""
+        """Read the run again for its verdict; without the lock, since this may take long."""
         start = time.monotonic()
         try:
-            run, self._trouble = read_run(self.folder, tail_bytes=TAIL_BYTES), ""
+            run, self._error = read_run(self.folder, tail_bytes=TAIL_BYTES), ""
         except (OSError, ValueError) as error:
-            run, self._trouble = None, str(error)
+            run, self._error = None, str(error)
         took = time.monotonic() - start
         with self._lock:
             self._run = run or self._run
-            self._settings.config(), self._settings.env()  # what is wrong with them is noted
-        self._due = time.monotonic() + max(2 * INTERVAL_S, SHARE * took)
+            # Called for their side effect: both record what cannot be read.
+            self._settings.config(), self._settings.env()
+        self._due = time.monotonic() + max(2 * INTERVAL_S, COST_RATIO * took)
 
 
 class Sources:
-    """All runs of a page, and the thread that reads them."""
+    """All runs of the page, and the thread that reads them."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.names = names(folders)
@@ -165,16 +169,16 @@ class Sources:
         self._thread = threading.Thread(target=self._work, name="nsa-dashboard", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the reader thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the reader thread."""
         self._stop.set()
         self._thread.join(10.0)
 
     def runs(self) -> dict[str, Any]:
-        """Every run as it stands."""
+        """The current state of every run."""
         return {
             "now": time.time(),
             "runs": [
@@ -185,7 +189,7 @@ class Sources:
         }
 
     def get(self, index: int) -> Source:
-        """A run by its number; LookupError without it."""
+        """A run by index; LookupError if it does not exist."""
         if not 0 <= index < len(self._sources):
             raise LookupError(f"run {index} of {len(self._sources)}")
         return self._sources[index]
@@ -202,11 +206,12 @@ class Sources:
     def _work(self) -> None:
         while not self._stop.is_set():
             more = [source.refresh() for source in self._sources]
+            # Return quickly while a backlog is read, so that the page fills within seconds.
             self._stop.wait(0.01 if any(more) else INTERVAL_S)
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell the runs apart."""
+    """Shortest path suffixes that tell the runs apart."""
     parts = [folder.parts for folder in folders]
     for count in range(1, max(map(len, parts)) + 1):
         found = ["/".join(part[-count:]) for part in parts]

@@ -1,8 +1,8 @@
-"""Columns of numbers over the steps of a run, in bounded memory, thinned without losing extremes.
+"""Time series for the dashboard: scalars and per-layer values over steps, in bounded memory.
 
-A row holds the least, the largest, the sum and the count of every column over the lines that fell
-into it. At first that is one line; when the table is full, neighbours are merged, two and two. What
-is asked for is merged in the same way, so a spike of one step in 50,000 is in every answer.
+A row stores minimum, maximum, sum and count of each column over the lines merged into it. When a
+table is full, neighbouring rows are merged in pairs. Queries merge in the same way, so that a spike
+of one step in 50,000 is visible at every zoom level.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from nsa.records import Beat
 
 Array = NDArray[np.float64]
 DIGITS = 6
-"""Significant digits of what is given out."""
+"""Significant digits in answers."""
+
+
+# --- scalars ---
 
 
 class Table:
-    """Rows by rising step; the columns share them, and may have gaps."""
+    """Rows by rising step, shared by all columns; a column may have gaps."""
 
     def __init__(self, columns: Sequence[str], most_rows: int = 1 << 14) -> None:
-        """`most_rows`: an even number; memory is 32 bytes for each row and column."""
+        """`most_rows` is even; memory is 32 bytes per row and column."""
         self.columns = tuple(columns)
         self._most = most_rows
         self._rows = 0
-        self._each = 1  # lines that a row holds, when it is full
-        self._last_lines = 0  # lines in the last row
-        self._step, self._ts = np.empty((2, 64, 2))  # [rows, first and last]
+        self._each = 1  # lines per full row; doubles with every halving
+        self._last_lines = 0  # lines merged into the last row
+        self._step, self._ts = np.empty((2, 64, 2))  # each [rows, (first, last)]
         self._low, self._high, self._sum, self._count = np.empty((4, 64, len(self.columns)))
-        self._last = np.full(len(self.columns), np.nan)  # the last number of each column
+        self._last = np.full(len(self.columns), np.nan)  # newest value of each column, not merged
 
     def __len__(self) -> int:
         return self._rows
@@ -49,17 +52,18 @@ class Table:
         return float(self._step[self._rows - 1, 1]) if self._rows else None
 
     def last(self, name: str) -> float | None:
-        """The last number of a column, as its line had it; None where there is none."""
+        """The newest value of a column, unmerged; None if there is none."""
         (value,) = _plain(self._last[[self.columns.index(name)]])
         return value
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all rows."""
         self._last[:] = np.nan
         self._rows, self._each, self._last_lines = 0, 1, 0
 
     def add(self, step: int, ts: float, values: Mapping[str, float | None]) -> None:
-        """Add a line; lines of this step and later ones, which it replaces, go."""
+        """Add a line; it replaces lines with the same or a later step."""
+        # A resumed or rolled-back run repeats steps: the newer line wins.
         self.cut(step - 1)
         line = np.array([_or_nan(values.get(name)) for name in self.columns])
         self._last = np.where(np.isnan(line), self._last, line)
@@ -77,7 +81,7 @@ class Table:
         self._rows, self._last_lines = row + 1, 1
 
     def cut(self, step: int) -> None:
-        """Drop the rows that end after this step."""
+        """Drop rows that end after this step."""
         if not self._rows or self._step[self._rows - 1, 1] <= step:
             return
         self._rows = int(np.searchsorted(self._step[: self._rows, 1], step, side="right"))
@@ -85,11 +89,11 @@ class Table:
         self._last[:] = np.nan
 
     def window(self, first: float, last: float, points: int) -> dict[str, Any]:
-        """What lies between two steps, in at most `points` points: ready for JSON.
+        """The rows between two steps, merged into at most `points` points, ready for JSON.
 
-        `step` and `ts` are those that a point begins with; every column has `mean`, and `low` and
-        `high` where they differ from it; a column without any number is left out. Where the window
-        has the last row, `last` is the last number itself: a point may be the mean of many.
+        `step` and `ts` are those of a point's first line. Each column has `mean`, and `low` and
+        `high` where they differ from it. A column without values is left out. If the window
+        includes the last row, `last` is the newest value, since a point may average many lines.
         """
         steps = self._step[: self._rows]
         begin = int(np.searchsorted(steps[:, 1], first, side="left"))
@@ -97,6 +101,7 @@ class Table:
         count = end - begin
         if count <= 0:
             return {"step": [], "ts": [], "columns": {}}
+        # Equal step spans, not equal row counts: merged rows span more steps than recent ones.
         edges = begin + even_edges(steps[begin:end, 0], points)
         low, high, total, number = self._merged(edges, end)
         mean = np.divide(total, number, out=np.full_like(total, np.nan), where=number > 0)
@@ -124,7 +129,7 @@ class Table:
         self._last_lines += 1
 
     def _merged(self, edges: NDArray[np.int64], end: int) -> tuple[Array, Array, Array, Array]:
-        """Rows from each edge to the next, the last one to `end`, as one."""
+        """Merge the rows from each edge to the next; the last group ends at `end`."""
         return (
             np.fmin.reduceat(self._low[:end], edges, axis=0),
             np.fmax.reduceat(self._high[:end], edges, axis=0),
@@ -154,7 +159,7 @@ class Table:
 
 
 def even_edges(steps: Array, points: int) -> NDArray[np.int64]:
-    """Where to cut rows into at most `points` pieces that span equally many steps."""
+    """Start indices of at most `points` groups that span equally many steps."""
     if len(steps) <= points:
         return np.arange(len(steps))
     targets = np.linspace(steps[0], steps[-1], points, endpoint=False)
@@ -166,7 +171,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def _plain(values: Array) -> list[float | None]:
-    """Numbers to a few digits, and None for what is not one."""
+    """Rounded values; None for NaN."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         size = np.floor(np.log10(np.abs(values)))
         scale = 10.0 ** (DIGITS - 1 - np.where(np.isfinite(size), size, 0.0))
@@ -175,7 +180,7 @@ def _plain(values: Array) -> list[float | None]:
     return [x if np.isfinite(x) else None for x in rounded.tolist()]
 
 
-# The gates and the selection of every layer over the steps of a run, in bounded memory.
+# --- per-layer gates and selection ---
 
 FIELDS = (
     "entropy_mean",
@@ -190,32 +195,32 @@ MOST_LAYERS = 512
 
 
 class LayerTable:
-    """A row for each logged line, until it is full; then neighbours become their mean."""
+    """One row per logged line; when full, neighbouring rows are averaged."""
 
     def __init__(self, most_rows: int = 1024) -> None:
         self._most = most_rows
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all rows."""
         self._steps: list[int] = []
         self._rows: list[NDArray[np.float32]] = []  # each [layers, fields]
         self._each, self._pending = 1, 0
 
     @property
     def num_layers(self) -> int:
-        """As many as the lines have; 0 before the first."""
+        """Number of layers; 0 before the first line."""
         return self._rows[0].shape[0] if self._rows else 0
 
     def add(self, beat: Beat) -> None:
-        """Take what a progress line has of its layers; a line that has nothing is passed over."""
+        """Add the per-layer values of a progress line; lines without them are skipped."""
         self.cut(beat.step - 1)
         row = _matrix(beat)
         if row is None or (self._rows and row.shape != self._rows[0].shape):
             return
         self._pending += 1
         if self._pending < self._each and self._rows:
-            return  # thinned out: these are pictures, and the numbers are in the other table
+            return  # already downsampled; exact values are in the scalar table
         if len(self._rows) == self._most:
             self._halve()
         self._steps.append(beat.step)
@@ -223,13 +228,13 @@ class LayerTable:
         self._pending = 0
 
     def cut(self, step: int) -> None:
-        """Drop what is later than this step."""
+        """Drop rows after this step."""
         while self._steps and self._steps[-1] > step:
             self._steps.pop()
             self._rows.pop()
 
     def window(self, first: float, last: float, points: int) -> dict[str, Any]:
-        """For each field a list over layers, each a list over at most `points` steps."""
+        """For each field, per layer, values at no more than `points` steps."""
         chosen = [i for i, step in enumerate(self._steps) if first <= step <= last]
         if not chosen:
             return {"step": [], "fields": {}}
@@ -253,7 +258,7 @@ class LayerTable:
 
 
 def _matrix(beat: Beat) -> NDArray[np.float32] | None:
-    """[layers, fields] of a line; None where a run of ours would not have written it so."""
+    """[layers, fields] of a line; None if it is malformed."""
     fields = beat.extra.get("layers")
     try:
         columns = [fields[name] for name in FIELDS]  # type: ignore[index]
@@ -267,7 +272,7 @@ def _matrix(beat: Beat) -> NDArray[np.float32] | None:
 
 def _mean(rows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a field that nobody measured
+        warnings.simplefilter("ignore", RuntimeWarning)  # all-NaN fields were not measured
         mean: NDArray[np.float32] = np.nanmean(np.stack(rows), axis=0)
     return mean
 

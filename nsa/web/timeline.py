@@ -1,4 +1,4 @@
-"""What a rank was doing when, from the times of its heartbeats: a strip of states for a picture."""
+"""Rank timelines for the dashboard: what a rank was doing when, from the times of its beats."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from nsa.records import Beat
 from nsa.records.heartbeat import BEAT, BOOT, STEP_END, WATCHDOG_DUMP
 
 STATES = ("step", "evaluate", "save", "start", "down", "slow", "waiting", "silent", "other")
-"""`down`: between the last line of a process and the start of the next; `slow`: a step of more than
-SLOW usual ones; `waiting` and `silent`: since the last line, within or beyond what is allowed."""
+"""`down`: between the last line of a process and the next boot. `slow`: a step longer than SLOW
+times the usual. `waiting`, `silent`: since the last line, within or beyond the allowed silence."""
 CODES = {state: code for code, state in enumerate(STATES)}
 SLOW = 10.0
 MOST_BEATS = 1 << 17
-"""Lines that are kept of a rank; then the older half goes."""
+"""Lines kept per rank; when full, the older half is dropped."""
 
 
 class Segment(NamedTuple):
-    """A piece of the strip."""
+    """A time span with one state."""
 
     state: str
     begin: float
     end: float
     longest_s: float
-    """The longest time between two lines in it."""
+    """Longest interval between two lines in it."""
 
 
 class Timeline:
-    """The times and the phases of the lines of one rank."""
+    """Times and phases of one rank's heartbeat lines."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all lines."""
         self._ts, self._codes = array("d"), array("b")
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The times of the first and the last line."""
+        """Times of the first and the last line."""
         return (self._ts[0], self._ts[-1]) if self._ts else None
 
     def add(self, beat: Beat) -> None:
-        """Take a line. What somebody else wrote, or what only ends a step, says nothing new."""
+        """Add a line; stack dumps and step ends carry no new state and are ignored."""
         if beat.msg in (WATCHDOG_DUMP, STEP_END) or (self._ts and beat.ts < self._ts[-1]):
             return
         if len(self._ts) >= MOST_BEATS:
@@ -57,14 +57,15 @@ class Timeline:
     def strip(
         self, begin: float, end: float, cells: int, *, now: float | None, allowed_s: float
     ) -> list[Segment]:
-        """The states from `begin` to `end`, at the resolution of so many cells.
+        """The states from `begin` to `end`, at a resolution of `cells` cells.
 
-        `now`: the moment up to which the rank should have beaten; None for a run that has ended.
+        `now` is the time until which beats are expected; None for a run that has ended.
         """
         if not self._ts or end <= begin:
             return []
         ts, codes = np.array(self._ts), np.array(self._codes)
         gaps = np.diff(ts)
+        # codes[i] is the state between lines i and i + 1; before a boot the process was down.
         codes[:-1][codes[1:] == CODES["start"]] = CODES["down"]
         usual = float(np.median(gaps[-1000:])) if len(gaps) else 0.0
         is_slow = (codes[:-1] == CODES["step"]) & (gaps > max(SLOW * usual, 1.0))
@@ -92,7 +93,7 @@ def _phase(beat: Beat) -> str:
 def _cells(
     ts: NDArray[np.float64], codes: NDArray[np.int8], edges: NDArray[np.float64]
 ) -> list[Segment]:
-    """For each cell, what most of its time was; intervals are ts[i] to ts[i + 1]."""
+    """The dominant state of each cell; intervals are ts[i] to ts[i + 1]."""
     gaps, found = np.diff(ts), []
     firsts = np.searchsorted(ts, edges[:-1], side="right") - 1
     lasts = np.searchsorted(ts, edges[1:], side="left") - 1
@@ -107,9 +108,10 @@ def _cells(
             continue
         times = np.bincount(codes[part], weights=inside.clip(min=0), minlength=len(STATES))
         code = int(times.argmax())
-        for rare in ("save", "evaluate"):  # they are short, and somebody looks for them
+        for rare in ("save", "evaluate"):  # short, but worth seeing: 10 % of a cell is enough
             if times[CODES[rare]] > 0.1 * share:
                 code = CODES[rare]
+        # Bad states win over everything, however short they are.
         for bad in ("slow", "silent", "down"):
             if times[CODES[bad]] > 0:
                 code = CODES[bad]
@@ -130,7 +132,7 @@ def _join(cells: list[Segment]) -> list[Segment]:
 
 
 def as_json(segments: list[Segment]) -> list[list[Any]]:
-    """Lists instead of objects: there are hundreds."""
+    """Compact lists instead of objects, as there are hundreds."""
     return [
         [STATES.index(state), round(begin, 2), round(end, 2), round(longest, 2)]
         for state, begin, end, longest in segments

@@ -1,1 +1,1 @@
-"""`nsa handoff`: one archive for whoever takes over a run."""
+"""`nsa handoff`: pack a run into one archive for the person who takes it over."""

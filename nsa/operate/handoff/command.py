@@ -1,7 +1,7 @@
-"""`nsa handoff`: what whoever takes over a run needs, in one archive, without secrets.
+"""`nsa handoff`: pack what the next operator of a run needs into one archive, without secrets.
 
-It reads the run folder and its launch records and writes nothing there. What is not there is named
-in the manifest and never made up. The same folder gives the same archive, bit by bit.
+The run folder and its launch records are only read. Missing items are listed in the manifest. The
+archive is reproducible: the same folder gives the same bytes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from nsa.operate.text import printable
 from nsa.train.checkpoint.file import CHUNK
 
 COMPLETE, INCOMPLETE = 0, 1
-"""Exit codes: all of the checklist is there; something is missing, and named."""
+"""Exit codes: the checklist is complete; something is missing and listed."""
 LEVEL = 1
-"""Of compression: weights hardly shrink, and text does at any level."""
+"""Compression level: weights hardly compress, and text compresses well at any level."""
+
+
+# --- writing an archive ---
 
 
 def command(args: argparse.Namespace) -> int:
-    """Make an archive, or verify one."""
+    """Write an archive, or verify one."""
     if (args.folder is None) == (args.verify is None):
         raise ValueError("give a run folder, or --verify FILE; one of them")
     if args.verify is not None:
@@ -61,7 +64,7 @@ def command(args: argparse.Namespace) -> int:
 def hand_over(
     folder: Path, out: Path, run_info: Path | None = None, report: Path | None = None
 ) -> Manifest:
-    """Write the archive of a run folder to `out`, which must be new and outside of it."""
+    """Write the archive of a run folder to `out`, a new file outside that folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
     if out.exists():
@@ -71,6 +74,7 @@ def hand_over(
     with ExitStack() as open_files:
         found = Collection(folder, open_files)
         found.collect(run_info, report)
+        # Two passes: first find all secrets, then hide each of them in every file.
         known = {s for source in found.sources if source.is_text for s in _secrets(source)}
         staged = [_stage(source, known, open_files) for source in found.sources]
         manifest = Manifest(
@@ -80,6 +84,7 @@ def hand_over(
             files=[entry for entry, _ in staged],
             missing=found.missing,
         )
+        # Written under a temporary name and renamed, so that a partial archive never has the name.
         with replacing(out) as temporary:
             _write(temporary, manifest, [file for _, file in staged])
     return manifest
@@ -92,10 +97,10 @@ def _secrets(source: Source) -> set[str]:
 
 
 def _stage(source: Source, known: set[str], open_files: ExitStack) -> tuple[Entry, IO[bytes]]:
-    """The file as it goes into the archive, and its entry."""
+    """The file as it goes into the archive, redacted, and its manifest entry."""
     file, redacted = source.file, 0
     if source.is_text:
-        # Closed by the stack of whoever writes the archive.
+        # The caller's ExitStack closes it, after the archive is written.
         file = open_files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         for line, count in hide_lines(lines_of(source.file), known):
             file.write(as_bytes(line))
@@ -122,6 +127,7 @@ def _write(path: Path, manifest: Manifest, files: list[IO[bytes]]) -> None:
     content = manifest_bytes(manifest)
     with (
         path.open("wb") as raw,
+        # Without name and mtime in the gzip header: the same content gives the same bytes.
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, compresslevel=LEVEL, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
@@ -131,13 +137,13 @@ def _write(path: Path, manifest: Manifest, files: list[IO[bytes]]) -> None:
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:
-    """A member that says nothing of who wrote it, and when."""
+    """A tar header without owner and time, so that the archive is reproducible."""
     member = tarfile.TarInfo(PREFIX + name)
     member.size, member.mode = size, 0o644
     return member
 
 
-# `nsa handoff --verify`: hold an archive to its manifest; nothing is ever extracted.
+# --- `nsa handoff --verify`: compare an archive with its manifest, without extracting it ---
 
 GOOD, BAD = 0, 1
 LARGEST_MANIFEST = 1 << 20
@@ -146,7 +152,7 @@ BINARY = (".pt", ".distcp", ".metadata")
 
 
 def verify(path: Path) -> int:
-    """Print what is wrong, and what the checklist lacks; 0 when the archive is as written."""
+    """Print mismatches and missing items; returns 0 if the archive matches its manifest."""
     try:
         manifest, problems = examine(path)
     except FileNotFoundError:
@@ -164,7 +170,7 @@ def verify(path: Path) -> int:
 
 
 def examine(path: Path) -> tuple[Manifest, list[str]]:
-    """The manifest of an archive, and what in the archive is not as it says."""
+    """The manifest of an archive, and where the archive differs from it."""
     problems: list[str] = []
     with tarfile.open(path, "r:gz") as archive:
         members = iter(archive)
@@ -172,8 +178,10 @@ def examine(path: Path) -> tuple[Manifest, list[str]]:
         expected = {entry.path: entry for entry in manifest.files}
         for member in members:
             name = member.name.removeprefix(PREFIX)
+            # Never trust names in an archive: "../" and symlinks could lead outside on extraction.
             if not member.isreg() or not member.name.startswith(PREFIX) or not is_safe(name):
                 problems.append(f"{member.name!r:.100} is a link, or leads out of the archive")
+            # `pop`, so that a second member with the same name is a problem too.
             elif (entry := expected.pop(name, None)) is None:
                 problems.append(f"{name}: not in the manifest, or there twice")
             else:
@@ -200,6 +208,7 @@ def _compare(entry: Entry, size: int, file: IO[bytes] | None) -> Iterator[str]:
         yield f"{entry.path}: {size} bytes, the manifest says {entry.bytes}"
         return
     digest = hashlib.sha256()
+    # Text is also scanned for secrets while it is hashed; weights would give false matches.
     if entry.path.endswith(BINARY):
         while chunk := file.read(VERIFY_CHUNK):
             digest.update(chunk)
@@ -214,7 +223,7 @@ def _compare(entry: Entry, size: int, file: IO[bytes] | None) -> Iterator[str]:
 
 
 class _Hashed(io.RawIOBase):
-    """A file that is hashed as it is read."""
+    """A file that is hashed while it is read."""
 
     def __init__(self, file: IO[bytes], digest: hashlib._Hash) -> None:
         self.file, self.digest = file, digest

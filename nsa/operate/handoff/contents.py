@@ -1,8 +1,7 @@
-"""manifest.json of a handoff archive: what it holds, with checksums, and what is missing.
+"""Contents of a handoff archive: the manifest (writer and reader) and the search for its files.
 
-Schema, version 1: the fields of Manifest, as one JSON object; `files` and `missing` are lists of
-objects with the fields of Entry and Missing. It holds no time of its own, so that the same run
-folder gives the same archive.
+Schema of manifest.json, version 1: the fields of Manifest; `files` and `missing` are lists of
+Entry and Missing. It stores no timestamp, so that the archive is reproducible.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ VERSION = 1
 SCHEMA = "nsa-handoff"
 NAME = "manifest.json"
 PREFIX = "handoff/"
-"""Of every name in the archive."""
+"""Prefix of every name in the archive."""
 ITEMS = {
+    # The keys are stored in manifests: renaming one changes the schema.
     "run_info": "run.info: config, GPUs and their memory, how it was launched",
     "train_log": "train.log: what the run printed",
     "training_csv": "training.csv: loss, rate and speed",
@@ -40,7 +40,10 @@ ITEMS = {
     "success": "the report: success criteria met, or deviations with their times",
     "altered": "the resolved config, and files that differ from the commit",
 }
-"""The checklist: what whoever takes over a run has to get."""
+"""The checklist: items that the next operator needs."""
+
+
+# --- manifest.json ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +53,19 @@ class Entry:
     item: str
     """One of ITEMS."""
     path: str
-    """In the archive, below PREFIX."""
+    """Path in the archive, below PREFIX."""
     source: str
-    """Where it lay, from the folder above the run folder, or by its name alone."""
+    """Original path, relative to the parent of the run folder, or only the file name."""
     bytes: int
-    """Of the file in the archive."""
+    """Size in the archive, after redaction."""
     sha256: str
     redacted: int = 0
-    """Secrets that were replaced by ***."""
+    """Number of secrets replaced by ***."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """Something of the checklist that was not there."""
+    """A checklist item that was not found."""
 
     item: str
     reason: str
@@ -70,26 +73,26 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What an archive holds."""
+    """The contents of an archive."""
 
     schema: str = SCHEMA
     version: int = VERSION
     run: str
     """Name of the run folder."""
     status: str | None = None
-    """As metrics.json says."""
+    """Status in metrics.json."""
     step: int | None = None
     files: list[Entry] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The file, always the same for the same content."""
+    """Deterministic JSON: sorted keys, fixed indentation."""
     return (json.dumps(dataclasses.asdict(manifest), indent=2, sort_keys=True) + "\n").encode()
 
 
 def read_manifest(content: bytes) -> Manifest:
-    """Read the file; whatever is not such a manifest is a ValueError that says why."""
+    """Parse manifest.json; raises ValueError with the reason for anything else."""
     try:
         found: dict[str, Any] = json.loads(content)
         if (found.get("schema"), found.get("version")) != (SCHEMA, VERSION):
@@ -111,21 +114,21 @@ def read_manifest(content: bytes) -> Manifest:
 
 
 def is_safe(name: str) -> bool:
-    """Whether a name stays below the folder that it would be extracted to."""
+    """Whether a path stays below its extraction folder."""
     parts = name.split("/")
     return bool(re.fullmatch(r"[\w. @+=/-]+", name)) and not {"", ".", ".."} & set(parts)
 
 
-# The files that a handoff is made of: found where runs and launchers leave them, and opened.
+# --- collecting files from the run folder and the launch records ---
 
 LOGS = ("train.log", "production.log")
 REPORTS = ("report.md", "report.json")
 LAUNCHES = "train_runs"
-"""The folder of launch records, beside the run folders."""
+"""Folder with launch records, next to the run folders."""
 
 
 class Source(NamedTuple):
-    """A file to hand over; it is open, so that nobody can replace it meanwhile."""
+    """A file to pack; already open, so that it cannot be swapped after the checks."""
 
     item: str
     path: str
@@ -135,7 +138,7 @@ class Source(NamedTuple):
 
 
 class Collection:
-    """The files of the checklist, as far as they are there."""
+    """The checklist items that were found and opened, and those that are missing."""
 
     def __init__(self, folder: Path, open_files: ExitStack) -> None:
         self.folder, self.open_files = folder, open_files
@@ -144,7 +147,7 @@ class Collection:
         self.metrics = read_metrics_if_whole(folder)
 
     def collect(self, run_info: Path | None, report: Path | None) -> None:
-        """Look for every item, in the order of the checklist."""
+        """Look for every item, in checklist order."""
         info = run_info or find_run_info(self.folder)
         text = self._run_info(info)
         logs = [info.parent / LOGS[0]] if info else []
@@ -171,6 +174,7 @@ class Collection:
 
     def _first(self, item: str, paths: list[Path]) -> None:
         for path in paths:
+            # A dangling symlink counts as found, so that `_add` reports why it cannot be opened.
             if path.is_symlink() or path.exists():
                 self._add(item, path, "train.log" if item == "train_log" else path.name)
                 return
@@ -178,6 +182,7 @@ class Collection:
 
     def _checkpoint(self) -> None:
         reasons = []
+        # Newest first; fall back to older checkpoints until one is intact and free of secrets.
         for path in find.paths_of(self.folder):
             try:
                 if path.is_symlink():
@@ -213,6 +218,7 @@ class Collection:
         self._first("altered", [self.folder / "config.yaml"])
         for name in altered_files(run_info):
             path = REPOSITORY / name
+            # run.info is input: a name in it must not pull in files outside the repository.
             if not is_safe(name) or not path.resolve().is_relative_to(REPOSITORY):
                 self._miss("altered", f"{name!r} is no path inside the repository")
             elif not path.exists():
@@ -235,7 +241,7 @@ class Collection:
 
 
 def read_metrics_if_whole(folder: Path) -> Metrics | None:
-    """metrics.json of the run; None where it is not there, or not as a run writes it."""
+    """metrics.json of the run; None if missing or malformed."""
     try:
         metrics = read_metrics(folder)
         require_types(metrics, METRICS)
@@ -245,7 +251,7 @@ def read_metrics_if_whole(folder: Path) -> Metrics | None:
 
 
 def find_run_info(folder: Path) -> Path | None:
-    """The run.info in the folder, or the newest launch record beside it that names the folder."""
+    """run.info in the folder, else the newest launch record beside it that names the folder."""
     if (folder / "run.info").exists():
         return folder / "run.info"
     records = folder.resolve().parent.glob(f"{LAUNCHES}/*/run.info")
@@ -254,25 +260,26 @@ def find_run_info(folder: Path) -> Path | None:
             with open_binary(path) as file:
                 text = file.read(1 << 20).decode("utf-8", "replace")
         except OSError:
-            continue  # somebody else's; the next one may be ours
+            continue  # another user's record; a later one may be ours
         if any(_is_folder(value, folder) for value in _values(text)):
             return path
     return None
 
 
 def altered_files(run_info: str) -> list[str]:
-    """Files of the repository that run.info lists as altered: a line each."""
-    # As git lists them: up to two letters for what was done to the file, and its path.
+    """Repository files that run.info lists as modified."""
+    # `git status --porcelain` format: up to two status letters, a space, the path.
     found = re.findall(r"^altered:\s+(?:[ MADRCTU?!]{1,2} )?(\S.*?)\s*$", run_info, re.MULTILINE)
     return sorted(set(found))
 
 
 def secret_in(path: Path) -> str:
-    """What in a file of a checkpoint looks like a secret; tensors are not looked at."""
+    """Text in a checkpoint file that looks like a secret; tensor data is not scanned."""
     if path.suffix == ".distcp":
         return ""
     if path.suffix == ".pt":
         with open_binary(path) as file, zipfile.ZipFile(file) as archive:
+            # torch's zip format: data.pkl holds the objects, the other members are raw tensors.
             names = [name for name in archive.namelist() if name.endswith("data.pkl")]
             contents = [archive.read(name) for name in names]
     else:
@@ -291,7 +298,7 @@ def _values(run_info: str) -> Iterator[str]:
 
 
 def _is_folder(value: str, folder: Path) -> bool:
-    """Whether a value of run.info is this folder: as it is, or from where the run was started."""
+    """Whether a run.info value is this folder: as given, or relative to the launch directory."""
     if not value or "\0" in value:
         return False
     whole, given = folder.resolve(), Path(value)

@@ -1,7 +1,7 @@
-"""Taking secrets out of text: by the names beside them, by their form, and wherever they return.
+"""Redact secrets in text: by the name beside them, by their format, and every repetition.
 
-Over-cautious on purpose: a harmless value that follows a word like `token` is hidden, too. What is
-hidden reads ***.
+Deliberately over-cautious: a harmless value after a word like `token` is replaced too. Redacted
+text reads ***.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import IO
 
 HIDDEN = "***"
 LONGEST_LINE = 1 << 18
-"""Bytes of a line that are looked at; a longer one is no line of a log, and is left out whole."""
+"""Longest line in bytes that is scanned; a longer one is not log text and is dropped."""
 WORD = r"""(?: (?<![a-z]) (?:
         apikey | (?<=[_.-]) key | accesskey | token | secret | password | passwd
         | credentials? | authorization | cookie | signature | sig
     ) | (?-i: (?<=[a-z]) (?: Key | Token | Secret | Password ) ) ) (?![a-z])"""
-"""A whole word for a secret: `tokenizer` and `tokens` are none, hfToken is one."""
+"""A whole word for a secret: hfToken matches; `tokenizer` and `tokens` do not."""
 VALUE = r"""(?P<value> (?<=") [^"\n]+ | (?<=') [^'\n]+ | [^\s"',;&)\]}]+ )"""
 NAMED = re.compile(
     rf"""
@@ -28,21 +28,23 @@ NAMED = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""Such a word, then = or : and its value; in a list of arguments a comma."""
+"""NAME=value or NAME: value; in an argument list also a comma between them."""
 FLAG = re.compile(
     rf"(?P<name> (?<![\w-]) --? [\w-]{{0,64}} {WORD} [\w-]{{0,64}} ) "
     rf"(?P<gap> ['\"]?,?\s{{1,8}}['\"]? ) "
     rf"(?! - ) {VALUE}",
     re.VERBOSE | re.IGNORECASE,
 )
-"""A flag, and what follows it: on a command line, or in a list of arguments."""
+"""A flag and its value: on a command line, or in a JSON list of arguments."""
 LAST_FLAG = re.compile(
     rf"(?<![\w-]) --? [\w-]{{0,64}} {WORD} [\w-]{{0,64}} ['\"],\s*$", re.VERBOSE | re.I
 )
-"""Such a flag at the end of a line of JSON; its value is on the next one."""
+"""A flag at the end of a JSON line; its value is on the next line."""
+# user:password@ in a URL.
 IN_URL = re.compile(
     r"(?P<name>\b[a-z][a-z0-9+.-]{1,20}://)(?P<value>[^\s/@\"'<>]{1,512})(?=@)", re.IGNORECASE
 )
+# Formats that identify a secret without a name beside it.
 FORMS = re.compile(
     r"""
       \b hf_[A-Za-z0-9]{16,}                        # Hugging Face
@@ -64,7 +66,7 @@ KEY_END = re.compile(r"-----END [A-Z ]*PRIVATE KEY-----")
 
 
 def hide(text: str, known: Iterable[str] = ()) -> tuple[str, int]:
-    """One line without its secrets, and how many were hidden; `known` ones wherever they stand."""
+    """A line without its secrets, and how many were replaced; `known` ones match anywhere."""
     count = 0
 
     def named(match: re.Match[str]) -> str:
@@ -89,7 +91,7 @@ def hide(text: str, known: Iterable[str] = ()) -> tuple[str, int]:
 
 
 def secrets_in(lines: Iterable[str]) -> set[str]:
-    """Values that names give away and that are worth looking for elsewhere: long, with a digit."""
+    """Values found by name that are worth searching everywhere: at least 8 chars with a digit."""
     found: set[str] = set()
     for line in lines:
         for pattern in (IN_URL, NAMED, FLAG):
@@ -100,8 +102,9 @@ def secrets_in(lines: Iterable[str]) -> set[str]:
 
 
 def hide_lines(lines: Iterable[str], known: Iterable[str] = ()) -> Iterator[tuple[str, int]]:
-    """Every line without its secrets; private keys span lines, and so do flags in JSON."""
+    """Redact a stream of lines, including private keys and JSON flags that span lines."""
     longest_first = sorted(known, key=lambda value: (-len(value), value))
+    # Longest first, so that a secret that contains another is replaced as a whole.
     in_key = after_flag = False
     for line in lines:
         if in_key or KEY_BEGIN.search(line):
@@ -118,7 +121,7 @@ def hide_lines(lines: Iterable[str], known: Iterable[str] = ()) -> Iterator[tupl
 
 
 def lines_of(file: IO[bytes]) -> Iterator[str]:
-    """The lines of a file, as text that gives its bytes back; what is too long is left out."""
+    """Decode a file line by line, losslessly (surrogateescape); overlong lines are dropped."""
     while line := file.readline(LONGEST_LINE):
         if len(line) < LONGEST_LINE or line.endswith(b"\n"):
             yield line.decode("utf-8", "surrogateescape")
@@ -129,5 +132,5 @@ def lines_of(file: IO[bytes]) -> Iterator[str]:
 
 
 def as_bytes(text: str) -> bytes:
-    """What `lines_of` read, as bytes again."""
+    """Encode a line of `lines_of` back to its original bytes."""
     return text.encode("utf-8", "surrogateescape")

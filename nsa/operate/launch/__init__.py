@@ -1,1 +1,1 @@
-"""`nsa launch`: a run by a profile, through its phases, from one command."""
+"""`nsa launch`: start a run by a profile and take it through its phases."""

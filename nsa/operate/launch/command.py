@@ -1,4 +1,4 @@
-"""`nsa launch`: a run by a profile, through its phases, from one command."""
+"""`nsa launch`: resolve a profile into a plan, refuse busy folders, then run its phases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nsa.operate.launch import terminal
 from nsa.operate.launch.phases import NO_GO, REFUSED, Phases
 from nsa.operate.launch.plan import Nodes, Plan, check_requirements, choose_ranks, find_config
 from nsa.operate.launch.profiles import Profile, load_profile, load_profiles
-from nsa.operate.process import Machine, look, why_not_ours
+from nsa.operate.process import Machine, find_gpus, why_not_ours
 from nsa.operate.report.command import parse_limits
 from nsa.operate.run_folder import read_run
 from nsa.records.folder import (
@@ -33,39 +33,39 @@ from nsa.records.launch import read_run_info
 from nsa.records.sentinels import read_halt, write_halt
 
 STOP_OLD_S = 600.0
-"""For a run that is asked to make room; its last checkpoint takes time."""
+"""Seconds for a running job to stop after .HALT, including its last checkpoint."""
 OWN = ("NP", "DATASET", "LOCAL_PATH", "OUT_DIR", "NSA_PHASE_STEPS", "NSA_RESTART_COUNT")
-"""Variables of the launcher: the trainer gets what they say by its command line."""
+"""Variables of the launcher, not passed on: the trainer gets these values as arguments."""
 ARTIFACTS = Path("artifacts")
 LAUNCHER_LOG = "launcher.log"
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Launch as the flags say; the exit code is that of the run, 1 for NO-GO, 3 if refused."""
+    """Launch a run; returns the exit code of the run, 1 for NO-GO, 3 if refused."""
     if args.list:
         for profile in load_profiles().values():
             print(f"{profile.name:12}{profile.meaning}")
         return 0
     check_environment()
-    plan = make_plan(args, look())
+    plan = make_plan(args, find_gpus())
     for phase in plan.profile.phases:
-        plan.resolve(phase)  # what is wrong with a later phase shows now
+        plan.resolve(phase)  # a bad config of a later phase must fail now, not hours later
     check_requirements(plan.resolve(plan.profile.phases[-1]), args.require or ())
     problem = _too_few_gpus(plan, args.min_gpus)
     if not problem and plan.nodes.rank == 0:
-        problem = _occupied(plan.out_dir, args.stop_old)
+        problem = _why_occupied(plan.out_dir, args.stop_old)
     if problem:
         print(f"nsa: {problem}", file=sys.stderr)
         return REFUSED
     plan.records.mkdir(parents=True, exist_ok=True)
     place = terminal.choose(args.where, _say)
     if place != terminal.FOREGROUND:
-        return _elsewhere(place, plan, args)
-    return _here(plan, args)
+        return _run_detached(place, plan, args)
+    return _run_here(plan, args)
 
 
 def make_plan(args: argparse.Namespace, machine: Machine) -> Plan:
-    """Resolve flags, environment and profile, in this order."""
+    """Resolve flags, then environment variables, then profile defaults."""
     profile = load_profile(args.profile)
     profile = profile.with_steps(args.phase_steps or read("NSA_PHASE_STEPS")).only(args.phases)
     nodes = Nodes(count=args.nnodes, rank=args.node_rank, endpoint=args.rdzv_endpoint)
@@ -86,20 +86,21 @@ def make_plan(args: argparse.Namespace, machine: Machine) -> Plan:
         local_path=args.local_path or read("LOCAL_PATH"),
         out_dir=Path(out_dir),
         artifacts=ARTIFACTS,
-        records=args.records or ARTIFACTS / "train_runs" / _stamp(profile.run, nodes),
+        records=args.records or ARTIFACTS / "train_runs" / _record_name(profile.run, nodes),
         environ=environ,
         max_restarts=args.max_restarts,
     )
 
 
 def _environment(profile: Profile, machine: Machine) -> dict[str, str]:
-    """What the trainer gets: the environment, and what it leaves open as the profile says."""
+    """The trainer's environment: ours, with the profile's defaults for unset variables."""
     usual = {**profile.environment, **(profile.gpu_environment if machine.gpus else {})}
+    # The user's environment wins over the profile's.
     ours = usual | with_package()
     return {name: value for name, value in ours.items() if name not in OWN}
 
 
-def _stamp(name: str, nodes: Nodes) -> str:
+def _record_name(name: str, nodes: Nodes) -> str:
     node = f"_node{nodes.rank}" if nodes.rank else ""
     return f"{name}_{datetime.now().strftime('%Y%m%d-%H%M%S')}{node}"
 
@@ -117,21 +118,22 @@ def _too_few_gpus(plan: Plan, least: int) -> str:
     return ""
 
 
-def _occupied(out_dir: Path, stop_old: bool) -> str:
-    """Why another launch must not start in this folder; empty if it may.
+def _why_occupied(out_dir: Path, stop_old: bool) -> str:
+    """Why a launch must not start in this folder; empty if it may.
 
-    A run or a launch there that is stopping is waited for; with `stop_old` it is asked to stop.
+    Waits for a run or launch that is already stopping; `stop_old` asks a running one to stop.
     """
-    who, is_ending = _at_work(out_dir)
+    who, is_ending = _active_run(out_dir)
     if who:
         then = "asking it to stop by .HALT" if stop_old else "waiting for its end" * is_ending
         _say(f"a run is at work in {out_dir} ({who}); {then or 'refused'}")
+    # Without --stop-old, wait only for a run that is already on its way out.
     end = time.monotonic() + (STOP_OLD_S if stop_old else STOPPING_S * is_ending)
     while who and time.monotonic() < end:
         if stop_old:
             _ask_to_stop(out_dir)
         time.sleep(1.0)
-        who, _ = _at_work(out_dir)
+        who, _ = _active_run(out_dir)
     if who:
         return (
             f"a run is at work in {out_dir} ({who}); stop it with `touch "
@@ -140,33 +142,34 @@ def _occupied(out_dir: Path, stop_old: bool) -> str:
     return ""
 
 
-def _at_work(out_dir: Path) -> tuple[str, bool]:
-    """Who launches or trains in a folder, empty if nobody is seen; and whether that is ending."""
+def _active_run(out_dir: Path) -> tuple[str, bool]:
+    """Who launches or trains in a folder ("" if nobody), and whether they are stopping."""
     if not out_dir.is_dir():
         return "", False
+    # The lock files name their holder; a lock is released when its process ends.
     for name, what in ((RUN, ""), (LAUNCH, "launcher: ")):
         if holder := held_by(out_dir, name):
             is_ending = isinstance(holder, Holder) and holder.is_ending
             return f"{what}{holder}", is_ending or read_halt(out_dir) is not None
-    run = read_run(out_dir)  # a file system without locks: its heartbeats tell
+    run = read_run(out_dir)  # fallback for file systems without locks: check the heartbeats
     lasts = [rank.last for rank in run.ranks if rank.last is not None]
     pids = [b.pid for b in lasts if b.pid is not None and not why_not_ours(b.pid, b.ts, run.env)]
     return (f"process {pids[0]}", False) if pids else ("", False)
 
 
 def _ask_to_stop(out_dir: Path) -> None:
-    """Write .HALT where a run is at work: in the folder itself, or in that of a phase."""
+    """Write .HALT into the folder of every live run: the folder itself, or that of a phase."""
     locks = [out_dir / RUN, *out_dir.glob(f"*/{RUN}")]
     folders = [lock.parent for lock in locks if held_by(lock.parent)]
     if not held_by(out_dir, LAUNCH):
-        folders = folders or [out_dir]  # no locks there: heartbeats have told
+        folders = folders or [out_dir]  # no locks: the heartbeats showed a run in this folder
     for folder in folders:
         if read_halt(folder) is None:
             write_halt(folder, "launcher: another launch takes its place")
 
 
-def _here(plan: Plan, args: argparse.Namespace) -> int:
-    """Through the phases; the first node holds the lock of the launch until the end."""
+def _run_here(plan: Plan, args: argparse.Namespace) -> int:
+    """Run the phases in this process; node 0 holds the launch lock until the end."""
     with ExitStack() as stack:
         lock: FolderLock | None = None
         if plan.nodes.rank == 0:
@@ -196,9 +199,10 @@ def _announce(plan: Plan) -> None:
     sys.stdout.flush()
 
 
-def _elsewhere(place: str, plan: Plan, args: argparse.Namespace) -> int:
-    """The same launch in another place, where it has the console for itself."""
+def _run_detached(place: str, plan: Plan, args: argparse.Namespace) -> int:
+    """Restart this launch in tmux or in the background."""
     command = [sys.executable, "-m", "nsa.cli.main", *args.arguments]
+    # The last flag wins in argparse: this launch must not detach again.
     command += ["--where", terminal.FOREGROUND, "--records", str(plan.records)]
     if place == terminal.BACKGROUND:
         terminal.in_background(command, plan.records / LAUNCHER_LOG, _say)
@@ -207,6 +211,7 @@ def _elsewhere(place: str, plan: Plan, args: argparse.Namespace) -> int:
     if terminal.in_tmux(session, command, plan.records, _say):
         _say(f"it goes on in {session}; logs: {plan.logs(plan.profile.phases[-1])[0]}")
         return 0
+    # The tmux session has ended: report the result that it left in run.info.
     try:
         info = read_run_info(plan.records / RUN_INFO)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The phases of a launch: each trains, is judged from its artifacts, and lets the next start."""
+"""Run the phases of a launch: train, judge from the run's files, then start the next phase."""
 
 from __future__ import annotations
 
@@ -31,19 +31,22 @@ from nsa.records.sentinels import HALT, read_halt, write_halt
 
 OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
 BY_STATUS = {"non_finite": 10, "no_data": 11, "bad_data": 2}
-"""Exit codes that torchrun hides: it ends with 1 whatever its ranks did."""
-NOT_AGAIN = (0, 2, 3, 10)
-"""Exit codes after which another start would end in the same way."""
+"""Exit codes by run status: torchrun exits with 1 whatever its ranks returned."""
+NO_RESTART = (0, 2, 3, 10)
+"""Exit codes after which a restart would fail in the same way."""
 LAUNCHER = "launcher: "
 RESTARTED = "NSA_RESTART_COUNT"
 
 
 STEPS = {"launch": "steps_launch", "phase1": "steps_phase1", "phase2": "steps_phase2"}
-"""The limit that says how many steps a point of a report needs: so many as the phase has."""
+"""Limit with the required number of steps per report point; replaced by the phase's steps."""
+
+
+# --- the phases ---
 
 
 class Phases:
-    """Runs the phases of a plan one after the other, and keeps run.info."""
+    """Runs the phases of a plan in order, and writes run.info."""
 
     def __init__(
         self,
@@ -54,16 +57,17 @@ class Phases:
         redo: bool = False,
         go_anyway: bool = False,
     ) -> None:
-        """`lock` is that of the launch, which its first node holds. `limits` replaces some of
-        limits.toml. `redo`: verdicts of earlier launches do not count. `go_anyway`: nor do those of
-        now.
+        """`lock` is the launch lock, held by node 0; None on other nodes.
+
+        `limits` overrides limits.toml. `redo` ignores GO verdicts of earlier launches;
+        `go_anyway` continues after a NO-GO.
         """
         self._plan, self._lock, self._limits = plan, lock, dict(limits or {})
         self._redo, self._go_anyway = redo, go_anyway
         self._info = plan.info()
 
     def run(self) -> int:
-        """All phases, or up to the one that does not end well; the exit code of the launch."""
+        """Run all phases, or stop at the first one that fails; returns the exit code."""
         code, text = OK, "all phases are done"
         for phase in self._plan.profile.phases:
             code, text = self._phase(phase)
@@ -74,7 +78,7 @@ class Phases:
         return code
 
     def preflight(self) -> bool:
-        """Whether `nsa preflight` of the last phase, in a process of its own, says GO."""
+        """Run `nsa preflight` for the last phase in a subprocess; True for GO."""
         plan, phase = self._plan, self._plan.profile.phases[-1]
         transcript = Transcript(
             [plan.records / "preflight.log", *map(plan.place, plan.profile.logs)]
@@ -95,7 +99,7 @@ class Phases:
                 [*command, *plan.overrides_of(phase)],
                 plan.environ,
                 transcript,
-                halt=lambda who: None,  # SIGTERM, the next step, is gentle enough
+                halt=lambda who: None,  # preflight reads no .HALT; the second request is SIGTERM
                 kill_last=True,
             )
             go = child.run().code == 0
@@ -114,15 +118,15 @@ class Phases:
 
     def _write(self) -> None:
         path = self._plan.records / RUN_INFO
-        with best_effort(path):  # a full disk is no reason to leave a run alone
+        with best_effort(path):  # a full disk must not stop the supervision of a run
             write_run_info(path, self._info)
 
     def _phase(self, phase: Phase) -> tuple[int, str]:
-        """Exit code, and why the launch ends here; empty if it goes on."""
+        """Run one phase: exit code, and the reason to end the launch ("" to continue)."""
         plan, folder = self._plan, self._plan.folder(phase)
         transcript = Transcript(plan.logs(phase))
         try:
-            if self._stands(phase):
+            if self._has_go(phase):
                 self._say(transcript, f"phase {phase.name}: GO from before stands; not run again")
                 return OK, ""
             with ExitStack() as stack:
@@ -132,20 +136,22 @@ class Phases:
                     text = f"refused: {problem}; wait for its end, or use another --out-dir"
                     return REFUSED, self._end(transcript, phase, text)
                 self._say(transcript, f"phase {phase.name}: {plan.steps(phase)} steps in {folder}")
-                before = _stamp(folder)
+                # metrics.json of an earlier run must not be taken for a result of this one.
+                before = _metrics_mtime(folder)
                 ended = self._train(phase, transcript)
-                metrics = _metrics(folder) if _stamp(folder) != before else None
+                metrics = _metrics(folder) if _metrics_mtime(folder) != before else None
                 return self._judged(phase, transcript, ended, metrics)
         finally:
             transcript.close()
 
     def _keep_others_out(self, stack: ExitStack, folder: Path, transcript: Transcript) -> None:
-        """Lock the folder of a phase against other launches, and wait until no run is there."""
+        """Lock the phase folder against other launches, and wait until no run holds it."""
         if self._lock is None:
             return
         if folder != self._plan.out_dir:
             stack.enter_context(take_lock(folder, LAUNCH, say=transcript.say))
-        # The trainer takes it again; but torchrun would hide why its ranks were refused.
+        # Take and release the run lock: the trainer takes it too, but torchrun would hide the
+        # message of a rank that was refused.
         take_lock(folder, RUN, say=transcript.say).release()
 
     def _train(self, phase: Phase, transcript: Transcript) -> Ended:
@@ -153,7 +159,7 @@ class Phases:
         (folder / VERDICT).unlink(missing_ok=True)
         command = plan.command(phase)
         alone = "torch.distributed.run" not in command
-        left = plan.restarts(phase) if alone else 0  # torchrun counts its own
+        left = plan.restarts(phase) if alone else 0  # torchrun does its own restarts
         timeout_s = None if phase.timeout_min is None else 60.0 * phase.timeout_min
         again = 0
         while True:
@@ -167,8 +173,8 @@ class Phases:
                 kill_last=alone,
             )
             ended = child.run()
-            _take_back_halt(folder)
-            if ended.code in NOT_AGAIN or ended.stopped or left == 0:
+            _remove_own_halt(folder)
+            if ended.code in NO_RESTART or ended.stopped or left == 0:
                 return ended
             left, again = left - 1, again + 1
             self._say(transcript, f"exit code {ended.code}; starting again, {left} times left")
@@ -187,7 +193,7 @@ class Phases:
             text = f"NO-GO: not done in {phase.timeout_min:g} minutes"
             return FAILED, self._end(transcript, phase, text)
         halted = metrics is not None and metrics.status == "halted"
-        if ended.code != 0 and not halted:  # torchrun calls a signal to it a failure
+        if ended.code != 0 and not halted:  # torchrun reports a stop by signal as a failure
             code = _exit_code(ended.code, metrics)
             return code, self._end(transcript, phase, f"NO-GO: the trainer ended with {code}")
         if metrics is None or metrics.status != "finished":
@@ -229,23 +235,23 @@ class Phases:
             launched=self._plan.launched(phase),
         )
 
-    def _stands(self, phase: Phase) -> bool:
-        """Whether a verdict of an earlier launch of the same thing lets this phase be passed."""
+    def _has_go(self, phase: Phase) -> bool:
+        """Skip the phase: an earlier launch with the same code and config got GO."""
         if self._redo:
             return False
         verdict = read_verdict(self._plan.folder(phase))
         return verdict is not None and verdict.go and verdict.launched == self._plan.launched(phase)
 
 
-def _take_back_halt(folder: Path) -> None:
-    """A request of ours that nobody obeyed, because the run had ended, would stop the next one."""
+def _remove_own_halt(folder: Path) -> None:
+    """Remove our own .HALT if the run ended before reading it: it would stop the next run."""
     halt = read_halt(folder)
     if halt is not None and halt.reason.startswith(LAUNCHER.strip()):
         (folder / HALT).unlink(missing_ok=True)
 
 
-def _stamp(folder: Path) -> int | None:
-    """Changes whenever metrics.json is replaced."""
+def _metrics_mtime(folder: Path) -> int | None:
+    """Modification time of metrics.json, to detect that it was replaced."""
     try:
         return (folder / METRICS).stat().st_mtime_ns
     except OSError:
@@ -255,28 +261,26 @@ def _stamp(folder: Path) -> int | None:
 def _metrics(folder: Path) -> Metrics | None:
     try:
         return read_metrics(folder)
-    except (OSError, ValueError, TypeError):  # gone, torn, or of another version
+    except (OSError, ValueError, TypeError):  # missing, torn, or another schema version
         return None
 
 
 def _exit_code(code: int, metrics: Metrics | None) -> int:
     if code == 1 and metrics is not None:
         return BY_STATUS.get(metrics.status, code)
-    return 128 - code if code < 0 else code  # a signal, as shells say it
+    return 128 - code if code < 0 else code  # killed by a signal: shell convention 128 + n
 
 
-# A training process under the launcher: its output goes to logs, and stopping it is gentle first.
-#
-# It gets a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, and starts
-# with SIGUSR1 ignored: ranks answer that signal with a stack dump, and torchrun, which shares their
-# command line and would die of it, does not notice.
+# --- the training process: output to logs, stop gently first ---
+# It gets its own session, so that Ctrl-C reaches only the launcher. SIGUSR1 is ignored at start:
+# ranks install a handler (stack dump), but torchrun, which has the same command line, would die.
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TICK_S = 0.5
-LAST_WORDS_S = 2.0
-"""For output that is still on its way when the process has ended, and somebody holds its pipe."""
+DRAIN_S = 2.0
+"""Seconds to wait for output after the process has ended while a child still holds the pipe."""
 PATIENCE_S = 180.0
-"""From a .HALT for a timeout to SIGTERM, and from there to SIGKILL."""
+"""Seconds from .HALT to SIGTERM after a timeout, and from SIGTERM to SIGKILL."""
 
 
 class Ended(NamedTuple):
@@ -284,11 +288,11 @@ class Ended(NamedTuple):
 
     code: int
     stopped: str
-    """Who asked for it: the name of a signal, timeout, or nobody."""
+    """Who requested the stop: a signal name, `timeout`, or empty."""
 
 
 class Transcript:
-    """What is said on the console, and in files that grow; a full disk costs only the lines."""
+    """Copies output to the console and to log files; a full disk only loses lines."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files: dict[Path, int] = {}
@@ -298,11 +302,11 @@ class Transcript:
             self._files[path] = open_regular(path, APPEND)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Write a line of the launcher itself."""
         self.write(f"[launch] {text}\n".encode())
 
     def write(self, data: bytes) -> None:
-        """Pass output on."""
+        """Write raw output of the process."""
         for path, descriptor in list(self._files.items()):
             try:
                 os.write(descriptor, data)
@@ -312,7 +316,7 @@ class Transcript:
             try:
                 sys.stdout.buffer.write(data)
                 sys.stdout.flush()
-            except (OSError, ValueError):  # the terminal is gone, or its reader has seen enough
+            except (OSError, ValueError):  # terminal closed, or broken pipe
                 self._has_console = False
 
     def close(self) -> None:
@@ -323,7 +327,7 @@ class Transcript:
 
 
 class Child:
-    """One process, from its start to its end."""
+    """One supervised process, from start to end."""
 
     def __init__(
         self,
@@ -335,15 +339,15 @@ class Child:
         timeout_s: float | None = None,
         kill_last: bool,
     ) -> None:
-        """`halt` asks the run to end after a step. `kill_last`: nobody else ends the process."""
+        """`halt` writes .HALT. `kill_last` allows SIGKILL; torchrun kills its ranks itself."""
         self._command, self._environ, self._transcript = command, environ, transcript
         self._halt, self._kill_last = halt, kill_last
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._heard: list[str] = []
-        self._stopped, self._asked = "", 0
+        self._received: list[str] = []
+        self._stopped, self._requests = "", 0
 
     def run(self) -> Ended:
-        """Start it, pass its output on, and wait for its end."""
+        """Start the process, forward its output, and wait for its end."""
         with self._signals():
             self._process = subprocess.Popen(
                 self._command,
@@ -353,10 +357,10 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            self._pass_on()
+            self._forward_output()
             return Ended(self._process.wait(), self._stopped)
 
-    def _pass_on(self) -> None:
+    def _forward_output(self) -> None:
         assert self._process.stdout is not None
         silent_since: float | None = None
         with self._process.stdout as pipe:
@@ -369,26 +373,26 @@ class Child:
                     silent_since = None
                 elif self._process.poll() is not None:
                     silent_since = silent_since or time.monotonic()
-                    if time.monotonic() - silent_since > LAST_WORDS_S:
+                    if time.monotonic() - silent_since > DRAIN_S:
                         return
-                self._attend()
+                self._handle_requests()
 
-    def _attend(self) -> None:
-        """Do what signals and the clock ask for; a signal handler itself must not write."""
-        while self._heard:
-            self._ask(self._heard.pop(0))
+    def _handle_requests(self) -> None:
+        """Handle queued signals and the timeout; a signal handler itself must not do I/O."""
+        while self._received:
+            self._request_stop(self._received.pop(0))
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._deadline = time.monotonic() + PATIENCE_S
-            self._ask("timeout")
+            self._request_stop("timeout")
 
-    def _ask(self, who: str) -> None:
-        """Ask by .HALT, then by SIGTERM, then, where nobody else does it, by SIGKILL."""
-        self._asked += 1
+    def _request_stop(self, who: str) -> None:
+        """Stop in steps: .HALT, then SIGTERM, then SIGKILL if `kill_last`."""
+        self._requests += 1
         self._stopped = self._stopped or who
-        if self._asked == 1:
+        if self._requests == 1:
             self._transcript.say(f"{who}: the run ends after its step; once more for SIGTERM")
             self._halt(who)
-        elif self._asked > 2 and self._kill_last:
+        elif self._requests > 2 and self._kill_last:
             self._process.kill()
         else:
             self._transcript.say(f"{who} again: SIGTERM to the run")
@@ -396,7 +400,8 @@ class Child:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        # Inherited by the child; see the comment at the top of this section.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             yield
@@ -404,5 +409,5 @@ class Child:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard.append(signal.Signals(number).name)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(signal.Signals(number).name)

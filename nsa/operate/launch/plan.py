@@ -1,4 +1,4 @@
-"""The command line of the trainer: python for one process, torchrun for several, on any node."""
+"""What a launch will do, resolved once: nodes, trainer command, config, environment, folders."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ SCRIPT = REPOSITORY / "scripts" / "train_showcase.py"
 ENDPOINT = re.compile(r"[\w.:\[\]-]+:\d{1,5}", re.ASCII)
 
 
+# --- nodes and the trainer's command line ---
+
+
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines that train together, and which of them this is."""
+    """The nodes of a run, and the index of this one."""
 
     count: int = 1
     rank: int = 0
     endpoint: str = ""
-    """HOST:PORT of node 0, where all of them meet."""
+    """HOST:PORT of node 0 for the torchrun rendezvous."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or not 0 <= self.rank < self.count:
@@ -64,7 +67,10 @@ def trainer_command(
     restarts: int = 0,
     job: str = "nsa",
 ) -> list[str]:
-    """The whole command; `job` must be the same on all nodes, and another one for every phase."""
+    """python for one process, torchrun for several.
+
+    `job` is the rendezvous id: equal on all nodes, different for each phase.
+    """
     if ranks == 1 and nodes.count == 1:
         return [sys.executable, "-u", str(SCRIPT), "--ddp", "0", *arguments]
     command = [sys.executable, "-u", "-m", "torch.distributed.run"]
@@ -74,25 +80,26 @@ def trainer_command(
     else:
         is_host = "true" if nodes.rank == 0 else "false"
         command += [f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}", f"--rdzv-id={job}"]
+        # Name the store's host explicitly: otherwise c10d guesses it by comparing host names.
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.endpoint}"]
         command += [f"--rdzv-conf=is_host={is_host}"]
         command += ["--local-addr=127.0.0.1"] if nodes.on_loopback else []
     return [*command, str(SCRIPT), "--ddp", "1", *arguments]
 
 
-# What a launch will do, resolved once: config, ranks, environment, folders and commands.
+# --- the plan ---
 
 NO_DOCUMENTS = (
     *("data.local_path=", "data.hub_subset=", "data.hub_revision="),
     "data.respect_documents=false",
 )
-"""What a config may say of its documents, and a phase on made rows must not."""
+"""Overrides that clear document settings for a phase on synthetic rows, which has none."""
 REQUIREMENT = re.compile(r"([\w.]+)\s*(>=|>|=)\s*(.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A launch, before it starts."""
+    """A launch before it starts."""
 
     profile: Profile
     machine: Machine
@@ -106,22 +113,22 @@ class Plan:
     artifacts: Path
     records: Path
     environ: Mapping[str, str]
-    """The environment of the trainer."""
+    """Environment of the trainer."""
     max_restarts: int | None = None
-    """In place of the phases' own."""
+    """Replaces the phases' own restart counts."""
 
     def folder(self, phase: Phase) -> Path:
-        """Where the run of a phase writes."""
+        """The run folder of a phase."""
         return self.place(phase.folder)
 
     def place(self, template: str) -> Path:
-        """A path of a profile, with the folders of this launch."""
+        """Fill the folders of this launch into a path template of the profile."""
         return Path(
             template.format(out_dir=self.out_dir, records=self.records, artifacts=self.artifacts)
         )
 
     def logs(self, phase: Phase) -> list[Path]:
-        """The files that get the output of a phase."""
+        """Log files that receive the output of a phase."""
         return [self.place(template) for template in (phase.log, *self.profile.logs)]
 
     def resolve(self, phase: Phase) -> Config:
@@ -133,18 +140,19 @@ class Plan:
         return find_config(phase.config) if phase.config else self.config
 
     def steps(self, phase: Phase) -> int:
-        """Updates of a phase: not more than the config has."""
+        """Optimizer steps of a phase, at most those of the config."""
         whole = self.resolve(phase).train.steps
         return whole if phase.steps == ALL else min(int(phase.steps), whole)
 
     def restarts(self, phase: Phase) -> int:
-        """Starts of a phase after a crash."""
+        """Restarts of a phase after a crash."""
         chosen = self.max_restarts if phase.restarts else None
         return phase.restarts if chosen is None else chosen
 
     def command(self, phase: Phase) -> list[str]:
         """The command that trains a phase on this node."""
         arguments = ["--config", self.config_of(phase)]
+        # Without --steps the trainer runs as many steps as its config says.
         arguments += [] if phase.steps == ALL else ["--steps", str(self.steps(phase))]
         return trainer_command(
             [*arguments, *phase.flags, *self.overrides_of(phase)],
@@ -155,8 +163,9 @@ class Plan:
         )
 
     def launched(self, phase: Phase) -> dict[str, str]:
-        """What a verdict on a phase is a verdict on."""
+        """Identity of a phase's run: its GO verdict is reused only if all of this is equal."""
         config = to_container(self.resolve(phase))
+        # The folder does not change what is trained: a moved run keeps its verdict.
         config["train"].pop("out_dir")
         return {
             "code": code_of(REPOSITORY),
@@ -167,7 +176,7 @@ class Plan:
         }
 
     def info(self) -> RunInfo:
-        """The first lines of run.info."""
+        """The header of run.info."""
         last = self.profile.phases[-1]
         plain = load_config(self.config_of(last), environ={})
         return RunInfo(
@@ -193,6 +202,7 @@ class Plan:
         return in_effect(self.environ) | ours
 
     def overrides_of(self, phase: Phase) -> list[str]:
+        # Later overrides win: profile, command line, then what the phase needs.
         dataset = phase.dataset or self.dataset
         found = [*self.profile.overrides, *self.overrides, f"data.dataset={dataset}"]
         if dataset in MADE_DATASETS:
@@ -203,7 +213,7 @@ class Plan:
 
 
 def choose_ranks(profile: Profile, machine: Machine, wanted: str | None) -> int:
-    """Processes on this node: as told, or as the profile says."""
+    """Number of processes on this node: as given, or as in the profile."""
     if wanted:
         if not wanted.isascii() or not wanted.isdigit() or int(wanted) < 1:
             raise ValueError(f"NP={wanted!r} is not a number of processes; use 1 or more")
@@ -214,14 +224,14 @@ def choose_ranks(profile: Profile, machine: Machine, wanted: str | None) -> int:
 
 
 def find_config(name: str) -> str:
-    """The path of a config file: as given, or, where there is none, in the repository."""
+    """Path of a config file: as given if it exists, else inside the repository."""
     if not Path(name).exists() and (REPOSITORY / name).is_file():
         return str(REPOSITORY / name)
     return name
 
 
 def check_requirements(config: Config, requirements: Sequence[str]) -> None:
-    """Raise where a config is not as required: `key=value`, `key>value`, `key>=value`."""
+    """Raise if the config violates a requirement: `key=value`, `key>value`, `key>=value`."""
     values = {
         f"{group}.{key}": value
         for group, keys in to_container(config).items()
@@ -255,7 +265,7 @@ def _holds(value: object, relation: str, limit: str) -> bool:
 
 
 def config_changes(plain: Config, resolved: Config) -> list[str]:
-    """The keys whose value is not that of the file."""
+    """Keys whose value differs from the config file."""
     ours, theirs = to_container(resolved), to_container(plain)
     return [
         f"{group}.{key}: {theirs[group][key]!r} -> {value!r}"
@@ -266,9 +276,10 @@ def config_changes(plain: Config, resolved: Config) -> list[str]:
 
 
 def code_of(folder: Path) -> str:
-    """The commit, and a hash of the files that differ from it."""
+    """The commit, and a hash of the modified files."""
     digest = hashlib.sha256()
     for line in altered_files(folder):
+        # git status format: two status letters and a path; for a rename "old -> new".
         path = folder / line.split(maxsplit=1)[-1].rpartition(" -> ")[2].strip('"')
         digest.update(line.encode())
         if path.is_file():

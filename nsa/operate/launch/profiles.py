@@ -1,4 +1,4 @@
-"""Launch profiles: which config, environment and phases a kind of run has, from profiles.toml."""
+"""Launch profiles from profiles.toml: config, environment and phases of each kind of run."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from nsa.config.check import nearest
 
 FILE = Path(__file__).with_name("profiles.toml")
 ALL = "all"
-"""As many steps as the config says."""
+"""As many steps as the config has."""
 ONE_PER_GPU = "gpus"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of a launch, with a run of its own that is judged before the next one starts."""
+    """A part of a launch: its own run, judged before the next phase starts."""
 
     name: str
     steps: int | str
     judged: str
-    """What `nsa report --at` holds it to."""
+    """The point of `nsa report --at` that it must pass."""
     folder: str
-    """Of its run; {out_dir} and {records} are filled in, as in `log`."""
+    """Run folder; {out_dir} and {records} are filled in, as in `log`."""
     log: str
     dataset: str = ""
-    """Empty: that of the profile."""
+    """Empty: the profile's dataset."""
     config: str = ""
-    """Empty: that of the profile."""
+    """Empty: the profile's config."""
     flags: tuple[str, ...] = ()
-    """More flags of scripts/train_showcase.py."""
+    """Extra flags for scripts/train_showcase.py."""
     restarts: int = 0
-    """Starts after a crash; a short phase should show a crash, not hide it."""
+    """Restarts after a crash; 0 for short phases, which should show a crash, not hide it."""
     timeout_min: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """How one kind of run is launched; profiles.toml explains the fields."""
+    """How one kind of run is launched; profiles.toml documents the fields."""
 
     name: str
     meaning: str
@@ -52,23 +52,24 @@ class Profile:
     phases: tuple[Phase, ...]
     logs: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
-    """Config overrides, before those of the command line."""
+    """Config overrides; the command line's come after them."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """In place of some of limits.toml."""
+    """Overrides of limits.toml."""
     environment: Mapping[str, str] = field(default_factory=dict)
     gpu_environment: Mapping[str, str] = field(default_factory=dict)
 
     def config_for(self, max_bytes: int) -> str:
-        """The config file for a machine whose largest GPU has so many bytes."""
+        """The config file for a machine whose largest GPU has `max_bytes` of memory."""
         if isinstance(self.config, str):
             return self.config
+        # Keys are minimum GPU memory in GB (1e9 bytes); the largest one that fits wins.
         by_size = sorted(
             ((float(least), path) for least, path in self.config.items()), reverse=True
         )
         return next(path for least, path in by_size if max_bytes >= least * 1e9)
 
     def with_steps(self, text: str) -> Profile:
-        """The same with other sizes: a number for each phase, separated by commas; empty stays."""
+        """The profile with other step counts, comma-separated per phase; empty keeps one."""
         if not text:
             return self
         sizes = [size.strip() for size in text.split(",")]
@@ -85,7 +86,7 @@ class Profile:
         return replace(self, phases=tuple(phases))
 
     def only(self, text: str) -> Profile:
-        """The same with some of its phases: their names, separated by commas; empty is all."""
+        """The profile with only the named phases, comma-separated; empty keeps all."""
         wanted = [name.strip() for name in text.split(",")] if text else []
         known = [phase.name for phase in self.phases]
         for name in wanted:
@@ -99,13 +100,13 @@ class Profile:
 
 
 def load_profiles(path: Path = FILE) -> dict[str, Profile]:
-    """Every profile of the file by its name."""
+    """All profiles of the file by name."""
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     return {name: _profile(name, table, path) for name, table in content.items()}
 
 
 def load_profile(name: str) -> Profile:
-    """One profile, or an error that names the nearest one."""
+    """One profile; for an unknown name the error suggests the nearest."""
     profiles = load_profiles()
     if name not in profiles:
         raise ValueError(
@@ -117,12 +118,14 @@ def load_profile(name: str) -> Profile:
 
 def _profile(name: str, table: Mapping[str, Any], path: Path) -> Profile:
     where = f"{path.name}: {name}"
+    # A typing error in profiles.toml must not be ignored silently.
     _only_known(table, [item.name for item in fields(Profile)], where)
     phases = []
     for phase in table["phases"]:
         _only_known(phase, [item.name for item in fields(Phase)], f"{where}.phases")
         phases.append(Phase(**{**phase, "flags": tuple(phase.get("flags", ()))}))
     given: dict[str, Any] = {**table, "name": name, "phases": phases}
+    # TOML arrays are lists; the frozen dataclasses hold tuples.
     given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
     return Profile(**given)
 

@@ -1,8 +1,7 @@
-"""Where a launch lives: in this terminal, in a tmux session, or in the background.
+"""Where a launch runs: in this terminal, in a tmux session, or in the background.
 
-A tmux server that is already there has its own, older environment. So the environment goes through
-a file that only its owner can read, and that is removed when it has been read, by the first process
-in the session (`become`).
+A running tmux server has its own, older environment. We therefore pass ours through a file with
+mode 0600; the first process in the session (`become`) reads and deletes it.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from nsa.files import open_regular, read_text
 AUTO, TMUX, BACKGROUND, FOREGROUND = "auto", "tmux", "background", "foreground"
 PLACES = (AUTO, TMUX, BACKGROUND, FOREGROUND)
 KEPT = ("TERM", "TMUX", "TMUX_PANE")
-"""What belongs to the terminal inside the session, not to the one it was started from."""
+"""Variables kept from the tmux session instead of from the launching terminal."""
 ENVIRONMENT = ".environment.json"
 
 
 def choose(place: str, say: Callable[[str], None]) -> str:
-    """Where to run; says aloud what it means for a connection that breaks."""
+    """Where to run; logs what happens when the connection breaks."""
     has_tmux = shutil.which("tmux") is not None
     if place == TMUX and not has_tmux:
         raise ValueError("--where tmux: tmux is not installed; use --where background")
@@ -48,13 +47,13 @@ def choose(place: str, say: Callable[[str], None]) -> str:
 
 
 def in_tmux(session: str, command: Sequence[str], folder: Path, say: Callable[[str], None]) -> bool:
-    """Run a command in a session; attach where there is a terminal. True if it is still there."""
+    """Run a command in a tmux session and attach to it; True if the session still exists."""
     if _exists(session):
         raise ValueError(
             f"there is a tmux session {session!r} already; look at it with `tmux attach -t "
             f"{session}`, end it, or choose another name with --session"
         )
-    # The server's environment may not lead to this package.
+    # The tmux server's PYTHONPATH may not contain this package.
     start = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {__name__} as here"
     first = [sys.executable, "-c", f"{start}; here.become(sys.argv[1], sys.argv[2:])"]
     first += [str(_write_environment(folder).resolve()), *command]
@@ -69,7 +68,7 @@ def in_tmux(session: str, command: Sequence[str], folder: Path, say: Callable[[s
 
 
 def in_background(command: Sequence[str], log: Path, say: Callable[[str], None]) -> None:
-    """Start a command that outlives this terminal; its output is in the log."""
+    """Start a command that outlives this terminal; its output goes to the log."""
     with open(log, "ab", opener=open_regular) as out:
         process = subprocess.Popen(
             command,
@@ -83,7 +82,7 @@ def in_background(command: Sequence[str], log: Path, say: Callable[[str], None])
 
 
 def _exists(session: str) -> bool:
-    # "=" asks for this very name; tmux would take the beginning of a name, too.
+    # "=" matches the exact name; otherwise tmux accepts a prefix.
     command = ["tmux", "has-session", "-t", f"={session}"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -91,6 +90,7 @@ def _exists(session: str) -> bool:
 def _write_environment(folder: Path) -> Path:
     path = folder / ENVIRONMENT
     path.unlink(missing_ok=True)
+    # O_EXCL and mode 0600 from the start: the environment may contain tokens.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(with_package(), file)
@@ -98,11 +98,12 @@ def _write_environment(folder: Path) -> Path:
 
 
 def become(file: str, command: list[str]) -> NoReturn:
-    """Turn this process into a command with the environment that a file holds."""
+    """Replace this process by a command, with the environment stored in a file."""
     path = Path(file)
     environ: dict[str, str] = json.loads(read_text(path))
     path.unlink()
     here = changed({})
+    # TERM and TMUX describe the terminal inside the session.
     environ = {name: value for name, value in environ.items() if name not in KEPT}
     environ |= {name: here[name] for name in KEPT if name in here}
     os.execve(command[0], command, environ)

@@ -1,4 +1,4 @@
-"""`nsa preflight`: everything that can be known before a run starts, in one table."""
+"""`nsa preflight`: run all checks that are possible before a run starts, in one table."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from nsa.train import TrainError
 from nsa.train.runtime import resolve_runtime
 
 POINT = "preflight"
+# Checks run in this order: first those that compute nothing.
 CHEAP: dict[str, Check] = {
     "config": config_checks.config_named,
     "settings": config_checks.config_sane,
@@ -41,7 +42,7 @@ CHEAP: dict[str, Check] = {
     "versions": machine_checks.versions,
 }
 BLOCKING = ("disk space", "memory", "processes")
-"""Where one of these fails, nothing large is tried: it could harm what is there."""
+"""If one of these fails, the expensive checks are skipped: they could harm a running job."""
 LARGE: dict[str, Check] = {
     "kernel parity": kernel_checks.parity,
     "causality": kernel_checks.causality,
@@ -54,7 +55,7 @@ REHEARSED: dict[str, Callable[[Planned, run_checks.Rehearsal], Row]] = {
     "time": run_checks.eta_and_cost,
 }
 EXPECTED = (OSError, ValueError, RuntimeError, TrainError)
-"""What a check may raise on a machine that is not as it should be; that is a finding."""
+"""Exceptions that a check may raise on a misconfigured machine; reported as a failed row."""
 
 
 def examine(
@@ -67,10 +68,11 @@ def examine(
     max_cost: float | None = None,
     limits: Mapping[str, float] | None = None,
 ) -> Verdict:
-    """Check a planned run; its folder is only looked at.
+    """Check a planned run; its folder is only read.
 
-    `ranks` is one for each GPU by default. ValueError: a limit, or a device, that does not exist.
+    `ranks` defaults to one per GPU. Raises ValueError for an unknown limit or device.
     """
+    # The backend depends on the head sizes, so the plan must see them.
     heads = (config.model.d_k, config.model.d_v)
     runtime = resolve_runtime(config.runtime, heads, config.model.attention)
     allowed = limits_for(runtime.device.type, runtime.device_name)
@@ -96,7 +98,7 @@ def examine(
 
 
 def preflight(config: Config, config_path: str, named: bool, args: argparse.Namespace) -> int:
-    """Print the table and GO or NO-GO in the last line; the exit code says the same."""
+    """Print the table, with GO or NO-GO in the last line, and return the matching exit code."""
     if args.ranks is not None and args.ranks < 1:
         raise ValueError(f"--ranks {args.ranks} is not a number of processes; use 1 or more")
     verdict = examine(
@@ -116,13 +118,14 @@ def preflight(config: Config, config_path: str, named: bool, args: argparse.Name
 
 def _check(plan: Planned) -> list[Row]:
     rows = [row for name, check in CHEAP.items() if (row := _try(name, check, plan)) is not None]
+    # Skipped checks still get a row, NOT MEASURED, so that the verdict cannot be GO.
     stopped = [row.name for row in rows if row.name in BLOCKING and row.verdict == FAIL]
     if stopped:
         arise = [n for n in LARGE if n != "shards" or plan.config.data.dataset == "shards"]
         return rows + [_not_tried(name, stopped[0]) for name in (*arise, *REHEARSED)]
     rows += [row for name, check in LARGE.items() if (row := _try(name, check, plan)) is not None]
     if plan.runtime.device.type == "cuda":
-        torch.cuda.empty_cache()  # what the oracle took is not the run's
+        torch.cuda.empty_cache()  # the oracle's memory must not count against the rehearsal
     rehearsal = run_checks.rehearse(plan)
     return rows + [check(plan, rehearsal) for check in REHEARSED.values()]
 
@@ -153,10 +156,11 @@ def _not_tried(name: str, failed: str) -> Row:
 
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """A folder of our own on the disk where the run will write, and gone at the end."""
+    """A temporary folder on the same disk as the run folder; removed at the end."""
+    # Same disk as the run folder, which may not exist yet: its nearest existing parent.
     above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     if above == folder:
-        above = folder.absolute().parent  # the run's own folder is not ours to write to
+        above = folder.absolute().parent  # never write into the run folder itself
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".nsa-preflight-", dir=above))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A run that is planned: what the checks before its start look at."""
+"""The planned run, which all preflight checks read; checks of its config and environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from nsa.train.errors import LONG_STEPS
 from nsa.train.runtime import Runtime
 
 CHECKPOINT_BYTES = 12
-"""Of a checkpoint for each parameter, at most: the weight and the optimizer's two numbers."""
+"""Upper bound per parameter, all fp32: the weight and AdamW's two moments."""
+
+
+# --- the planned run ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +31,19 @@ class Planned:
     config: Config
     config_path: str
     config_named: bool
-    """Whether somebody chose the config, rather than nobody."""
+    """Whether the user named the config, instead of getting the default."""
     ranks: int
     runtime: Runtime
     limits: Limits
     scratch: Path
-    """A folder of our own on the disk of the run, empty at first, and gone at the end."""
+    """Temporary folder on the disk of the run; empty at first, removed at the end."""
     price_per_h: float | None = None
-    """Of all devices together, in any currency."""
+    """For all devices together, in any currency."""
     max_cost: float | None = None
 
     @property
     def folder(self) -> Path:
-        """The folder that the run will write to; nothing is written there before it starts."""
+        """The run folder; preflight writes nothing there."""
         return Path(self.config.train.out_dir)
 
     @property
@@ -49,7 +52,7 @@ class Planned:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint takes on the disk, about."""
+        """Approximate size of a checkpoint on disk."""
         return CHECKPOINT_BYTES * self.num_params
 
     @property
@@ -60,13 +63,13 @@ class Planned:
 
 
 Check = Callable[[Planned], Row | None]
-"""Looks at one thing; None where the question does not arise."""
+"""Checks one thing; None if it does not apply."""
 
 
-# Checks of what was asked for: the config and the environment, before anything is computed.
+# --- config and environment: checks that compute nothing ---
 
 LARGEST_LR = 0.1
-"""Above this no optimizer here learns anything."""
+"""No optimizer here learns anything at a higher rate."""
 HARMFUL = {
     "NSA_PREFILL_BATCHED": "training with it is refused",
     "NSA_SEL_RANGES_V2": "it selects blocks with the slow reference",
@@ -74,11 +77,11 @@ HARMFUL = {
     "NSA_DDP_SAFE_MODE": "it is slow, and meant for triage",
     "NSA_SDPA_FLASH_ONLY": "it turns a fallback into an error",
 }
-"""Switches that are for tests and triage, not for a run that counts."""
+"""Variables for tests and triage that should not be set in a real run."""
 
 
 def config_named(plan: Planned) -> Row:
-    """That the config is one that somebody chose."""
+    """The user named the config."""
     return judged(
         "config",
         plan.config_named,
@@ -91,9 +94,10 @@ def config_named(plan: Planned) -> Row:
 
 
 def config_sane(plan: Planned) -> Row:
-    """That no setting makes the run pointless."""
+    """No setting makes the run pointless."""
     config, found = plan.config, []
     train, nsa = config.train, config.nsa
+    # A new rule must also change the count of rules in the evidence below.
     if config.model.attention == "nsa" and train.seq_len < nsa.l:
         found.append(f"train.seq_len={train.seq_len} < nsa.l={nsa.l}: nothing is compressed")
     if train.lr > LARGEST_LR:
@@ -115,9 +119,10 @@ def config_sane(plan: Planned) -> Row:
 
 
 def precision(plan: Planned) -> Row:
-    """That a GPU computes in bf16, and can."""
+    """A GPU run uses bf16, and the GPU supports it."""
     wanted, is_gpu = plan.config.runtime.precision, plan.runtime.device.type == "cuda"
     is_bf16 = wanted == "bf16"
+    # Emulated bf16 runs, but at a fraction of the speed.
     lacks_it = is_gpu and is_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False)
     return judged(
         "precision",
@@ -130,7 +135,7 @@ def precision(plan: Planned) -> Row:
 
 
 def checkpoints(plan: Planned) -> Row:
-    """That a long run is saved now and then."""
+    """A long run saves checkpoints."""
     train = plan.config.train
     is_long = train.steps >= LONG_STEPS
     return judged(
@@ -144,7 +149,7 @@ def checkpoints(plan: Planned) -> Row:
 
 
 def switches(plan: Planned) -> Row:
-    """That no variable of a test or a triage is still set."""
+    """No variable for tests or triage is still set."""
     found = [f"{k}={v}: {HARMFUL[k]}" for k, v in in_effect().items() if k in HARMFUL]
     return judged(
         "environment",

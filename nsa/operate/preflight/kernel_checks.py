@@ -1,4 +1,4 @@
-"""Checks of attention on the run's own shapes: equal to the oracle, and blind to the future."""
+"""Attention on the run's own shapes: kernels match the oracle, and no output sees the future."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ from nsa.ops import nsa_attention
 from nsa.train.build import build_model
 
 ORACLE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 29}
-"""Memory for the oracle, which has every query beside every key, in float64, several times."""
+"""Memory budget of the oracle, which holds full [S, S] score matrices in float64."""
 COPIES = 12
 LONGEST = {"cuda": 4096, "cpu": 512}
-"""Tokens of a check at most: enough to have blocks that are not selected, soon enough over."""
+"""Longest check in tokens: enough for unselected blocks, short enough to finish in seconds."""
 ZERO, SCALE_OF_ZERO = 1e-12, 1e-2
-"""What must be 0, as the gradient of q with a single key, is below the first, and is compared to
-the second: rounding is all that a kernel has to show there."""
+"""A tensor whose expected maximum is below ZERO (e.g. dq with a single key) holds only rounding
+noise; its error is taken relative to SCALE_OF_ZERO instead."""
 Tensors = dict[str, Tensor]
 
 
 def parity(plan: Planned) -> Row | None:
-    """That outputs and gradients of the kernels are those of the oracle, under one selection."""
+    """Outputs and gradients of the kernels match the oracle, given the oracle's selection."""
     if plan.config.model.attention != "nsa":
         return None
     length = oracle_length(plan)
     inputs, dout = random_inputs(plan, length)
     backend = plan.config.runtime.attention_backend
     with _exact_products():
+        # The oracle runs in fp64 on the inputs already rounded to the run's precision, so that
+        # only the kernel's own error is measured.
         wide = {name: x.double() for name, x in inputs.items()}
         selection, expected, expected_grads = _run(plan, wide, dout.double(), "reference")
+        # Rounding may select other blocks near ties. So outputs are compared under the oracle's
+        # selection, and the kernel's own selection is compared separately.
         own, _, _ = _run(plan, inputs, dout, backend)
         _, out, grads = _run(plan, inputs, dout, backend, selection)
     error = relative_error(out, expected)
@@ -58,7 +62,7 @@ def parity(plan: Planned) -> Row | None:
 
 
 def causality(plan: Planned) -> Row:
-    """That changing later tokens changes no bit of what a model of one such layer says before."""
+    """Changing later tokens changes no bit of the earlier logits of a one-layer model."""
     one_layer = dataclasses.replace(
         plan.config,
         model=dataclasses.replace(plan.config.model, n_layers=1),
@@ -74,6 +78,7 @@ def causality(plan: Planned) -> Row:
     leaks = []
     with torch.no_grad(), plan.runtime.compute():
         before = model(ids.to(device))
+        # Cuts at the start, inside and near the end; the tokens after a cut are replaced.
         for t in sorted({0, length // 3, length // 2, length - 2} - {-1}):
             changed = torch.cat([ids[:, : t + 1], other[:, t + 1 :]], dim=1)
             after = model(changed.to(device))
@@ -92,15 +97,16 @@ def causality(plan: Planned) -> Row:
 
 
 def oracle_length(plan: Planned) -> int:
-    """The tokens that the oracle has room for, at most those of a row."""
+    """Longest sequence that fits the oracle's memory budget, at most the run's seq_len."""
     kind = plan.runtime.device.type
+    # Bytes per (query, key) pair: 8 per fp64 value, COPIES tensors, all query heads.
     per_pair = 8 * COPIES * plan.config.model.n_heads
     room = math.isqrt(ORACLE_BYTES[kind] // per_pair)
     return max(1, min(plan.config.train.seq_len, LONGEST[kind], room))
 
 
 def random_inputs(plan: Planned, length: int) -> tuple[Tensors, Tensor]:
-    """Random arguments of nsa_attention in the run's precision, and a gradient of its output."""
+    """Random inputs of nsa_attention in the run's precision, and an output gradient."""
     model, spec = plan.config.model, block_spec(plan.config)
     generator = torch.Generator().manual_seed(0)
 
@@ -119,7 +125,7 @@ def random_inputs(plan: Planned, length: int) -> tuple[Tensors, Tensor]:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest expected number; infinite for what is not finite."""
+    """Max absolute difference over max expected value; infinite for non-finite input."""
     if expected.numel() == 0:
         return 0.0
     if not bool(actual.isfinite().all()):
@@ -132,7 +138,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def _run(
     plan: Planned, inputs: Tensors, dout: Tensor, backend: str, selection: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensors]:
-    """The selection, the output, and the gradient of every input."""
+    """Selection, output, and the gradient of every input."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     out, chosen = nsa_attention(
         leaves["q"],
@@ -148,6 +154,7 @@ def _run(
         selection=selection,
         return_selection=True,
     )
+    # With few tokens there is no compressed block, so k_cmp and v_cmp may get no gradient.
     grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
     known = zip(leaves, grads, strict=True)
     return chosen, out.detach(), {name: x for name, x in known if x is not None}
@@ -155,7 +162,7 @@ def _run(
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """Without TF32, whose rounding would hide an error in fp32."""
+    """Disable TF32, whose rounding would hide an fp32 error."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

@@ -1,4 +1,4 @@
-"""Checks of the machine: disk, memory, leftovers of earlier runs, versions that fit together."""
+"""Checks of the machine: disk, memory, leftovers of earlier runs, matching versions."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from nsa.records import machine
 from nsa.records.machine import PROC
 from nsa.records.sentinels import HALT, read_halt
 
-WRITTEN = 64 * MIB
-"""Bytes that measure the disk."""
+PROBE_BYTES = 64 * MIB
+"""Bytes written to measure the disk speed."""
 LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
-"""The major version of CUDA that torch was built with: the first driver that runs it."""
+"""Oldest NVIDIA driver for each major CUDA version that torch may be built with."""
 MEMINFO = PROC / "meminfo"
 
 
 def disk_space(plan: Planned) -> Row:
-    """That the checkpoints of the run fit, and one more while the oldest is still there."""
+    """All checkpoints of the run fit, plus one while the oldest is not yet deleted."""
     train, free = plan.config.train, shutil.disk_usage(plan.scratch).free
+    # keep_last=0 keeps every checkpoint.
     saves = train.steps // train.save_every if train.save_every else 1
     kept = min(saves, train.keep_last or saves) + 1
     needed = max(kept * plan.checkpoint_bytes, int(plan.limits.free_gib * GIB))
@@ -48,15 +49,16 @@ def disk_space(plan: Planned) -> Row:
 
 
 def disk_speed(plan: Planned) -> Row:
-    """That a checkpoint reaches the disk in a reasonable time."""
+    """A checkpoint is written in reasonable time."""
+    # Random bytes, so that a compressing file system cannot cheat; fsync, or we time the cache.
     path, block = plan.scratch / "speed", os.urandom(MIB)
     start = time.perf_counter()
     with path.open("wb") as file:
-        for _ in range(WRITTEN // MIB):
+        for _ in range(PROBE_BYTES // MIB):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    rate = WRITTEN / MIB / (time.perf_counter() - start)
+    rate = PROBE_BYTES / MIB / (time.perf_counter() - start)
     path.unlink()
     limit = plan.limits.write_mib_per_s
     return judged(
@@ -64,13 +66,13 @@ def disk_speed(plan: Planned) -> Row:
         rate >= limit,
         f"{rate:.0f} MiB/s, a checkpoint in {plan.checkpoint_bytes / MIB / rate:.1f} s",
         limit=f">= {limit:g} MiB/s",
-        evidence=f"{WRITTEN // MIB} MiB written and brought to the disk of {plan.folder}",
+        evidence=f"{PROBE_BYTES // MIB} MiB written and brought to the disk of {plan.folder}",
         advice="use a local disk for train.out_dir, and train.backup_dir for the network",
     )
 
 
 def memory(plan: Planned) -> Row:
-    """That a training step fits into the memory that is free now."""
+    """A training step fits into the free memory."""
     parts = training_memory(plan.config)
     needed, free = sum(parts.values()), free_memory(plan.runtime.device)
     limit = f"<= {plan.limits.memory_share:g} x what is free"
@@ -91,10 +93,11 @@ def memory(plan: Planned) -> Row:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on the GPU, or in RAM; None where the system does not say."""
+    """Free bytes on the GPU, or in RAM; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
+        # MemAvailable, not MemFree: the page cache can be reclaimed.
         found = re.search(r"MemAvailable:\s*(\d+) kB", MEMINFO.read_text(encoding="ascii"))
     except OSError:
         return None
@@ -102,8 +105,9 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def processes(plan: Planned) -> Row:
-    """That nobody else trains: in this folder, or, where there is a GPU, on this machine."""
+    """No other run writes to this folder or, with a GPU, trains on this machine."""
     found = [f"pid {pid} writes to {plan.folder}" for pid in writers(plan.folder)]
+    # Runs can share a CPU, but two on one GPU run out of memory or slow each other down.
     if plan.runtime.device.type == "cuda":
         found += [f"pid {pid}: {command}" for pid, command in trainers()]
     return judged(
@@ -117,7 +121,7 @@ def processes(plan: Planned) -> Row:
 
 
 def writers(folder: Path) -> list[int]:
-    """Processes that write heartbeats into a folder now."""
+    """Pids that currently write heartbeats into a folder."""
     if not folder.is_dir():
         return []
     run: Run = read_run(folder)
@@ -132,12 +136,12 @@ def writers(folder: Path) -> list[int]:
 
 
 def trainers() -> list[tuple[int, str]]:
-    """Python processes of this machine that train, apart from this one."""
+    """Other training processes on this machine as (pid, command line)."""
     found = []
     for path in PROC.glob("[0-9]*/cmdline"):
         try:
             text = path.read_bytes().decode("utf-8", errors="replace")
-        except OSError:  # it has ended meanwhile, or is not ours to look at
+        except OSError:  # the process has ended, or belongs to another user
             continue
         pid, words = int(path.parent.name), text.removesuffix("\0").split("\0")
         if pid != os.getpid() and is_trainer(words):
@@ -146,7 +150,8 @@ def trainers() -> list[tuple[int, str]]:
 
 
 def is_trainer(words: Sequence[str]) -> bool:
-    """Whether a command line is that of a training run: Python, and one of its entries."""
+    """Whether a command line is a Python process that runs a training entry point."""
+    # An editor or `tail` with the script's name in its arguments is not a trainer.
     if not words or not Path(words[0]).name.startswith("python"):
         return False
     if any(Path(word).name == "train_showcase.py" for word in words[1:]):
@@ -158,7 +163,7 @@ def is_trainer(words: Sequence[str]) -> bool:
 
 
 def halt_file(plan: Planned) -> Row:
-    """That no order to stop is left from before."""
+    """No stale .HALT file is left from an earlier run."""
     halt = read_halt(plan.folder)
     value = "none"
     if halt is not None:
@@ -174,7 +179,7 @@ def halt_file(plan: Planned) -> Row:
 
 
 def versions(plan: Planned) -> Row:
-    """That driver, torch and Triton belong together."""
+    """Driver, torch and Triton versions match."""
     cuda, triton = torch.version.cuda, _installed("triton")
     problems = (
         pairing_problems(cuda, machine.driver_version(), triton, metadata.requires("torch") or [])
@@ -194,13 +199,14 @@ def versions(plan: Planned) -> Row:
 def pairing_problems(
     cuda: str | None, driver: str | None, triton: str | None, required: Sequence[str]
 ) -> list[str]:
-    """What does not belong together, for a run on a GPU."""
+    """Version mismatches for a GPU run, one line each."""
     found = []
     if cuda is None:
         found.append("torch was built without CUDA")
     least = LEAST_DRIVER.get((cuda or "").partition(".")[0])
     if driver is not None and least is not None and int(driver.partition(".")[0]) < least:
         found.append(f"driver {driver} is older than {least}, which CUDA {cuda} needs")
+    # torch pins one Triton version in its package metadata; another one may not compile.
     asked = next((text for text in required if re.match(r"triton\b", text)), "")
     exact = re.match(r"triton\s*\(?==\s*([\w.]+)", asked)
     if triton is None:

@@ -1,4 +1,4 @@
-"""Checks that do what the run will do: meet, read, step, save, resume; and what it will cost."""
+"""Checks that rehearse the run: all-reduce, data, a few steps, save and resume; ETA and cost."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from nsa.train.batches import LoaderOptions, open_in_time
 from nsa.train.checkpoint import file as checkpoint_file
 
 PART_STEPS = 3
-"""Updates before the checkpoint of the rehearsal, and after it; the first of each warms up."""
+"""Steps before and after the rehearsal's checkpoint; the first step of each part is warm-up."""
 
 
 def all_reduce(plan: Planned) -> Row:
-    """That all ranks meet and add up a tensor."""
+    """All ranks join the process group and all-reduce a tensor."""
     backend = group_backend(plan)
     limit = f"the right sum within {plan.limits.all_reduce_s:g} s"
     start = time.perf_counter()
@@ -60,7 +60,7 @@ def group_backend(plan: Planned) -> str:
 
 
 def first_batch(plan: Planned) -> Row:
-    """That the data of the run comes in time, and fits the model."""
+    """The first batch arrives in time, and its token ids fit the vocabulary."""
     limit_s, config = plan.limits.first_batch_s, plan.config
     limit = f"within {limit_s:g} s; ids below {config.data.vocab}"
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def first_batch(plan: Planned) -> Row:
 
 
 def shards(plan: Planned) -> Row | None:
-    """That prepared shards are, byte by byte, what their manifest says."""
+    """Prepared shards match the checksums in their manifest."""
     if plan.config.data.dataset != "shards":
         return None
     folder, start = Path(plan.config.data.local_path), time.perf_counter()
@@ -105,7 +105,8 @@ def shards(plan: Planned) -> Row | None:
 
 
 def _read_batch(plan: Planned, limit_s: float) -> torch.Tensor:
-    train = dataclasses.replace(plan.config.train, out_dir=str(plan.scratch))  # for its complaints
+    # The loader writes its error files to out_dir: keep them out of the run folder.
+    train = dataclasses.replace(plan.config.train, out_dir=str(plan.scratch))
     config = dataclasses.replace(plan.config, train=train)
     options = LoaderOptions(timeout_s=limit_s, report_docs=0)
     data = open_in_time(config, options, lambda text: None)
@@ -113,22 +114,23 @@ def _read_batch(plan: Planned, limit_s: float) -> torch.Tensor:
 
 
 class Rehearsal(NamedTuple):
-    """Some updates of the run itself, in two parts."""
+    """A few steps of the run itself, with a save and a resume in between."""
 
     problem: str = ""
-    """Why they were not done; empty where they were."""
+    """Why the rehearsal failed; empty if it did not."""
     step_s: float = 0.0
-    """Of an update, without the first of each part."""
+    """Seconds per step, without the first step of each part."""
     checkpoint_bytes: int = 0
     resumed_at: int | None = None
     loss: float = 0.0
 
 
 def rehearse(plan: Planned) -> Rehearsal:
-    """Train some steps on random tokens, save, verify, and go on in a second part."""
+    """Train a few steps on random tokens, save, verify, resume and train on."""
     folder = plan.scratch / "run"
     config = rehearsal_config(plan.config, folder)
     try:
+        # The second call resumes from the checkpoint of the first.
         for until in (PART_STEPS, 2 * PART_STEPS):
             result = run(
                 config,
@@ -150,8 +152,9 @@ def rehearse(plan: Planned) -> Rehearsal:
 
 
 def _step_times(folder: Path) -> list[float]:
-    """Seconds of each update, without the first of each part; the heartbeat is always written."""
+    """Seconds per step from the heartbeat, without the first step of each part."""
     beats = read_heartbeat(folder / HEARTBEAT.format(rank=0))
+    # The first step of each part compiles kernels or fills caches.
     lines = [beat for beat in beats if beat.msg == PROGRESS and beat.step % PART_STEPS != 1]
     return [seconds for beat in lines if (seconds := number(beat, "step_time_s")) is not None]
 
@@ -181,7 +184,7 @@ def rehearsal_config(config: Config, folder: Path) -> Config:
 
 
 def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:
-    """That a checkpoint is written, holds, and is gone on from."""
+    """A checkpoint is written, verified and resumed from."""
     return judged(
         "checkpoint",
         not rehearsal.problem and rehearsal.resumed_at == PART_STEPS,
@@ -194,7 +197,7 @@ def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:
 
 
 def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
-    """That the run ends in time, at a price that was agreed to."""
+    """The run finishes in time and within the agreed cost."""
     limit = f"<= {plan.limits.eta_h:g} h"
     if plan.max_cost is not None:
         limit += f", cost <= {plan.max_cost:g}"
@@ -206,6 +209,7 @@ def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
         todo = "pass --price, or set NSA_PRICE_PER_H"
         evidence = "no price for an hour"
         return missing("time", limit=limit, evidence=evidence, advice=todo, essential=True)
+    # Weak scaling is assumed: every rank does one rank's work per step.
     seconds = plan.config.train.steps * rehearsal.step_s
     value = f"{duration(seconds)} for {plan.config.train.steps} steps"
     cost = None if plan.price_per_h is None else seconds / 3600 * plan.price_per_h
@@ -224,14 +228,14 @@ def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
     )
 
 
-# One all-reduce among as many ranks as a run will have, each in a process of its own.
+# --- all-reduce: one process per rank ---
 
 NUMBERS = 1 << 16
-"""In the tensor that is added up."""
+"""Elements of the reduced tensor."""
 
 
 def reduce_once(ranks: int, store: Path, backend: str, device: str, timeout_s: float) -> str:
-    """Add up in so many processes, which meet through a new file; what went wrong, or nothing."""
+    """All-reduce once among `ranks` processes that meet through a file; the error, or ""."""
     arguments = (ranks, str(store), backend, device, timeout_s)
     if ranks == 1:
         try:
@@ -243,6 +247,7 @@ def reduce_once(ranks: int, store: Path, backend: str, device: str, timeout_s: f
     processes = [context.Process(target=take_part, args=(r, *arguments)) for r in range(ranks)]
     for process in processes:
         process.start()
+    # One deadline for all ranks, not one after the other.
     until = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -259,7 +264,7 @@ def reduce_once(ranks: int, store: Path, backend: str, device: str, timeout_s: f
 def take_part(
     rank: int, world_size: int, store: str, backend: str, device: str, timeout_s: float
 ) -> None:
-    """What one rank does: meet the others, add, and look at the sum."""
+    """One rank: join the group, all-reduce, and check the sum."""
     where = torch.device("cpu")
     if device == "cuda":
         where = torch.device("cuda", rank % torch.cuda.device_count())
@@ -272,6 +277,7 @@ def take_part(
         timeout=timedelta(seconds=timeout_s),
     )
     try:
+        # Rank r adds r + 1; the sum n (n + 1) / 2 is exact, and wrong if a rank is missing.
         tensor = torch.full((NUMBERS,), float(rank + 1), device=where)
         dist.all_reduce(tensor)
         expected = world_size * (world_size + 1) / 2

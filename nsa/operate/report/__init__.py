@@ -1,1 +1,1 @@
-"""`nsa report`: a verdict about a run from its files alone."""
+"""`nsa report`: a GO or NO-GO verdict about a run, from its files alone."""

@@ -1,4 +1,4 @@
-"""`nsa report`: a verdict about a run from its files alone, at a point of its life."""
+"""`nsa report`: judge a run from its files at a given point: which criteria apply when."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SETTLED = (
     *(speed.throughput, speed.throughput_stable, speed.steady_steps, speed.fetch),
     *(state.memory_flat, state.fallbacks, *_GATES, course.watchdog),
 )
-"""What can be said once a run has found its pace."""
+"""Criteria that apply once the run has reached its steady speed."""
 POINTS: dict[str, tuple[Criterion, ...]] = {
     "launch": (
         course.steps("steps_launch"),
@@ -78,7 +78,7 @@ POINTS: dict[str, tuple[Criterion, ...]] = {
         *(files.saved, files.loads, files.resumed, files.model_saved, files.long_enough),
     ),
 }
-"""The criteria of each point; docs/report.md says where they come from."""
+"""The criteria of each point; docs/report.md gives their origin."""
 
 
 def judge(
@@ -88,10 +88,10 @@ def judge(
     limits: Mapping[str, float] | None = None,
     now: float | None = None,
 ) -> Verdict:
-    """Judge a run folder at a point of POINTS; nothing is written.
+    """Judge a run folder at one of POINTS; nothing is written.
 
-    `limits` replaces some of limits.toml by name, as a rehearsal with fewer steps must
-    (`steps_phase1`). ValueError: there is no such folder, point or limit.
+    `limits` overrides limits.toml by name, e.g. `steps_phase1` for a rehearsal with fewer steps.
+    Raises ValueError for an unknown folder, point or limit.
     """
     return judge_evidence(read_evidence(run_dir, now=now), at, limits=limits)
 
@@ -99,9 +99,10 @@ def judge(
 def judge_evidence(
     evidence: Evidence, at: str, *, limits: Mapping[str, float] | None = None
 ) -> Verdict:
-    """The same for a folder that has been read."""
+    """`judge` for evidence that is already read."""
     if at not in POINTS:
         raise ValueError(f"at={at!r} is no point of a run; choose one of {', '.join(POINTS)}")
+    # Order of precedence: the caller's limits, the kind of GPU, the general GPU limits.
     allowed = with_values(_limits(evidence), limits or {})
     seen = _within(evidence, at, allowed)
     rows = [row for criterion in POINTS[at] if (row := criterion(seen, allowed)) is not None]
@@ -116,7 +117,7 @@ def judge_evidence(
 
 
 def report(run_dir: Path, args: argparse.Namespace) -> int:
-    """Print the verdict, and write it as files where that was asked for."""
+    """Print the verdict; write report files when a folder is given."""
     check_environment()
     evidence = read_evidence(run_dir)
     verdict = judge_evidence(evidence, args.at, limits=parse_limits(args.limit))
@@ -130,7 +131,7 @@ def report(run_dir: Path, args: argparse.Namespace) -> int:
 
 
 def parse_limits(texts: list[str]) -> dict[str, float]:
-    """Read NAME=VALUE pairs."""
+    """Parse NAME=VALUE pairs."""
     values = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -149,14 +150,16 @@ def _limits(evidence: Evidence) -> Limits:
 
 
 def _within(evidence: Evidence, at: str, limits: Limits) -> Evidence:
-    """The evidence with the window that the point is about."""
+    """The evidence restricted to the steps that this point is about."""
     last = {
+        # At launch only the first logged step counts: nothing later says more about the start.
         "launch": float(min((beat.step for beat in evidence.lines), default=1)),
         "100": 100.0,
         "500": 500.0,
         "phase1": float(limits.steps_phase1),
         "phase2": float(limits.steps_phase2),
     }
+    # A late verdict about an early point must not see later steps; other points see everything.
     window = Window(0, last[at]) if at in last else ALL
     return dataclasses.replace(evidence, window=window)
 

@@ -1,4 +1,4 @@
-"""Criteria about what a run was started with: its data, its config, its precision."""
+"""Report criteria about the run itself: its start, its progress, its checkpoints and results."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from nsa.records.sentinels import ANOMALY
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.errors import LONG_STEPS
 
+# --- start: data, config, precision ---
+
 TOY = "train_showcase.yaml"
-"""The default config of the trainer: right for a first look, wrong for a long run."""
+"""The trainer's default config: fine for a first try, wrong for a long run."""
 
 
 def first_batch(e: Evidence, limits: Limits) -> Row | None:
-    """That data came soon enough; only sources that may not come are timed."""
+    """The first batch arrived in time; only for sources that can be slow or missing."""
     if e.config is not None and not e.config.data.dataset.startswith("fineweb_edu"):
         return None
     limit = f"<= {limits.first_batch_s:g} s"
+    # The trainer writes this line when the first batch has arrived; `dt` is in seconds.
     ready = next((beat for beat in e.events if beat.msg == LOADER_READY), None)
     seconds = ready.extra.get("dt") if ready else None
     if ready is None or not isinstance(seconds, int | float):
@@ -52,11 +55,12 @@ def first_batch(e: Evidence, limits: Limits) -> Row | None:
 
 
 def data_source(e: Evidence, limits: Limits) -> Row:
-    """That the run reads what it was started with."""
+    """The run reads the dataset it was configured for."""
     limit = "the source that was asked for"
     if e.run.metrics is None:
         todo = "wait for the first step"
         return missing("data", limit=limit, evidence=NO_METRICS, advice=todo, essential=False)
+    # Set when --synthetic-on-fail replaced a dead source: the run trains on noise from then on.
     fallback = e.run.metrics.data_fallback
     dataset = e.config.data.dataset if e.config else "as configured"
     return judged(
@@ -70,7 +74,7 @@ def data_source(e: Evidence, limits: Limits) -> Row:
 
 
 def settings(e: Evidence, limits: Limits) -> Row:
-    """That a long run has a config that was chosen, and checkpoints."""
+    """A long run uses a deliberately chosen config and saves checkpoints."""
     metrics, limit = e.run.metrics, f"from {LONG_STEPS} steps on: checkpoints, and not the toy"
     if metrics is None:
         todo = "wait for the first step"
@@ -90,7 +94,7 @@ def settings(e: Evidence, limits: Limits) -> Row:
 
 
 def precision(e: Evidence, limits: Limits) -> Row:
-    """That a GPU computes in bf16."""
+    """A GPU run uses bf16."""
     limit = "bf16 on a GPU"
     if e.run.metrics is None:
         todo = "wait for the first step"
@@ -106,19 +110,20 @@ def precision(e: Evidence, limits: Limits) -> Row:
     )
 
 
-# Criteria about the course of a run: it is one run, it moves, and it did not break.
+# --- progress: one run, it advances, nothing broke ---
 
 BROKEN = ("non_finite", "oom", "no_data", "bad_data", "interrupted")
-"""What metrics.json says of a run that did not end as it should."""
+"""Statuses in metrics.json of a run that failed."""
 
 
 def steps(limit: str) -> Criterion:
-    """That so many updates are done; `limit` names the limit that says how many."""
+    """At least this many optimizer steps are done; `limit` is the name of the limit."""
     return partial(_steps, limit_name=limit)
 
 
 def _steps(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
     needed = int(limit_name) if limit_name.isdigit() else int(getattr(limits, limit_name))
+    # A run that is still going has not failed this criterion: it cannot be judged yet.
     if e.step < needed and not e.run.over:
         return missing(
             "steps",
@@ -138,7 +143,7 @@ def _steps(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
 
 
 def finished(e: Evidence, limits: Limits) -> Row:
-    """That the run did all that it was meant to do."""
+    """The run completed all its steps."""
     metrics, limit = e.run.metrics, "finished, every step"
     if metrics is None or not e.run.over:
         evidence = NO_METRICS if metrics is None else f"{e.run.status} at step {e.step}"
@@ -155,7 +160,7 @@ def finished(e: Evidence, limits: Limits) -> Row:
 
 
 def one_run(e: Evidence, limits: Limits) -> Row:
-    """That the records are of one run, written by one process for each rank."""
+    """The records belong to one run, with one writer process per rank."""
     if not e.events and not e.rows:
         return missing(
             "one run",
@@ -175,10 +180,11 @@ def one_run(e: Evidence, limits: Limits) -> Row:
 
 
 def no_errors(e: Evidence, limits: Limits) -> Row:
-    """That nothing broke: no NaN, no lack of memory or data, no error in a log."""
+    """No NaN, no out-of-memory, no missing data, no error in a log."""
     found = list(e.errors)
     if e.run.status in BROKEN:
         found.append(f'{METRICS}, "status": "{e.run.status}"')
+    # metrics.json of a killed process still says "running".
     if e.run.death:
         found.append(f'{METRICS}, "status": "running", but it {e.run.standing}')
     if e.run.anomaly:
@@ -202,7 +208,7 @@ def no_errors(e: Evidence, limits: Limits) -> Row:
 
 
 def heartbeats(e: Evidence, limits: Limits) -> Row:
-    """That every rank beats, and that steps begin, are logged and end."""
+    """Every rank writes heartbeats, and steps start, are logged and end."""
     limit = "every rank; progress, step_end, step_start"
     if not e.run.ranks or not e.events:
         return missing(
@@ -217,7 +223,7 @@ def heartbeats(e: Evidence, limits: Limits) -> Row:
     kinds = {beat.msg for beat in e.events}
     wanted = {PROGRESS: "progress", STEP_END: "step_end"}
     if e.run.env is None or not e.run.env.env.get("NSA_HEARTBEAT_EVERY"):
-        wanted[BEAT] = "step_start"  # unless they were thinned out
+        wanted[BEAT] = "step_start"  # unless beats are thinned out by a setting
     seen = [name for kind, name in wanted.items() if kind in kinds]
     return judged(
         "heartbeats",
@@ -230,12 +236,13 @@ def heartbeats(e: Evidence, limits: Limits) -> Row:
 
 
 def no_stall(e: Evidence, limits: Limits) -> Row:
-    """That no rank is silent now, and that none was for much longer than its steps take."""
+    """No rank is silent now, and none was ever silent for much longer than its steps take."""
     name, limit = "stalls", f"none over {limits.stall_s:g} s or {limits.stall_gaps:g} x the usual"
     ranks = [rank for rank in _ranks(e) if rank.last is not None]
     if not ranks:
         todo = "wait for the first step"
         return missing(name, limit=limit, evidence="no heartbeat", advice=todo, essential=True)
+    # First the present: is a rank silent now? Then the past: the longest interval ever.
     if not e.run.ended and (alarms := heartbeat_stall(e.run, limits)):
         text, advice = alarms[0].text, alarms[0].advice
         return judged(name, False, text, limit=limit, evidence=alarms[0].file, advice=advice)
@@ -256,17 +263,19 @@ def no_stall(e: Evidence, limits: Limits) -> Row:
 
 
 def watchdog(e: Evidence, limits: Limits) -> Row:
-    """That nothing rang; whether somebody watched is seen from alarms.jsonl."""
+    """No alarm was raised; alarms.jsonl also shows whether a watchdog ran at all."""
     rung = [alarm for alarm in e.run.alarms if alarm.action != "clear"]
     if rung:
         value, last = f"{len(rung)} of late", rung[-1]
         evidence = f"{ALARMS}, {last.action} {last.type}: {last.text}"
         advice = last.advice or f"look at {ALARMS}"
         return judged("alarms", False, value, limit="0", evidence=evidence, advice=advice)
+    # `no_stall` judges heartbeat_stall already; do not fail twice for one cause.
     now = [a for rule in RULES if rule is not heartbeat_stall for a in rule(e.run, limits)]
     if now and not e.run.ended:
         value, evidence = f"{len(now)} now", f"{now[0].file}, {now[0].type}: {now[0].text}"
         return judged("alarms", False, value, limit="0", evidence=evidence, advice=now[0].advice)
+    # The watchdog creates the file when it starts, so that "no alarm" differs from "not watched".
     if (e.run.folder / ALARMS).exists():
         return judged("alarms", True, "0", limit="0", evidence=ALARMS)
     return missing(
@@ -279,23 +288,24 @@ def watchdog(e: Evidence, limits: Limits) -> Row:
 
 
 def _ranks(e: Evidence) -> list[Rank]:
-    """Those of this run: a file of a rank that it does not have is from an earlier one."""
+    """Ranks of this run; a file of a higher rank was left by an earlier run."""
     metrics = e.run.metrics
     return [rank for rank in e.run.ranks if metrics is None or rank.rank < metrics.world_size]
 
 
-# Criteria about what a run leaves behind: checkpoints that load, the model, faultless time.
+# --- results: checkpoints that load, the model, enough run time ---
 
 UNLOADABLE = (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError)
-"""What reading a file of weights can raise that is not what it should be."""
+"""Exceptions that reading a damaged or foreign weights file can raise."""
 
 
 def saved(e: Evidence, limits: Limits) -> Row:
-    """That checkpoints appear as often as they should."""
+    """Checkpoints are written as often as configured."""
     every = e.config.train.save_every if e.config else None
     limit = "one" if not every else f"one every {every} steps"
     newest = e.run.checkpoints[-1] if e.run.checkpoints else None
     if newest is None:
+        # Too early for the first checkpoint. An unknown save_every counts as too early.
         if not e.run.over and every != 0 and e.step < (every or e.step + 1):
             evidence = f"none yet at step {e.step}"
             todo = "judge again after the first checkpoint"
@@ -311,7 +321,8 @@ def saved(e: Evidence, limits: Limits) -> Row:
             advice="set train.save_every; look for [checkpoint] lines in the log",
         )
     behind = e.step - newest.step
-    allowed = (every or e.step) * (1 if e.run.over else 2)  # one may be on its way to the disk
+    # While the run is alive, one more checkpoint may still be in flight.
+    allowed = (every or e.step) * (1 if e.run.over else 2)
     return judged(
         "checkpoint",
         behind <= allowed,
@@ -323,7 +334,7 @@ def saved(e: Evidence, limits: Limits) -> Row:
 
 
 def loads(e: Evidence, limits: Limits) -> Row:
-    """That the newest checkpoint is what its manifest says, and a model can be built from it."""
+    """The newest checkpoint matches its manifest, and its weights load into a model."""
     limit = "its manifest's bytes and sha256; a model loads"
     path = _newest(e)
     if path is None:
@@ -349,7 +360,7 @@ def loads(e: Evidence, limits: Limits) -> Row:
 
 
 def resumed(e: Evidence, limits: Limits) -> Row:
-    """That the run has gone on from a checkpoint."""
+    """The run has resumed from a checkpoint."""
     at = e.run.metrics.resumed_at if e.run.metrics else None
     if at is None:
         return missing(
@@ -370,7 +381,7 @@ def resumed(e: Evidence, limits: Limits) -> Row:
 
 
 def backed_up(e: Evidence, limits: Limits) -> Row:
-    """That the newest checkpoint also lies elsewhere, whole."""
+    """A verified copy of the newest checkpoint exists elsewhere."""
     folder, newest = e.config.train.backup_dir if e.config else "", _newest(e)
     limit = "a verified copy elsewhere"
     if not folder or newest is None:
@@ -383,6 +394,7 @@ def backed_up(e: Evidence, limits: Limits) -> Row:
         )
     copy = Path(folder) / newest.name
     try:
+        # Bytes and sha256 of the copy; its presence alone proves nothing.
         checkpoint_file.verify(copy)
     except (OSError, ValueError) as error:
         advice = "look for [checkpoint] lines in the log; `nsa checkpoint backup` copies it"
@@ -392,7 +404,7 @@ def backed_up(e: Evidence, limits: Limits) -> Row:
 
 
 def model_saved(e: Evidence, limits: Limits) -> Row:
-    """That the final model is there and loads."""
+    """The final model exists and loads."""
     path, limit = e.run.folder / MODEL, "there, and loads"
     if not path.exists() and not e.run.over:
         todo = "judge again when the run has ended"
@@ -408,9 +420,10 @@ def model_saved(e: Evidence, limits: Limits) -> Row:
 
 
 def long_enough(e: Evidence, limits: Limits) -> Row:
-    """That it ran long enough to trust it, or to the end."""
+    """The run lasted long enough to be trusted, or until its end."""
     metrics, limit = e.run.metrics, f">= {limits.pilot_h:g} h, or all steps"
     hours = metrics.train_s / 3600 if metrics else 0.0
+    # A short run that is complete needs no minimum duration.
     is_done = metrics is not None and metrics.step >= metrics.steps
     if metrics is None or (hours < limits.pilot_h and not is_done and not e.run.over):
         evidence = f"{hours:.2f} h so far"
@@ -427,7 +440,7 @@ def long_enough(e: Evidence, limits: Limits) -> Row:
 
 
 def _newest(e: Evidence) -> Path | None:
-    """The newest checkpoint that is finished: one on its way to the disk has no manifest yet."""
+    """The newest complete checkpoint: one in flight has no manifest yet."""
     for found in reversed(e.run.checkpoints):
         path = e.run.folder / checkpoint_file.NAME.format(step=found.step)
         if checkpoint_file.manifest_path(path).exists():
@@ -436,11 +449,11 @@ def _newest(e: Evidence) -> Path | None:
 
 
 def _count_parameters(path: Path) -> int:
-    """Build the model of a file; raises one of UNLOADABLE where that cannot be done."""
+    """Build the model from a file; raises one of UNLOADABLE if that fails."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
     from nsa.train.checkpoint.model_file import (
-        load_model,  # torch takes seconds: only where there is a file
+        load_model,  # importing torch takes seconds, so only when there is a file
     )
 
     model, _ = load_model(path)

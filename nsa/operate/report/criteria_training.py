@@ -1,4 +1,4 @@
-"""Criteria about the loss: finite, from where a guess would be, falling, and never too good."""
+"""Report criteria about training: the loss, the speed, the gates, kernel fallbacks and memory."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from nsa.records import TRAINING
 from nsa.records.heartbeat import PROGRESS
 from nsa.records.metrics import NAME as METRICS
 
+# --- loss ---
+
 RANDOM = "synthetic"
-"""The dataset that holds nothing to learn."""
+"""The dataset of random tokens: nothing can be learned from it."""
 LEAST_LINES = 3
-"""Logged losses that have a direction."""
+"""Fewer logged losses show no trend."""
 CLEAR_LINES = 10
-"""Logged losses whose thirds say clearly whether they fall; of fewer, noise may hide it."""
+"""With fewer logged losses, noise may hide whether the loss falls."""
 
 
 def loss_finite(e: Evidence, limits: Limits) -> Row:
-    """That every logged loss is a number."""
+    """Every logged loss is finite."""
     points = e.points("loss")
     if not points:
         return missing(
@@ -58,10 +60,10 @@ def loss_finite(e: Evidence, limits: Limits) -> Row:
 
 
 def loss_start(e: Evidence, limits: Limits) -> Row | None:
-    """That the first loss is about that of a guess: more is a broken model, less a leak."""
+    """The first loss is near ln V, a uniform guess: higher is a bug, lower is a leak."""
     guess, metrics = guess_loss(e), e.run.metrics
     if metrics is not None and metrics.resumed_at:
-        return None  # the first loss is that of the run before
+        return None  # a resumed run: its first logged loss is not that of an untrained model
     limit = "about ln V" if guess is None else f"{guess:.3f} +- {limits.loss_start_nats:g} nats"
     if guess is None or metrics is None or metrics.loss_first is None:
         evidence = f"no config.yaml, or no loss_first in {METRICS}"
@@ -78,7 +80,7 @@ def loss_start(e: Evidence, limits: Limits) -> Row | None:
 
 
 def loss_falls(e: Evidence, limits: Limits) -> Row | None:
-    """That the last third of the logged losses is below the first."""
+    """The median of the last third of the losses is below that of the first third."""
     if _dataset(e) == RANDOM:
         return None
     values = known(e.points("loss"))
@@ -92,6 +94,7 @@ def loss_falls(e: Evidence, limits: Limits) -> Row | None:
         )
     losses = [value for value, _ in values]
     first, last = thirds(losses)
+    # A rise within one standard deviation of few points proves nothing either way.
     if len(values) < CLEAR_LINES and 0 <= last - first <= stdev(losses):
         return missing(
             "loss falls",
@@ -111,7 +114,7 @@ def loss_falls(e: Evidence, limits: Limits) -> Row | None:
 
 
 def no_plateau(e: Evidence, limits: Limits) -> Row | None:
-    """That the loss still falls at the end of what is recorded."""
+    """The loss still falls at the end of the records."""
     if _dataset(e) == RANDOM:
         return None
     limit = f"falls within {limits.plateau_steps} steps"
@@ -132,11 +135,12 @@ def no_plateau(e: Evidence, limits: Limits) -> Row | None:
 
 
 def no_leak(e: Evidence, limits: Limits) -> Row | None:
-    """That random tokens are not predicted: who can, sees the targets."""
+    """Random tokens are not predicted: a loss below ln V means that the model sees its targets."""
     guess = guess_loss(e)
     values = [value for value, _ in known(e.points("loss"))]
     if _dataset(e) != RANDOM or guess is None or len(values) < LEAST_LINES:
         return None
+    # Three standard errors of the mean: noise must not look like a leak.
     end = values[-max(LEAST_LINES, len(values) // 3) :]
     last, noise = fmean(end), 3 * stdev(end) / math.sqrt(len(end))
     return judged(
@@ -150,7 +154,7 @@ def no_leak(e: Evidence, limits: Limits) -> Row | None:
 
 
 def held_out(e: Evidence, limits: Limits) -> Row:
-    """That the loss on held-out text was measured."""
+    """The held-out loss was measured."""
     metrics = e.run.metrics
     if metrics is None or metrics.val_loss is None:
         return missing(
@@ -167,31 +171,33 @@ def held_out(e: Evidence, limits: Limits) -> Row:
 
 
 def guess_loss(e: Evidence) -> float | None:
-    """The loss of a model that knows nothing, ln V; None where the vocabulary is not known."""
+    """The loss of a uniform guess, ln V; None if the vocabulary size is unknown."""
     try:
         return None if e.config is None else math.log(e.config.data.vocab)
-    except (OSError, ValueError):  # a tokenizer.json that is not on this machine
+    except (OSError, ValueError):  # e.g. the tokenizer file is not on this machine
         return None
 
 
 def _dataset(e: Evidence) -> str | None:
+    # After a fallback the run trains on random tokens, whatever its config says.
     if e.run.metrics is not None and e.run.metrics.data_fallback:
         return RANDOM
     return e.config.data.dataset if e.config else None
 
 
-# Criteria about speed: enough, steady, on busy GPUs, without waiting for data.
+# --- speed: fast, steady, GPUs busy, no waiting for data ---
 
 NO_LINES = "no logged step that can be read"
 
 
 def throughput(e: Evidence, limits: Limits) -> Row:
-    """That the run is as fast as it must be."""
+    """Throughput reaches the required tokens/s."""
     limit = f">= {limits.toks_per_s_min:,.0f} tokens/s"
     values = _settled(e, "toks_per_s")
     if not values:
         todo = "wait for the first logged step"
         return missing("throughput", limit=limit, evidence=NO_LINES, advice=todo, essential=True)
+    # Median, not mean: single slow steps must not fail the run.
     speed = median(value for value, _ in values)
     return judged(
         "throughput",
@@ -204,7 +210,7 @@ def throughput(e: Evidence, limits: Limits) -> Row:
 
 
 def throughput_stable(e: Evidence, limits: Limits) -> Row:
-    """That it does not become slower."""
+    """Throughput does not degrade over the run."""
     name, limit = "stable speed", f"last third >= {limits.stable_share:g} x the first"
     values = _settled(e, "toks_per_s")
     if len(values) < limits.steady_lines:
@@ -221,7 +227,7 @@ def throughput_stable(e: Evidence, limits: Limits) -> Row:
 
 
 def steady_steps(e: Evidence, limits: Limits) -> Row:
-    """That steps take about the same time."""
+    """Step times vary little."""
     name, limit = "steady steps", f"90th percentile <= {limits.step_time_ratio:g} x the median"
     values = _settled(e, "step_time_s")
     if len(values) < limits.steady_lines:
@@ -239,12 +245,13 @@ def steady_steps(e: Evidence, limits: Limits) -> Row:
 
 
 def gpu_load(e: Evidence, limits: Limits) -> Row | None:
-    """That every GPU is busy."""
+    """Every GPU is busy."""
     if e.run.metrics is not None and e.run.metrics.device.startswith("cpu"):
         return None
     limit, loads = f">= {limits.gpu_util_pct:g} % on each", []
     for rank in e.run.ranks:
         lines = [b for b in rank.beats if b.msg == PROGRESS]
+        # The tail that was read may start after the window: then use all of it.
         near = [b for b in lines if e.window.first <= b.step <= e.window.last] or lines
         values = [v for b in near[START_LINES:] if (v := number(b, "gpu_util_pct")) is not None]
         if values:
@@ -264,7 +271,7 @@ def gpu_load(e: Evidence, limits: Limits) -> Row | None:
 
 
 def fetch(e: Evidence, limits: Limits) -> Row:
-    """That batches are there when they are needed."""
+    """The trainer does not wait for batches."""
     limit = f"95th percentile < {limits.fetch_s:g} s"
     values = known(e.points("dt_fetch_s"))
     if not values:
@@ -283,7 +290,7 @@ def fetch(e: Evidence, limits: Limits) -> Row:
 
 
 def _settled(e: Evidence, name: str) -> list[tuple[float, Point]]:
-    """Values with their records, without the first lines, which also warm up, where more follow."""
+    """(value, point) pairs without the warm-up steps, when enough others follow."""
     values = known(e.points(name))
     return values[min(START_LINES, len(values) - 1) :] if values else []
 
@@ -298,14 +305,14 @@ def _too_few(name: str, limit: str, count: int, limits: Limits) -> Row:
     )
 
 
-# Criteria about the state of model and memory: gates, fallbacks, bytes.
+# --- state: gates, fallbacks, memory ---
 
 MIB_IN_GIB = 1024
 NO_STATS = "not in the heartbeat: NSA_DISABLE_AUX_STATS=1, or no logged step"
 
 
 def gate_entropy(e: Evidence, limits: Limits) -> Row | None:
-    """That the gates stay undecided between the branches."""
+    """Gate entropy stays high: no branch is chosen for good."""
     points = known(e.points("entropy_mean"))
     worst = min(points, key=lambda pair: pair[0], default=None)
     limit = limits.gate_entropy_low
@@ -313,27 +320,28 @@ def gate_entropy(e: Evidence, limits: Limits) -> Row | None:
 
 
 def largest_gate(e: Evidence, limits: Limits) -> Row | None:
-    """That no gate takes all."""
+    """No gate saturates."""
     worst = max(known(e.points("max_gate_mean")), key=lambda pair: pair[0], default=None)
     limit = limits.gate_max
     return _gate(e, "largest gate", worst, f"< {limit:g}", lambda value: value < limit)
 
 
 def collapsed_gates(e: Evidence, limits: Limits) -> Row | None:
-    """That next to no gate has chosen one branch."""
+    """The fraction of collapsed gates is small."""
     worst = max(known(e.points("collapse_fraction")), key=lambda pair: pair[0], default=None)
     limit = limits.collapse_fraction
     return _gate(e, "collapsed gates", worst, f"<= {limit:g}", lambda value: value <= limit)
 
 
 def fallbacks(e: Evidence, limits: Limits) -> Row:
-    """That the kernels which were asked for run."""
+    """The requested kernels run, without fallbacks."""
     limit = f"<= {limits.fallbacks_max}, not rising"
     points = known(e.points("fb_total_fallbacks"))
     if not points:
         todo = "wait for the first logged step"
         evidence = "no logged step that can be read"
         return missing("fallbacks", limit=limit, evidence=evidence, advice=todo, essential=False)
+    # The counter is cumulative since the start of the process.
     total, last = points[-1]
     rising = fallbacks_rising(e.run, limits)
     return judged(
@@ -347,7 +355,7 @@ def fallbacks(e: Evidence, limits: Limits) -> Row:
 
 
 def memory(limit_name: str) -> Criterion:
-    """That memory stays below a limit, given by its name."""
+    """Memory stays below a limit, given by its name."""
     return partial(_memory, limit_name=limit_name)
 
 
@@ -362,6 +370,7 @@ def _memory(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
         return missing("memory", limit=limit, evidence=evidence, advice=todo, essential=False)
     worst, point = max(points, key=lambda pair: pair[0])
     where = point.where
+    # Evidence has the first rank in full; of the others only their tails were read.
     for rank in e.run.ranks[1:]:
         for beat in rank.beats:
             value = number(beat, name) if beat.msg == PROGRESS else None
@@ -379,7 +388,8 @@ def _memory(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
 
 
 def memory_flat(e: Evidence, limits: Limits) -> Row:
-    """That memory does not creep."""
+    """Memory does not grow over the run."""
+    # Reserved memory grows in steps as the allocator caches; a leak shows in allocated memory.
     name = "gpu_mem_alloc" if memory_field(e) == "gpu_mem_reserved" else "rss_mib"
     points = known(e.points(name))
     limit = f"rise <= {limits.creep_mib:g} MiB or {limits.creep_share:.0%}"
@@ -399,7 +409,7 @@ def memory_flat(e: Evidence, limits: Limits) -> Row:
 
 
 def memory_field(e: Evidence) -> str:
-    """The field that says how much memory a rank holds."""
+    """The heartbeat field with a rank's memory: reserved GPU memory, else RSS."""
     return "gpu_mem_reserved" if known(e.points("gpu_mem_reserved")) else "rss_mib"
 
 

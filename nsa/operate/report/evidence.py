@@ -1,7 +1,7 @@
-"""What a verdict about a run rests on: its records from start to end, read within bounds.
+"""Evidence for a verdict: the records of a run, read with bounded memory and time.
 
-Of a file that is too large its start, its end and samples between are read, so that a run of any
-length is judged in seconds. Nothing is written. What cannot be read is named in `problems`.
+Of a large file only the start, the end and samples in between are read, so that a run of any
+length is judged in seconds. Nothing is written; unreadable files are listed in `problems`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,32 @@ from nsa.records.tables import sample_rows
 from nsa.tail import Line, lines_from_end
 
 MOST_BYTES = 16 << 20
-"""Of the first rank's heartbeat, and of each table."""
+"""Read at most from the first rank's heartbeat, and from each CSV table."""
 LOG_BYTES = 1 << 20
-"""Of the end of each log."""
+"""Read from the end of each log."""
 STARTED = "[boot] loading config"
-"""The first line of a process in a log: what is above it was another one."""
+"""First log line of a process; lines above it belong to an earlier process."""
 ERRORS = re.compile(
     r"Traceback \(most recent call last\)|\[FATAL\]|NCCL (error|WARN.*fail)|ncclUnhandled|"
     r"CUDA error|CUDA out of memory|Watchdog caught collective|AssertionError"
 )
 
 
+# --- reading the records ---
+
+
 class Point(NamedTuple):
-    """A number of a logged step."""
+    """One value at a logged step."""
 
     step: int
     value: float | None
-    """None where it was not finite."""
+    """None for a non-finite value."""
     where: str
-    """The record, for a reader who wants to see it."""
+    """File and line of the value, so that a person can find it."""
 
 
 class Window(NamedTuple):
-    """The updates that a verdict is about, both included."""
+    """The steps that a verdict is about, inclusive."""
 
     first: int
     last: float
@@ -60,37 +63,37 @@ ALL = Window(0, float("inf"))
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A run folder, ready to be judged."""
+    """The records of a run, ready to be judged."""
 
     run: Run
     config: Config | None
     lines: list[Beat]
-    """What the first rank logged, from the first step to the last, by rising step."""
+    """Logged steps of the first rank, in rising order."""
     events: list[Beat]
-    """All lines of the first rank that were read, in order."""
+    """All heartbeat lines of the first rank that were read, in file order."""
     rows: list[TrainingRow]
     vals: list[ValRow]
     mixed: str
-    """Why the records are of more than one run; empty where they are of one."""
+    """Why the records mix several runs or writers; empty if they do not."""
     errors: list[str]
-    """Lines of logs that say that something broke."""
+    """Log lines that report a failure."""
     window: Window = ALL
     problems: list[str] = field(default_factory=list)
 
     @property
     def step(self) -> int:
-        """Updates done, as far as any file knows."""
+        """Optimizer steps done, as far as any file records."""
         known = [self.run.metrics.step] if self.run.metrics else []
         known += [line.step for line in self.lines[-1:]] + [row.step for row in self.rows[-1:]]
         return max(known, default=0)
 
     @property
     def logged(self) -> list[Beat]:
-        """The lines of the window."""
+        """Logged steps inside the window."""
         return [b for b in self.lines if self.window.first <= b.step <= self.window.last]
 
     def points(self, name: str) -> list[Point]:
-        """A number of the logged steps in the window: of the heartbeat, else of training.csv."""
+        """Values of a field inside the window: from the heartbeat, else from training.csv."""
         found = []
         for beat in self.logged:
             value, lost = number(beat, name), beat.extra.get(NON_FINITE)
@@ -99,6 +102,7 @@ class Evidence:
         if found or name not in TrainingRow._fields:
             return found
         finite = (-float("inf"), float("inf"))
+        # training.csv is the fallback: it has fewer columns, but survives a lost heartbeat.
         for row in self.rows:
             if self.window.first <= row.step <= self.window.last:
                 value = float(getattr(row, name))
@@ -108,7 +112,7 @@ class Evidence:
 
 
 def record(beat: Beat) -> str:
-    """A line of a heartbeat by its kind and step, as grep finds it."""
+    """A heartbeat line by step and kind, in a form that grep finds."""
     return f'"step": {beat.step}, "msg": "{beat.msg}"'
 
 
@@ -116,7 +120,7 @@ def read_evidence(folder: Path, *, now: float | None = None) -> Evidence:
     """Read a run folder for a verdict."""
     try:
         run = read_run(folder, now=now)
-        next(folder.iterdir(), None)  # one that is there, and may not be listed, has no evidence
+        next(folder.iterdir(), None)  # raises for a folder without read permission
     except OSError as error:
         raise ValueError(
             f"{folder} cannot be read ({error.strerror}); read it as its owner, or copy it"
@@ -127,6 +131,7 @@ def read_evidence(folder: Path, *, now: float | None = None) -> Evidence:
         path = run.ranks[0].path
         read = try_read(path, partial(sample_beats, path, MOST_BYTES), problems)
         beats = read[0] if read else []
+    # Only the last run in the file is judged; an earlier one is named in `mixed`.
     begin, other = last_run(beats)
     beats = beats[begin:]
     rows = try_read(
@@ -153,13 +158,14 @@ def read_evidence(folder: Path, *, now: float | None = None) -> Evidence:
 
 
 def last_run(beats: Sequence[Beat]) -> tuple[int, str]:
-    """Where the last run in a heartbeat begins, and a word on the one before, if there is one.
+    """Index where the last run in a heartbeat starts, and a note if another run precedes it.
 
-    A run that goes on boots at the step it has reached; one that boots at 0 in another process,
-    below lines of a run that was further, is a second run in the same file.
+    A resumed run boots at the step it has reached. A boot at step 0 by another process, after
+    lines with higher steps, is a second run in the same file.
     """
     begin, text, reached, pid = 0, "", 0, None
     for i, beat in enumerate(beats):
+        # A resumed run does not boot at step 0; the same pid is the same run.
         if beat.msg == BOOT and beat.step == 0 and reached > 0 and beat.pid != pid:
             begin = i
             text = (
@@ -175,7 +181,7 @@ def _log_errors(folder: Path, problems: list[str]) -> list[str]:
     found: list[str] = []
     for path in sorted(folder.glob("*.log")):
         lines = try_read(path, partial(_end_of, path), problems)
-        for line in lines or []:  # the last one first
+        for line in lines or []:  # newest first: stop at the start of the current process
             if STARTED in line.text:
                 break
             if ERRORS.search(line.text):
@@ -187,12 +193,12 @@ def _end_of(path: Path) -> list[Line]:
     return [*lines_from_end(path, LOG_BYTES)]
 
 
-# The parts that criteria are made of: a row with its verdict, thirds of a curve, percentiles.
+# --- building blocks of the criteria ---
 
 NO_METRICS = f"no {METRICS} that can be read"
 
 Criterion = Callable[[Evidence, Limits], Row | None]
-"""Judges one thing; None where the question does not arise, as for gates of dense attention."""
+"""Judges one thing; None where it does not apply, e.g. gates of a model with dense attention."""
 
 
 def judged(
@@ -205,7 +211,7 @@ def judged(
     advice: str = "",
     essential: bool = True,
 ) -> Row:
-    """A row about something that was measured."""
+    """A row for a measured value."""
     return Row(
         name=name,
         value=value,
@@ -218,7 +224,7 @@ def judged(
 
 
 def missing(name: str, *, limit: str, evidence: str, advice: str, essential: bool) -> Row:
-    """A row about something that was not recorded."""
+    """A row for a value that was not recorded."""
     return Row(
         name=name,
         value="-",
@@ -231,17 +237,17 @@ def missing(name: str, *, limit: str, evidence: str, advice: str, essential: boo
 
 
 def known(points: Sequence[Point]) -> list[tuple[float, Point]]:
-    """The points that are numbers, each with its number."""
+    """The finite points as (value, point) pairs."""
     return [(point.value, point) for point in points if point.value is not None]
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float]:
-    """The medians of the first and the last third; there are three values at least."""
+    """Medians of the first and of the last third; needs at least three values."""
     third = max(1, len(values) // 3)
     return median(values[:third]), median(values[-third:])
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so large a share of them does not exceed."""
+    """Nearest-rank percentile; `share` is a fraction between 0 and 1."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, round(share * (len(ranked) - 1)))]

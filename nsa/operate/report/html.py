@@ -1,4 +1,4 @@
-"""report.html: a verdict with the curves of the run, in one file that needs nothing else."""
+"""report.html: a verdict with the curves of the run, as one self-contained file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ circle.c0 { fill: var(--c0); } circle.c1 { fill: var(--c1); }
 
 
 def page(verdict: Verdict, evidence: Evidence) -> str:
-    """The whole file. What comes from the run is escaped: it may hold anything."""
+    """The whole page. Text from the run is escaped: run files are untrusted input."""
     tone = CLASSES.get(verdict.word, "dim")
     facts = "".join(f"<dt>{_text(k)}</dt><dd>{_text(v)}</dd>" for k, v in verdict.facts.items())
     head = "".join(f"<th>{name}</th>" for name in COLUMNS)
@@ -82,9 +82,10 @@ def page(verdict: Verdict, evidence: Evidence) -> str:
 
 
 def curves(evidence: Evidence) -> list[str]:
-    """A chart for everything that was recorded, over the whole run."""
+    """One chart per recorded quantity, over the whole run."""
     whole = dataclasses.replace(evidence, window=ALL)
 
+    # Curves show the whole run even if the verdict is about an early window.
     def curve(label: str, name: str, scale: float = 1.0) -> Curve:
         pairs = known(whole.points(name))
         return Curve(label, [(point.step, value * scale) for value, point in pairs])
@@ -132,25 +133,25 @@ def _text(text: str) -> str:
     return escape(printable(text), quote=True)
 
 
-# Line charts as SVG, for a page that must open anywhere: no script, no font, no file beside it.
+# --- SVG line charts: no script, no web font, no second file ---
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 30, 26
-"""Space around the curves, for the title and the axes."""
+"""Margins in pixels, for the title and the axes."""
 MOST_POINTS = 400
-"""Of a curve; more are not seen, but make the page slow."""
+"""Points drawn per curve; more are not visible and make the page slow."""
 NUM_TICKS = 4
 
 
 class Curve(NamedTuple):
-    """A named line; its place in the list gives it a colour."""
+    """A named line; its index selects the colour."""
 
     name: str
     points: list[tuple[float, float]]
 
 
 def chart(title: str, curves: Sequence[Curve]) -> str:
-    """Draw curves over the steps; an empty text without any point."""
+    """Draw curves over steps; an empty string if there is no point."""
     drawn = [Curve(c.name, thin(c.points)) for c in curves if c.points]
     if not drawn:
         return ""
@@ -174,7 +175,7 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
 
 
 class Axis(NamedTuple):
-    """From values to places on the page."""
+    """Linear map from data values to pixels."""
 
     low: float
     high: float
@@ -183,17 +184,18 @@ class Axis(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float], begin: float, end: float) -> Axis:
-        """An axis that holds all values with a little room."""
+        """An axis that covers all values with a small margin."""
         low, high = min(values), max(values)
+        # A constant curve has no range: use 5 % of its value, or 1 around zero.
         room = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
         return cls(low - room, high + room, begin, end)
 
     def place(self, value: float) -> float:
-        """Where a value lies."""
+        """Pixel position of a value."""
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
     def ticks(self) -> list[float]:
-        """Round numbers along the axis: 1, 2 or 5 times a power of ten apart."""
+        """Round tick values, 1, 2 or 5 times a power of ten apart."""
         rough = (self.high - self.low) / NUM_TICKS
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough)
@@ -202,20 +204,21 @@ class Axis(NamedTuple):
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Keep the lowest and the highest point of each stretch, so that no spike is lost."""
+    """Downsample; keep the minimum and maximum of each bucket, so that no spike is lost."""
     if len(points) <= MOST_POINTS:
         return [*points]
     stretches = MOST_POINTS // 2
     kept: list[tuple[float, float]] = []
     for i in range(stretches):
         part = points[len(points) * i // stretches : len(points) * (i + 1) // stretches]
+        # A set, because minimum and maximum may be the same point.
         pair = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
         kept += sorted(pair)
     return kept
 
 
 def number(value: float) -> str:
-    """A tick in few characters: 1.5k, 20M, 0.002."""
+    """A tick label in few characters: 1.5k, 20M, 0.002."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
@@ -232,10 +235,11 @@ def _line(curve: Curve, i: int, x_axis: Axis, y_axis: Axis) -> str:
 
 
 def _legend(names: Sequence[str]) -> list[str]:
-    """The names at the top right, each beside a dash of its colour; not for a single one."""
+    """Legend at the top right; none for a single curve."""
     if len(names) < 2:
         return []
     parts, right = [], WIDTH - RIGHT
+    # Right to left; 7 pixels per character is an estimate for the 12 px font.
     for i, name in reversed([*enumerate(names)]):
         left = right - 7 * len(name)
         parts.append(f'<text class="name" x="{left}" y="18">{escape(name)}</text>')

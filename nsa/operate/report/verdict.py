@@ -1,7 +1,7 @@
-"""report.json: a verdict about a run, criterion by criterion, with the evidence of each.
+"""report.json: the criteria of a verdict with value, limit and evidence; its writer and reader.
 
-Schema, version 1: the fields of Verdict, with `schema` before them and `verdict` in words after
-them. Page: docs/schemas/report.md.
+Schema version 1: `schema`, the fields of Verdict, then `verdict` as a word.
+Page: docs/schemas/report.md.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ class Row:
 
     name: str
     value: str
-    """What was measured."""
+    """Measured value."""
     limit: str
-    """What is allowed."""
+    """Allowed value."""
     verdict: str
-    """PASS, FAIL or NOT MEASURED; what was not recorded never passes."""
+    """PASS, FAIL or NOT MEASURED; a value that was not recorded never passes."""
     evidence: str
-    """The file and the record that the value is from, or what is missing."""
+    """File and record of the value, or what is missing."""
     advice: str = ""
-    """What to do where it did not pass."""
+    """What to do if it did not pass."""
     essential: bool = True
-    """Whether nothing can be said about the run without it."""
+    """If not measured, the verdict is CANNOT JUDGE."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """All criteria of a point in a run's life, and what they come to."""
+    """All criteria at one point of a run, and the resulting verdict."""
 
     folder: str
     at: str
-    """The point: launch, 100, 500, checkpoint, phase1, phase2 or final; or preflight."""
+    """Point in the run: launch, 100, 500, checkpoint, phase1, phase2 or final; or preflight."""
     made: str
-    """When, UTC."""
+    """Time of the verdict, ISO 8601 UTC."""
     facts: dict[str, str] = field(default_factory=dict)
-    """What the run is and how far it came."""
+    """What the run is and how far it got."""
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What could not be read."""
+    """Files that could not be read."""
 
     @property
     def word(self) -> str:
-        """GO, NO-GO where a criterion fails, or CANNOT JUDGE where an essential one is missing."""
+        """NO-GO if any criterion fails, CANNOT JUDGE if an essential one is missing, else GO."""
         if any(row.verdict == FAIL for row in self.rows):
             return NO_GO
         missing = [row for row in self.rows if row.verdict == NOT_MEASURED and row.essential]
@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def go(self) -> bool:
-        """Whether the run may go on to what comes next."""
+        """Whether the next phase may start."""
         return self.word == GO
 
     @property
@@ -78,8 +78,9 @@ class Verdict:
         return EXIT_CODES[self.word]
 
     def summary(self) -> str:
-        """The last line: the verdict, and the criteria that did not pass by name."""
+        """The last line: the verdict, and the names of the criteria that did not pass."""
         parts = []
+        # Failures first: they decide the verdict.
         for verdict, word in ((FAIL, "failed"), (NOT_MEASURED, "not measured")):
             names = [row.name for row in self.rows if row.verdict == verdict]
             parts += [f"{word}: {', '.join(names)}"] if names else []
@@ -87,7 +88,7 @@ class Verdict:
         return f"{self.word} at {self.at}: {'; '.join([f'{passed} passed', *parts])}"
 
     def text(self) -> str:
-        """The verdict for a terminal; the last line says GO, NO-GO or CANNOT JUDGE."""
+        """The verdict as terminal text; the last line starts with GO, NO-GO or CANNOT JUDGE."""
         lines = [f"{name}: {value}" for name, value in {"run": self.folder, **self.facts}.items()]
         lines += ["", text_table(self._table()), ""]
         lines += [f"{row.name}: {row.advice}" for row in self.rows if row.verdict != PASS]
@@ -97,7 +98,7 @@ class Verdict:
         )
 
     def markdown(self) -> str:
-        """The same as a page."""
+        """The verdict as a Markdown page."""
         facts = [f"- {name}: {_inline(value)}" for name, value in self.facts.items()]
         todo = [row for row in self.rows if row.verdict != PASS and row.advice]
         parts = [
@@ -114,7 +115,7 @@ class Verdict:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def json(self) -> str:
-        """report.json as text."""
+        """The content of report.json; NaN is refused, since it is not valid JSON."""
         content = {"schema": SCHEMA, **dataclasses.asdict(self), "verdict": self.word}
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
@@ -130,17 +131,19 @@ def write_report(folder: Path, verdict: Verdict) -> Path:
 
 
 def read_report(folder: Path) -> Verdict:
-    """Read report.json back; a newer schema, or another kind of file, is refused."""
+    """Read report.json; reject a newer schema or a different kind of file."""
     path = folder / NAME
     try:
         content: dict[str, Any] = json.loads(read_text(path))
         schema, word = content.pop("schema"), content.pop("verdict")
         if schema != SCHEMA:
             raise ValueError(f"schema {schema!r}; this program reads {SCHEMA}")
+        # Unknown fields raise TypeError here, which the handler below turns into ValueError.
         rows = [Row(**row) for row in content.pop("rows")]
         verdict = Verdict(**content, rows=rows)
         for part in (*rows, verdict):
             require_types(part, str(path))
+        # The stored word must follow from the stored rows; otherwise somebody edited the file.
         if verdict.word != word:
             raise ValueError(f"it says {word!r}, its criteria come to {verdict.word!r}")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -151,5 +154,5 @@ def read_report(folder: Path) -> Verdict:
 
 
 def _inline(text: str) -> str:
-    """A text that stays within its line and cannot be taken for markup."""
+    """Escape text so that it stays on one line and is not read as Markdown."""
     return printable(text).replace("<", "&lt;").replace("*", "\\*").replace("`", "'")

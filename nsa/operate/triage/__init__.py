@@ -1,1 +1,1 @@
-"""`nsa triage`: short runs with one switch changed at a time."""
+"""`nsa triage`: short runs with one setting changed at a time."""

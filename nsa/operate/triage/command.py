@@ -1,4 +1,4 @@
-"""`nsa triage`: short real runs, with one thing switched at a time, to find where a fault sits."""
+"""`nsa triage`: run the trainer briefly with one setting changed at a time, to locate a fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa.config import load_config
 from nsa.config.describe import markdown_table, text_table
 from nsa.config.env import read
 from nsa.files import read_text, write_text
-from nsa.operate.process import look
+from nsa.operate.process import find_gpus
 from nsa.operate.run_folder import require_types
 from nsa.operate.triage.trials import (
     BASELINE,
@@ -27,11 +27,14 @@ from nsa.operate.triage.trials import (
 )
 
 DONE, NOT_CLEARED = 0, 1
-"""Exit codes: nothing to clear, or cleared; a fault is left, or comes and goes."""
+"""Exit codes: no fault, or cleared by a toggle; not cleared, or intermittent."""
+
+
+# --- the command ---
 
 
 def command(args: argparse.Namespace) -> int:
-    """Find the toggle that clears the fault of a run, print the table, return the exit code."""
+    """Find the toggle that clears the fault, print the table, return the exit code."""
     trial = Trial(
         config_path=args.config or read("CONFIG"),
         overrides=tuple(args.overrides),
@@ -55,9 +58,9 @@ def command(args: argparse.Namespace) -> int:
 
 
 def chosen(trial: Trial, only: str | None) -> list[Toggle]:
-    """The toggles of this run, or those of them that were named."""
+    """All toggles that apply to this run, or the named subset."""
     config = config_of(trial, BASELINE)
-    on_cuda = config.runtime.device != "cpu" and bool(look().gpus)
+    on_cuda = config.runtime.device != "cpu" and bool(find_gpus().gpus)
     toggles = matrix(config, trial.ranks, on_cuda=on_cuda)
     if only is None:
         return toggles
@@ -70,7 +73,7 @@ def chosen(trial: Trial, only: str | None) -> list[Toggle]:
 
 
 def find(trial: Trial, toggles: Sequence[Toggle], *, try_all: bool = False) -> Triage:
-    """Run as it is; while that fails, toggle by toggle; then as it is again, to be sure."""
+    """Run the baseline; if it fails, try each toggle; then repeat the baseline to confirm."""
     outcomes = [_run(trial, BASELINE, 0)]
     cleared: list[str] = []
     verdict = "healthy"
@@ -83,6 +86,7 @@ def find(trial: Trial, toggles: Sequence[Toggle], *, try_all: bool = False) -> T
                     break
         verdict = "not_cleared"
     if cleared:
+        # If the baseline works now, the fault is intermittent and the toggle proves nothing.
         outcomes.append(_run(trial, BASELINE, len(toggles) + 1))
         verdict = "intermittent" if outcomes[-1].is_ok else "cleared"
     return Triage(
@@ -120,10 +124,9 @@ def _problems(trial: Trial) -> Iterator[str]:
         yield f"{TRAINER} is not there; nsa triage runs from a checkout of the repository"
 
 
-# triage.json and triage.md: which switch cleared a fault, and how every run ended.
-#
-# Schema of triage.json, version 1: the fields of Triage, as one JSON object; `outcomes` is a list
-# of objects with the fields of Outcome, in the order of the runs.
+# --- triage.json and triage.md: writer and reader ---
+# Schema of triage.json, version 1: the fields of Triage; `outcomes` is a list of Outcome objects in
+# run order.
 
 VERSION = 1
 JSON, TABLE = "triage.json", "triage.md"
@@ -137,7 +140,7 @@ VERDICTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Triage:
-    """What a triage found."""
+    """The result of a triage."""
 
     version: int = VERSION
     config_file: str
@@ -148,12 +151,12 @@ class Triage:
     verdict: str
     """One of VERDICTS."""
     cleared_by: list[str]
-    """Names of the toggles; more than one only where all were tried."""
+    """Toggle names; more than one only with --all."""
     outcomes: list[Outcome] = field(default_factory=list)
 
 
 def write_triage(folder: Path, triage: Triage) -> list[Path]:
-    """Write both files, each complete or not at all."""
+    """Write both files atomically."""
     content = dataclasses.asdict(triage)
     write_text(folder / JSON, json.dumps(content, indent=2, allow_nan=False) + "\n")
     write_text(folder / TABLE, describe(triage))
@@ -180,7 +183,7 @@ def read_triage(folder: Path) -> Triage:
 
 
 def describe(triage: Triage) -> str:
-    """The result for a person, as Markdown."""
+    """The result as a Markdown page."""
     head = f"# Triage of {triage.config_file}: {triage.verdict.replace('_', ' ')}\n\n"
     how = f"{triage.steps} steps each, at most {triage.timeout_s:g} s, {triage.ranks} rank(s)"
     extra = f", with {' '.join(triage.overrides)}" if triage.overrides else ""
@@ -188,7 +191,7 @@ def describe(triage: Triage) -> str:
 
 
 def conclusion(triage: Triage) -> str:
-    """What was found, in a sentence or two."""
+    """The result in one or two sentences."""
     text = VERDICTS[triage.verdict]
     found = [outcome for outcome in triage.outcomes if outcome.name in triage.cleared_by]
     for outcome in found:
@@ -199,7 +202,7 @@ def conclusion(triage: Triage) -> str:
 
 
 def rows(triage: Triage) -> list[tuple[str, ...]]:
-    """A line for every run."""
+    """Table header, then one row per run."""
     head = ("toggle", "setting", "ended", "steps", "loss", "s", "what happened")
     lines = [
         (
@@ -217,5 +220,5 @@ def rows(triage: Triage) -> list[tuple[str, ...]]:
 
 
 def as_text(triage: Triage) -> str:
-    """The table for a terminal."""
+    """The table as terminal text."""
     return text_table(rows(triage))

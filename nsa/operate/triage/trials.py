@@ -1,7 +1,7 @@
-"""The triage matrix: what is switched, one at a time, to find out where a fault sits, in order.
+"""The triage toggles, and running the trainer once with one of them.
 
-What costs nothing comes first, then the data, the kernels, the exchange between ranks, memory; what
-makes it another run altogether comes last.
+Toggle order: logging first, as it costs nothing, then data, kernels, gradient exchange and memory.
+Toggles that change the run most come last.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from nsa.files import open_binary, open_regular, write_text
 from nsa.operate.text import printable
 from nsa.records import last_beat, read_metrics, write_config
 
+# --- the toggles ---
+
 SHORT_ROW = 1024
-"""Tokens of a row when memory is the question; half of a row that is no longer than this."""
+"""Tokens per row for the memory toggle; rows that are already this short are halved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toggle:
-    """A change to the run under suspicion."""
+    """One change to the run under test."""
 
     name: str
     meaning: str
-    """What it says of the fault if it clears it."""
+    """Where the fault is, if this toggle clears it."""
     environ: dict[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     ranks: int | None = None
-    """Processes, where it changes their number."""
+    """Number of processes, if the toggle changes it."""
 
     @property
     def setting(self) -> str:
-        """As somebody would write it before the command."""
+        """The toggle as a user would type it."""
         words = [f"{name}={value}" for name, value in self.environ.items()]
         words += self.overrides
         return " ".join(words + ([f"--np {self.ranks}"] if self.ranks else [])) or "as it is"
@@ -50,8 +52,9 @@ BASELINE = Toggle(name="baseline", meaning="the run as it is")
 
 
 def matrix(config: Config, ranks: int, *, on_cuda: bool) -> list[Toggle]:
-    """Every toggle that changes something for this run, in the order of the runbooks."""
+    """All toggles that change something for this run, in the order of the runbooks."""
     toggles = [*_telemetry(config), *_kernels(config)]
+    # NSA_DDP_* variables do nothing under FSDP.
     is_ddp = ranks > 1 and config.runtime.strategy != "fsdp"
     if is_ddp:
         toggles += EXCHANGE
@@ -156,7 +159,7 @@ BLOCKING = Toggle(
 ONE_PROCESS = Toggle(
     name="one_process",
     meaning="that there are several ranks: the network between them, or DDP",
-    overrides=("runtime.strategy=auto",),  # any other is refused in one process
+    overrides=("runtime.strategy=auto",),  # one process accepts no other strategy
     ranks=1,
 )
 FSDP = Toggle(
@@ -189,17 +192,18 @@ def _memory(config: Config, ranks: int) -> list[Toggle]:
     return found
 
 
-# One short real run in a process of its own, with a time limit, and how it ended.
+# --- one trial: a short run in its own process, with a time limit ---
 
 TRAINER = REPOSITORY / "scripts" / "train_showcase.py"
 END_S = 15.0
-"""Seconds that a run has to end by itself after SIGTERM."""
+"""Seconds between SIGTERM and SIGKILL."""
 DUMP_S = 3.0
+# Seconds for a rank to write its stack dump after SIGUSR1.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What every run of a triage shares."""
+    """Settings shared by all runs of a triage."""
 
     config_path: str
     overrides: tuple[str, ...]
@@ -217,39 +221,40 @@ class Outcome:
     setting: str
     meaning: str
     fault: str
-    """What went wrong, in a line; empty when all steps were done with finite losses."""
+    """The fault in one line; empty if all steps were done with finite losses."""
     kind: str
-    """ok, timeout, or `exit N`: runs with the same kind have the same fault, as far as one sees."""
+    """ok, timeout, stopped or `exit N`; runs with the same kind probably have the same fault."""
     exit_code: int | None
-    """None where the run had to be killed."""
+    """None if the run was killed."""
     steps_done: int
     loss_last: float | None
     seconds: float
     log: str
-    """Name of the file with what it printed."""
+    """File name of its output."""
 
     @property
     def is_ok(self) -> bool:
-        """Whether the fault did not show."""
+        """Whether the fault did not occur."""
         return not self.fault
 
 
 def config_of(trial: Trial, toggle: Toggle) -> Config:
-    """The settings of a run; every step is logged, so that what happens there happens often."""
+    """The config of a trial; every step is logged, so that faults in logging show up."""
     fixed = ("train.log_every=1",)
     return load_config(trial.config_path, [*trial.overrides, *fixed, *toggle.overrides])
 
 
 def run_trial(trial: Trial, toggle: Toggle, name: str) -> Outcome:
-    """Run the trainer with a toggle; what it prints is in <folder>/<name>.log."""
+    """Run the trainer with a toggle; its output goes to <folder>/<name>.log."""
     out, log = trial.folder / name, trial.folder / f"{name}.log"
     try:
         config = config_of(trial, toggle)
-    except ConfigError as error:  # of the toggle: without it, the config has been read before
+    except ConfigError as error:  # caused by the toggle: the baseline config was valid
         write_text(log, f"{error}\n")
         return _judge(trial, toggle, name, BAD_INPUT, 0.0, out, log)
     out.mkdir(parents=True, exist_ok=True)
     config_file = write_config(out, config, trial.config_path)
+    # Out of the run folder: with --resume none the trainer moves the files it finds there.
     config_file = config_file.rename(trial.folder / f"{name}.yaml")
     command = _command(trial, toggle, config_file, out)
     start = time.perf_counter()
@@ -260,7 +265,7 @@ def run_trial(trial: Trial, toggle: Toggle, name: str) -> Outcome:
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # so that its ranks can be ended with it
+            start_new_session=True,  # own process group, so that its ranks can be killed with it
         )
         try:
             code: int | None = process.wait(trial.timeout_s)
@@ -292,13 +297,14 @@ def _judge(
     log: Path,
 ) -> Outcome:
     steps_done, loss = 0, None
-    with suppress(OSError, ValueError, TypeError):  # it may end before it writes any: 0 steps
+    with suppress(OSError, ValueError, TypeError):  # no metrics.json yet: 0 steps done
         metrics = read_metrics(out)
         steps_done, loss = metrics.step, metrics.loss_last
     if code is None:
         kind, fault = "timeout", f"no end within {trial.timeout_s:g} s, at step {steps_done}"
     elif code != 0:
         kind, fault = f"exit {code}", f"exit code {code}: {_last_line(log)}"
+    # Exit code 0 is not enough: a run may stop early or log no loss.
     elif steps_done < trial.steps or loss is None:
         kind, fault = "stopped", f"ended after {steps_done} of {trial.steps} steps"
     else:
@@ -318,23 +324,23 @@ def _judge(
 
 
 def _end(process: subprocess.Popen[bytes], out: Path) -> None:
-    """End what is left of a run: a stack dump first, then SIGTERM, then SIGKILL, to its session."""
+    """Stop the whole process group: stack dump, then SIGTERM, then SIGKILL."""
     if process.poll() is None:
         _dump(process, out)
         os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):  # SIGKILL is next
+        with suppress(subprocess.TimeoutExpired):  # still alive: SIGKILL below
             process.wait(END_S)
-    with suppress(ProcessLookupError):  # nothing is left, as it should be
+    with suppress(ProcessLookupError):  # the normal case: the group is already empty
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _dump(process: subprocess.Popen[bytes], out: Path) -> None:
-    """Ask the rank that the heartbeat names for its stacks, if it is one of this session."""
+    """Send SIGUSR1 to rank 0 for a stack dump, if its pid belongs to this session."""
     beat = last_beat(out / "heartbeat_rank0.jsonl") if out.is_dir() else None
     if beat is None or beat.pid is None:
         return
-    with suppress(ProcessLookupError):  # it has just ended
+    with suppress(ProcessLookupError):  # it ended meanwhile
         if os.getsid(beat.pid) == process.pid:
             os.kill(beat.pid, signal.SIGUSR1)
             time.sleep(DUMP_S)

@@ -1,1 +1,1 @@
-"""`nsa watch`: rules about a running run, and what is done when one fires."""
+"""`nsa watch`: rules that raise alarms about a run, and the actions they trigger."""

@@ -1,7 +1,7 @@
-"""All rules of the watchdog: each looks at a run as it is now, and gives the alarms that it sees.
+"""The rules of the watchdog: pure functions from a `Run` and its limits to alarms.
 
-A rule is a function of the records and the limits alone. It says nothing about what was not
-recorded: a run without statistics has no gate alarm, and none that is healthy either.
+A rule stays silent about anything that was not recorded: without gate statistics there is no gate
+alarm, which does not mean that the gates are healthy.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from nsa.records import TRAINING, Beat
 from nsa.records.alarms import Alarm
 from nsa.records.heartbeat import BOOT, NON_FINITE
 
-# The rules about the loss: a rise that stays, and progress that ends.
+# --- loss: spikes and plateaus ---
 
 MAD_TO_DEVIATION = 1.4826
-"""The median distance from the median, times this, is the standard deviation of normal noise."""
+"""Standard deviation of normal noise = this times the median absolute deviation."""
 MEDIAN_ERROR = 1.2533
-"""The standard error of a median is that of a mean times this, for normal noise."""
+"""For normal noise, standard error of the median = this times standard error of the mean."""
 
 
 def loss_spike(run: Run, limits: Limits) -> list[Alarm]:
-    """Several logged losses in a row far above those before; one alone is left to the trainer."""
+    """Several consecutive losses far above the running median; a single one the trainer handles."""
     points = _finite(run)
     usual, last = points[: -limits.spike_n], points[-limits.spike_n :]
     usual = usual[-limits.spike_usual_n :]
     if len(usual) < limits.spike_usual_n // 2:
         return []
     middle = median(loss for _, loss in usual)
+    # Robust spread: one earlier spike must not widen the limit.
     scatter = MAD_TO_DEVIATION * median(abs(loss - middle) for _, loss in usual)
     limit = middle + max(limits.spike_deviations * scatter, limits.spike_rise)
-    # Where the loss falls fast, as in the first steps, half of the usual ones are above it.
+    # While the loss falls fast, as in the first steps, half of the window lies above its median.
     limit = max(limit, max(loss for _, loss in usual))
     if any(loss <= limit for _, loss in last):
         return []
@@ -56,7 +57,7 @@ def loss_spike(run: Run, limits: Limits) -> list[Alarm]:
 
 
 def loss_plateau(run: Run, limits: Limits) -> list[Alarm]:
-    """A loss that over many steps does not fall any more."""
+    """The loss has stopped falling over many steps."""
     window, span = plateau_window(run, limits)
     if not window:
         return []
@@ -66,6 +67,7 @@ def loss_plateau(run: Run, limits: Limits) -> list[Alarm]:
     noise = max(_error(half) for half in halves)
     if before - after >= limits.plateau_gain - noise:
         return []
+    # Compare two half-window medians; noise alone may move each by about one standard error.
     return [
         Alarm(
             type="loss_plateau",
@@ -81,7 +83,7 @@ def loss_plateau(run: Run, limits: Limits) -> list[Alarm]:
 
 
 def plateau_window(run: Run, limits: Limits) -> tuple[list[tuple[int, float]], int]:
-    """The losses that must show progress, and the steps they span; none where it is too early."""
+    """The losses that must show progress, and the steps they span; empty while too early."""
     points = _finite(run)
     step = points[-1][0] if points else 0
     span = max(limits.plateau_steps, int(limits.plateau_share * step))
@@ -91,7 +93,7 @@ def plateau_window(run: Run, limits: Limits) -> tuple[list[tuple[int, float]], i
 
 
 def _error(losses: list[float]) -> float:
-    """How far noise alone may move their median, as one standard error."""
+    """Standard error of the median of these losses."""
     middle = median(losses)
     scatter = MAD_TO_DEVIATION * median(abs(loss - middle) for loss in losses)
     return MEDIAN_ERROR * scatter / math.sqrt(len(losses))
@@ -105,13 +107,13 @@ def _source(run: Run) -> str:
     return TRAINING if run.rows else run.heartbeat
 
 
-# The rules about the model: its gates and its gradient.
+# --- model: gates and gradients ---
 
 
 def gate_collapse(run: Run, limits: Limits) -> list[Alarm]:
-    """Several logged lines in a row in which the gates all but chose one branch."""
+    """The gates chose almost only one branch in several consecutive logged steps."""
     if run.env is not None and run.env.env.get("NSA_FORCE_BRANCH"):
-        return []  # they were told to
+        return []  # NSA_FORCE_BRANCH makes one-branch gates the expected state
     lines = run.progress[-limits.gate_n :]
     if len(lines) < limits.gate_n or not all(_collapsed(beat, limits) for beat in lines):
         return []
@@ -141,7 +143,7 @@ def _collapsed(beat: Beat, limits: Limits) -> bool:
 
 
 def zero_grad(run: Run, limits: Limits) -> list[Alarm]:
-    """A gradient that is zero: nothing is learned."""
+    """The gradient norm is zero: nothing is learned."""
     lines = run.progress[-limits.zero_grad_n :]
     norms = [number(beat, "grad_norm") for beat in lines]
     if len(lines) < limits.zero_grad_n or any(n is None or n > limits.zero_grad for n in norms):
@@ -161,10 +163,11 @@ def zero_grad(run: Run, limits: Limits) -> list[Alarm]:
 
 
 def nan_loss(run: Run, limits: Limits) -> list[Alarm]:
-    """A loss that is not finite; or a gradient, more often than loss scaling would explain."""
+    """A non-finite loss; or more non-finite gradients in a row than fp16 loss scaling explains."""
     lines = run.progress
     if not lines:
         return []
+    # fp16 loss scaling skips single steps with non-finite gradients on purpose.
     lost = [_lost(beat) for beat in lines[-limits.bad_grad_n :]]
     grads = len(lost) == limits.bad_grad_n and all("grad_norm" in names for names in lost)
     if "loss" not in lost[-1] and not grads:
@@ -185,18 +188,18 @@ def nan_loss(run: Run, limits: Limits) -> list[Alarm]:
 
 
 def _lost(beat: Beat) -> dict[str, Any]:
-    """What of a line was not finite, by name."""
+    """Non-finite values of a logged step, by field name."""
     names = beat.extra.get(NON_FINITE)
     return names if isinstance(names, dict) else {}
 
 
-# The rules about what a run uses: memory, the kernels that were asked for, the disk.
+# --- resources: memory, kernels, disk ---
 
 GIB = 1 << 30
 
 
 def memory_creep(run: Run, limits: Limits) -> list[Alarm]:
-    """Memory that rises from each third of the last lines to the next."""
+    """Memory that rises from each third of the recent logged steps to the next."""
     lines = run.progress[START_LINES:][-limits.creep_lines :]
     if len(lines) < limits.creep_lines:
         return []
@@ -204,6 +207,7 @@ def memory_creep(run: Run, limits: Limits) -> list[Alarm]:
     values = [value for beat in lines if (value := number(beat, name)) is not None]
     if len(values) < limits.creep_lines:
         return []
+    # Medians of thirds: a single peak, e.g. an evaluation, is not a trend.
     third = len(values) // 3
     first, middle, last = (median(values[i * third : (i + 1) * third]) for i in range(3))
     limit = max(limits.creep_mib, limits.creep_share * first)
@@ -223,7 +227,7 @@ def memory_creep(run: Run, limits: Limits) -> list[Alarm]:
 
 
 def fallbacks_rising(run: Run, limits: Limits) -> list[Alarm]:
-    """Fallback counters that go up with every line: something never runs as it was asked for."""
+    """Fallback counters that rise with every logged step: a requested kernel never runs."""
     lines = run.progress[-limits.fallbacks_n - 1 :]
     counts = [number(beat, "fb_total_fallbacks") for beat in lines]
     if len(counts) <= limits.fallbacks_n or None in counts:
@@ -247,7 +251,7 @@ def fallbacks_rising(run: Run, limits: Limits) -> list[Alarm]:
 
 
 def disk_full(run: Run, limits: Limits) -> list[Alarm]:
-    """Too little room for the next checkpoints."""
+    """Too little free disk space for the next checkpoints."""
     if run.free_bytes is None:
         return []
     newest = run.checkpoints[-1].num_bytes if run.checkpoints else 0
@@ -268,11 +272,11 @@ def disk_full(run: Run, limits: Limits) -> list[Alarm]:
     ]
 
 
-# The rules about time: a rank that is silent, and a run that crawls.
+# --- time: silent ranks and slow runs ---
 
 
 def heartbeat_stall(run: Run, limits: Limits) -> list[Alarm]:
-    """A rank that is silent for much longer than its steps take, or whose process is gone."""
+    """A rank silent for much longer than its steps take, or whose process is gone."""
     found = []
     for rank in run.ranks:
         last, age_s = rank.last, rank.age_s(run.now)
@@ -303,10 +307,11 @@ def heartbeat_stall(run: Run, limits: Limits) -> list[Alarm]:
 
 
 def allowed_silence(run: Run, rank: Rank, limits: Limits) -> tuple[float, str]:
-    """Seconds that a rank may be silent, and where they come from."""
+    """Seconds that a rank may be silent, and the reason for this limit."""
     lines, gaps = rank.since_boot, rank.gaps
     is_start = bool(lines) and lines[0].msg == BOOT and not gaps
     steps = run.metrics.steps if run.metrics else None
+    # The first step compiles kernels and the last one saves the model: both are much longer.
     if is_start or (rank.last is not None and rank.last.step == steps):
         return max(limits.first_step_s, limits.stall_s), "while it starts or finishes"
     if rank.last is not None and rank.last.is_pause:
@@ -323,7 +328,7 @@ def allowed_silence(run: Run, rank: Rank, limits: Limits) -> tuple[float, str]:
 
 
 def throughput_flatline(run: Run, limits: Limits) -> list[Alarm]:
-    """Several logged lines in a row, over a minute at least, at a fraction of the usual speed."""
+    """Several consecutive logged steps, over a minimum time, at a fraction of the usual speed."""
     lines = [
         (beat, speed)
         for beat in run.progress[START_LINES:]
@@ -353,7 +358,7 @@ def throughput_flatline(run: Run, limits: Limits) -> list[Alarm]:
     ]
 
 
-# All rules, in the order in which they are asked.
+# --- all rules, in evaluation order ---
 
 Rule = Callable[[Run, Limits], list[Alarm]]
 RULES: tuple[Rule, ...] = (
@@ -371,7 +376,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def judge(run: Run, limits: Limits) -> list[Alarm]:
-    """Every alarm that rings now; a run that has ended has none."""
+    """All active alarms; none for a run that has ended."""
     if run.ended or run.status == "absent":
         return []
     return [alarm for rule in RULES for alarm in rule(run, limits)]

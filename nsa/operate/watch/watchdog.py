@@ -1,4 +1,4 @@
-"""`nsa watch`: judge a run folder again and again, from outside, and act on what is found."""
+"""`nsa watch`: poll a run folder from outside, log alarms, escalate, and post to a webhook."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ from nsa.records.alarms import Alarm, append_alarm, as_line, note_watch, write_g
 from nsa.records.sentinels import write_anomaly, write_halt
 
 HEALTHY, ALARM, NOTHING = 0, 1, 3
-"""Exit codes: no alarm rang; one did; there was nothing to judge. 2 is bad input, as everywhere."""
+"""Exit codes: no alarm; at least one alarm; nothing to judge. 2 is bad input, as everywhere."""
+
+
+# --- the polling loop ---
 
 
 class Judgement(NamedTuple):
-    """One look at a run."""
+    """The result of one poll."""
 
     run: Run
     alarms: list[Alarm]
-    """What rings now."""
+    """Active alarms."""
     new: list[Alarm]
-    """What was written to alarms.jsonl."""
+    """Lines appended to alarms.jsonl by this poll."""
 
     @property
     def code(self) -> int:
-        """As an exit code."""
+        """The exit code for this poll."""
         if self.alarms:
             return ALARM
         was_seen = self.run.ended or any(rank.last for rank in self.run.ranks)
@@ -49,7 +52,7 @@ class Judgement(NamedTuple):
 
 
 class Watch:
-    """Watches one run folder; it keeps what it has done between two looks."""
+    """Watches one run folder; keeps the escalation state between polls."""
 
     def __init__(
         self,
@@ -61,15 +64,16 @@ class Watch:
         say: Callable[[str], None] = print,
         adapt: Callable[[Limits], Limits] = lambda limits: limits,
     ) -> None:
-        """`adapt` changes the limits of the run's device."""
+        """`adapt` maps the limits of the run's device to the limits to use."""
         self.folder = folder
         self._ladder = Ladder(halt=halt, kill=kill)
         self._webhook, self._say, self._adapt = webhook, say, adapt
         self._said: tuple[str, ...] = ()
 
     def look(self, now: float | None = None) -> Judgement:
-        """Judge the folder as it is, write down what is new, and do what is due."""
+        """Poll once: judge the folder, append new alarms, escalate where due."""
         run = read_run(self.folder, now=now)
+        # An empty alarms.jsonl tells `nsa report` that the run was watched.
         if run.status != "absent" and not run.ended:
             note_watch(self.folder)
         limits = self._adapt(limits_for(run.metrics.device if run.metrics else None))
@@ -86,7 +90,7 @@ class Watch:
         return Judgement(run, alarms, new)
 
     def _say_changes(self, run: Run, alarms: list[Alarm]) -> None:
-        """The state in a line, and what cannot be read; only when it is not as it was."""
+        """Log the state and unreadable files, only when they changed since the last poll."""
         state = (run.status, *(alarm.type for alarm in alarms), *run.problems)
         if state == self._said:
             return
@@ -97,14 +101,14 @@ class Watch:
 
 
 def describe_alarm(alarm: Alarm) -> str:
-    """An alarm in a line."""
+    """One log line for an alarm."""
     step = "" if alarm.step is None else f" at step {alarm.step}"
     advice = f"; {alarm.advice}" if alarm.advice and alarm.action == "note" else ""
     return f"{alarm.action.upper()} {alarm.type}{step}: {alarm.text}{advice}"
 
 
 def describe_run(run: Run, num_alarms: int) -> str:
-    """The state of a run in a line."""
+    """One log line for the state of a run."""
     if run.status == "absent":
         return f"{run.folder}: no files of a run in it yet"
     parts = [f"{run.folder}: {run.standing}"]
@@ -119,7 +123,7 @@ def describe_run(run: Run, num_alarms: int) -> str:
 
 
 def watch(folder: Path, args: argparse.Namespace) -> int:
-    """Watch as the flags say; the exit code is that of the last judgement, or that any rang."""
+    """Poll until told to stop; the exit code is ALARM if any poll raised one."""
     check_environment()
     interval_s = read("NSA_WATCH_INTERVAL_S") if args.interval is None else args.interval
     if not 0 < interval_s < float("inf"):
@@ -148,7 +152,7 @@ def watch(folder: Path, args: argparse.Namespace) -> int:
 
 
 def with_environment(limits: Limits) -> Limits:
-    """The limits with what the environment sets."""
+    """Apply the overrides from NSA_WATCH_* variables."""
     chosen = {
         "stall_s": read("NSA_WATCH_HEARTBEAT_STALL_S"),
         "flatline_n": read("NSA_WATCH_FLATLINE_N"),
@@ -161,28 +165,27 @@ def _say(text: str) -> None:
     print(printable(text), flush=True)
 
 
-# What is done about alarms, step by step: note, .HALT, SIGUSR1, SIGTERM, SIGKILL.
-#
-# Every alarm is noted once, when it begins. An alarm of limits.HALTING then climbs: each step comes
-# only when the one before has had its time and the alarm still rings. Signals go only to processes
-# that are this run (process.py).
+# --- escalation: note, .HALT, SIGUSR1, SIGTERM, SIGKILL ---
+# Every alarm is noted once, when it starts. An alarm in limits.HALTING then escalates: the next
+# step is taken only after the previous one had its waiting time and the alarm is still active.
+# Signals are sent only to processes verified to be this run (process.py).
 
 SIGNALS = {"dump": signal.SIGUSR1, "term": signal.SIGTERM, "kill": signal.SIGKILL}
 STEPS = ("note", "halt", *SIGNALS)
-NOWHERE = -1
+IDLE = -1
 
 
 class Ladder:
-    """Remembers which alarms ring, and how far it has gone because of them."""
+    """Tracks which alarms are active and how far the escalation has gone."""
 
     def __init__(self, *, halt: bool = True, kill: bool = False) -> None:
-        """`halt`: it may write .HALT. `kill`: after that it may also send signals."""
+        """`halt` allows writing .HALT; `kill` also allows signals after it."""
         self._top = STEPS.index("kill" if halt and kill else "halt" if halt else "note")
         self._ringing: dict[tuple[str, int | None], Alarm] = {}
-        self._step, self._since = NOWHERE, 0.0  # where it stands on STEPS, and since when
+        self._step, self._since = IDLE, 0.0  # index into STEPS, and Unix time when reached
 
     def climb(self, run: Run, alarms: Sequence[Alarm], limits: Limits) -> list[Alarm]:
-        """Do what is due; return what is new, in order, each with what was done."""
+        """Take the actions that are due; return cleared, new and escalated alarms, in order."""
         now = {alarm.key: alarm for alarm in alarms}
         over = [alarm for key, alarm in self._ringing.items() if key not in now]
         new = [alarm for key, alarm in now.items() if key not in self._ringing]
@@ -194,10 +197,10 @@ class Ladder:
 
     def _escalate(self, run: Run, alarms: Sequence[Alarm], limits: Limits) -> list[Alarm]:
         cause = next((alarm for alarm in alarms if alarm.type in HALTING), None)
-        if cause is None or all(rank.gone for rank in run.ranks):  # nobody is there to be stopped
-            self._step = NOWHERE
+        if cause is None or all(rank.gone for rank in run.ranks):  # no process left to stop
+            self._step = IDLE
             return []
-        if self._step == NOWHERE:
+        if self._step == IDLE:
             self._step, self._since = STEPS.index("note"), run.now
         done = []
         while self._step < self._top and run.now - self._since >= self._wait_s(run, limits):
@@ -207,7 +210,7 @@ class Ladder:
         return done
 
     def _wait_s(self, run: Run, limits: Limits) -> float:
-        """Seconds from where it stands to the next step; a step of the run must fit in."""
+        """Seconds before the next step; at least two training steps, so that .HALT is seen."""
         following = STEPS[self._step + 1]
         wait_s: float = getattr(limits, f"{following}_after_s")
         return wait_s if following == "halt" else max(wait_s, 2 * run.usual_gap_s)
@@ -216,6 +219,7 @@ class Ladder:
         if step == "halt":
             if run.halt is not None:
                 return f".HALT was there already: {run.halt.text or 'empty'}"
+            # .anomaly_type first: the trainer may stop as soon as it sees .HALT.
             wrote = write_anomaly(run.folder, cause.type) and write_halt(run.folder, cause.type)
             return "wrote .anomaly_type and .HALT" if wrote else ".HALT could not be written"
         return "; ".join(_signal(rank, step, run) for rank in run.ranks)
@@ -235,34 +239,34 @@ def _cleared(alarm: Alarm) -> Alarm:
     return dataclasses.replace(alarm, action="clear", text=f"{alarm.type} is over")
 
 
-# Alarms to a web address: one POST of JSON each, from a thread that nobody waits for.
+# --- webhook: one JSON POST per alarm, from a background thread ---
 
 TIMEOUT_S = 5.0
-WAITING = 100
-"""Alarms that may wait for a slow address; more are dropped, and that is said."""
+QUEUE_SIZE = 100
+"""Queue size for a slow endpoint; further alarms are dropped with a log line."""
 
 
 class Webhook:
-    """Sends alarms in their order; an address that does not answer costs them, nothing else."""
+    """Posts alarms in order; a dead endpoint loses alarms but never blocks the watchdog."""
 
     def __init__(self, url: str, say: Callable[[str], None], timeout_s: float = TIMEOUT_S) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(f"--webhook {url!r} is no address; give one of http:// or https://")
         self._url, self._say, self._timeout_s = url, say, timeout_s
-        self._queue: queue.Queue[bytes | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(QUEUE_SIZE)
         self._thread = threading.Thread(target=self._work, name="nsa-webhook", daemon=True)
         self._thread.start()
 
     def post(self, folder: Path, alarm: Alarm) -> None:
-        """Hand an alarm over, and return at once."""
+        """Queue an alarm and return immediately."""
         content = {"folder": str(folder), "hostname": platform.node(), **as_line(alarm)}
         try:
             self._queue.put_nowait(json.dumps(content).encode())
         except queue.Full:
-            self._say(f"webhook: {WAITING} alarms wait already; {alarm.type} was not sent")
+            self._say(f"webhook: {QUEUE_SIZE} alarms wait already; {alarm.type} was not sent")
 
     def close(self) -> None:
-        """Give what waits a last moment."""
+        """Wait for queued alarms, at most about one request timeout."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
