@@ -72,9 +72,11 @@ def _sample(trainer: Trainer, model: TinyLM, sampler: Sampler) -> list[Path]:
 
 def summarize(metrics: Metrics, files: Sequence[Path]) -> str:
     """The last lines of a run: what it reached, in which time, and where to look."""
+    # Resumed at its last step, a run has trained nothing itself and measured no rate.
+    rate = "" if metrics.toks_per_s is None else f" ({metrics.toks_per_s:.0f} toks/s)"
     lines = [
-        f"[done] {metrics.step} steps in {clock(metrics.train_s)} of training "
-        f"({metrics.toks_per_s:.0f} toks/s) and {clock(metrics.eval_and_save_s)} of evaluation",
+        f"[done] {metrics.step} steps in {clock(metrics.train_s)} of training{rate} and "
+        f"{clock(metrics.eval_and_save_s)} of evaluation",
         f"[done] training loss {metrics.loss_first:.4f} -> {metrics.loss_last:.4f} nats per token",
     ]
     if metrics.val_loss is not None:
