@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from nsa.operate.report.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKN
 from nsa.ops import nsa_attention
 from nsa.records import sentinels
 from nsa.tests.conftest import REPOSITORY, TINY
+from nsa.train import run
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.runtime import Runtime, resolve_runtime
 
@@ -444,3 +446,14 @@ def test_every_check_is_on_the_page() -> None:
     for name in (*CHEAP, *LARGE, *REHEARSED):
         assert f"| {name} |" in page
     assert UNKNOWN in page
+
+
+def test_a_run_for_ranks_is_rehearsed_in_one_process(
+    tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    """runtime.strategy=fsdp is refused without ranks; the rehearsal has one process."""
+    asked = tiny_config("runtime.strategy=fsdp")
+    rehearsed = run_checks.rehearsal_config(asked, tmp_path)
+    assert (asked.runtime.strategy, rehearsed.runtime.strategy) == ("fsdp", "auto")
+    result = run(rehearsed, config_path="tiny", out=io.StringIO(), stop_after=1, ddp=0)
+    assert result.metrics.status == "finished"

@@ -312,6 +312,21 @@ def test_a_checkpoint_that_changed_and_a_copy_that_is_gone_fail(trained: Path) -
     assert found["backup"].verdict == FAIL
 
 
+def test_a_checkpoint_in_parts_is_judged_like_a_file(trained: Path) -> None:
+    """FSDP writes folders; a damaged part is found."""
+    file = trained / "checkpoint_step3.pt"
+    parts = trained / "checkpoint_step3"
+    assert main(["checkpoint", "convert", str(file), str(parts)]) == 0
+    for path in trained.glob("checkpoint_step*.*"):
+        path.unlink()
+    assert rows(judge(trained, "checkpoint"))["checkpoint loads"].verdict == PASS
+    part = max(parts.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    assert rows(judge(trained, "checkpoint"))["checkpoint loads"].verdict == FAIL
+
+
 def test_a_model_file_that_is_none_fails_and_runs_nothing_of_it(trained: Path) -> None:
     evil = b"cos\nsystem\n(S'touch " + str(trained / "owned").encode() + b"'\ntR."
     (trained / "model.pt").write_bytes(evil)

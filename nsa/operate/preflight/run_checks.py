@@ -180,7 +180,9 @@ def rehearsal_config(config: Config, folder: Path) -> Config:
         hub_revision="",
         respect_documents=False,
     )
-    return dataclasses.replace(config, train=train, data=data)
+    # It runs in one process, where a strategy for ranks is refused; `all_reduce` checks those.
+    runtime = dataclasses.replace(config.runtime, strategy="auto")
+    return dataclasses.replace(config, train=train, data=data, runtime=runtime)
 
 
 def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:

@@ -20,6 +20,7 @@ from nsa.records.heartbeat import BEAT, LOADER_ERROR, LOADER_READY, PROGRESS, ST
 from nsa.records.metrics import NAME as METRICS
 from nsa.records.sentinels import ANOMALY
 from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint import find
 from nsa.train.errors import LONG_STEPS
 
 # --- start: data, config, precision ---
@@ -354,8 +355,11 @@ def loads(e: Evidence, limits: Limits) -> Row:
             evidence=first_line(error),
             advice="use an older one; `nsa checkpoint verify RUN_FOLDER` looks at all",
         )
-    value = f"{count / 1e6:.1f}M parameters, {size(path.stat().st_size)}"
-    evidence = f"{path.name}, {checkpoint_file.manifest_path(path).name}"
+    step = find.step_of(path)
+    num_bytes = next((one.num_bytes for one in e.run.checkpoints if one.step == step), 0)
+    value = f"{count / 1e6:.1f}M parameters, {size(num_bytes)}"
+    manifest = "its manifest" if path.is_dir() else checkpoint_file.manifest_path(path).name
+    evidence = f"{path.name}, {manifest}"
     return judged("checkpoint loads", True, value, limit=limit, evidence=evidence)
 
 
@@ -395,7 +399,7 @@ def backed_up(e: Evidence, limits: Limits) -> Row:
     copy = Path(folder) / newest.name
     try:
         # Bytes and sha256 of the copy; its presence alone proves nothing.
-        checkpoint_file.verify(copy)
+        find.verify(copy)
     except (OSError, ValueError) as error:
         advice = "look for [checkpoint] lines in the log; `nsa checkpoint backup` copies it"
         evidence = str(error)
@@ -440,17 +444,17 @@ def long_enough(e: Evidence, limits: Limits) -> Row:
 
 
 def _newest(e: Evidence) -> Path | None:
-    """The newest complete checkpoint: one in flight has no manifest yet."""
-    for found in reversed(e.run.checkpoints):
-        path = e.run.folder / checkpoint_file.NAME.format(step=found.step)
-        if checkpoint_file.manifest_path(path).exists():
+    """The newest checkpoint, file or folder, that has a manifest: one in flight has none yet."""
+    for path in find.paths_of(e.run.folder):
+        is_folder = path.is_dir()
+        if find.is_complete(path) if is_folder else checkpoint_file.manifest_path(path).exists():
             return path
     return None
 
 
 def _count_parameters(path: Path) -> int:
     """Build the model from a file; raises one of UNLOADABLE if that fails."""
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path} does not exist")
     from nsa.train.checkpoint.model_file import (
         load_model,  # importing torch takes seconds, so only when there is a file
