@@ -150,6 +150,7 @@ def write_gate_details(folder: Path, beat: Beat) -> Path:
         layers = beat.layers()
     except (AttributeError, TypeError, ValueError):  # a line that this program did not write
         layers = []
+    # Missing fields become null: a partial record is better than none.
     content |= {name: beat.extra.get(name) for name in FIELDS} | {"layers": layers}
     path = folder / GATE_DETAILS_NAME
     with best_effort(path):

@@ -163,6 +163,7 @@ def hide_arguments(argv: Sequence[str]) -> list[str]:
     hide_next = False
     for argument in argv:
         name, equals, _ = argument.partition("=")
+        # Split at everything but letters: --api-key and api_key both contain the word KEY.
         is_secret = bool({*re.split(r"[^A-Z]+", name.upper())} & {*SECRETS})
         if hide_next and not argument.startswith("-"):
             shown.append(HIDDEN)

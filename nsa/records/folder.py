@@ -82,6 +82,7 @@ def open_folder(path: Path, *, resumed: bool = False) -> Folder:
     """Create the folder; unless `resumed`, move an earlier run's files to previous/<time>/."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # mkdir succeeds on an existing folder that is not writable, so write a probe.
         write_text(path / PROBE, "")
         (path / PROBE).unlink()
     except OSError as error:
@@ -252,6 +253,7 @@ def take_lock(
     since, said = time.monotonic(), False
     while (lock := _try_lock(folder / name, say)) is None:
         holder = read_holder(folder, name)
+        # A .HALT in the folder also means that the holder will stop soon.
         ending = waits or read_halt(folder) is not None or (holder is not None and holder.is_ending)
         if time.monotonic() - since > (max(patience_s, GRACE_S) if ending else GRACE_S):
             raise FolderHeld(folder, holder)

@@ -90,6 +90,7 @@ def write_report(folder: Path, ranks: Sequence[RankState], *, by: int, why: str)
         "ranks": [dataclasses.asdict(state) for state in ranks],
     }
     stem = f"hang_report_{int(now)}"
+    # Several reports may fall into the same second.
     names = (f"{stem}.txt", *(f"{stem}_{number}.txt" for number in range(2, 1000)))
     path = next(folder / name for name in names if not (folder / name).exists())
     write_text(path, f"{sentence(ranks)}\n{json.dumps(strict(content), indent=1)}\n")

@@ -163,7 +163,7 @@ class Heartbeat:
         """The metrics of a logged update; unknown values are null.
 
         `attention` is AttentionStats.summary(), `layers` is AttentionStats.per_layer(), and
-        `fallbacks` is counter_files.fallback_counts().
+        `fallbacks` is tables.fallback_counts().
         """
         extra: dict[str, Any] = {
             "loss": loss,
@@ -352,6 +352,7 @@ def parse_beat(path: Path, line: Line) -> Beat:
 
 def _require_types(beat: Beat) -> None:
     for name, kind in (("ts", int | float), ("step", int), ("rank", int), ("schema", int)):
+        # json.loads accepts NaN and Infinity; `not abs(x) < 1e12` catches both.
         if not isinstance(getattr(beat, name), kind) or not abs(getattr(beat, name)) < 1e12:
             raise ValueError(f"{name}={getattr(beat, name)!r:.40} is no such number")
     if not isinstance(beat.pid, int | None) or not isinstance(beat.msg, str):

@@ -95,6 +95,7 @@ def read_run_info(path: Path) -> RunInfo:
                 f"{path}: {line[:80]!r} is no line of a run.info of version {VERSION}; the file is "
                 "damaged, or of another program"
             )
+        # A list field has one line per item.
         if kinds[name] == list[str]:
             found.setdefault(name, []).append(value)
         else:
@@ -108,6 +109,7 @@ def _checked(found: dict[str, Any], path: Path) -> RunInfo:
             f"{path} has version {found.get('version')!r}; this program reads version {VERSION}; "
             "use the program that wrote it"
         )
+    # Fields without a default are required.
     needed = [
         item.name
         for item in dataclasses.fields(RunInfo)

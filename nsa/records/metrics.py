@@ -89,6 +89,7 @@ class Metrics:
 
 def write_metrics(folder: Path, metrics: Metrics) -> Path:
     """Replace metrics.json in the folder."""
+    # JSON has no NaN: json.dumps would raise.
     content = _finite(dataclasses.asdict(metrics))
     write_text(folder / NAME, json.dumps(content, indent=2, allow_nan=False) + "\n")
     return folder / NAME

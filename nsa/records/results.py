@@ -147,6 +147,7 @@ def draw_loss_curve(
 
 
 def _draw(axes: Axes, training: Sequence[TrainingRow], val: Sequence[ValRow], title: str) -> None:
+    # The raw loss in a light colour, its running median on top.
     steps, losses = [row.step for row in training], [row.loss for row in training]
     axes.plot(steps, losses, color="#9db8d9", linewidth=1, label="training, each logged step")
     axes.plot(steps, _smooth(losses), color="#1f4e8c", linewidth=2, label="training, smoothed")

@@ -70,8 +70,10 @@ def obeyed(out_dir: Path | str) -> Path | None:
     A `.HALT` that names an anomaly, as a watchdog writes it, stays: a person must look first.
     """
     folder = Path(out_dir)
+    # Written by a watchdog, not by the operator.
     if (halt := read_halt(folder)) is not None and halt.reason in ANOMALIES:
         return None
+    # Keep older .HALT.done files: they say why the run was stopped before.
     names = (DONE, *(f"{DONE}.{number}" for number in range(2, 10_000)))
     target = next(folder / name for name in names if not (folder / name).exists())
     try:

@@ -280,6 +280,7 @@ class Tracker:
     def _send(self, message: Mapping[str, Any]) -> None:
         self._waiting += json.dumps(message).encode() + b"\n"
         self._push()
+        # A tracker that stopped reading: drop it before the queue grows without bound.
         if len(self._waiting) > MOST_WAITING:
             self._drop(f"{len(self._waiting) >> 20} MiB wait for it")
 

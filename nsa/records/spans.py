@@ -84,6 +84,7 @@ class Spans:
         """Reset, and write to this run folder from now on; best effort, like all telemetry."""
         self.close()
         self._reset(least_s)
+        # The constant part of the JSON is formatted once per run.
         self._head = (
             f'{{"schema": {SCHEMA}, "rank": {rank}, "pid": {os.getpid()}, '
             f'"host": {json.dumps(platform.node()[:64])}, "started": {start_ticks()}, '
@@ -182,6 +183,7 @@ class span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Keep the first one: outer spans are left by the same exception.
         if kind is not None and self._waits and not here.broken:
             here.broken = self._name
         here.leave()
@@ -200,6 +202,7 @@ def read_span(folder: Path | str, rank: int) -> Place | None:
         place = Place(**json.loads(text))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+    # The file may hold anything: check the types before anybody computes with them.
     numbers = (place.rank, place.pid, place.started, place.count, place.step)
     whole = all(isinstance(number, int) and abs(number) < 1e18 for number in numbers)
     texts = isinstance(place.span, str) and isinstance(place.host, str)

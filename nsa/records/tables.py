@@ -65,6 +65,7 @@ class CsvLog(Generic[Row]):
         self.path = path
         if path is None:
             return
+        # Rows after the checkpoint are dropped: the resumed run writes them again.
         if resumed_at and is_regular(path):
             self.rows = [row for row in read_rows(kind, path) if row[0] <= resumed_at]
         self._head = ",".join(kind._fields) + "\n"
@@ -348,6 +349,7 @@ def read_selection(out_dir: Path | str) -> list[SelectionRecord]:
     kept: list[SelectionRecord] = []
     for line in complete_lines(path):
         record = parse_selection(line.text, f"{path}, {line.where}")
+        # After a resume or rollback the step number falls: drop the records from that step on.
         while kept and kept[-1].step >= record.step:
             kept.pop()
         kept.append(record)

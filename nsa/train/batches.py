@@ -81,6 +81,7 @@ def checking(data: Data, ranks: Strategy, say: Callable[[str], None]) -> Iterato
 
 def read_ahead(rows: Rows, cfg: Config, runtime: Runtime, ranks: Strategy) -> Loader:
     """A prefetching loader for the batches of this rank."""
+    # stride: consecutive batches of one rank are world_size batches apart.
     return Loader(
         rows,
         depth=max(1, read("NSA_FWE_Q")) if read("NSA_FWE_PREFETCH") else 0,
@@ -106,6 +107,7 @@ def fetch_first(
 
     `opened_s` is the time already spent on opening the source; it counts against the timeout.
     """
+    # Local sources deliver at once or raise; only a stream needs a timeout.
     if not cfg.data.dataset.startswith(STREAMED):
         return
     with failures(cfg, started=False, note=partial(vitals.heartbeat.loader_error, step=done)):

@@ -68,6 +68,7 @@ class HeldFolder:
             ) from None
         except OSError as error:
             lock = self.path / RUN
+            # Distinguish a bad lock file from a folder that cannot be created.
             if error.filename != str(lock) or not os.path.lexists(lock):
                 raise not_made(self.path, error) from None
             raise RunRefused(
@@ -132,6 +133,7 @@ class HeldFolder:
         assert self._lock is not None
         try:
             if not self._lock.is_there():
+                # No waiting: training must not stall, and a run that has the folder will keep it.
                 before, self._lock = self._lock, take_lock(self.path, say=self._say, patience_s=0)
                 before.release()
         except FolderHeld as held:

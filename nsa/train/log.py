@@ -284,6 +284,7 @@ class RunLog:
 
     def saw_input(self, step: int, shape: torch.Size) -> None:
         """Log the input shape of the first updates, so that a wrong shape is seen early."""
+        # Every rank logs its own shape: a mismatch between ranks would hang, not raise.
         if step < self._first_step + SHOWN_INPUTS:
             rank = f" | {self._ranks.name}" if self._ranks.name else ""
             self.progress.say_from_each(f"[debug] step {step}: input shape {shape}{rank}")
@@ -315,6 +316,7 @@ class RunLog:
         for _ in range(at_most):
             with span("the device", waits=True) if self._writes_late else nullcontext():
                 loss, norm, limit = self._waiting.popleft().wait()[0].tolist()
+            # metrics.step counts checked steps, not launched ones.
             self.metrics.step += 1
             self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
             if not math.isfinite(loss) or self._overflows > self._tolerated:
@@ -393,6 +395,7 @@ class RunLog:
 
     def _write_line(self, line: Line) -> None:
         now, metrics, stats = time.perf_counter(), self.metrics, line.stats
+        # Excludes evaluations and saves: `paused` moves `_since` forward.
         seconds, self._since = now - self._since, now
         metrics.train_s += seconds
         metrics.toks_per_s = metrics.tokens_per_step * line.step / metrics.train_s

@@ -265,6 +265,7 @@ def evaluate(
         on_device = batch.to(runtime.device)
         loss = next_token_loss(model, on_device, runtime, bounds=data.bounds(batch))
         if size:
+            # Weighted by rows: the last batch may be smaller.
             total += loss.double() * size
     model.train(was_training)
     loss_sum, all_bytes = ranks.total(total, num_bytes)

@@ -157,6 +157,7 @@ class Progress:
 
     def show(self, report: StepReport) -> None:
         """Show a logged step."""
+        # The bar refreshes itself in a terminal; elsewhere each step is a line.
         if self._console.is_terminal:
             self._bar.numbers = _Numbers(step_numbers(report))
             self._bar.update(self._task, description=f"eta {clock(report.eta_s)}")
@@ -200,6 +201,7 @@ class Steady(io.TextIOBase):
         """Redirect the descriptor to /dev/null, and stderr too if it is the same stream."""
         lost = os.fstat(self._out.fileno())
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        # dup2 keeps the descriptor number, so other holders of the stream stop failing too.
         for descriptor in {self._out.fileno(), 2}:
             if os.path.samestat(os.fstat(descriptor), lost):
                 os.dup2(nowhere, descriptor)

@@ -35,6 +35,7 @@ def prove_resume(cfg: Config, config_path: str, folder: Path, steps: int, stop_a
     for config in runs.values():
         if Path(config.train.out_dir).exists():
             raise ValueError(f"{config.train.out_dir} exists; name another --out-dir, or remove it")
+    # `whole`: one process. `parts`: one process up to stop_at, then a second one that resumes.
     for name, until in (("whole", steps), ("parts", stop_at), ("parts", steps)):
         _in_a_process(runs[name], config_path, until)
     proof = compare_runs(folder / "whole", folder / "parts", steps)
@@ -92,6 +93,7 @@ def compare_runs(whole: Path, parts: Path, steps: int) -> dict[str, Any]:
     same = losses["whole"] == losses["parts"] and hashes["whole"] == hashes["parts"]
     metrics = read_metrics(parts)
     return {
+        # Without a resume, `parts` would trivially be equal.
         "holds": same and complete and metrics.resumed_at is not None,
         "resumed_at": metrics.resumed_at,
         "device": metrics.device,

@@ -74,6 +74,7 @@ def resolve_runtime(
     """Choose the device, allow TF32 on it, and plan the attention for these head dims."""
     device = _device(config.device)
     if device.type == "cuda":
+        # TF32: faster fp32 products with a 10-bit mantissa.
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     dtype, backend = DTYPES[config.precision], config.attention_backend

@@ -100,6 +100,7 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count("handler", number)
+        # Only the handler raises: the exception must unwind the main thread.
         if self._num_asked == 2 and not self._leaving.is_set():
             self._leaving.set()
             raise KeyboardInterrupt
@@ -112,6 +113,7 @@ class Stop:
             if self._heard[by] <= known:  # the other one has reported this signal already
                 return
             now, name = time.monotonic(), signal.Signals(number).name
+            # Ctrl-C twice is always two requests.
             is_same = number == signal.SIGTERM and now - self._last_asked < AGAIN_S
             if self._num_asked and is_same:
                 return
@@ -125,6 +127,7 @@ class Stop:
             self._say(f"{name} received: {doing}, then a checkpoint; send it again to stop at once")
         elif self._num_asked == 2:
             self._say(f"{name} again: stopping at once; the last checkpoint stays")
+            # Inside a library call the handler cannot run: exit by a timer.
             leave = threading.Timer(LEAVE_S, self._leave, ["the step does not end"])
             leave.daemon = True
             leave.start()

@@ -102,6 +102,7 @@ class Trainer:
                 updated = self.update(step, lr, stats)
             if step == done + 1:  # the first update has created the optimizer state
                 self.ranks.on_first(self.write_sizes)
+                # Allocate pinned memory now: the first update is slow anyway.
                 if every_save and self.ranks.saves:
                     self.saver.memory.reserve(large_state(self))
             self.log.vitals.after_step(step)
@@ -110,6 +111,8 @@ class Trainer:
                 self.evaluate(step)
             if every_save and (step % every_save == 0 or self.held.unsaved):
                 self.save(step)
+            # Decided collectively: a rank that stopped alone would leave the others in a
+            # collective.
             if asked := self.ranks.asked(self.stop, last=step == steps):
                 self.halt(step, asked)
         self.log.settle()
@@ -141,6 +144,8 @@ class Trainer:
 
     def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
         """Run one optimizer update with the mean gradient over its micro-batches."""
+        # With several ranks, one small collective per update: did the data arrive, did anybody
+        # request a stop, is the folder still there.
         with self.ranks.fetching(self.stop, started=True, seen=self.held.look()):
             self.data.require_whole()
             batches = [self.fetch(position) for position in self.positions(step)]
@@ -207,6 +212,7 @@ class Trainer:
     def save_last(self, step: int) -> str:
         """Save unless the last step is saved already; return how to resume, as text."""
         self.held.settle(step)
+        # save_every divides step: saved already. save_every=0: never saved before.
         if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
             self.save(step)
         saved = self.saver.wait()
@@ -291,6 +297,7 @@ def _load_state(trainer: Trainer, content: Content) -> None:
     trainer.data.train.resume(content["data"]["source"])
     torch.set_rng_state(content["rng"]["cpu"])
     states = content["rng"]["cuda"]
+    # On another number of GPUs the states cannot be assigned and are ignored.
     if states and len(states) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states)
     metrics = trainer.log.metrics
@@ -350,6 +357,7 @@ def with_rollbacks(attempt: Callable[[Rollback | None], Result]) -> Result:
             return attempt(back)
         except LossSpike as spike:
             before, back = back, spike.back
+            # All ranks count alike, so all give up at the same rollback.
             num_same = num_same + 1 if before is not None and before.path == back.path else 1
             if num_same > MAX_ROLLBACKS:
                 gave_up = TrainError(

@@ -83,6 +83,7 @@ def write(folder: Path, content: Content) -> Path:
 
     path = folder / NAME.format(step=content["step"])
     with replacing(path) as temporary:
+        # Hash before the rename: if it fails, no file appears under the final name.
         torch.save({"version": VERSION, **content}, temporary)
         size, digest = temporary.stat().st_size, file_sha256(temporary)
     manifest = Manifest(path.name, content["step"], size, digest)
@@ -127,6 +128,7 @@ def _check_sums(file: IO[bytes]) -> None:
 def _why_unreadable(error: BaseException) -> str:
     """One line of our own: torch's message recommends weights_only=False for unsafe files."""
     text = str(error)
+    # torch names the class or function that it refused to load.
     if asked := re.search(r"(?:GLOBAL|class|function) ([\w.]+)", text):
         return f"it asks for {asked[1]}: more than tensors, and it could run a program when read"
     if isinstance(error, OSError) and error.strerror:
@@ -145,6 +147,7 @@ def check_content(content: Content, path: Path) -> Content:
         for key, kind in KEYS.items()
         if version == VERSION and not isinstance(content.get(key), kind)
     ]
+    # Check now: load_state_dict would fail later with a worse message.
     if version == VERSION and not missing:
         missing = [f"state_dict.{n}" for n, x in content["state_dict"].items() if not _is_tensor(x)]
     if version != VERSION or missing:
@@ -212,6 +215,7 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{beside} is not a manifest ({error}); use an older one") from None
+    # The manifest names its file, so that a manifest of another checkpoint is detected.
     if version != VERSION or fields.file != path.name:
         raise BadCheckpoint(
             f"{beside} is of version {version!r} for {fields.file!r}, not of version {VERSION} "

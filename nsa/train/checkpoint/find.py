@@ -101,6 +101,7 @@ def read(path: Path) -> Content:
 
 def back_up(path: Path, folder: Path) -> Path:
     """Copy a checkpoint and its manifest to another folder, and verify the copy."""
+    # Verify the source too: a damaged checkpoint must not replace a good backup.
     verify(path)
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / path.name

@@ -93,8 +93,10 @@ def fit(content: Content, cfg: Config, identity: Identity, world_size: int) -> F
     """Compare a checkpoint with a config and its identity."""
     stored: Identity = content["identity"]
     accumulate, notes = cfg.train.accumulate_grad_batches, []
+    # The file of train.init_from is gone: accept the hash in the checkpoint.
     if identity.get(INITIAL) == UNKNOWN and INITIAL in stored:
         identity = identity | {INITIAL: stored[INITIAL]}
+    # Allowed difference 1: another number of ranks.
     if stored.get(BATCH) != identity[BATCH]:
         kept = _rescaled(content, cfg.train, world_size)
         if kept is not None:
@@ -105,6 +107,7 @@ def fit(content: Content, cfg: Config, identity: Identity, world_size: int) -> F
             )
             accumulate, identity = kept, identity | {BATCH: stored[BATCH]}
     names = sorted(n for n in stored.keys() | identity.keys() if stored.get(n) != identity.get(n))
+    # Allowed difference 2: another schedule with the same rates so far.
     rates = [name for name in names if name in {f"train.{key}" for key in SCHEDULE}]
     if rates and _same_rates(content, cfg.train):
         notes.append(
@@ -137,6 +140,7 @@ def _rescaled(content: Content, train: TrainConfig, world_size: int) -> int | No
     """
     total, stored = int(content["identity"][BATCH]), content["cfg"]["train"]
     used = stored["batch_size"] * stored["accumulate_grad_batches"]
+    # Older checkpoints have no `batch`: derive it from their config.
     asked = content.get("batch", {"world_size": total // used, "rows_of_rank": used})
     if world_size == asked["world_size"] and rows_of_rank(train) != asked["rows_of_rank"]:
         return None

@@ -57,6 +57,7 @@ def load_model(path: Path) -> tuple[TinyLM, Config]:
     with torch.device("meta"), _SkipInit():
         model = TinyLM.from_config(cfg, vocab=_vocab(weights, path))
     _check_shapes(weights, model.state_dict(), path)
+    # assign: the tensors of the file become the parameters; nothing is copied.
     model.load_state_dict(weights, strict=True, assign=True)
     return model.float().requires_grad_().eval(), cfg
 

@@ -105,6 +105,7 @@ def find_start(asked: Asked, say: Say) -> Beginning:
         wanted = AUTO if wanted in (NONE, LATEST) else wanted
     if wanted == NONE:
         return Beginning(None, keeps=False)
+    # A named checkpoint needs no search of the folder, except after a restart.
     newest = None if wanted not in (AUTO, LATEST) and not asked.restarted else _newest(asked, say)
     if wanted not in (AUTO, LATEST):
         start = _named(Path(wanted), newest, asked)
@@ -209,6 +210,7 @@ def _read_previous(folder: Path, newest: Start | None) -> _PreviousRun:
 
 def _is_done(newest: Start, past: _PreviousRun, steps: int) -> bool:
     """Whether the previous run has already reached `steps`."""
+    # A finished run may have no checkpoint at its last step.
     reached = past.metrics.steps if past.metrics and past.is_finished else newest.content["step"]
     return max(reached, newest.content["step"]) >= steps
 
@@ -220,6 +222,7 @@ def _start_over(newest: Start | None, past: _PreviousRun, asked: Asked, say: Say
         _refuse_restart(newest, past, asked)
         return Beginning(None, keeps=True)
     if has_checkpoints:
+        # An unknown training time counts as long: do not move what may be valuable.
         short = past.train_s is not None and past.train_s < SHORT_S
         why = _why(newest, past, asked)
         if not past.is_finished and not short:
@@ -231,6 +234,7 @@ def _start_over(newest: Start | None, past: _PreviousRun, asked: Asked, say: Say
 def _refuse_restart(newest: Start | None, past: _PreviousRun, asked: Asked) -> None:
     """Raise if the folder holds another run, or this one finished: a restart moves no files."""
     if newest is None and not find.paths_of(asked.folder):
+        # No checkpoint yet: config.yaml says whose folder this is.
         theirs = _config_in(asked.folder)
         is_ours = theirs in (None, asked.cfg)
         why = "the files of another run"

@@ -155,6 +155,7 @@ def write(folder: Path, content: Content, group: dist.ProcessGroup | None = None
             checkpoint_folder.put_folder_in_place(temporary, path, content["step"], files)
 
     try:
+        # After each phase all ranks know whether it failed on one of them.
         temporary = path.with_name(_on_all_ranks(prepare, group)[0])  # the name that rank 0 chose
         prints = _on_all_ranks(write_parts, group)
         _on_all_ranks(name, group)
@@ -190,6 +191,7 @@ def fill(path: Path, content: Content, make: Callable[[Tensor], Tensor]) -> Cont
     filled = content | {key: map_tensors(content[key], place, key) for key in IN_PARTS}
     try:
         with _no_dist_warning():
+            # no_dist: each rank reads its shards on its own.
             load(dict(tensors), storage_reader=_Reader(path, metadata), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise BadCheckpoint(
@@ -229,6 +231,7 @@ def _split(content: Content) -> tuple[Content, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
 
     def take(name: str, x: Tensor) -> Tensor:
+        # Scalars, such as the step counts of AdamW, stay in state.pt.
         if x.ndim == 0:
             return x
         tensors[name] = x

@@ -39,6 +39,7 @@ class HostMemory:
         """
         copied = map_tensors(state, self._copy)
         if self._kept:
+            # The copies are asynchronous: they must finish before the caller reads them.
             torch.cuda.current_stream().synchronize()
         return copied
 
@@ -129,6 +130,7 @@ class Saver:
 
     def _write(self, content: Content) -> None:
         name = self._ranks.checkpoint_name.format(step=content["step"])
+        # True until the checkpoint is complete, whatever raises in between.
         self._failed = True
         try:
             # Under FSDP the write is collective: one rank must not leave before it.
@@ -158,6 +160,7 @@ class Saver:
     def _tidy(self, path: Path) -> None:
         """Remove the other form of the same step, and checkpoints beyond keep_last."""
         self.written.append(path)
+        # DDP writes files, FSDP folders: a step must not exist in both forms.
         replaced = [p for p in find.paths_of(self.folder) if p != path]
         for twin in (p for p in replaced if find.step_of(p) == find.step_of(path)):
             find.remove(twin)

@@ -25,6 +25,7 @@ def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[St
     """Yield the strategy of a run, and close it at the end; `ddp` is a value of --ddp."""
     world_size, strategy = read("WORLD_SIZE"), cfg.runtime.strategy
     launched = raw("RANK") is not None and raw("MASTER_ADDR") is not None
+    # Refuse contradictory settings before any rank waits for another.
     if strategy != "auto" and (ddp == OFF or not launched):
         why = "--ddp 0" if ddp == OFF else "RANK or MASTER_ADDR not set"
         raise ConfigError(
@@ -37,6 +38,7 @@ def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[St
             f"--ddp 0 with WORLD_SIZE={world_size}: {world_size} runs would write into one folder; "
             "start it without torchrun, or with --ddp -1 or 1"
         )
+    # A single rank under torchrun needs no group, unless --ddp 1 or the config asks for one.
     if ddp == OFF or (ddp == AUTO and strategy == "auto" and world_size <= 1):
         with Strategy() as alone:
             yield alone

@@ -29,7 +29,6 @@ from nsa.train.errors import RunRefused
 from nsa.train.runtime import Runtime
 
 if TYPE_CHECKING:
-    from nsa.train.runtime import Runtime
     from nsa.train.stop import Stop
 
 
@@ -203,6 +202,7 @@ def fingerprint_of_rank(
     """Settings, data, NSA_* variables, code and torch version of this process, as text by name."""
     groups = to_container(cfg).items()
     found = {f"{group}.{key}": str(value) for group, keys in groups for key, value in keys.items()}
+    # Only NSA_*: variables such as RANK differ between ranks by design.
     found |= {name: value for name, value in in_effect().items() if name.startswith("NSA_")}
     found |= {
         "code": source_hash(),
@@ -230,5 +230,6 @@ def source_hash() -> str:
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if name.parts[0] != "tests":
+            # Names are hashed too: a renamed module is different code.
             digest.update(f"\n{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
