@@ -412,6 +412,7 @@ def _write_whole(descriptor: int, data: bytes) -> None:
     """Write all of the data or nothing; truncate a partial write on a full disk."""
     if not data:
         return
+    # One write() of O_APPEND: lines of several processes do not interleave.
     written = os.write(descriptor, data)
     if written < len(data):
         os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)

@@ -70,7 +70,7 @@ def obeyed(out_dir: Path | str) -> Path | None:
     A `.HALT` that names an anomaly, as a watchdog writes it, stays: a person must look first.
     """
     folder = Path(out_dir)
-    # Written by a watchdog, not by the operator.
+    # Written by a watchdog or by the run itself, not by the operator.
     if (halt := read_halt(folder)) is not None and halt.reason in ANOMALIES:
         return None
     # Keep older .HALT.done files: they say why the run was stopped before.

@@ -146,7 +146,7 @@ def refuse_halted(folder: Path) -> None:
         return
     anomaly = read_anomaly(folder)
     clear = f"look at the cause, then remove {folder / HALT}"
-    # Same exit code as the run that failed, so that launchers do not retry.
+    # The same exit code as the run that failed.
     if anomaly == "nan_loss":
         raise NonFiniteLoss(
             f"{folder} holds a run that ended with {anomaly}; {clear} and {folder / ANOMALY}"

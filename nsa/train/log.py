@@ -284,7 +284,6 @@ class RunLog:
 
     def saw_input(self, step: int, shape: torch.Size) -> None:
         """Log the input shape of the first updates, so that a wrong shape is seen early."""
-        # Every rank logs its own shape: a mismatch between ranks would hang, not raise.
         if step < self._first_step + SHOWN_INPUTS:
             rank = f" | {self._ranks.name}" if self._ranks.name else ""
             self.progress.say_from_each(f"[debug] step {step}: input shape {shape}{rank}")
