@@ -1,4 +1,4 @@
-"""Writers and readers of every file in a run folder; the readers work without torch."""
+"""Writers and readers of every file in a run folder."""
 
 from nsa.records import dumps, sentinels
 from nsa.records.dumps import MemoryDumps, read_memory
