@@ -1,9 +1,9 @@
-"""Files that others may tamper with, or read meanwhile: opened only where they are regular files,
-and given their name only when they are complete and on the disk.
+"""Safe file I/O: open regular files only, replace files atomically, append whole lines, and remove
+the temporary files of killed processes.
 
-A run folder may be on a shared disk and hold anything. Its files are opened by `open_regular`: no
-link is followed, and no pipe, device or folder is waited for. Paths that a user names on the
-command line (a config, a checkpoint, the run folder itself) may be links.
+A run folder may be on a shared disk and hold anything. Its files are opened with `open_regular`,
+which follows no symlink and never blocks on a pipe or device. Paths that a user names on the
+command line (a config, a checkpoint, the run folder itself) may be symlinks.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from types import TracebackType
 from typing import IO, NamedTuple
 
 APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
-"""Flags of a file that grows by lines; it is also read, to find a cut last line."""
+"""Flags for an append-only file. Read access is needed to find a truncated last line."""
 MOST_BYTES = 16 << 20
-"""Of a file that is read as a whole, unless a reader says otherwise."""
+"""Default size limit of `read_text`."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-_ALWAYS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe without a writer would otherwise block forever.
+_SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {errno.ENXIO: "is not a regular file", errno.EISDIR: "is a folder, not a file"}
 
 
 class NotRegular(OSError):
-    """A link, pipe, socket, device or folder where only a regular file is read or written."""
+    """The path is a symlink, pipe, socket, device or folder; only a regular file is allowed."""
 
     def __str__(self) -> str:
         return f"{self.filename} {self.strerror}"
 
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
-    """Open a regular file and return its descriptor; NotRegular for anything else.
+    """Open a regular file and return its descriptor; raise NotRegular for anything else.
 
-    It never blocks and never follows a link, also where somebody swaps the file meanwhile.
+    Never blocks and never follows a symlink. The type is checked on the open descriptor, so
+    swapping the file between check and open has no effect.
     """
     try:
-        descriptor = os.open(path, flags | _ALWAYS, mode)
+        descriptor = os.open(path, flags | _SAFE_FLAGS, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             reason = "is a link, and links are not followed"
@@ -63,14 +65,14 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o644) 
 
 
 def open_binary(path: Path | str) -> IO[bytes]:
-    """The same for reading, as a file object."""
+    """Open a regular file for reading, as a file object."""
     return os.fdopen(open_regular(path), "rb")
 
 
 def read_text(path: Path | str, most_bytes: int | None = MOST_BYTES) -> str:
-    """The text of a regular file that is not larger than that; None: of any size.
+    """Read a regular file of at most `most_bytes` bytes (None: no limit) as text.
 
-    Line ends stay as they are; what is not UTF-8 is replaced.
+    Line ends are kept; invalid UTF-8 is replaced.
     """
     with open_binary(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -82,10 +84,10 @@ def read_text(path: Path | str, most_bytes: int | None = MOST_BYTES) -> str:
 
 
 def explain(error: OSError, path: Path | str = "", need_bytes: int = 0) -> str:
-    """An error of the system as a sentence; a full disk with what it lacks.
+    """Describe an OSError in one sentence; for a full disk, with the space needed and free.
 
-    `path` is where it was written, and `need_bytes` how much, where the error does not say so:
-    libraries wrap the errors of their writers.
+    `path` and `need_bytes` say where and how much was being written. Callers pass them because
+    libraries wrap the errors of their writers and lose the errno.
     """
     where = str(path or error.filename or "")
     if error.errno in FULL or need_bytes:
@@ -99,7 +101,7 @@ def explain(error: OSError, path: Path | str = "", need_bytes: int = 0) -> str:
 
 
 def free_bytes(path: Path) -> int | None:
-    """What the disk of a file, or of the folder that it would be in, still takes."""
+    """Free space on the disk that holds `path`, or would hold it; None if unknown."""
     for place in (path, *path.parents):
         try:
             return shutil.disk_usage(place).free
@@ -109,7 +111,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes in the unit that suits it."""
+    """Format a number of bytes with a fitting unit."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} bytes"
     for unit in ("KiB", "MiB"):
@@ -120,7 +122,7 @@ def size(num_bytes: float) -> str:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a file is there that `open_regular` would open."""
+    """Whether `path` is an existing regular file, not a symlink to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -128,31 +130,31 @@ def is_regular(path: Path) -> bool:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Bring the bytes to the disk, then rename, then bring the new name there, too.
+    """Flush the file to disk, rename it, then flush the folder entry.
 
-    A rename alone may reach the disk before the bytes do.
+    Without the first fsync, the rename may reach the disk before the bytes do.
     """
-    _to_disk(temporary)
+    _fsync(temporary)
     temporary.replace(path)
-    _to_disk(path.parent)
+    _fsync(path.parent)
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file still has this name; false where it was removed, moved or replaced."""
+    """Whether `path` still names the open file; false if it was removed, moved or replaced."""
     try:
         found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # a network disk that stumbles has removed nothing
+    except OSError:  # a transient error of a network disk does not mean that the file is gone
         return True
     try:
         held = os.fstat(descriptor)
-    except OSError:  # stale: another machine has removed it, and what is there is another file
+    except OSError:  # stale handle: another machine removed the file; `found` is a different one
         return False
     return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
 
-def _to_disk(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -160,29 +162,24 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-# Temporary files that say whose they are, and the removal of those that nobody will finish.
-#
-# A file or folder grows as `.{name}.{pid}-{start}@{host}.tmp` until it is complete. `start` is when
-# its process started, in clock ticks from the boot of the machine: in a container every run may
-# have the same pid. A process that is killed leaves its file behind, with nothing in it that
-# anybody could use; `sweep` removes those of dead processes of this host. A folder that one run
-# alone works in can say which names are its own: those go also where they come from another host,
-# or from an older version of this program, which did not say whose they were.
+# --- temporary files, and the removal of abandoned ones ---
+# An unfinished file is named `.{name}.{pid}-{start}@{host}.tmp`. `start` is the start time of its
+# process in clock ticks since boot: in containers, every run may have the same pid.
 
 NAME = re.compile(
     r"\.(?P<name>.+?)(?:\.(?P<pid>\d+)(?:-(?P<start>\d+)@(?P<host>[^/]+))?)?\.tmp", re.DOTALL
 )
 START_TICKS = 19
-"""Of the fields after the name of the program in /proc/PID/stat."""
+"""Index of the start time among the fields after the program name in /proc/PID/stat."""
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path`, hidden, that no other process uses."""
+    """A hidden name beside `path` that no other process uses."""
     return path.with_name(f".{path.name}.{_mark(os.getpid())}.tmp")
 
 
 class Swept(NamedTuple):
-    """What was removed."""
+    """Result of `sweep`: the files removed and their total size."""
 
     names: list[str]
     bytes: int
@@ -194,29 +191,31 @@ class Swept(NamedTuple):
 
 
 def sweep(folder: Path, *, ours: Callable[[str], bool] = lambda name: False) -> Swept:
-    """Remove what dead processes left unfinished in a folder; what cannot be removed stays.
+    """Remove temporary files whose process on this host is dead; skip what cannot be removed.
 
-    `ours` knows names that only the caller writes there. Links are neither followed nor removed.
+    `ours` says which final names only the caller writes in this folder. Temporary files for those
+    are removed too if another host, or a version that wrote no host name, left them. Symlinks are
+    neither followed nor removed.
     """
     swept = Swept([], 0)
     for path in sorted(folder.glob(".*.tmp")) if folder.is_dir() else ():
-        if _is_left(path.name, ours) and (size := _remove(path)) is not None:
+        if _is_abandoned(path.name, ours) and (size := _remove(path)) is not None:
             swept = Swept([*swept.names, path.name], swept.bytes + size)
     return swept
 
 
-def _is_left(name: str, ours: Callable[[str], bool]) -> bool:
-    """Whether nobody will finish it."""
+def _is_abandoned(name: str, ours: Callable[[str], bool]) -> bool:
+    """Whether no live process will finish this temporary file."""
     found = NAME.fullmatch(name)
     if found is None:
         return False
-    if found["host"] != _host():  # or none
+    if found["host"] != _host():  # another host, or no host: its pid says nothing here
         return ours(found["name"])
     return _start(int(found["pid"])) != found["start"]
 
 
 def _remove(path: Path) -> int | None:
-    """Its size; None where it is a link, or cannot be removed."""
+    """Delete a file or folder and return its size; None for a symlink or on failure."""
     try:
         found = path.lstat()
         if stat.S_ISDIR(found.st_mode):
@@ -226,14 +225,14 @@ def _remove(path: Path) -> int | None:
         if not stat.S_ISREG(found.st_mode):
             return None
         path.unlink()
-    except OSError:  # somebody else was faster, or it is not ours to remove
+    except OSError:  # another process removed it first, or we have no permission
         return None
     return found.st_size
 
 
 @lru_cache(maxsize=1)
 def _mark(pid: int) -> str:
-    """Of this process, which has this pid; a child that was forked has another one."""
+    """Identify this process in a file name. `pid` is the cache key: a forked child differs."""
     return f"{pid}-{_start(pid)}@{_host()}"
 
 
@@ -242,9 +241,9 @@ def _host() -> str:
 
 
 def _start(pid: int) -> str | None:
-    """When a process started; None where there is none, 0 where nobody can say."""
+    """Start time of a process in clock ticks; None if there is none, "0" without /proc."""
     if not Path("/proc/self/stat").exists():
-        return "0" if _answers(pid) else None
+        return "0" if _is_alive(pid) else None
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -252,28 +251,28 @@ def _start(pid: int) -> str | None:
     return text.rpartition(")")[2].split()[START_TICKS]
 
 
-def _answers(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # EPERM: it runs as another user
         return True
     return True
 
 
-# Writing a file so that its name never holds half of it.
+# --- atomic replacement ---
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary name beside `path`; rename it to `path` when the block ends well.
+    """Yield a temporary name beside `path`; rename it to `path` when the block succeeds.
 
-    When the block raises, the temporary file goes and what `path` held before stays.
+    If the block raises, the temporary file is removed and `path` keeps its old content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
-    # A new file, and not what somebody has put under its name: that could be a link.
+    # O_EXCL on a new file: a symlink planted under this name must not be written through.
     temporary.unlink(missing_ok=True)
     os.close(open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
@@ -284,16 +283,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, all or nothing."""
+    """Replace the content of `path` with `text` atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
-# A file that has its name only when it is complete and on the disk.
-
-
 class DurableFile:
-    """Written under a temporary name; when the block ends well it gets its own, else it goes."""
+    """`replacing` for a file that is written in pieces: renamed on success, removed on error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -301,16 +297,16 @@ class DurableFile:
         self._file = self._temporary.open("wb")
 
     def write(self, content: bytes | memoryview) -> None:
-        """Append."""
+        """Append bytes."""
         self._file.write(content)
 
     def commit(self) -> None:
-        """Give the file its name."""
+        """Flush the file and rename it to its final name."""
         self._file.close()
         put_in_place(self._temporary, self.path)
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove the temporary file."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
@@ -329,12 +325,13 @@ class DurableFile:
             self.discard()
 
 
-# Writing that a full disk does not turn into the end of a run: it complains once and goes on.
+# --- best-effort writes ---
+# Telemetry must not end a run: on a full disk, warn once and keep training.
 
 
 @contextlib.contextmanager
 def best_effort(path: Path) -> Iterator[None]:
-    """Let an OSError of the block cost only the file that the block writes."""
+    """Turn an OSError of the block into a warning about `path`."""
     try:
         yield
     except OSError as error:
@@ -342,44 +339,44 @@ def best_effort(path: Path) -> Iterator[None]:
 
 
 def complain(path: Path, error: OSError, what: str = "not written") -> None:
-    """Say on stderr what is missing; a stderr that is closed is no reason to stop, either."""
+    """Print a warning to stderr; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
         text = f"[telemetry] {path}: {what} ({error.strerror or error}); the run goes on"
         print(text, file=sys.stderr, flush=True)
 
 
 class LineFile:
-    """A file that grows by whole lines, each in a single write: no reader sees half of one.
+    """Append-only file of lines; each line is a single write, so no reader sees half of one.
 
-    A line that cannot be written is dropped and counted; the first one is announced on stderr. The
-    file is opened again before the next line, because the disk may have room by then. A last line
-    that a killed writer left without its end is removed when the file is opened.
+    A line that cannot be written is dropped and counted; the first drop is logged to stderr. The
+    file is reopened before the next line, because the disk may have space again. A truncated last
+    line, left by a killed writer, is removed when the file is opened.
     """
 
     def __init__(self, path: Path, head: str = "") -> None:
-        """`head` is written first into a file that is new or empty."""
+        """`head` (a header line) is written first if the file is new or empty."""
         self.path = path
         self.num_dropped = 0
         self._head = head.encode()
         self._descriptor: int | None = None
-        self._lock = threading.RLock()  # a signal handler may log while its own thread does
+        self._lock = threading.RLock()  # reentrant: a signal handler may log in mid-append
         self._append(b"")
 
     def append(self, line: str) -> None:
-        """Add a line; when this returns it is in the file, or counted in num_dropped."""
+        """Append a line; on return it is in the file or counted in num_dropped."""
         if not self._append(line.encode() + b"\n"):
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Give the descriptor back; a later line would open the file again."""
+        """Close the descriptor; a later `append` reopens the file."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
-                with contextlib.suppress(OSError):  # nothing is buffered, nothing can be lost
+                with contextlib.suppress(OSError):  # unbuffered: nothing can be lost here
                     os.close(descriptor)
 
     def is_there(self) -> bool:
-        """Whether the file still has its name; one that is not open cannot have lost it."""
+        """Whether the path still names the open file; true while the file is closed."""
         with self._lock:
             return self._descriptor is None or is_at(self.path, self._descriptor)
 
@@ -412,9 +409,10 @@ class LineFile:
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
-    """Write all of it or nothing: what a disk that is filling up took of it is taken back."""
+    """Write all of the data or nothing; truncate a partial write on a full disk."""
     if not data:
         return
+    # One write() of O_APPEND: lines of several processes do not interleave.
     written = os.write(descriptor, data)
     if written < len(data):
         os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
@@ -422,7 +420,7 @@ def _write_whole(descriptor: int, data: bytes) -> None:
 
 
 def _drop_cut_line(descriptor: int, block: int = 65536) -> int:
-    """Cut the file after its last line end; return its size."""
+    """Truncate the file after its last newline; return the new size."""
     size = end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - block)

@@ -1,4 +1,6 @@
-"""Complete lines of a file that another process is still writing: all, the last, or a sample."""
+"""Read complete lines of a file that another process is still writing: all of them, the last ones,
+new ones as they arrive, or a sample of a large file. Memory stays bounded.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ BLOCK_BYTES = 65536
 
 
 class Line(NamedTuple):
-    """A line without its end, and where it stands, for messages."""
+    """A line without its newline, and its place in the file for messages."""
 
     text: str
     where: str
 
 
 def complete_lines(path: Path) -> Iterator[Line]:
-    """Every line that has its end, in order."""
+    """Every line that ends in a newline, in order."""
     with open_binary(path) as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
@@ -28,9 +30,9 @@ def complete_lines(path: Path) -> Iterator[Line]:
 
 
 def lines_from_end(path: Path, most_bytes: int) -> Iterator[Line]:
-    """Lines that have their end, the last one first, looking at the last `most_bytes` only.
+    """Complete lines within the last `most_bytes`, last line first.
 
-    It reads as it is asked, a block at a time. A file that is not there has no lines.
+    Lazy: reads one block at a time. A missing file has no lines.
     """
     try:
         descriptor = open_regular(path)
@@ -43,9 +45,10 @@ def lines_from_end(path: Path, most_bytes: int) -> Iterator[Line]:
 
 
 def sampled_lines(path: Path, most_bytes: int) -> Iterator[Line]:
-    """Lines that have their end, in order: all of them, or of a larger file a sample.
+    """Complete lines in order: all of them, or a sample if the file exceeds `most_bytes`.
 
-    A quarter of `most_bytes` is its start, a half its end, and the rest blocks evenly between.
+    The sample is a quarter of `most_bytes` from the start of the file, half from its end, and the
+    rest as evenly spaced blocks in between.
     """
     descriptor = open_regular(path)
     try:
@@ -60,7 +63,7 @@ def sampled_lines(path: Path, most_bytes: int) -> Iterator[Line]:
 
 
 def _spans(size: int, most_bytes: int) -> list[tuple[int, int]]:
-    """Where the sample of a large file lies: the first byte and the length of each piece."""
+    """The (offset, length) of each piece of the sample of a large file."""
     quarter = most_bytes // 4
     num_blocks = quarter // BLOCK_BYTES
     between = size - 3 * quarter
@@ -70,7 +73,7 @@ def _spans(size: int, most_bytes: int) -> list[tuple[int, int]]:
 
 
 def _whole_lines(block: bytes, start: int) -> Iterator[Line]:
-    """The lines of a piece of a file without the two that its edges cut."""
+    """The complete lines of a block, without the partial ones at its two edges."""
     begin = block.find(b"\n") + 1 if start else 0
     while (end := block.find(b"\n", begin)) >= 0:
         yield Line(_text(block[begin:end]), f"the line at byte {start + begin}")
@@ -80,16 +83,16 @@ def _whole_lines(block: bytes, start: int) -> Iterator[Line]:
 def _backwards(descriptor: int, most_bytes: int) -> Iterator[Line]:
     start = os.fstat(descriptor).st_size
     lowest = max(0, start - most_bytes)
-    held = b""  # the file from `start` to the line that was given last
+    held = b""  # bytes from `start` up to the line yielded last
     while start > lowest:
         size = min(BLOCK_BYTES, start - lowest)
         start -= size
         held = os.pread(descriptor, size, start) + held
-        while (end := held.rfind(b"\n")) >= 0:  # what follows the last line end is a cut line
+        while (end := held.rfind(b"\n")) >= 0:  # bytes after the last newline: a partial line
             before = held.rfind(b"\n", 0, end)
             if before < 0 and start > 0:
-                break  # the line begins further to the left
-            # Its number would cost reading the whole file, so it is named by its place.
+                break  # the line begins in an earlier block
+            # A line number would require reading the whole file, so report the byte offset.
             yield Line(_text(held[before + 1 : end]), f"the line at byte {start + before + 1}")
             held = held[: before + 1]
 
@@ -98,41 +101,42 @@ def _text(line: bytes) -> str:
     return line.decode("utf-8", errors="replace").removesuffix("\n")
 
 
-# The lines of a file as it grows: each is given once, and memory stays bounded.
-#
-# A file that was replaced or cut is read anew; a file that is large is read from somewhere near its
-# end, and its earlier part can be sampled.
+# --- following a growing file ---
+# Each line is returned once, unless the file is replaced or truncated. A large file is read from
+# near its end only; `sample_lines` covers the part before.
 
 MOST_LINE = 16 << 20
-"""Bytes of a line that are held while its end is waited for; a longer line is passed over."""
+"""Bytes buffered while waiting for a newline; longer lines are skipped."""
 SAMPLE_BYTES = 1 << 16
+"""Bytes read at each sampled place."""
 
 
 class Grown(NamedTuple):
-    """What a file had to give."""
+    """Result of one read of a growing file."""
 
     lines: list[Line]
     anew: bool
-    """Whether everything that was given before is void: this is another file now."""
+    """The file was replaced or truncated: discard all lines returned before."""
     more: bool
-    """Whether there is more to read already."""
+    """There is more to read right now."""
 
 
 class Follower:
-    """Reads a file from where it stopped the last time."""
+    """Incremental reader: each call continues where the last one stopped."""
 
     def __init__(self, path: Path, most_back: int) -> None:
-        """At first, and after a replacement, it begins at most so many bytes before the end."""
+        """At first, and after a replacement, reading starts at most `most_back` bytes before the
+        end."""
         self.path, self._most_back = path, most_back
         self.begun_at = 0
-        """The byte that reading began at; 0 unless the file was larger than `most_back`."""
+        """Byte offset where reading started; 0 unless the file was larger than `most_back`."""
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self._held = b""
-        self._skipping = False  # until the end of a line that is not wanted
+        self._skipping = False  # discard bytes up to the next newline
 
     def read(self, budget: int) -> Grown:
-        """The complete lines within the next `budget` bytes. A file that is not there has none."""
+        """The complete lines within the next `budget` bytes; none if the file is missing."""
         try:
             with open_binary(self.path) as file:
                 return self._read(file.fileno(), budget)
@@ -147,14 +151,14 @@ class Follower:
         if anew:
             self._file, self._held = file, b""
             self.begun_at = self._offset = max(0, status.st_size - self._most_back)
-            self._skipping = self.begun_at > 0
+            self._skipping = self.begun_at > 0  # the first line is partial
         data = os.pread(descriptor, min(budget, status.st_size - self._offset), self._offset)
         start = self._offset - len(self._held)
         self._offset += len(data)
         return Grown(self._split(data, start), anew, status.st_size > self._offset)
 
     def _split(self, data: bytes, start: int) -> list[Line]:
-        """The lines that end in the data; what follows the last end is held."""
+        """The lines that end in `data`; the partial line after them is kept for the next read."""
         *whole, self._held = (self._held + data).split(b"\n")
         lines = []
         for line in whole:
@@ -169,7 +173,7 @@ class Follower:
 
 
 def sample_lines(path: Path, end: int, places: int) -> Iterator[list[Line]]:
-    """The complete lines in blocks that lie evenly in the first `end` bytes of a file."""
+    """Complete lines of `places` evenly spaced blocks in the first `end` bytes of a file."""
     with open_binary(path) as file:
         for place in range(places):
             start = end * place // places

@@ -1,4 +1,4 @@
-"""Records: writers and readers of every file that a run leaves behind."""
+"""Writers and readers of every file in a run folder."""
 
 from nsa.records import dumps, sentinels
 from nsa.records.dumps import MemoryDumps, read_memory

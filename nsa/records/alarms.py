@@ -1,8 +1,8 @@
-"""alarms.jsonl: what a watchdog, or the run, saw in a run folder and did, one JSON object a line.
+"""alarms.jsonl (what the watchdog or the run detected and did) and gate_collapse_details.json.
 
-Schema, version 1: the fields of Alarm, with `schema`, `ts` (Unix time, s) and `iso` (the same, UTC)
-before them. A line is written when an alarm begins, at every step that is taken because of it, and
-when it is over; nothing is repeated while an alarm lasts. Page: docs/schemas/alarms.md.
+Schema of alarms.jsonl, version 1 (docs/schemas/alarms.md): one JSON object per line: `schema`, `ts`
+(Unix time, s), `iso` (the same, UTC), then the fields of Alarm. A line is written when an alarm
+begins, at every action taken because of it, and when it clears; an ongoing alarm is not repeated.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ TYPES = (
     "folder_removed",
 )
 ACTIONS = ("note", "halt", "dump", "term", "kill", "clear")
-"""What was done: said; asked to stop; SIGUSR1; SIGTERM; SIGKILL; or: the alarm is over."""
+"""note: only logged; halt: .HALT written; dump: SIGUSR1; term: SIGTERM; kill: SIGKILL; clear: the
+alarm is over."""
 TAIL_BYTES = 1 << 20
+"""How far back `last_alarms` reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A verdict with its evidence, and what was done about it."""
+    """One alarm with its evidence, and the action taken."""
 
     type: str
-    """One word of TYPES."""
+    """One of TYPES."""
     action: str = "note"
-    """One word of ACTIONS."""
+    """One of ACTIONS."""
     rank: int | None = None
-    """The rank that it is about; None for the run as a whole."""
+    """The rank concerned; None for the run as a whole."""
     step: int | None = None
-    """The update that it was seen at."""
+    """The update at which it was detected."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What was measured, by name."""
+    """Measured values by name."""
     limits: dict[str, Any] = field(default_factory=dict)
-    """What is allowed, by name."""
+    """Allowed values by name."""
     file: str = ""
-    """Where the values were read, within the run folder."""
+    """The file in the run folder that the values came from."""
     text: str = ""
-    """The verdict as a sentence."""
+    """The alarm as a sentence."""
     advice: str = ""
     """What to do."""
     ts: float = 0.0
@@ -67,14 +69,14 @@ class Alarm:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """What makes it the same alarm in the next judgement."""
+        """Two alarms with the same key are the same ongoing alarm."""
         return self.type, self.rank
 
 
 def append_alarm(folder: Path | str, alarm: Alarm, now: float | None = None) -> Alarm:
-    """Write a line and return the alarm with its time; a full disk costs the line.
+    """Append a line and return the alarm with its timestamp; on a full disk, warn and continue.
 
-    The file is opened for each: a run that starts anew moves the old one away.
+    The file is reopened for each line, because a new run moves the old file away.
     """
     stamped = dataclasses.replace(alarm, ts=round(time.time() if now is None else now, 6))
     file = LineFile(Path(folder) / NAME)
@@ -84,23 +86,23 @@ def append_alarm(folder: Path | str, alarm: Alarm, now: float | None = None) -> 
 
 
 def note_watch(folder: Path | str) -> None:
-    """Leave an empty file where there is none: somebody watches, and nothing has rung.
+    """Create an empty file if there is none: a watchdog is active and has no alarm yet.
 
-    A folder that takes no file is watched all the same; a line that is lost there says so.
+    Errors are ignored here; `append_alarm` warns about them when a line is lost.
     """
     with suppress(OSError):
         os.close(open_regular(Path(folder) / NAME, APPEND))
 
 
 def as_line(alarm: Alarm) -> dict[str, Any]:
-    """The object that stands in the file."""
+    """The JSON object of an alarm's line."""
     fields = dataclasses.asdict(alarm)
     ts = fields.pop("ts")
     return {"schema": SCHEMA, "ts": ts, "iso": iso(ts), **strict(fields)}
 
 
 def last_alarms(folder: Path | str, most: int) -> list[Alarm]:
-    """Up to `most` of the last lines, oldest first; none without the file."""
+    """Up to `most` of the last alarms, oldest first; none if the file is missing."""
     path = Path(folder) / NAME
     found: list[Alarm] = []
     for line in lines_from_end(path, TAIL_BYTES):
@@ -118,7 +120,7 @@ def _parse(text: str, where: str) -> Alarm:
         alarm = Alarm(**{name: content[name] for name in names if name in content})
         if not all(isinstance(x, str) for x in (alarm.type, alarm.action, alarm.text)):
             raise ValueError("type, action and text are texts")
-        iso(alarm.ts)  # a time that there is
+        iso(alarm.ts)  # raises if the timestamp is out of range
     except (KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise ValueError(
             f"{where}: not a line of {NAME} ({error}): {text[:80]!r}; "
@@ -132,11 +134,9 @@ def _parse(text: str, where: str) -> Alarm:
     return alarm
 
 
-# gate_collapse_details.json: the gates, layer by layer, when a watchdog saw them collapse.
-#
-# Schema, version 1: one JSON object with `version`, `ts`, `step`, `entropy_mean`, `max_gate_mean`,
-# `collapse_fraction`, `gate_branch_shares`, and `layers`, one object for each layer in order, with
-# the fields that the heartbeat has of a layer. Page: docs/schemas/gate_collapse_details.md.
+# --- gate_collapse_details.json: the gates by layer when the watchdog saw them collapse ---
+# Schema, version 1 (docs/schemas/gate_collapse_details.md): one JSON object with `version`, `ts`,
+# `step`, FIELDS, and `layers`: one object per layer with the layer fields of the heartbeat.
 
 VERSION = 1
 GATE_DETAILS_NAME = "gate_collapse_details.json"
@@ -144,12 +144,13 @@ FIELDS = ("entropy_mean", "max_gate_mean", "collapse_fraction", "gate_branch_sha
 
 
 def write_gate_details(folder: Path, beat: Beat) -> Path:
-    """Write what a progress line says about the gates; a full disk costs only the file."""
+    """Write the gate statistics of a progress line; on a full disk, warn and continue."""
     content: dict[str, Any] = {"version": VERSION, "ts": beat.ts, "step": beat.step}
     try:
         layers = beat.layers()
-    except (AttributeError, TypeError, ValueError):  # a line that no run of ours wrote
+    except (AttributeError, TypeError, ValueError):  # a line that this program did not write
         layers = []
+    # Missing fields become null: a partial record is better than none.
     content |= {name: beat.extra.get(name) for name in FIELDS} | {"layers": layers}
     path = folder / GATE_DETAILS_NAME
     with best_effort(path):

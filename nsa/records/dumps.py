@@ -1,9 +1,9 @@
-"""mem_{when}.txt and .json: how memory is used at the start and around chosen steps.
+"""Dumps for debugging: memory (mem_{when}.txt and .json) and stacks (stackdump_{unixtime}.txt).
 
-Schema, version 1. `when` is boot, step1, pre_step{N} or post_step{N}; ranks above 0 add _rank{r}.
-The text is for people: torch's table of its CUDA allocator, or a line with the memory of the
-process. The JSON has `schema`, `when`, `device`, `rss_mib` (memory of the process, MiB) and, with
-CUDA, all of torch.cuda.memory_stats under its own names.
+Memory dumps, schema version 1. `when` is boot, step1, pre_step{N} or post_step{N}; ranks above 0
+add _rank{r}. The text is for people: torch's summary of its CUDA allocator, or the RSS of the
+process. The JSON has `schema`, `when`, `device`, `rss_mib` and, with CUDA, all of
+torch.cuda.memory_stats under its own names.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ STATUS = Path("/proc/self/status")
 
 
 class Due(NamedTuple):
-    """Whether memory is written before and after a step."""
+    """Whether to dump memory before and after a step."""
 
     pre: bool
     post: bool
 
 
 def due(step: int, every: int) -> Due:
-    """Before the first of each `every` steps, after the last of them; never with 0."""
+    """Dump before the first and after the last of every `every` steps; never if 0."""
     if every <= 0:
         return Due(False, False)
     return Due(step % every == 1 % every, step % every == 0)
 
 
 class MemoryDumps:
-    """Writes what is due; a comparison of numbers on all other steps."""
+    """Writes memory dumps when due; on all other steps this is one comparison."""
 
     def __init__(
         self, out_dir: Path | str, device: torch.device | str, *, every: int, rank: int = 0
     ) -> None:
-        """`every` is NSA_MEM_DUMP_EVERY; with 0 nothing is ever written."""
+        """`every` is NSA_MEM_DUMP_EVERY; 0 disables all dumps."""
         self._folder, self._device = Path(out_dir), device
         self._every, self._rank = every, rank
 
     def boot(self) -> None:
-        """Call when the model is on the device, before the first step."""
+        """Call after the model is on the device, before the first step."""
         if self._every > 0:
             self._write("boot")
 
@@ -80,7 +80,7 @@ class MemoryDumps:
 
 
 def write_memory(out_dir: Path | str, when: str, device: torch.device | str, rank: int = 0) -> Path:
-    """Write both files, and return the JSON; a full disk costs only them."""
+    """Write both files and return the path of the JSON; on a full disk, warn and continue."""
     import torch
 
     device = torch.device(device)
@@ -111,12 +111,12 @@ def read_memory(path: Path) -> dict[str, Any]:
 
 
 def rss_mib() -> float | None:
-    """Memory of this process that is in RAM, in MiB; None where the system does not say."""
+    """Resident set size of this process in MiB; None without /proc."""
     return _status_mib("VmRSS:")
 
 
 def peak_memory_mib(device: torch.device) -> float | None:
-    """The most that tensors took on a GPU so far; on a CPU, the most RAM of this process."""
+    """Peak tensor memory on the GPU so far; on a CPU, peak RSS of this process."""
     if device.type == "cuda":
         import torch
 
@@ -132,35 +132,33 @@ def _status_mib(field: str) -> float | None:
     return next((int(x.split()[1]) / 1024 for x in lines if x.startswith(field)), None)
 
 
-# stackdump_{unixtime}.txt: where every thread of a process is, written when SIGUSR1 asks.
-#
+# --- stackdump_{unixtime}.txt: the stacks of all threads, on SIGUSR1 ---
 # Schema, version 1: the line `Signal {number} at {UTC time}Z`, the line `pid {pid} rank {rank}
-# threads {count}`, then each thread: its name, and its stack with the innermost call last.
+# threads {count}`, then per thread its name and its stack, innermost call last.
 #
-# The signal only wakes a thread of this module, so nothing runs inside a signal handler, and the
-# dump is there at once even while the main thread waits in a long operation (torch releases the
-# interpreter lock there). Where that lock is never released no Python can run; for this case the
-# handler in C of faulthandler first leaves the main thread's stack in a hidden file, which is
-# emptied when the dump is written.
+# The signal only wakes a listener thread, so the dump works while the main thread is inside a long
+# torch call, which releases the GIL. If the GIL is never released, no Python can run; for that case
+# faulthandler's C handler first writes the main thread's stack to a hidden file (RAW), which is
+# truncated once the dump is written.
 
 SIGNAL = signal.SIGUSR1
 OWN = "nsa-"
-"""Threads with names that begin so only watch the others, and are left out."""
+"""Name prefix of watchdog threads; dumps leave them out."""
 THREAD = f"{OWN}stack-dump"
 PREFIX = "stackdump"
 WATCHDOG_PREFIX = "watchdog_stackdump"
-"""For dumps that nobody asked for: a watchdog saw no step for too long."""
+"""For dumps by a watchdog that saw no progress for too long."""
 RAW = ".stackdump_raw_rank{rank}.txt"
-"""What faulthandler leaves; not empty only where no dump could be written."""
+"""faulthandler's file; non-empty only if no dump could be written."""
 
 
 def install(
     out_dir: Path | str, rank: int = 0, hear: Callable[[int], None] | None = None
 ) -> Installed | None:
-    """Answer SIGUSR1 from now on, until the result is uninstalled.
+    """Dump stacks on SIGUSR1 until the result is uninstalled.
 
-    `hear` is told of every signal that has a handler, in a thread, also while the main one hangs.
-    Outside the main thread, where Python allows no handler, it does nothing.
+    `hear` is called in the listener thread for every handled signal, even while the main thread
+    hangs. Does nothing outside the main thread, where Python allows no signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -170,9 +168,9 @@ def install(
 def write_dump(
     out_dir: Path | str, cause: str, rank: int = 0, *, prefix: str = PREFIX
 ) -> Path | None:
-    """Write the stacks of all threads now; an existing dump is never replaced.
+    """Write the stacks of all threads now; never replaces an existing dump.
 
-    `cause` opens the first line. None, and a line on stderr, if it could not be written.
+    `cause` begins the first line. On failure, warn on stderr and return None.
     """
     folder, now = Path(out_dir), time.time()
     text = "\n".join([f"{cause} at {iso(now)}", *_stacks(rank), ""])
@@ -189,39 +187,39 @@ def write_dump(
 
 
 class Installed:
-    """The parts that the answer is made of, and how they go again."""
+    """The signal handler, the wakeup pipe and the listener thread; `uninstall` removes them."""
 
     def __init__(self, folder: Path, rank: int, hear: Callable[[int], None] | None) -> None:
         self._folder, self._rank, self._hear = folder, rank, hear
-        self._ear, self._mouth = os.pipe()
-        os.set_blocking(self._mouth, False)
-        self._handler = signal.signal(SIGNAL, _ignore)  # also refuses any other thread
-        self._wakeup = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)  # set_wakeup_fd requires it
+        self._handler = signal.signal(SIGNAL, _ignore)  # raises outside the main thread
+        self._wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._raw = self._register_raw()
         self._thread = threading.Thread(target=self._listen, name=THREAD, daemon=True)
         self._thread.start()
 
     def uninstall(self) -> None:
-        """Restore what was before; a second call does nothing."""
-        if self._mouth < 0:
+        """Restore the previous handlers; a second call does nothing."""
+        if self._write_fd < 0:
             return
         faulthandler.unregister(SIGNAL)
         signal.signal(SIGNAL, self._handler)
         signal.set_wakeup_fd(self._wakeup)
-        os.close(self._mouth)  # the thread reads the end of the pipe, and ends
-        self._mouth = -1
+        os.close(self._write_fd)  # the listener reads end-of-file and ends
+        self._write_fd = -1
         self._thread.join(timeout=5)
         if self._raw is not None:
             self._remove_raw(self._raw)
 
     def renew(self) -> None:
-        """Make the hidden file anew in a folder that was removed; signals are answered on."""
+        """Recreate the RAW file after its folder was removed; handlers stay installed."""
         before, self._raw = self._raw, self._register_raw()
         if before is not None:
             before.close()
 
     def _remove_raw(self, raw: BinaryIO) -> None:
-        """Only if it is empty, and of this process: the folder may be another run's by now."""
+        """Only if empty and still this process's file: the folder may be another run's by now."""
         path = Path(raw.name)
         if os.fstat(raw.fileno()).st_size == 0 and is_at(path, raw.fileno()):
             path.unlink()
@@ -232,23 +230,24 @@ class Installed:
         with best_effort(path):
             self._folder.mkdir(parents=True, exist_ok=True)
             raw = open(path, "wb", buffering=0, opener=open_regular)  # noqa: SIM115
-            # Only the thread that the signal interrupts: the stacks of others may change meanwhile.
+            # Not all threads: without the GIL, the stacks of others may change while being read.
             faulthandler.register(SIGNAL, file=raw, all_threads=False, chain=True)
             return raw
         return None
 
     def _listen(self) -> None:
-        with contextlib.closing(os.fdopen(self._ear, "rb", buffering=0)) as ear:
-            while numbers := ear.read(1):
+        # The interpreter writes one byte per signal: the signal number.
+        with contextlib.closing(os.fdopen(self._read_fd, "rb", buffering=0)) as pipe:
+            while numbers := pipe.read(1):
                 if self._hear is not None:
                     self._hear(numbers[0])
                 if numbers[0] == SIGNAL and self._dump():
-                    self._forget_raw()
+                    self._truncate_raw()
 
     def _dump(self) -> Path | None:
         return write_dump(self._folder, f"Signal {int(SIGNAL)}", self._rank)
 
-    def _forget_raw(self) -> None:
+    def _truncate_raw(self) -> None:
         if self._raw is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._raw.fileno(), 0)
@@ -256,11 +255,11 @@ class Installed:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The byte that the interpreter wrote into the pipe has done all."""
+    """Do nothing: the byte in the wakeup pipe is enough, but SIGUSR1 needs some handler."""
 
 
 def _create(folder: Path, stem: str) -> tuple[int, Path]:
-    """Open a file that did not exist; several ranks may dump into one folder in one second."""
+    """Create a new file; several ranks may dump into one folder within the same second."""
     for suffix in chain([""], (f"_{number}" for number in count(2))):
         path = folder / f"{stem}{suffix}.txt"
         with contextlib.suppress(FileExistsError):

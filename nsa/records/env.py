@@ -1,7 +1,7 @@
-"""env.json: the machine, the versions, the command and the environment that a run started with.
+"""env.json: machine, versions, command line and environment variables of a run.
 
-Schema, version 1: the fields of RunEnvironment, as one JSON object; what is not known is null.
-Values of variables and arguments whose names look like secrets are replaced by ***.
+Schema, version 1: the fields of RunEnvironment as one JSON object; unknown values are null. Values
+of variables and arguments whose names look like secrets are replaced by ***.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from nsa.records.heartbeat import iso
 
 VERSION = 1
 NAME = "env.json"
+# Only these variables are recorded: the full environment may hold secrets of other programs.
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CONFIG")
 PREFIXES = ("NSA_", "NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -45,7 +46,7 @@ class RunEnvironment:
     cuda_available: bool
     cuda_device_count: int
     gpu_name: str | None
-    """Of the first visible GPU; so is the capability."""
+    """Model of the first visible GPU; cuda_capability is of the same one."""
     cuda_capability: list[int] | None
     cuda: str | None
     """The CUDA version that torch was built with."""
@@ -53,13 +54,13 @@ class RunEnvironment:
     platform: str
     hostname: str
     git_commit: str | None
-    """Of the folder that holds the package; `-dirty` follows where files differ from it."""
+    """Commit of the folder that holds the package; ends in `-dirty` if tracked files differ."""
     argv: list[str]
     env: dict[str, str]
 
 
 def write_env(out_dir: Path | str, argv: Sequence[str] | None = None) -> Path:
-    """Write env.json of this process; a full disk costs only the file."""
+    """Write env.json of this process; on a full disk, warn and continue."""
     path = Path(out_dir) / NAME
     content = dataclasses.asdict(collect(argv))
     with best_effort(path):
@@ -82,8 +83,8 @@ def read_env(out_dir: Path | str) -> RunEnvironment:
 def collect(
     argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> RunEnvironment:
-    """Look at this process and its machine."""
-    import torch  # readers of run folders start without it
+    """Collect the facts of this process and its machine."""
+    import torch  # imported here because readers of run folders must not need it
 
     has_cuda = torch.cuda.is_available()
     return RunEnvironment(
@@ -109,9 +110,9 @@ def collect(
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit that is checked out there; None without git, or outside a repository."""
+    """The commit checked out in `folder`; None without git or outside a repository."""
     try:
-        # A repository further up, which only happens to hold the installed package, does not count.
+        # git would also find a repository further up, which may just contain the virtualenv.
         if not (folder / ".git").exists():
             return None
         commit = _git(folder, "rev-parse", "HEAD")
@@ -122,7 +123,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def altered_files(folder: Path) -> list[str]:
-    """What differs from the commit there, new files too: git's letters for it, and the path."""
+    """Modified and untracked files in `folder`, as `git status --porcelain` lists them."""
     try:
         if not (folder / ".git").exists():
             return []
@@ -154,11 +155,15 @@ def _is_secret(name: str) -> bool:
 
 
 def hide_arguments(argv: Sequence[str]) -> list[str]:
-    """Hide what follows --api-key or api_key=; whole words only: data.tokenizer is no secret."""
+    """Hide the values of arguments such as `--api-key VALUE` and `api_key=VALUE`.
+
+    Matches whole words only: data.tokenizer is not a secret.
+    """
     shown: list[str] = []
     hide_next = False
     for argument in argv:
         name, equals, _ = argument.partition("=")
+        # Split at everything but letters: --api-key and api_key both contain the word KEY.
         is_secret = bool({*re.split(r"[^A-Z]+", name.upper())} & {*SECRETS})
         if hide_next and not argument.startswith("-"):
             shown.append(HIDDEN)

@@ -1,4 +1,6 @@
-"""The folder of a run: made fresh, with the files of an earlier run moved aside."""
+"""The run folder: creating it, moving the files of an earlier run aside, and the lock that lets
+only one run, and one launch, work in it.
+"""
 
 from __future__ import annotations
 
@@ -65,21 +67,22 @@ RUN_FILES = (
     "mem_pre_step*",
     "mem_post_step*",
 )
-"""Patterns of what a run writes; other files, a .HALT, which is an order, and the locks
-are not touched."""
+"""Patterns of the files that a run writes. Not listed, so never moved: files of the user, the
+locks, and .HALT, which is a request and not a result."""
 
 
 class Folder(NamedTuple):
-    """A run folder that is ready, and where the files of the run before went, if there were any."""
+    """A run folder ready for use, and where the files of an earlier run were moved, if any."""
 
     path: Path
     previous: Path | None
 
 
 def open_folder(path: Path, *, resumed: bool = False) -> Folder:
-    """Create the folder; move an earlier run's files to previous/<time>/, unless it goes on."""
+    """Create the folder; unless `resumed`, move an earlier run's files to previous/<time>/."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # mkdir succeeds on an existing folder that is not writable, so write a probe.
         write_text(path / PROBE, "")
         (path / PROBE).unlink()
     except OSError as error:
@@ -94,7 +97,7 @@ def open_folder(path: Path, *, resumed: bool = False) -> Folder:
 
 
 def not_made(path: Path, error: OSError) -> ConfigError:
-    """What is wrong with a run folder that could not be made."""
+    """The error for a run folder that cannot be created or written."""
     return ConfigError(
         f"train.out_dir={path}: the folder cannot be made or written ({explain(error, path)}); "
         "name one that can"
@@ -102,7 +105,7 @@ def not_made(path: Path, error: OSError) -> ConfigError:
 
 
 def _new_folder(parent: Path) -> Path:
-    """Name it after the time; a second run within the same second gets a number."""
+    """Create a folder named after the current time, with a number if that name exists."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     names = [stamp, *(f"{stamp}-{number}" for number in range(2, 1000))]
     folder = next(parent / name for name in names if not (parent / name).exists())
@@ -110,13 +113,11 @@ def _new_folder(parent: Path) -> Path:
     return folder
 
 
-# `.lock` and `.launch.lock`: who works in a folder; one run, and one launch, at a time.
-#
-# Schema, version 1: one JSON object, the fields of Holder, followed by blanks up to SIZE bytes; it
-# is written over in place, because the lock belongs to the file. What locks is flock(2) on the
-# file, and what it says only names the holder: a process that was killed leaves its words and no
-# lock. The file is never moved or replaced. On NFS, Linux turns the flock into a byte-range lock on
-# the server, for which the file must be open for writing. Page: docs/schemas/lock.md.
+# --- the lock: .lock and .launch.lock ---
+# Schema, version 1 (docs/schemas/lock.md): the fields of Holder as one JSON object, padded with
+# blanks to SIZE bytes. The lock itself is flock(2); the content only names the holder, so a killed
+# process leaves its name but no lock. The file is overwritten in place and never replaced, because
+# flock belongs to the inode. On NFS, flock needs the file open for writing.
 
 SCHEMA = 1
 RUN, LAUNCH = ".lock", ".launch.lock"
@@ -124,42 +125,42 @@ SIZE = 2048
 MOST_COMMAND = 1000
 RUNNING, STOPPING, ENDED = "running", "stopping", "ended"
 STOPPING_S = 60.0
-"""How long a holder that is stopping is waited for."""
+"""How long to wait for a holder that is stopping."""
 GRACE_S = 1.0
-"""How long any holder is: somebody may only look whether the lock is free."""
+"""How long to wait for any holder: `held_by` of another process takes the lock for a moment."""
 POLL_S = 0.1
 MOST_REMOVED = 100
-"""Attempts to lock a file that somebody removes at the same time."""
+"""Attempts to lock a file that another process keeps removing."""
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What flock answers on a file system that has no locks, or whose lock server is not there."""
+"""errno of flock on a file system without locks, or with an unreachable lock server."""
 PF_EXITING = 0x4
-"""Flag of a process that is being taken apart, which takes long if it has much memory."""
+"""Kernel flag of an exiting process. Freeing much memory can take it many seconds."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds a lock, or held it last."""
+    """The process that holds a lock, or held it last."""
 
     schema: int = SCHEMA
     state: str = RUNNING
-    """running, stopping (asked to, or finishing) or ended."""
+    """running, stopping (asked to stop, or finishing) or ended."""
     pid: int
     host: str
     started: int
-    """Clock ticks from the boot of the machine to the start of the process; 0 if unknown."""
+    """Start time of the process in clock ticks since boot; 0 if unknown."""
     time: str
     """When the lock was taken, UTC."""
     command: str
-    """Its first part, without secrets."""
+    """First MOST_COMMAND characters of the command line, with secrets hidden."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.time}: {self.command}"
 
     @property
     def is_ending(self) -> bool:
-        """Whether it will let go soon, as far as can be seen from here."""
+        """Whether it will release the lock soon, as far as this host can tell."""
         if self.state == STOPPING:
             return True
         if self.host != platform.node() or not self.started:
@@ -179,10 +180,10 @@ class FolderHeld(RuntimeError):
 
 
 class FolderLock:
-    """A lock that this process holds, until `release`; a forked child has no part in it."""
+    """A lock held by this process until `release`; forked children do not inherit it."""
 
     def __init__(self, path: Path, descriptor: int, *, locks: bool) -> None:
-        """`locks` is false on a file system without locks: then nobody is kept out."""
+        """`locks` is false on a file system without locks: then no other process is kept out."""
         self.path, self.locks = path, locks
         self._descriptor = descriptor
         _descriptors.add(descriptor)
@@ -193,7 +194,7 @@ class FolderLock:
             time=iso(time.time()),
             command=shlex.join(hide_arguments(sys.argv))[:MOST_COMMAND],
         )
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name
+        with contextlib.suppress(OSError):  # full disk: the lock works without the holder's name
             os.ftruncate(descriptor, 0)
         self.mark(RUNNING)
 
@@ -209,7 +210,7 @@ class FolderLock:
         self.release()
 
     def mark(self, state: str) -> None:
-        """Say how it stands; safe in a signal handler, and after `release` without effect."""
+        """Write the state into the lock file; safe in a signal handler; no-op after `release`."""
         self._holder = dataclasses.replace(self._holder, state=state)
         text = json.dumps(dataclasses.asdict(self._holder)).ljust(SIZE)
         if self._descriptor >= 0:
@@ -217,11 +218,11 @@ class FolderLock:
                 os.pwrite(self._descriptor, text.encode(), 0)
 
     def is_there(self) -> bool:
-        """Whether the file still has its name: else the folder was removed, or moved away."""
+        """Whether the lock file still has its name; if not, the folder was removed or moved."""
         return self._descriptor >= 0 and is_at(self.path, self._descriptor)
 
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         self.mark(ENDED)
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -231,7 +232,7 @@ class FolderLock:
             os.close(descriptor)
 
     def remove(self) -> None:
-        """Let go, and leave no file; whoever waits for it finds that it has lost its name."""
+        """Release the lock and delete its file; waiting processes notice with `is_at`."""
         if self.is_there():
             self.path.unlink()
         self.release()
@@ -245,13 +246,14 @@ def take_lock(
     patience_s: float = STOPPING_S,
     waits: bool = False,
 ) -> FolderLock:
-    """Lock a folder, and make it where it is missing; FolderHeld where somebody else has it.
+    """Lock a folder, creating it if needed; raise FolderHeld if another process has it.
 
-    A holder that is stopping is waited for, `patience_s` at most; with `waits`, any holder.
+    Waits up to `patience_s` for a holder that is stopping; with `waits`, for any holder.
     """
     since, said = time.monotonic(), False
-    while (lock := _try(folder / name, say)) is None:
+    while (lock := _try_lock(folder / name, say)) is None:
         holder = read_holder(folder, name)
+        # A .HALT in the folder also means that the holder will stop soon.
         ending = waits or read_halt(folder) is not None or (holder is not None and holder.is_ending)
         if time.monotonic() - since > (max(patience_s, GRACE_S) if ending else GRACE_S):
             raise FolderHeld(folder, holder)
@@ -264,7 +266,7 @@ def take_lock(
 
 
 def read_holder(folder: Path, name: str = RUN) -> Holder | None:
-    """What the file says; None where it says nothing that can be read."""
+    """The content of the lock file; None if it is missing or invalid."""
     try:
         descriptor = open_regular(folder / name, os.O_RDWR)
         try:
@@ -281,7 +283,7 @@ def read_holder(folder: Path, name: str = RUN) -> Holder | None:
 
 
 def held_by(folder: Path, name: str = RUN) -> Holder | str:
-    """Who holds the lock now; empty if nobody does, or the file system has no locks."""
+    """The current holder of the lock; empty if it is free or the file system has no locks."""
     try:
         descriptor = open_regular(folder / name, os.O_RDWR)
     except OSError:
@@ -292,15 +294,15 @@ def held_by(folder: Path, name: str = RUN) -> Holder | str:
         unlocked = error.errno in WITHOUT_LOCKS
         return "" if unlocked else read_holder(folder, name) or "a process that left no name"
     finally:
-        os.close(descriptor)  # and with it the lock, if it was free
+        os.close(descriptor)  # this also releases the lock if it was free
     return ""
 
 
-def _try(path: Path, say: Say) -> FolderLock | None:
-    """One attempt; None where somebody holds it."""
+def _try_lock(path: Path, say: Say) -> FolderLock | None:
+    """One attempt to take the lock; None if another process holds it."""
     for _ in range(MOST_REMOVED):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # removed since: make it again
+        with contextlib.suppress(FileNotFoundError):  # folder removed since mkdir: retry
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o666)
             locks = True
             try:
@@ -318,7 +320,7 @@ def _try(path: Path, say: Say) -> FolderLock | None:
                 )
             if is_at(path, descriptor):
                 return FolderLock(path, descriptor, locks=locks)
-            os.close(descriptor)  # its holder has removed it in between
+            os.close(descriptor)  # the holder removed the file between open and flock: retry
     raise FileNotFoundError(errno.ENOENT, "removed again and again", str(path))
 
 
@@ -326,7 +328,8 @@ _descriptors: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """A copy would keep the lock after the end of its holder; to close it does not unlock."""
+    """Close lock descriptors after a fork: a copy in the child would keep the lock alive after
+    its holder ends. Closing a copy does not unlock."""
     for descriptor in _descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

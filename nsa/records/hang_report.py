@@ -1,8 +1,8 @@
-"""hang_report_{unixtime}.txt: where every rank was when the run came to a standstill.
+"""hang_report_{unixtime}.txt: what every rank was doing when the run hung.
 
-Schema, version 1: the first line is a sentence that says which rank is where, and who waits for
+Schema, version 1: the first line is a sentence that says which rank is where and who waits for
 whom; the rest is a JSON object with `schema`, `ts`, `iso`, `by` (the rank that wrote it), `why`
-(what was too long) and `ranks`, a list of the fields of RankState.
+(what took too long) and `ranks`, a list of RankState fields.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ RUNS, STOPPED, GONE, SILENT = "runs", "stopped", "gone", "silent"
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What is known of one rank."""
+    """What is known about one rank."""
 
     rank: int
     pid: int
     host: str
     state: str
-    """runs (it has answered), stopped (by a signal), gone (no process), silent (no answer)."""
+    """runs (it answered), stopped (by a signal), gone (no process), silent (no answer)."""
     step: int
     span: str
     waits: bool
     """Whether that span waits for other ranks."""
     still_s: float
-    """How long it has been there, at least."""
+    """Seconds in that span, at least."""
     stacks: list[str] = field(default_factory=list)
-    """Its threads, line by line; empty where it could not write them."""
+    """Stacks of its threads, line by line; empty if it could not write them."""
     recorder: dict[str, Any] | None = None
-    """The end of torch's flight recorder: exchanges by number; null where there is none."""
+    """Last collectives in torch's flight recorder; null if there is none."""
 
     @property
     def exchanges(self) -> int | None:
-        """Exchanges that it has begun, over all groups, where torch has counted them."""
+        """Collectives that it has begun, over all groups; None if torch did not count them."""
         begun = (self.recorder or {}).get("begun")
         return begun if isinstance(begun, int) else None
 
     @property
     def place(self) -> str:
-        """As a sentence names it."""
+        """Span and update, worded for a sentence."""
         if self.step == 0:
             return f"{self.span}, before update 1"
         return (
@@ -63,7 +63,7 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """A report, read back."""
+    """A report, parsed."""
 
     sentence: str
     ts: float
@@ -75,11 +75,11 @@ class HangReport:
 
 
 class BadReport(ValueError):
-    """A file is not what `write_report` writes."""
+    """The file is not a valid hang report."""
 
 
 def write_report(folder: Path, ranks: Sequence[RankState], *, by: int, why: str) -> Path:
-    """Write a report; one that exists is never replaced."""
+    """Write a report; never replaces an existing one."""
     now = time.time()
     content = {
         "schema": SCHEMA,
@@ -90,6 +90,7 @@ def write_report(folder: Path, ranks: Sequence[RankState], *, by: int, why: str)
         "ranks": [dataclasses.asdict(state) for state in ranks],
     }
     stem = f"hang_report_{int(now)}"
+    # Several reports may fall into the same second.
     names = (f"{stem}.txt", *(f"{stem}_{number}.txt" for number in range(2, 1000)))
     path = next(folder / name for name in names if not (folder / name).exists())
     write_text(path, f"{sentence(ranks)}\n{json.dumps(strict(content), indent=1)}\n")
@@ -111,7 +112,7 @@ def read_report(path: Path) -> HangReport:
 
 
 def sentence(ranks: Sequence[RankState]) -> str:
-    """Which rank is where, and who waits for whom."""
+    """Say in one sentence which rank is where and who waits for whom."""
     held = culprits(ranks)
     others = [state for state in ranks if state not in held]
     if len(ranks) == 1:
@@ -131,15 +132,16 @@ def sentence(ranks: Sequence[RankState]) -> str:
 
 
 def culprits(ranks: Sequence[RankState]) -> list[RankState]:
-    """The ranks that the others wait for; none where all wait alike.
+    """The ranks that the others wait for; none if all wait at the same place.
 
-    First those that do not answer; else those that do something of their own; else those that are
-    behind, by update and by the number of exchanges.
+    First those that do not answer; else those that do not wait; else those that are behind, by
+    update and by number of collectives.
     """
     found = [state for state in ranks if state.state != RUNS]
     found = found or [state for state in ranks if not state.waits]
     if found:
         return found
+    # All wait. In a mismatched collective, the rank with the lowest count is the late one.
     positions = {state.rank: (state.step, state.exchanges or 0) for state in ranks}
     least = min(positions.values())
     behind = [state for state in ranks if positions[state.rank] == least]
@@ -160,8 +162,9 @@ def _where(state: RankState) -> str:
 
 
 def _grouped(states: Sequence[RankState], for_whom: str = "") -> list[str]:
-    """Ranks at the same place, together."""
+    """One clause per place, naming all ranks there."""
     by_place: dict[str, list[int]] = {}
+    # The clause is built in the plural; `_ranks` turns it into the singular for one rank.
     for state in states:
         verb = "wait" if state.waits else "are"
         by_place.setdefault(f"{verb} {for_whom if state.waits else ''}in {state.place}", []).append(

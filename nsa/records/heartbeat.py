@@ -1,4 +1,9 @@
-"""Values of a run as strict JSON, which knows neither tensors nor NaN."""
+"""heartbeat_rank{r}.jsonl: what each rank is doing, one JSON line per event; writer and reader.
+
+Schema, version 1 (docs/schemas/heartbeat.md). Every line has `schema`, `ts` (Unix time, s), `iso`
+(the same, UTC), `pid`, `rank`, `step` (the update it is about; 0 before the first) and `msg`, the
+kind of line. JSON has no NaN: a non-finite number becomes null, and `non_finite` says what it was.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +23,14 @@ from nsa.records.machine import GpuReading
 from nsa.tail import Line, complete_lines, lines_from_end, sampled_lines
 
 NON_FINITE = "non_finite"
-"""Name of the field that says which numbers were NaN or infinite."""
+"""Field that lists which numbers were NaN or infinite."""
 
 
 def strict(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors become numbers; what is not finite becomes null, with a note under NON_FINITE."""
+    """Convert to strict JSON values: tensors to numbers, non-finite numbers to null.
+
+    Each replaced number is listed under NON_FINITE.
+    """
     lost: dict[str, str] = {}
     line = {str(key): _plain(value, str(key), lost) for key, value in extra.items()}
     return line | {NON_FINITE: lost} if lost else line
@@ -43,12 +51,7 @@ def _plain(value: Any, key: str, lost: dict[str, str]) -> Any:
     return str(value)
 
 
-# heartbeat_rank{r}.jsonl: what a rank is doing, one JSON object a line, added while it does it.
-#
-# Schema, version 1. Every line has `schema`, `ts` (Unix time, s), `iso` (the same, UTC), `pid`,
-# `rank`, `step` (the update it is about; 0 before the first) and `msg`, the kind of line; the
-# fields of each kind are in docs/schemas/heartbeat.md. JSON has no NaN: a number that is not finite
-# is null, and `non_finite` says what it was.
+# --- writer ---
 
 SCHEMA = 1
 NAME = "heartbeat_rank{rank}.jsonl"
@@ -74,18 +77,18 @@ ATTENTION_FIELDS = {  # name in the line: name in AttentionStats.summary()
     "sel_rows": "sel_rows",
     "sel_pct_at_max": "sel_pct_at_max",
 }
-"""Gate health has two spellings, because readers of both kinds exist."""
+"""Gate health is written under two names each, because readers of both exist."""
 BRANCH_SHARES = ("share_cmp", "share_sel", "share_win")
 LAYER_FIELDS = {
     name: key for name, key in ATTENTION_FIELDS.items() if key not in ("branch_shares", "sel_rows")
 }
-"""The same for a single layer: name in the line, name in AttentionStats.per_layer()."""
+"""Per layer: name in the line, name in AttentionStats.per_layer()."""
 SEARCH_BYTES = 4 * 1024 * 1024
-"""How far from the end of the file the last line of a kind is looked for."""
+"""How far back from the end of the file `last_beat` searches."""
 
 
 class Heartbeat:
-    """Writes the lines of one rank; about 20 microseconds each, and never a reason to stop."""
+    """Writes the lines of one rank: about 20 microseconds each; write errors never raise."""
 
     def __init__(
         self,
@@ -95,8 +98,8 @@ class Heartbeat:
         every: int = 1,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`every`: only these steps get a `beat` line, the others pass in silence. `clock`: Unix
-        time, for records that are made up.
+        """`every`: write a `beat` line every so many steps. `clock`: replaces time.time() when
+        generating example records.
         """
         self.rank, self._every = rank, every
         self._clock = clock or (lambda: time.time())
@@ -109,7 +112,7 @@ class Heartbeat:
         return self.file.num_dropped
 
     def write(self, step: int, msg: str, extra: Mapping[str, Any] | None = None) -> None:
-        """Append a line; `extra` may hold tensors and NaN, but none of the fields of every line."""
+        """Append a line; `extra` may hold tensors and NaN, but no key of BASE_FIELDS."""
         now = self._clock()
         line: dict[str, Any] = {
             "schema": SCHEMA,
@@ -130,11 +133,11 @@ class Heartbeat:
         self.file.append(json.dumps(line, allow_nan=False, separators=(", ", ": ")))
 
     def boot(self, step: int = 0) -> None:
-        """The process is up; `step` is the update that it goes on from."""
+        """The process is up; `step` is the update that it resumes after."""
         self.write(step, BOOT, {"phase": "start"})
 
     def beat(self, step: int, phase: str = "step_start") -> None:
-        """An update begins, or has come to a phase of its own name."""
+        """An update begins, or enters a named phase."""
         if self._every > 0 and step % self._every == 0:
             self.write(step, BEAT, {"phase": phase})
 
@@ -157,10 +160,10 @@ class Heartbeat:
         layers: Sequence[Mapping[str, float]] | None = None,
         fallbacks: Mapping[str, int] | None = None,
     ) -> None:
-        """The numbers of a logged update; what is not known is null.
+        """The metrics of a logged update; unknown values are null.
 
         `attention` is AttentionStats.summary(), `layers` is AttentionStats.per_layer(), and
-        `fallbacks` is counter_files.fallback_counts().
+        `fallbacks` is tables.fallback_counts().
         """
         extra: dict[str, Any] = {
             "loss": loss,
@@ -180,34 +183,34 @@ class Heartbeat:
         self.write(step, PROGRESS, extra)
 
     def step_end(self, step: int) -> None:
-        """A logged update is over."""
+        """A logged update ended."""
         self.write(step, STEP_END, {"phase": "end"})
 
     def loader_ready(self, dt_s: float, step: int = 0) -> None:
-        """The first batch came, after `dt_s` seconds."""
+        """The first batch arrived after `dt_s` seconds."""
         self.write(step, LOADER_READY, {"dt": dt_s})
 
     def loader_error(self, error: BaseException | str, step: int = 0) -> None:
-        """No batch will come."""
+        """The data source failed."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.write(step, LOADER_ERROR, {"error": text})
 
     def loader_warmup(self, requested: int, filled: int, wait_ms: float, step: int = 0) -> None:
-        """Batches were fetched ahead of the first update."""
+        """Batches were prefetched before the first update."""
         extra = {"requested": requested, "filled": filled, "wait_ms": wait_ms}
         self.write(step, LOADER_WARMUP, extra)
 
     def watchdog_dump(self, path: Path | str, step: int = 0) -> None:
-        """A watchdog wrote the stacks; this line is no sign of life, and readers know it."""
+        """A watchdog wrote the stacks. Readers do not count this line as a sign of life."""
         self.write(step, WATCHDOG_DUMP, {"path": str(path)})
 
     def close(self) -> None:
-        """Give the file back; a later line would open it again, also in a new folder."""
+        """Close the file; a later line reopens it, creating the folder if needed."""
         self.file.close()
 
 
 def _by_field(layers: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
-    """Each field as a list over the layers: shorter than its name with every layer."""
+    """Each field as a list over layers, so that its name is written once per line."""
     fields: dict[str, list[Any]] = {
         name: [layer[key] for layer in layers] for name, key in LAYER_FIELDS.items()
     }
@@ -216,14 +219,17 @@ def _by_field(layers: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
 
 
 def iso(ts: float) -> str:
-    """Unix time as UTC text, to the millisecond, with a Z."""
+    """Unix time as ISO 8601 in UTC, to the millisecond, with a Z."""
     moment = datetime.fromtimestamp(ts, UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+# --- reader ---
+
+
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """A line, read back."""
+    """One line, parsed."""
 
     ts: float
     step: int = 0
@@ -233,46 +239,46 @@ class Beat:
     iso: str = ""
     schema: int = SCHEMA
     extra: dict[str, Any] = field(default_factory=dict)
-    """The fields of its kind, by name."""
+    """All fields that are not in BASE_FIELDS."""
 
     @property
     def is_pause(self) -> bool:
-        """Whether it begins something other than an update, which has no usual time."""
+        """Whether it begins an evaluation or a save, which have no typical duration."""
         return self.msg == BEAT and self.extra.get("phase") != "step_start"
 
     def layers(self) -> list[dict[str, Any]]:
-        """The statistics of each layer of a progress line, in order; none if not collected."""
+        """Statistics per layer of a progress line, in order; empty if not collected."""
         fields = self.extra.get("layers") or {}
         rows = zip(*fields.values(), strict=True)
         return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
 class BrokenHeartbeat(ValueError):
-    """A line, other than a last one that is cut off, is not what a heartbeat writes."""
+    """A complete line is not valid."""
 
 
 def read_heartbeat(path: Path | str) -> list[Beat]:
-    """All lines, without a last one that is cut off."""
+    """All complete lines; a truncated last line is skipped."""
     return [parse_beat(Path(path), line) for line in complete_lines(Path(path))]
 
 
 def last_beat(path: Path | str, msg: str | None = None) -> Beat | None:
-    """The last line, or the last of the kind `msg`; None without one near the end, or any file."""
+    """The last line, or the last one of kind `msg`, within SEARCH_BYTES of the end; else None."""
     beats = _beats_from_end(Path(path))
     return next((beat for beat in beats if msg is None or beat.msg == msg), None)
 
 
 def tail_beats(path: Path | str, most_bytes: int) -> tuple[list[Beat], list[str]]:
-    """The lines within the last bytes, oldest first, and a word on those that cannot be read.
+    """The lines within the last `most_bytes`, oldest first, and an error text per invalid line.
 
-    For a reader that shows what it can: a bad line is passed over instead of raised.
+    For displays: an invalid line is skipped instead of raised.
     """
     beats, problems = _readable(Path(path), lines_from_end(Path(path), most_bytes))
     return beats[::-1], problems[::-1]
 
 
 def sample_beats(path: Path | str, most_bytes: int) -> tuple[list[Beat], list[str]]:
-    """The same for the whole file, or of a larger one its start, its end and some between."""
+    """Like tail_beats, for the whole file, or for a sample of it if it exceeds `most_bytes`."""
     return _readable(Path(path), sampled_lines(Path(path), most_bytes))
 
 
@@ -288,7 +294,7 @@ def _readable(path: Path, lines: Iterable[Line]) -> tuple[list[Beat], list[str]]
 
 
 def age_seconds(path: Path | str, now: float | None = None) -> float | None:
-    """Seconds since the last sign of life of the rank; None when there is none."""
+    """Seconds since the last sign of life of the rank; None without one."""
     beats = _beats_from_end(Path(path))
     ts = next((beat.ts for beat in beats if beat.msg != WATCHDOG_DUMP), None)
     return None if ts is None else (time.time() if now is None else now) - ts
@@ -304,11 +310,12 @@ HEAD = re.compile(
     r'"pid": (\d{1,9}), "rank": (\d{1,6}), "step": (\d{1,11}), "msg": "(\w+)"'
     r'(?:, "phase": "(\w+)"(\})?)?'
 )
-"""How a line of ours begins, and a short one ends: most lines are short, and this is quick."""
+"""Prefix of every line as `write` formats it. Most lines end right after `phase`; matching those
+with a regex is much faster than json.loads."""
 
 
 def parse_head(path: Path, line: Line) -> Beat:
-    """Like parse_beat, for a reader that needs no other field than `phase`: far quicker."""
+    """Like parse_beat, but of the extra fields only `phase` is read: much faster."""
     match = HEAD.match(line.text)
     return parse_beat(path, line) if match is None else _from_head(match)
 
@@ -321,10 +328,10 @@ def _from_head(match: re.Match[str]) -> Beat:
 
 
 def parse_beat(path: Path, line: Line) -> Beat:
-    """Read a line of the file `path`; BrokenHeartbeat where it is none, or of a newer version."""
+    """Parse a line of the file `path`; raise BrokenHeartbeat if invalid or of a newer schema."""
     match = HEAD.match(line.text)
     if match is not None and match[8] and match.end() == len(line.text):
-        return _from_head(match)
+        return _from_head(match)  # the regex covered the whole line
     try:
         content = json.loads(line.text)
         fields = {name: content.pop(name) for name in BASE_FIELDS if name in content}
@@ -345,6 +352,7 @@ def parse_beat(path: Path, line: Line) -> Beat:
 
 def _require_types(beat: Beat) -> None:
     for name, kind in (("ts", int | float), ("step", int), ("rank", int), ("schema", int)):
+        # json.loads accepts NaN and Infinity; `not abs(x) < 1e12` catches both.
         if not isinstance(getattr(beat, name), kind) or not abs(getattr(beat, name)) < 1e12:
             raise ValueError(f"{name}={getattr(beat, name)!r:.40} is no such number")
     if not isinstance(beat.pid, int | None) or not isinstance(beat.msg, str):

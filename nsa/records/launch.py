@@ -1,8 +1,8 @@
-"""run.info: what was launched, from which code, with which changes, and how it went.
+"""run.info (what was launched, and how it went) and phase.json (the verdict on a launch phase).
 
-Schema, version 1: lines `name: value` in the order of the fields of RunInfo, a line for each item
-of a list, then lines `[info] {time} {text}` as things happen, and `[done] {time} {text}` at the
-end. The file is replaced as a whole, so it is never half written.
+Schema of run.info, version 1: lines `name: value` in the order of the fields of RunInfo, one line
+per item of a list, then lines `[info] {time} {text}` as events happen, and `[done] {time} {text}`
+at the end. The file is replaced atomically.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ INFO, DONE = "[info] ", "[done] "
 
 @dataclass(kw_only=True)
 class RunInfo:
-    """A launch."""
+    """Facts of one launch."""
 
     version: int = VERSION
     profile: str
     run_dir: str
-    """Where this file and the logs of the launch are."""
+    """Folder of this file and of the launch logs."""
     out_dir: str
-    """Where the run itself is."""
+    """Folder of the run itself."""
     config: str
-    """The file; `changed` has what differs from it."""
+    """The config file; `changed` lists what differs from it."""
     gpus: str
     """`N (max_mem=...MB)` and the models."""
     ranks: int
@@ -43,24 +43,24 @@ class RunInfo:
     dataset: str
     hostname: str
     commit: str
-    """Of the code; empty outside a repository."""
+    """Commit of the code; empty outside a repository."""
     altered: list[str] = field(default_factory=list)
-    """Files that differ from the commit, as git lists them: letters, and the path."""
+    """Files that differ from the commit, as `git status --porcelain` lists them."""
     changed: list[str] = field(default_factory=list)
-    """Config keys that do not have the value of the file: `key: value of the file -> value`."""
+    """Overridden config keys: `key: value of the file -> value`."""
     environment: list[str] = field(default_factory=list)
-    """NAME=value that the run starts with."""
+    """NAME=value pairs set for the run."""
     exit_code: int | None = None
-    """Of the launcher; missing while it is at work."""
+    """Exit code of the launcher; absent while it runs."""
     notes: list[str] = field(default_factory=list)
-    """The lines `[info]` and `[done]`."""
+    """The `[info]` and `[done]` lines."""
 
     def note(self, text: str) -> None:
-        """Add what has happened."""
+        """Add an event."""
         self.notes.append(f"{INFO}{_now()} {_line(text)}")
 
     def done(self, text: str, exit_code: int) -> None:
-        """Add how it ended."""
+        """Add the final line and the exit code."""
         self.exit_code = exit_code
         self.notes.append(f"{DONE}{_now()} {_line(text)}")
 
@@ -81,7 +81,7 @@ def write_run_info(path: Path, info: RunInfo) -> Path:
 
 
 def read_run_info(path: Path) -> RunInfo:
-    """Read the file, or that of the folder of a launch."""
+    """Read a run.info, given the file or the folder of a launch."""
     path = path / NAME if path.is_dir() else path
     found: dict[str, Any] = {}
     kinds = get_type_hints(RunInfo)
@@ -95,6 +95,7 @@ def read_run_info(path: Path) -> RunInfo:
                 f"{path}: {line[:80]!r} is no line of a run.info of version {VERSION}; the file is "
                 "damaged, or of another program"
             )
+        # A list field has one line per item.
         if kinds[name] == list[str]:
             found.setdefault(name, []).append(value)
         else:
@@ -108,6 +109,7 @@ def _checked(found: dict[str, Any], path: Path) -> RunInfo:
             f"{path} has version {found.get('version')!r}; this program reads version {VERSION}; "
             "use the program that wrote it"
         )
+    # Fields without a default are required.
     needed = [
         item.name
         for item in dataclasses.fields(RunInfo)
@@ -130,14 +132,12 @@ def _now() -> str:
 
 
 def _line(text: str) -> str:
-    """On one line, whatever the text holds."""
+    """Collapse all whitespace: an entry must stay on one line."""
     return " ".join(text.split())
 
 
-# phase.json: the verdict on a phase of a launch, so that the next launch need not repeat it.
-#
-# Schema, version 1: the fields of PhaseVerdict, as one JSON object, in the folder of the phase's
-# run.
+# --- phase.json: the verdict on a launch phase, so that the next launch can skip the phase ---
+# Schema, version 1: the fields of PhaseVerdict as one JSON object, in the run folder of the phase.
 
 PHASE_VERSION = 1
 PHASE_NAME = "phase.json"
@@ -145,17 +145,17 @@ PHASE_NAME = "phase.json"
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseVerdict:
-    """How a phase was judged, and of what."""
+    """The verdict on a phase, and what was judged."""
 
     version: int = PHASE_VERSION
     phase: str
     judged: str
-    """What it was held to, as in `nsa report --at`."""
+    """The criteria, as in `nsa report --at`."""
     go: bool
     time: str
     """UTC."""
     launched: dict[str, str] = field(default_factory=dict)
-    """Code, config and environment; the verdict stands for a launch with the same."""
+    """Code, config and environment. The verdict is reused only if all of them are the same."""
 
 
 def write_verdict(folder: Path, verdict: PhaseVerdict) -> Path:
@@ -165,7 +165,7 @@ def write_verdict(folder: Path, verdict: PhaseVerdict) -> Path:
 
 
 def read_verdict(folder: Path) -> PhaseVerdict | None:
-    """The verdict on the run in the folder; None where there is none that can be read."""
+    """The verdict in the folder; None if it is missing or invalid, so the phase runs again."""
     try:
         content = json.loads(read_text(folder / PHASE_NAME))
     except (OSError, ValueError):

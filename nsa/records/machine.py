@@ -1,4 +1,4 @@
-"""What /proc tells about a process, so that a pid is never taken for another process."""
+"""Facts about the machine: processes from /proc, GPU load from NVML, memory from torch."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ if TYPE_CHECKING:
 
 PROC = Path("/proc")
 STATE, FLAGS, START_TICKS = 0, 6, 19
-"""Fields after the name of the program: R, S, T and so on; flags of the kernel; clock ticks from
-boot to its start."""
+"""Indices into `stat_fields`: process state (R, S, T, ...), kernel flags, start time in clock ticks
+since boot."""
 
 
 def stat_fields(pid: int | str) -> list[str] | None:
-    """The fields after the name of the program, which may hold anything; None without a process."""
+    """Fields of /proc/PID/stat after the program name; None if there is no such process."""
     try:
         text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+    # The program name is in parentheses and may itself contain ")" and spaces.
     return text.rpartition(")")[2].split()
 
 
 def start_ticks(pid: int | str = "self") -> int:
-    """When a process started; with the pid it names one process for good. 0 where unknown."""
+    """Start time of a process in clock ticks since boot; 0 if unknown.
+
+    A pid may be reused; pid and start time together identify a process.
+    """
     fields = stat_fields(pid)
     return int(fields[START_TICKS]) if fields else 0
 
 
-# What only NVIDIA's driver knows: load, temperature and version, asked of its own library.
-#
-# libnvidia-ml comes with the driver, so no Python package is needed; without it everything is None.
+# --- NVML: GPU load, temperature and driver version ---
+# Called by ctypes: libnvidia-ml comes with the driver, so no Python package is needed. Without the
+# library all values are None.
 
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
@@ -43,7 +47,7 @@ VERSION_BYTES = 80
 
 
 class Load(NamedTuple):
-    """How busy and how warm a GPU is."""
+    """Utilization and temperature of a GPU."""
 
     util_pct: int | None
     temp_c: int | None
@@ -54,7 +58,7 @@ class _Utilization(ctypes.Structure):
 
 
 def read_load(uuid: str) -> Load:
-    """Load of the GPU with this UUID; indices differ between NVML and CUDA, UUIDs do not."""
+    """Load of the GPU with this UUID. NVML and CUDA may number GPUs differently."""
     library = _library()
     if library is None:
         return Load(None, None)
@@ -87,26 +91,26 @@ def _library() -> ctypes.CDLL | None:
     return library if library.nvmlInit_v2() == SUCCESS else None
 
 
-# Memory, load and temperature of the device that a run uses, for its heartbeat.
+# --- the device of a run, for its heartbeat ---
 
 MIB = 1024 * 1024
 
 
 class GpuReading(NamedTuple):
-    """One look at the GPU; all None on a CPU."""
+    """One sample of the GPU; all None on a CPU."""
 
     gpu_mem_alloc: int | None = None
-    """MiB in tensors, as torch's allocator counts."""
+    """MiB allocated to tensors by torch."""
     gpu_mem_reserved: int | None = None
-    """MiB that the allocator holds."""
+    """MiB reserved by torch's caching allocator."""
     gpu_util_pct: int | None = None
-    """Share of the last moments in which a kernel ran; None without NVIDIA's driver library."""
+    """Percent of recent time in which a kernel ran; None without NVML."""
     gpu_temp_c: int | None = None
 
 
 def read_gpu(device: torch.device | str | None) -> GpuReading:
-    """Look at the device: no wait for it, about a millisecond for load and temperature."""
-    import torch  # readers of run folders start without it
+    """Sample the device without synchronizing it; NVML takes about a millisecond."""
+    import torch  # imported here because readers of run folders must not need it
 
     device = torch.device(device or "cpu")
     if device.type != "cuda":

@@ -1,7 +1,7 @@
-"""metrics.json: what a run is and how far it came, replaced at every logged step.
+"""metrics.json (state of a run, replaced at every logged step) and config.yaml (its settings).
 
-Schema, version 1: the fields of Metrics, as one JSON object. A number that is not known yet is
-null; so is one that is not finite, because JSON has no NaN.
+Schema of metrics.json, version 1: the fields of Metrics as one JSON object. Unknown numbers are
+null; so are non-finite ones, because JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ class Metrics:
     version: int = VERSION
     status: str = "running"
     """running, finished, halted (asked to stop; can be resumed), non_finite (the loss was NaN or
-    infinite), oom (no memory left), no_data (the source failed; can be resumed), bad_data (a shard
+    infinite), oom (out of memory), no_data (the source failed; can be resumed), bad_data (a shard
     is damaged) or interrupted (a second Ctrl-C)."""
     config_file: str
-    """The file that the run was started with; config.yaml holds what it resolved to."""
+    """The file that the run was started with; config.yaml holds the resolved settings."""
     data_fallback: str | None = None
-    """Why the run is on random tokens instead of the source it was started with; null if not."""
+    """Why the run fell back to random tokens; null if it did not."""
     num_params: int
     tokens_per_step: int
     """Tokens in an optimizer update: batch_global x seq_len."""
     flops_per_token: float = 0.0
     """Model FLOPs of training one token, forward and backward: nsa/model/cost.py."""
     peak_flops: float | None = None
-    """FLOP/s of the devices at most; null where it is not known: then there is no MFU."""
+    """Peak FLOP/s of all devices; null if unknown: then there is no MFU."""
     device: str
     dtype: str
     """Compute precision; weights and optimizer are fp32 in both."""
     attention: str
     """The attention plan: which backend runs, and why."""
     steps: int
-    """Optimizer updates that the run is meant to do."""
+    """Optimizer updates planned."""
     step: int = 0
     """Optimizer updates done."""
     resumed_at: int | None = None
-    """The update after which the run went on from a checkpoint; null for a run in one piece."""
+    """The update after which the run last resumed; null if it never did."""
     init_from: str | None = None
-    """The file whose weights the run started from (train.init_from); null for random ones."""
+    """File of the initial weights (train.init_from); null for random ones."""
     init_sha256: str | None = None
-    """Of those weights."""
+    """sha256 of those weights."""
     seq_len: int
     world_size: int = 1
-    """Processes that train together."""
+    """Number of ranks."""
     batch_global: int
-    """Rows in an optimizer update, over all of them."""
+    """Rows in an optimizer update, over all ranks."""
     lr: float
     """Peak learning rate."""
     loss_first: float | None = None
@@ -74,21 +74,22 @@ class Metrics:
     val_ppl: float | None = None
     val_bits_per_byte: float | None = None
     train_s: float = 0.0
-    """Seconds spent in training steps."""
+    """Seconds in training steps."""
     eval_and_save_s: float = 0.0
-    """Seconds spent in evaluations and checkpoints between the steps."""
+    """Seconds in evaluations and checkpoints between the steps."""
     toks_per_s: float | None = None
     """Tokens of the whole run over train_s."""
     mfu: float | None = None
     """Share of peak_flops, 0 to 1, over the whole run."""
     peak_mem_mib: float | None = None
-    """The most that tensors took on the GPU; on a CPU, the most RAM of the process."""
+    """Peak tensor memory on the GPU; on a CPU, peak RSS of the process."""
     attention_stats: dict[str, float | list[float]] = field(default_factory=dict)
-    """Gates and selection over all layers at the last logged step; empty when switched off."""
+    """Gates and selection over all layers at the last logged step; empty if not collected."""
 
 
 def write_metrics(folder: Path, metrics: Metrics) -> Path:
     """Replace metrics.json in the folder."""
+    # JSON has no NaN: json.dumps would raise.
     content = _finite(dataclasses.asdict(metrics))
     write_text(folder / NAME, json.dumps(content, indent=2, allow_nan=False) + "\n")
     return folder / NAME
@@ -113,18 +114,18 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# config.yaml: every setting of a run as it was resolved; the file can be trained again.
+# --- config.yaml: the resolved settings; the file can be used as --config again ---
 
 CONFIG_NAME = "config.yaml"
 
 
 def write_config(folder: Path, config: Config, source: str) -> Path:
-    """Write the resolved settings, with the file that they came from in the first line."""
+    """Write the resolved settings; the first line names the file they came from."""
     head = f"# Resolved settings of a run that was started with {source}\n"
     write_text(folder / CONFIG_NAME, head + yaml.safe_dump(to_container(config), sort_keys=False))
     return folder / CONFIG_NAME
 
 
 def read_config(folder: Path) -> Config:
-    """Read the settings back; the environment took part when they were resolved, not again."""
+    """Read the settings back. Environment overrides are already in them and are not applied."""
     return parse_config(read_text(folder / CONFIG_NAME), str(folder / CONFIG_NAME))

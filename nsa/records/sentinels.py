@@ -1,9 +1,9 @@
-""".HALT and .anomaly_type: small files by which a run is stopped, and says why it stopped itself.
+""".HALT (asks a run to stop) and .anomaly_type (why a run stopped itself).
 
-Schema, version 1. `.HALT`: text, may be empty (`touch .HALT`); a program writes `halt: <reason>`.
-Its presence asks the run to stop after the current step. A halt that was obeyed becomes
-`.HALT.done`, then `.HALT.done.2` and so on; after an anomaly it stays, so that nobody restarts
-without looking. `.anomaly_type`: one word of ANOMALIES.
+Schema, version 1. `.HALT`: text, may be empty (`touch .HALT`); programs write `halt: <reason>`. If
+it exists, the run stops after the current step. The run then renames it to `.HALT.done`, or
+`.HALT.done.2` and so on. After an anomaly it stays, so that nobody restarts without looking.
+`.anomaly_type`: one word of ANOMALIES.
 """
 
 from __future__ import annotations
@@ -30,48 +30,50 @@ ANOMALIES = (
 
 
 class Halt(NamedTuple):
-    """A standing request to stop."""
+    """A pending request to stop."""
 
     text: str
-    """What the file says; empty when it was only touched."""
+    """Content of the file; empty if it was only touched."""
     age_s: float
     """Seconds since it was written."""
 
     @property
     def reason(self) -> str:
-        """The text without the word that programs put before it."""
+        """The text without PREFIX."""
         return self.text.removeprefix(PREFIX.strip()).strip()
 
 
 def read_halt(out_dir: Path | str) -> Halt | None:
-    """The request to stop, or None; costs one look at the folder while there is none."""
+    """The pending request to stop, or None; without a request this is a single lstat."""
     path = Path(out_dir) / HALT
     try:
         written = path.lstat().st_mtime
-    except OSError:  # not there; or a network disk that stumbles, which is no request
+    except OSError:  # missing, or a transient error of a network disk: not a request
         return None
     try:
         text = read_text(path).strip()
     except FileNotFoundError:
         return None
-    except OSError as error:  # what is there and cannot be read still asks
+    except OSError as error:  # the file exists, so this counts as a request
         text = f"unreadable: {error.strerror}"
     return Halt(text, max(0.0, time.time() - written))
 
 
 def write_halt(out_dir: Path | str, reason: str) -> bool:
-    """Ask the run to stop, in place of an earlier request. False, and a complaint, if it failed."""
+    """Ask the run to stop, replacing an earlier request. On failure, warn and return False."""
     return _write(Path(out_dir) / HALT, f"{PREFIX}{reason}\n")
 
 
 def obeyed(out_dir: Path | str) -> Path | None:
-    """Rename `.HALT` after it was obeyed, so that the next start does not stop at once.
+    """Rename `.HALT` after the run stopped, so that the next start does not stop at once.
 
-    One that names an anomaly, as a watchdog writes it, stays: somebody must look first.
+    A `.HALT` that names an anomaly, as a watchdog writes it, stays: a person must look first.
     """
     folder = Path(out_dir)
+    # Written by a watchdog or by the run itself, not by the operator.
     if (halt := read_halt(folder)) is not None and halt.reason in ANOMALIES:
         return None
+    # Keep older .HALT.done files: they say why the run was stopped before.
     names = (DONE, *(f"{DONE}.{number}" for number in range(2, 10_000)))
     target = next(folder / name for name in names if not (folder / name).exists())
     try:
@@ -84,14 +86,14 @@ def obeyed(out_dir: Path | str) -> Path | None:
 
 
 def write_anomaly(out_dir: Path | str, kind: str) -> bool:
-    """Leave the kind of anomaly that stops the run. False, and a complaint, if it failed."""
+    """Record the anomaly that stops the run. On failure, warn and return False."""
     if kind not in ANOMALIES:
         raise ValueError(f"anomaly {kind!r} is not known; use one of {', '.join(ANOMALIES)}")
     return _write(Path(out_dir) / ANOMALY, f"{kind}\n")
 
 
 def read_anomaly(out_dir: Path | str) -> str | None:
-    """The kind of anomaly that the run ended with, or None."""
+    """The anomaly that stopped the run, or None."""
     try:
         text = read_text(Path(out_dir) / ANOMALY)
     except FileNotFoundError:
@@ -102,7 +104,7 @@ def read_anomaly(out_dir: Path | str) -> str | None:
 def _write(path: Path, text: str) -> bool:
     try:
         write_text(path, text)
-    except OSError as error:
+    except OSError as error:  # full disk: the run must still be able to shut down
         complain(path, error)
         return False
     return True

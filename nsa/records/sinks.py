@@ -25,17 +25,16 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-# tb/: the curves of a run as TensorBoard events, written by rank 0.
-#
-# The tags are those of scalars.py. The step of an event is the number of optimizer updates.
+# --- tb/: TensorBoard events, written by rank 0 ---
+# Tags are those of scalars.py. The step of an event is the number of optimizer updates.
 
 FOLDER = "tb"
 FLUSH_S = 30
-"""A run that is killed loses the events of at most this many seconds."""
+"""Flush interval: a killed run loses at most this many seconds of events."""
 
 
 class TensorBoard:
-    """Writes events while it can; without a writer every call does nothing."""
+    """Writes events until the first I/O error; without a writer every call is a no-op."""
 
     def __init__(self, folder: Path, writer: SummaryWriter | None) -> None:
         self.folder = folder
@@ -44,10 +43,10 @@ class TensorBoard:
         self._failed = False
         self._hook, self._hook_before = threading.excepthook, threading.excepthook
         if writer is not None:
-            self._hook = threading.excepthook = _without(writer, self._hook_before)
+            self._hook = threading.excepthook = _hook_without(writer, self._hook_before)
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a point to each of these curves: one event, which costs less than one for each."""
+        """Add a point to each curve, in a single event: cheaper than one event per curve."""
 
         def write(writer: SummaryWriter) -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -59,14 +58,14 @@ class TensorBoard:
             self.num_dropped += len(scalars)
 
     def close(self) -> None:
-        """Write what waits, and end the file."""
+        """Flush and close the file."""
         self._guarded(lambda writer: writer.close())
         self._writer = None
         if threading.excepthook is self._hook:
             threading.excepthook = self._hook_before
 
     def _guarded(self, action: Callable[[SummaryWriter], None]) -> bool:
-        """Do it; after the first OSError, which the writer does not survive, do nothing more."""
+        """Run the action; after the first OSError, which kills the writer, do nothing more."""
         if self._writer is None:
             return not self._failed
         try:
@@ -86,10 +85,10 @@ def open_tensorboard(
     resumed_at: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> TensorBoard:
-    """Open tb/ in the run folder; for other ranks, or if `disabled`, a board that does nothing.
+    """Open tb/ in the run folder; on ranks above 0, or if `disabled`, return a no-op.
 
-    A run that goes on after step `resumed_at` tells readers to forget what came later before.
-    Without the tensorboard package nothing is written, and `say` (stderr) hears why.
+    After a resume, TensorBoard is told to discard events of steps after `resumed_at`. Without the
+    tensorboard package nothing is written, and `say` (default: stderr) gets the reason.
     """
     folder = Path(out_dir) / FOLDER
     if rank != 0 or disabled:
@@ -122,13 +121,13 @@ def read_scalars(out_dir: Path | str) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def _without(
+def _hook_without(
     writer: SummaryWriter, before: Callable[[threading.ExceptHookArgs], Any]
 ) -> Callable[[threading.ExceptHookArgs], Any]:
-    """A hook for errors of threads that is silent about the writer's own.
+    """A threading.excepthook that ignores OSErrors of the writer's own thread.
 
-    That one dies of a full disk with a traceback; the next call of the writer raises the error
-    again, and then it is said in a line.
+    On a full disk that thread dies with a traceback. The next call of the writer raises the same
+    error again, and `_guarded` reports it in one line.
     """
     worker = writer._get_file_writer().event_writer._async_writer._worker
 
@@ -143,13 +142,11 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# The curves of a run for Weights & Biases or trackio, as far as they take them.
-#
-# The library runs in a process of its own (tracker_process.py), because it may block, print,
-# install handlers or fail, and none of that may reach the training. Points go to it through a pipe
-# that is never waited for; a tracker that fails, or takes nothing for long, is dropped with one
-# line.  Two files: tracker.json (schema, version 1: `version`, `tracker`, `id`), by which a resumed
-# run goes on under the same name, and tracker.log, what the library printed.
+# --- trackers: Weights & Biases or trackio ---
+# The library runs in a child process (tracker_process.py), because it may block, print, install
+# signal handlers or crash. Points go through a non-blocking pipe; a tracker that fails or stops
+# reading is dropped with a warning. tracker.json (schema, version 1: `version`, `tracker`, `id`)
+# lets a resumed run continue under the same id; tracker.log holds the library's output.
 
 VERSION = 1
 NAME, LOG = "tracker.json", "tracker.log"
@@ -157,20 +154,20 @@ NO_TRACKER = "none"
 PROJECT = "nsa"
 CHILD = Path(__file__).with_name("tracker_process.py")
 MOST_WAITING = 4 * 1024 * 1024
-"""Bytes that wait for a tracker at most; about a thousand logged steps."""
+"""Limit in bytes of the queue to a tracker; about a thousand logged steps."""
 CLOSE_S = 60.0
-"""How long the end of a run waits for a tracker to finish its own."""
+"""How long the end of a run waits for the tracker to finish."""
 
 
 class Tracked(NamedTuple):
-    """tracker.json: under which id which tracker has the run."""
+    """tracker.json: the tracker and the id of the run there."""
 
     tracker: str
     id: str
 
 
 class Tracker:
-    """Hands points over; without a process every call does nothing, and no call can fail."""
+    """Sends points to the child process; without one every call is a no-op. Never raises."""
 
     def __init__(
         self,
@@ -197,17 +194,17 @@ class Tracker:
         self.close()
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to each of these curves, without waiting."""
+        """Add a point to each curve; never blocks."""
         if self._process is not None:
             self._send({"step": step, "values": dict(values)})
 
     def renew(self) -> None:
-        """Write tracker.json again, into a folder that was removed."""
+        """Write tracker.json again after the folder was removed."""
         if self.tracked is not None and self._log is not None:
             write_tracked(self._log.parent, self.tracked)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Hand over what waits, let the tracker finish, and end it if it does not."""
+        """Flush the queue and let the tracker finish; kill it after `timeout_s`."""
         process, until = self._process, time.monotonic() + timeout_s
         if process is None or process.stdin is None:
             return
@@ -229,11 +226,12 @@ class Tracker:
     def _send(self, message: Mapping[str, Any]) -> None:
         self._waiting += json.dumps(message).encode() + b"\n"
         self._push()
+        # A tracker that stopped reading: drop it before the queue grows without bound.
         if len(self._waiting) > MOST_WAITING:
             self._drop(f"{len(self._waiting) >> 20} MiB wait for it")
 
     def _push(self) -> None:
-        """Write as much as the pipe takes."""
+        """Write as much of the queue as the pipe accepts."""
         assert self._process is not None and self._process.stdin is not None
         try:
             while self._waiting:
@@ -241,9 +239,9 @@ class Tracker:
                 del self._waiting[:taken]
         except BlockingIOError:
             return
-        except OSError:  # its log says why
+        except OSError:  # the child closed the pipe; its log says why
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
+                self._process.wait(1.0)  # let it finish writing its log
             self._drop("it has ended")
 
     def _drop(self, why: str) -> None:
@@ -260,7 +258,7 @@ class Tracker:
         )
 
     def _last_words(self) -> str:
-        """The last line that the library printed, and where the others are."""
+        """The last line that the library printed, and the path of its log."""
         with contextlib.suppress(OSError):
             lines = read_text(self._log).split("\n") if self._log else []
             last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -269,7 +267,7 @@ class Tracker:
 
 
 def require_tracker(name: str) -> None:
-    """Refuse a tracker whose package is not there, before anything is trained."""
+    """Raise ConfigError before training if the tracker's package is not installed."""
     if name != NO_TRACKER and importlib.util.find_spec(name) is None:
         raise ConfigError(
             f"train.tracker={name}: the package is not installed; install it with "
@@ -281,11 +279,11 @@ def require_tracker(name: str) -> None:
 def open_tracker(
     cfg: Config, folder: Path, *, resumed: bool, say: Callable[[str], None]
 ) -> Tracker:
-    """Start the process for cfg.train.tracker; for `none`, a tracker that does nothing."""
+    """Start the child process for cfg.train.tracker; for `none`, return a no-op tracker."""
     name = cfg.train.tracker
     if name == NO_TRACKER:
         return Tracker()
-    tracked = _known(folder, say) if resumed else None
+    tracked = _tracked_before(folder, say) if resumed else None
     if tracked is None or tracked.tracker != name:
         tracked = Tracked(name, f"{folder.name}-{uuid.uuid4().hex[:8]}")
     write_tracked(folder, tracked)
@@ -297,7 +295,7 @@ def open_tracker(
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C stops the trainer, which then finishes this one
+                start_new_session=True,  # Ctrl-C must reach only the trainer, which closes this
             )
     except OSError as error:
         say(f"[telemetry] {name} gets nothing of this run: {error}; the run goes on")
@@ -311,7 +309,7 @@ def open_tracker(
     return tracker
 
 
-def _known(folder: Path, say: Callable[[str], None]) -> Tracked | None:
+def _tracked_before(folder: Path, say: Callable[[str], None]) -> Tracked | None:
     try:
         return read_tracked(folder)
     except ValueError as error:
@@ -320,7 +318,7 @@ def _known(folder: Path, say: Callable[[str], None]) -> Tracked | None:
 
 
 def write_tracked(folder: Path, tracked: Tracked) -> Path:
-    """Write tracker.json; a full disk costs only the file."""
+    """Write tracker.json; on a full disk, warn and continue."""
     path = folder / NAME
     with best_effort(path):
         write_text(path, json.dumps({"version": VERSION, **tracked._asdict()}, indent=2) + "\n")
@@ -328,7 +326,7 @@ def write_tracked(folder: Path, tracked: Tracked) -> Path:
 
 
 def read_tracked(folder: Path) -> Tracked | None:
-    """Read tracker.json of a run folder; None where no tracker had the run."""
+    """Read tracker.json of a run folder; None if the run had no tracker."""
     path = folder / NAME
     try:
         content = json.loads(read_text(path))

@@ -1,12 +1,11 @@
-"""span_rank{r}.json: what a rank is doing at this moment; it stays when the rank hangs or is gone.
+"""span_rank{r}.json: what a rank is doing right now; readable after the rank hangs or dies.
 
-Schema, version 1: one JSON object, followed by blanks up to SIZE bytes: the fields of Place. It is
-written over in a single write at each change, which costs some microseconds: a rank that is stopped
-or stuck can write nothing any more, so what it does must be there before. No two clocks are
-compared: whoever watches counts how long `count` stays what it is.
+Schema, version 1: the fields of Place as one JSON object, padded with blanks to SIZE bytes. The
+file is overwritten in a single write at each change (a few microseconds), because a stopped or hung
+rank can no longer write. Clocks of different ranks are never compared: a watcher measures how long
+`count` stays the same.
 
-The spans of a process are global to it, as its stacks are: `with span("fetch"):` anywhere in the
-thread that trains.
+Spans are global to the process: use `with span("fetch"):` anywhere in the training thread.
 """
 
 from __future__ import annotations
@@ -30,42 +29,42 @@ SIZE = 512
 
 START, UPDATE, EVALUATE, SAVE = "start", "update", "evaluate", "save"
 PAUSES = (START, EVALUATE, SAVE)
-"""Spans without a usual time."""
+"""Spans without a typical duration."""
 PAUSE_S = 1800.0
-"""Allowed in those, and before the usual time of an update is known: the first ones compile."""
+"""Limit in pauses, and until the update time is known: the first updates compile kernels."""
 MEASURED, KEPT = 3, 50
-"""Updates after which the usual time is known, and how many of the last make it."""
+"""Updates needed before a limit is computed, and size of the window it is computed from."""
 USUAL, LONGEST = 10.0, 3.0
-"""Times the median, and times the longest update of late, that a span may take."""
+"""Limit: the larger of USUAL x median and LONGEST x maximum of the recent update times."""
 LEAST_S = 180.0
-"""A span may always take that long, however quick the updates are."""
+"""Lower bound of every limit, however fast the updates are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank is."""
+    """What a rank is doing."""
 
     rank: int
     pid: int
     host: str
     started: int
-    """Clock ticks from the boot of the machine to the start of the process; 0 if unknown."""
+    """Start time of the process in clock ticks since boot; 0 if unknown."""
     count: int
-    """Changes so far."""
+    """Span changes so far."""
     step: int
     """The update; 0 before the first."""
     span: str
     waits: bool
-    """Whether it is something that ends only when other ranks come there, too."""
+    """Whether the span blocks until other ranks arrive, as in a collective."""
     allowed_s: float
-    """How long this may take before it counts as a hang."""
+    """How long the span may last before it counts as a hang."""
     ts: float
-    """Unix time of the change, by the clock of this rank."""
+    """Unix time of the last change, by the clock of this rank."""
     schema: int = SCHEMA
 
 
 class Spans:
-    """The spans that the process is in, one inside the other."""
+    """The stack of nested spans of this process."""
 
     def __init__(self) -> None:
         self._head, self._descriptor, self._path = "", -1, Path()
@@ -74,17 +73,18 @@ class Spans:
     def _reset(self, least_s: float) -> None:
         self.least_s = least_s
         self.broken = ""
-        """The span that waits for other ranks and was left by an error; empty if none was."""
+        """Name of the first waiting span that was left by an exception; empty if none was."""
         self._open = [(START, False)]
         self._step = self._count = 0
         self._times = deque[float](maxlen=KEPT)
         self._usual_s = 0.0
-        self._begun: float | None = None  # when the update that is being measured began
+        self._begun: float | None = None  # start of the update being timed
 
     def open(self, folder: Path, rank: int, least_s: float = LEAST_S) -> None:
-        """Begin anew, and write into a run folder from now on; at best, as all telemetry."""
+        """Reset, and write to this run folder from now on; best effort, like all telemetry."""
         self.close()
         self._reset(least_s)
+        # The constant part of the JSON is formatted once per run.
         self._head = (
             f'{{"schema": {SCHEMA}, "rank": {rank}, "pid": {os.getpid()}, '
             f'"host": {json.dumps(platform.node()[:64])}, "started": {start_ticks()}, '
@@ -93,7 +93,7 @@ class Spans:
         self.renew()
 
     def renew(self) -> None:
-        """Make the file anew where it was removed; what was measured stays."""
+        """Recreate the file after its folder was removed; the measured times are kept."""
         self.close()
         with best_effort(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,43 +101,43 @@ class Spans:
         self._changed()
 
     def close(self) -> None:
-        """Write no more; the file stays."""
+        """Stop writing; the file stays."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
     def begin_update(self, step: int) -> None:
-        """An update begins; the one before is over."""
+        """An update begins, and the previous one ends."""
         self._measure()
         self._begun, self._step = time.monotonic(), step
         self._open[0] = (UPDATE, False)
         self._changed()
 
     def enter(self, name: str, waits: bool) -> None:
-        """A span begins, inside the one before."""
+        """A nested span begins."""
         if name in PAUSES:
-            self._measure()
+            self._measure()  # a pause is not part of the update time
         self._open.append((name, waits))
         self._changed()
 
     def leave(self) -> None:
-        """The innermost span is over."""
+        """The innermost span ends."""
         self._open.pop()
         self._changed()
 
     @property
     def count(self) -> int:
-        """Changes so far."""
+        """Span changes so far."""
         return self._count
 
     def allowed_s(self) -> float:
-        """How long the present span may take."""
+        """How long the current span may last before it counts as a hang."""
         if len(self._times) < MEASURED or any(name in PAUSES for name, _ in self._open):
             return max(PAUSE_S, self.least_s)
         return max(self.least_s, self._usual_s)
 
     def text(self) -> str:
-        """The content of the file."""
+        """The content of the file. Formatted by hand: this runs at every span change."""
         name, waits = self._open[-1]
         return (
             f'{self._head}"count": {self._count}, "step": {self._step}, "span": "{name}", '
@@ -146,7 +146,7 @@ class Spans:
         )
 
     def place(self) -> Place:
-        """The same as a value; for another thread of this process."""
+        """The same as a Place, for another thread of this process."""
         return Place(**json.loads(self.text()))
 
     def _measure(self) -> None:
@@ -160,16 +160,16 @@ class Spans:
         if self._descriptor >= 0:
             try:
                 os.pwrite(self._descriptor, self.text().ljust(SIZE).encode(), 0)
-            except OSError:  # a disk that fails: the old place stays
+            except OSError:  # disk error: the file keeps the previous place
                 return
 
 
 here = Spans()
-"""Those of this process."""
+"""The spans of this process."""
 
 
 class span:
-    """Around what may take long or block: `with span("fetch"):`; `waits` as in Place."""
+    """Context manager for work that may take long or block; `waits` as in Place."""
 
     def __init__(self, name: str, *, waits: bool = False) -> None:
         self._name, self._waits = name, waits
@@ -183,24 +183,26 @@ class span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Keep the first one: outer spans are left by the same exception.
         if kind is not None and self._waits and not here.broken:
             here.broken = self._name
         here.leave()
 
 
 def forget(folder: Path) -> None:
-    """Remove the places of an earlier start: its ranks are gone, and may have been others."""
+    """Remove the files of an earlier start: its ranks are gone, and their number may differ."""
     for path in folder.glob(NAME.format(rank="*")):
         path.unlink(missing_ok=True)
 
 
 def read_span(folder: Path | str, rank: int) -> Place | None:
-    """Where a rank was last; None where it never said so, or what is there cannot be read."""
+    """The last known place of a rank; None if the file is missing or invalid."""
     try:
         text = read_text(Path(folder) / NAME.format(rank=rank))
         place = Place(**json.loads(text))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+    # The file may hold anything: check the types before anybody computes with them.
     numbers = (place.rank, place.pid, place.started, place.count, place.step)
     whole = all(isinstance(number, int) and abs(number) < 1e18 for number in numbers)
     texts = isinstance(place.span, str) and isinstance(place.host, str)

@@ -1,11 +1,12 @@
-"""training.csv and val.csv: one line for each logged step, added while the run goes on.
+"""Tables with a row per logged step: training.csv, val.csv, k_stats.csv, fallback_counters.csv and
+selection.jsonl.
 
-Schema, version 1: a header line, then numbers. training.csv: `step` (optimizer updates done),
-`loss` (nats per token of that update), `lr` (of that update), `toks_per_s` (of all ranks, since
-the line before). val.csv: `step`, `loss` (nats per token on held-out rows), `ppl` (e to the loss).
+CSV schema, version 1: a header line, then numbers. training.csv: `step` (optimizer updates done),
+`loss` (nats per token of that update), `lr` (of that update), `toks_per_s` (of all ranks, since the
+line before). val.csv: `step`, `loss` (nats per token on held-out rows), `ppl` (e to the loss).
 
-Lines are appended, not renamed into place, so that `tail -f` follows the file; a reader may meet a
-last line that is not complete, and leaves it out. A full disk costs lines, not the run.
+Lines are appended, not renamed into place, so that `tail -f` works; readers skip an incomplete last
+line. A full disk costs lines, not the run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TrainingRow(NamedTuple):
-    """A line of training.csv."""
+    """A row of training.csv."""
 
     step: int
     loss: float
@@ -37,7 +38,7 @@ class TrainingRow(NamedTuple):
 
 
 class ValRow(NamedTuple):
-    """A line of val.csv."""
+    """A row of val.csv."""
 
     step: int
     loss: float
@@ -45,25 +46,26 @@ class ValRow(NamedTuple):
 
 
 Row = TypeVar("Row", bound=NamedTuple)
-"""A tuple of ints and floats with names; the first is the step."""
+"""A named tuple of ints and floats; the first field is the step."""
 
 TRAINING = "training.csv"
 VAL = "val.csv"
 TAIL_BYTES = 1 << 20
-"""As far as last_rows looks back."""
+"""How far back `last_rows` reads."""
 FORMATS = {"lr": ".6e", "toks_per_s": ".0f"}
-"""Columns that are not written as whole numbers, or with six digits after the point."""
+"""Columns with their own format; default: ints as they are, floats with six decimals."""
 
 
 class CsvLog(Generic[Row]):
-    """Keeps the rows of a run, and appends each to its file; without a path it only keeps them."""
+    """Keeps the rows of a run in memory and, if it has a path, appends each to its file."""
 
     def __init__(self, kind: type[Row], path: Path | None, resumed_at: int = 0) -> None:
-        """The file starts anew; a run that goes on from a step keeps its rows up to that one."""
+        """Start a new file; a run resumed at a step keeps the rows up to that step."""
         self.rows: list[Row] = []
         self.path = path
         if path is None:
             return
+        # Rows after the checkpoint are dropped: the resumed run writes them again.
         if resumed_at and is_regular(path):
             self.rows = [row for row in read_rows(kind, path) if row[0] <= resumed_at]
         self._head = ",".join(kind._fields) + "\n"
@@ -71,7 +73,7 @@ class CsvLog(Generic[Row]):
         self.file = LineFile(path, self._head)
 
     def renew(self) -> None:
-        """Write the file anew with all rows, where it was removed; the next row opens it."""
+        """Rewrite the file with all rows after it was removed; the next `append` reopens it."""
         if self.path is not None:
             self.file.close()
             self._write(self.path)
@@ -86,7 +88,7 @@ class CsvLog(Generic[Row]):
         return 0 if self.path is None else self.file.num_dropped
 
     def append(self, row: Row) -> None:
-        """Add one row; its line reaches the file in one piece before this returns."""
+        """Add one row; its line is in the file, in a single write, when this returns."""
         self.rows.append(row)
         if self.path is not None:
             self.file.append(_line(row))
@@ -99,7 +101,7 @@ def _line(row: NamedTuple) -> str:
 
 
 def read_rows(kind: type[Row], path: Path) -> list[Row]:
-    """Read what was logged so far, without a last line that is not complete."""
+    """Read all complete rows."""
     text = read_text(path, None)
     complete = list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
     if not complete:
@@ -115,9 +117,9 @@ def read_rows(kind: type[Row], path: Path) -> list[Row]:
 
 
 def last_rows(kind: type[Row], path: Path, most: int) -> list[Row]:
-    """Read up to `most` of the last complete lines, oldest first, whatever the file's size.
+    """Read up to `most` of the last complete rows, oldest first, in time independent of file size.
 
-    The header is not among them; a file that is not there has none.
+    A missing file has no rows.
     """
     types = _types(kind)
     found: list[Row] = []
@@ -130,9 +132,9 @@ def last_rows(kind: type[Row], path: Path, most: int) -> list[Row]:
 
 
 def sample_rows(kind: type[Row], path: Path, most_bytes: int) -> tuple[list[Row], list[str]]:
-    """The rows of the whole file, or of a larger one a sample, and a word on those that are none.
+    """All rows, or a sample if the file exceeds `most_bytes`, and an error text per invalid line.
 
-    For a reader that shows what it can; a file that is not there has no rows.
+    For displays: invalid lines are skipped. A missing file has no rows.
     """
     found: list[Row] = []
     problems: list[str] = []
@@ -152,7 +154,7 @@ def sample_rows(kind: type[Row], path: Path, most_bytes: int) -> tuple[list[Row]
 
 
 def parse_row(kind: type[Row], line: Line, path: Path) -> Row | None:
-    """Read a line of the file `path`; None for its header, ValueError for any other text."""
+    """Parse a line of the file `path`; None for the header, ValueError if invalid."""
     cells = line.text.split(",")
     if tuple(cells) == kind._fields:
         return None
@@ -174,12 +176,10 @@ def _row(kind: type[Row], types: Sequence[type], cells: Sequence[str], where: st
         ) from None
 
 
-# k_stats.csv and fallback_counters.csv: what selection read, and what went another way.
-#
-# Schema, version 1: the header and line format of csv_log. k_stats.csv: `step`, `k_mean` and
-# `k_max` (blocks that a query read), `rows` (queries counted), `pct_at_max` (share of queries, 0 to
-# 1, that read all n_sel blocks). fallback_counters.csv: `step`, then counts since the start of the
-# process.
+# --- k_stats.csv and fallback_counters.csv ---
+# Schema, version 1. k_stats.csv: `step`, `k_mean` and `k_max` (blocks read per query), `rows`
+# (queries counted), `pct_at_max` (share of queries, 0 to 1, that read all n_sel blocks).
+# fallback_counters.csv: `step`, then counts since the start of the process.
 
 K_STATS = "k_stats.csv"
 FALLBACK_COUNTERS = "fallback_counters.csv"
@@ -189,11 +189,11 @@ COUNTER_OF_BRANCH = {
     "win": "sliding_fa2_fails",
     "all": "selection_triton_fails",
 }
-"""Branch `all` means that the Triton backend as a whole does not run, and with it selection's."""
+"""Branch `all`: the whole Triton backend fell back; counted as a selection failure."""
 
 
 class KStatsRow(NamedTuple):
-    """A line of k_stats.csv."""
+    """A row of k_stats.csv."""
 
     step: int
     k_mean: float
@@ -203,7 +203,7 @@ class KStatsRow(NamedTuple):
 
 
 class FallbackRow(NamedTuple):
-    """A line of fallback_counters.csv; cuda, pack and mask are ways that do not exist here: 0."""
+    """A row of fallback_counters.csv. The cuda, pack and mask paths do not exist here: always 0."""
 
     step: int
     selection_triton_fails: int = 0
@@ -219,18 +219,18 @@ class CounterFiles:
     """Appends to both files of a run."""
 
     def __init__(self, out_dir: Path | str, resumed_at: int = 0) -> None:
-        """A run that goes on from a step keeps the lines up to it."""
+        """A run resumed at a step keeps the rows up to that step."""
         folder = Path(out_dir)
         self.k_stats = CsvLog(KStatsRow, folder / K_STATS, resumed_at)
         self.fallbacks = CsvLog(FallbackRow, folder / FALLBACK_COUNTERS, resumed_at)
 
     def renew(self) -> None:
-        """Write both files anew."""
+        """Rewrite both files after they were removed."""
         self.k_stats.renew()
         self.fallbacks.renew()
 
     def append(self, step: int, attention: Mapping[str, Any] | None) -> None:
-        """Add the lines of a logged step; `attention` is AttentionStats.summary(), if collected."""
+        """Add the rows of a logged step; `attention` is AttentionStats.summary(), if collected."""
         if attention:
             self.k_stats.append(k_stats_row(step, attention))
         self.fallbacks.append(FallbackRow(step, **fallback_counts()))
@@ -248,8 +248,8 @@ def k_stats_row(step: int, attention: Mapping[str, Any]) -> KStatsRow:
 
 
 def fallback_counts(counts: Mapping[Fallback, int] | None = None) -> dict[str, int]:
-    """Fallbacks by counter name; of this process, unless others are given."""
-    from nsa.ops import fallbacks  # it loads torch, which readers of run folders do without
+    """Fallbacks by counter name; by default those of this process."""
+    from nsa.ops import fallbacks  # imports torch, which readers of run folders must not need
 
     totals = dict.fromkeys(FallbackRow._fields[1:], 0)
     for fallback, number in (fallbacks.counts() if counts is None else counts).items():
@@ -268,24 +268,23 @@ def read_fallback_counters(out_dir: Path | str) -> list[FallbackRow]:
     return read_rows(FallbackRow, Path(out_dir) / FALLBACK_COUNTERS)
 
 
-# selection.jsonl: which blocks the queries read, layer by layer, at some of the logged steps.
-#
-# Schema, version 1: one JSON object a line. `schema`, `ts` (Unix time, s), `step`, `block_tokens`
-# (l_sel), `num_blocks` (of a sequence), `bins`, `edges` (the largest distance of each bin, in
-# blocks), and two lists by layer and KV head. `reads_pct`: for each bin of queries the share of
-# pairs read in each bin of blocks, in percent, without the zeros at its end. `distance_pct`: share
-# of all reads in each bin of distance, in percent; after them that of the sequence's first block,
-# which every query reads, read from two blocks away or more. Page: docs/schemas/selection_jsonl.md.
+# --- selection.jsonl: which blocks the queries read, at some of the logged steps ---
+# Schema, version 1 (docs/schemas/selection_jsonl.md): one JSON object per line. `schema`, `ts`
+# (Unix time, s), `step`, `block_tokens` (l_sel), `num_blocks` (per sequence), `bins`, `edges` (the
+# largest distance of each bin, in blocks), and two lists by layer and KV head. `reads_pct`: per bin
+# of queries, percent of pairs read in each bin of blocks, trailing zeros omitted. `distance_pct`:
+# percent of all reads in each distance bin; its last entry is the sequence's first block, which
+# every query reads, where it is at least two blocks away.
 
 SCHEMA = 1
 NAME = "selection.jsonl"
 MOST_CELLS = 4_000_000
-"""Numbers that a reader takes from a line at most: more is no line of ours."""
+"""Upper limit of numbers per line: a line with more was not written by this program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionRecord:
-    """A line, read back."""
+    """One line, parsed."""
 
     schema: int = SCHEMA
     ts: float
@@ -295,13 +294,13 @@ class SelectionRecord:
     bins: int
     edges: list[int]
     reads_pct: list[list[list[list[int]]]]
-    """By layer, KV head, bin of queries, bin of blocks; zeros at the end are left out."""
+    """[layer][KV head][bin of queries][bin of blocks]; trailing zeros omitted."""
     distance_pct: list[list[list[float]]]
-    """By layer, KV head, bin of distance; the first block last."""
+    """[layer][KV head][bin of distance]; the last entry is the sequence's first block."""
 
 
 class SelectionFile:
-    """Appends the lines of a run; it is opened with the first."""
+    """Appends the lines of a run; the file is opened at the first one."""
 
     def __init__(self, out_dir: Path | str) -> None:
         self.path = Path(out_dir) / NAME
@@ -315,7 +314,7 @@ class SelectionFile:
         self._file.append(json.dumps(content, allow_nan=False, separators=(",", ":")))
 
     def renew(self) -> None:
-        """Go on in a new file."""
+        """Close the file after its folder was removed; the next line opens a new one."""
         if self._file is not None:
             self._file.close()
 
@@ -345,11 +344,12 @@ def _percent_row(shares: Sequence[float]) -> list[int]:
 
 
 def read_selection(out_dir: Path | str) -> list[SelectionRecord]:
-    """All lines that still count: of a step that was done twice, and after it, the later ones."""
+    """All records; those of steps that a resume or rollback repeated are replaced by later ones."""
     path = Path(out_dir) / NAME
     kept: list[SelectionRecord] = []
     for line in complete_lines(path):
         record = parse_selection(line.text, f"{path}, {line.where}")
+        # After a resume or rollback the step number falls: drop the records from that step on.
         while kept and kept[-1].step >= record.step:
             kept.pop()
         kept.append(record)
@@ -357,7 +357,7 @@ def read_selection(out_dir: Path | str) -> list[SelectionRecord]:
 
 
 def parse_selection(text: str, where: str) -> SelectionRecord:
-    """Read a line; ValueError where it is none of ours, or of a newer version."""
+    """Parse a line; ValueError if it is invalid or of a newer schema."""
     try:
         content = json.loads(text)
         schema = int(content["schema"])
@@ -375,7 +375,7 @@ def parse_selection(text: str, where: str) -> SelectionRecord:
 
 
 def _check(record: SelectionRecord) -> None:
-    """Types and sizes: a file may hold anything."""
+    """Check types and sizes: the file may hold anything."""
     sizes = (record.step, record.block_tokens, record.num_blocks, record.bins)
     if not all(type(size) is int and 0 <= size < 1 << 40 for size in sizes):
         raise ValueError("step, block_tokens, num_blocks and bins are whole numbers")

@@ -1,11 +1,12 @@
-"""The process that talks to a tracker: it reads lines of JSON from stdin until they end.
+"""Child process that talks to a tracker: reads lines of JSON from stdin until end-of-file.
 
-The first line says which library to use and what the run is, the others are points of its curves.
-sinks.py starts this file by its path. It imports nothing of nsa: torch would cost seconds.
+The first line (Start) names the library and the run; the others are points of its curves. sinks.py
+starts this file by path.
 """
 
 from __future__ import annotations
 
+# Nothing of nsa may be imported here: it would load torch, which takes seconds.
 import importlib
 import json
 import sys
@@ -13,23 +14,23 @@ from types import ModuleType
 from typing import Any
 
 Start = dict[str, Any]
-"""kind, project, name, id, folder, config."""
+"""Keys: kind, project, name, id, folder, config."""
 
 
 def main() -> None:
-    """Open the run, log every point, and finish it."""
+    """Open the tracker's run, log every point, and finish it."""
     start = json.loads(sys.stdin.readline())
     run = OPENERS[start["kind"]](importlib.import_module(start["kind"]), start)
     for line in sys.stdin:
         if not line.endswith("\n"):
-            break  # the trainer was killed while it wrote
+            break  # truncated line: the trainer was killed while writing it
         point = json.loads(line)
         run.log(point["values"], step=point["step"])
     run.finish()
 
 
 def _open_wandb(wandb: ModuleType, start: Start) -> Any:
-    """Whether it is offline, WANDB_MODE says; it prints nothing, and leaves the console alone."""
+    """WANDB_MODE decides whether it is offline. It neither prints nor captures the console."""
     return wandb.init(
         project=start["project"],
         name=start["name"],
@@ -42,7 +43,7 @@ def _open_wandb(wandb: ModuleType, start: Start) -> Any:
 
 
 def _open_trackio(trackio: ModuleType, start: Start) -> Any:
-    """Runs go on by their name, which is the id here."""
+    """trackio resumes runs by name, so the id is passed as the name."""
     return trackio.init(
         project=start["project"], name=start["id"], config=start["config"], resume="allow"
     )

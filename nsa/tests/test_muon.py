@@ -135,7 +135,7 @@ def filled(model: nn.Module, value: float | None = None) -> None:
 
 
 def snapshot(model: nn.Module, optimizer: MuonAndAdamW) -> list[Tensor]:
-    states = [part.state for part in optimizer._both]
+    states = [part.state for part in optimizer._optimizers]
     kept = [x for state in states for by_name in state.values() for x in by_name.values()]
     return [x.detach().clone() for x in [*model.parameters(), *kept]]
 

@@ -166,11 +166,11 @@ def kill(pid: int) -> None:
 def test_ctrl_c_in_any_command_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nsa.cli import main
+    from nsa.cli import main, settings
 
     def interrupted(args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "_keys", interrupted)
+    monkeypatch.setattr(settings, "_keys", interrupted)
     assert main.main(["keys"]) == 130
     assert capsys.readouterr().err == "nsa: interrupted\n"

@@ -1,4 +1,4 @@
-"""Training: the loop, and its parts from the guards before it to the model file after it."""
+"""Training: the loop and everything around it, from the checks before a run to the model file."""
 
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nsa.train.runner import TrainResult as TrainResult
     from nsa.train.runner import run as run
 
+# Lazy: `import nsa.train` must not import torch.
 __getattr__ = on_first_use(
     __name__,
     {

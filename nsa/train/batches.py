@@ -1,4 +1,4 @@
-"""Feeding a run: its data opened in time, batches read ahead, and what is said about it."""
+"""Data for a run: open the source with a timeout, prefetch batches, and handle failures."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from nsa.train.log import Vitals
 from nsa.train.runtime import Runtime
 
 STREAMED = "fineweb_edu"
-"""The source that comes over the network, and may not come."""
+"""The source that is streamed over the network, so it needs a timeout."""
 KEPT_STEPS = 3
-"""Updates whose batches are remembered: their losses are looked at one step late."""
+"""Updates whose batches stay cached, because losses are checked one step late."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How patient a run is with its data."""
+    """Timeouts and fallback for the data of a run."""
 
     timeout_s: float = 60.0
-    """From the start of the run to the first batch of a source that is streamed."""
+    """Limit from the start of the run to the first batch of a streamed source."""
     synthetic_on_fail: bool = False
-    """Train on random tokens, aloud, when that time is over or the source cannot be read."""
+    """On a timeout or an unreadable source, warn and train on random tokens."""
     report_docs: int = 1000
-    """Documents of a stream between two lines about it; 0 says nothing."""
+    """Log a line every so many documents of a stream; 0 disables it."""
 
 
 def open_in_time(cfg: Config, options: LoaderOptions, say: Callable[[str], None]) -> Data:
-    """Open the data of a run; a source that is streamed has a limited time for it."""
+    """Open the data of a run; a streamed source must open within options.timeout_s."""
 
     def attempt() -> Data:
         train = cfg.train
@@ -67,7 +67,7 @@ def open_in_time(cfg: Config, options: LoaderOptions, say: Callable[[str], None]
 
 @contextmanager
 def checking(data: Data, ranks: Strategy, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold shards to their hashes while a run lasts: on one rank of each machine."""
+    """Verify shard hashes in the background during the run, on one rank per machine."""
     check = data.check if read("LOCAL_RANK") == 0 else None
     with ranks.fetching():
         if check is not None:
@@ -80,7 +80,8 @@ def checking(data: Data, ranks: Strategy, say: Callable[[str], None]) -> Iterato
 
 
 def read_ahead(rows: Rows, cfg: Config, runtime: Runtime, ranks: Strategy) -> Loader:
-    """The same rows with a queue before them, for the batches of this rank."""
+    """A prefetching loader for the batches of this rank."""
+    # stride: consecutive batches of one rank are world_size batches apart.
     return Loader(
         rows,
         depth=max(1, read("NSA_FWE_Q")) if read("NSA_FWE_PREFETCH") else 0,
@@ -101,11 +102,12 @@ def fetch_first(
     vitals: Vitals,
     say: Callable[[str], None],
 ) -> None:
-    """Wait for the batch at `position`, the first after `done` updates, and for those that warm
-    the queue up.
+    """Wait for the batch at `position`, the first after `done` updates, and for the warm-up of the
+    prefetch queue.
 
-    `opened_s` seconds of the time went into opening the source.
+    `opened_s` is the time already spent on opening the source; it counts against the timeout.
     """
+    # Local sources deliver at once or raise; only a stream needs a timeout.
     if not cfg.data.dataset.startswith(STREAMED):
         return
     with failures(cfg, started=False, note=partial(vitals.heartbeat.loader_error, step=done)):
@@ -125,7 +127,7 @@ def fetch_first(
 
 @contextmanager
 def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iterator[None]:
-    """Note what a source raises, and make it the end of the run."""
+    """Record an error of the data source and convert it to LoaderFailed."""
     try:
         yield
     except (SourceLost, DataError) as error:
@@ -141,7 +143,8 @@ def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iter
 
 
 def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -> Config:
-    """The same run on random tokens; raise the error again where that would do harm."""
+    """The same config on random tokens; raise LoaderFailed if the folder has checkpoints."""
+    # A run on random tokens would move the checkpoints of the real run aside.
     folder = Path(cfg.train.out_dir)
     if saved := find.paths_of(folder):
         raise LoaderFailed(
@@ -163,7 +166,7 @@ def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -
 
 
 def note_failure(folder: Path, error: str) -> None:
-    """Leave a line in the heartbeat of a run that did not come to its first step."""
+    """Write a heartbeat line for a run that failed before its first step."""
     folder.mkdir(parents=True, exist_ok=True)
     heartbeat = Heartbeat(folder, read("RANK"))
     heartbeat.loader_error(error)

@@ -1,4 +1,4 @@
-"""From a config to the model and the update that trains it."""
+"""Build the model and its update from a config; torch.compile; advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nsa.train.step import EagerStep, GraphStep
 
 
 def build_model(cfg: Config, vocab: int, runtime: Runtime, ranks: Strategy | None = None) -> TinyLM:
-    """The model with its first weights, on its device, compiled where the config asks for that."""
-    torch.manual_seed(cfg.train.seed)
+    """The model with its initial weights on its device, compiled if runtime.compile is set."""
+    torch.manual_seed(cfg.train.seed)  # all ranks draw the same initial weights
     model = (ranks or Strategy()).bring(TinyLM.from_config(cfg, vocab), runtime)
     if cfg.runtime.compile:
         compile_blocks(model, runtime.device)
@@ -33,9 +33,9 @@ def build_step(
     ranks: Strategy | None = None,
     share: GraphStep | None = None,
 ) -> EagerStep:
-    """The update of the config, replayed as a CUDA graph where it asks for that.
+    """The update of the config, as a CUDA graph if runtime.cuda_graph is set.
 
-    `share` is a graph whose memory this one may use, too.
+    `share`: a GraphStep whose memory pool is reused.
     """
     graph = cfg.runtime.cuda_graph
     if graph and runtime.device.type != "cuda":
@@ -50,17 +50,16 @@ def build_step(
     return GraphStep(*parts, spikes, share=share) if graph else EagerStep(*parts, spikes, ranks)
 
 
-# torch.compile for the blocks of a model: one graph, compiled once, that all layers share.
-#
-# The blocks are compiled one by one and not the model as a whole: the graph is as small as a layer,
-# gradient checkpointing works around it, and the names of the weights stay as they are. Training
-# alone runs compiled. Evaluations and statistics run as written.
+# --- torch.compile, block by block ---
+# Not the whole model: all layers then share one small graph, gradient checkpointing can wrap it,
+# and parameter names stay the same. Only training runs compiled; evaluation and statistics run
+# eagerly.
 
 BACKEND = "inductor"
 
 
 def compile_blocks(model: TinyLM, device: torch.device) -> None:
-    """Compile at the first training step; refuse at once where that could not work."""
+    """Compile at the first training step; raise ConfigError now if there is no compiler."""
     if device.type == "cpu":
         _require_compiler()
     model.compiled = [
@@ -70,7 +69,7 @@ def compile_blocks(model: TinyLM, device: torch.device) -> None:
 
 
 def _require_compiler() -> None:
-    from torch._inductor import config  # where torch.compile itself looks for the name
+    from torch._inductor import config  # torch.compile takes the compiler name from here
 
     wanted = config.cpp.cxx
     names = [name for name in (wanted if isinstance(wanted, tuple) else (wanted,)) if name]
@@ -82,13 +81,13 @@ def _require_compiler() -> None:
         )
 
 
-# What to say when a step does not fit into memory.
+# --- out of memory ---
 
 GIB = 2**30
 
 
 def explain_memory(cfg: Config, runtime: Runtime, error: str) -> str:
-    """The estimate by part, what the device has, and what to try, best first."""
+    """Error text: estimated memory by part, memory of the device, and what to try, best first."""
     parts = training_memory(cfg)
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)

@@ -1,4 +1,6 @@
-"""How a run can end other than by finishing; each error carries the exit code of the command."""
+"""The ways in which a run can end early, each with its exit code, and the checks that refuse to
+start a run that would likely be wasted.
+"""
 
 from __future__ import annotations
 
@@ -18,40 +20,40 @@ class TrainError(RuntimeError):
 
     exit_code = 1
     shared = False
-    """Whether every rank ends like this, at the same place."""
+    """Whether all ranks raise this error at the same place."""
 
 
 class Halted(TrainError):
-    """SIGTERM, Ctrl-C or .HALT, obeyed after a step: the run can be resumed."""
+    """Stopped after a step by SIGTERM, Ctrl-C or .HALT; the run can be resumed."""
 
     exit_code = 0
     shared = True
 
 
 class Interrupted(TrainError):
-    """A second Ctrl-C, in the middle of a step: the user's wish, not a failure."""
+    """Stopped in the middle of a step by a second Ctrl-C; requested, so not a failure."""
 
     exit_code = 0
 
 
 class OutOfMemory(TrainError):
-    """The device has no room for a step; the last checkpoint is untouched."""
+    """A step does not fit into device memory; the last checkpoint is intact."""
 
 
 class RunRefused(TrainError):
-    """The run was not started, because it would likely be wasted."""
+    """The run was not started, because its work would likely be lost."""
 
     exit_code = 3
 
 
 class NothingLeft(TrainError):
-    """A launcher has restarted a run that is finished: its work is done."""
+    """A launcher restarted a run that is already finished."""
 
     exit_code = 0
 
 
 class RankFailed(TrainError):
-    """The first rank could not start the run, and says why."""
+    """Rank 0 could not start the run; the message is its reason."""
 
     shared = True
 
@@ -61,11 +63,11 @@ class RankFailed(TrainError):
 
 
 class RankLost(TrainError):
-    """An exchange failed: another rank is gone, or does not come."""
+    """A collective failed: another rank died or did not arrive in time."""
 
 
 class LossSpike(TrainError):
-    """The loss rose far above its recent values, and the run goes back to a checkpoint."""
+    """The loss spiked; the run rolls back to the checkpoint in `back`."""
 
     def __init__(self, message: str, back: Rollback) -> None:
         super().__init__(message)
@@ -73,26 +75,26 @@ class LossSpike(TrainError):
 
 
 BAD_DATA, NO_DATA = 2, 11
-"""Exit codes: what came cannot be used; nothing came."""
+"""Exit codes: the data is invalid; the data did not arrive."""
 STALLED = 11
-"""Exit code of a rank that was ended because it, or one that it waits for, stood still."""
+"""Exit code of a rank that was ended because it, or a rank that it waits for, hangs."""
 
 
 class LoaderFailed(TrainError):
-    """The source of the data does not deliver, or not what can be read."""
+    """The data source delivers nothing, or something invalid."""
 
     shared = True
 
     def __init__(
         self, message: str, *, started: bool, exit_code: int, damaged: bool = False
     ) -> None:
-        """`damaged`: what came is not what was prepared, and was maybe trained on."""
+        """`damaged`: a shard does not match its hash and may have been trained on already."""
         super().__init__(message)
         self.started, self.exit_code, self.damaged = started, exit_code, damaged
 
 
 class NonFiniteLoss(TrainError):
-    """The loss or the gradient became NaN or infinite; no model was written after that."""
+    """The loss or the gradient became NaN or infinite; nothing was saved after that."""
 
     exit_code = 10
     shared = True
@@ -102,16 +104,16 @@ class NonFiniteLoss(TrainError):
         self.step = step
 
 
-# What a run must show before it starts: long runs are expensive, so they are checked harder.
+# --- checks before a run starts ---
 
 CHECKPOINT_COPIES = 2
-"""Of the weights, at least, in a checkpoint: themselves, and the moments of the optimizer."""
+"""Size of a checkpoint in units of the weights, at least: weights and optimizer moments."""
 LONG_STEPS = 5000
-"""From here on a run needs checkpoints and a config that was chosen on purpose."""
+"""From here on, a run needs checkpoints and an explicitly named config."""
 
 
 def refuse_waste(cfg: Config, steps: int, *, config_path: str, config_named: bool) -> None:
-    """Raise RunRefused when a long run could be lost, or is likely not the one that was meant."""
+    """Raise RunRefused for a long run without checkpoints or with a default config."""
     if steps < LONG_STEPS:
         return
     if cfg.train.save_every == 0:
@@ -128,8 +130,8 @@ def refuse_waste(cfg: Config, steps: int, *, config_path: str, config_named: boo
 
 
 def refuse_full_disk(folder: Path, need_bytes: int) -> None:
-    """Raise where not even one checkpoint fits: the run would have nothing to go on from."""
-    free = free_bytes(folder)
+    """Raise RunRefused if not even one checkpoint fits on the disk."""
+    free = free_bytes(folder)  # None: unknown, so do not refuse
     if free is not None and free < need_bytes:
         raise RunRefused(
             f"disk full: need {size(need_bytes)} for a checkpoint, have {size(free)} in {folder}; "
@@ -138,12 +140,13 @@ def refuse_full_disk(folder: Path, need_bytes: int) -> None:
 
 
 def refuse_halted(folder: Path) -> None:
-    """Raise where a .HALT from before is still there: it would end the run after its first step."""
+    """Raise if an old .HALT is still there: it would stop the run after its first step."""
     halt = read_halt(folder)
     if halt is None:
         return
     anomaly = read_anomaly(folder)
     clear = f"look at the cause, then remove {folder / HALT}"
+    # The same exit code as the run that failed.
     if anomaly == "nan_loss":
         raise NonFiniteLoss(
             f"{folder} holds a run that ended with {anomaly}; {clear} and {folder / ANOMALY}"

@@ -1,4 +1,4 @@
-"""The end of a run: the model file, the loss curve, a sample, and where everything is."""
+"""The end of a run: model file, loss curve, sample and summary; or the record of a NaN loss."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from nsa.train.progress import clock
 from nsa.train.trainer import Trainer
 
 Sampler = Callable[[TinyLM, Tokenizer, int], str]
-"""Lets a model write: (model, tokenizer, seed) -> text. nsa.generate.sample_text is one."""
+"""Generates text: (model, tokenizer, seed) -> text, for example nsa.generate.sample_text."""
 
 
 def finish(
     trainer: Trainer, model: TinyLM, sampler: Sampler | None, model_path: Path
 ) -> list[Path]:
-    """Write what a finished run has to show, and return all files but the checkpoints.
+    """Write the results of a finished run; return all its files except the checkpoints.
 
-    `model` is the whole one, where ranks have shared out that of the trainer.
+    `model` is the full model; under FSDP the trainer only has shards.
     """
     log, say = trainer.log, trainer.log.progress.say
     files = [path for path in (log.training.path, log.val.path) if path is not None]
@@ -57,7 +57,7 @@ def finish(
 
 
 def _sample(trainer: Trainer, model: TinyLM, sampler: Sampler) -> list[Path]:
-    """Let the model write; one that ranks had to share out may be too large for that here."""
+    """Write a sample; a model trained under FSDP may not fit on one device."""
     say, device = trainer.log.progress.say, trainer.runtime.device
     try:
         text = sampler(model.to(device), trainer.data.tokenizer, trainer.cfg.train.seed)
@@ -88,23 +88,22 @@ def summarize(metrics: Metrics, files: Sequence[Path]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Keep line ends; show other control characters, which an untrained model writes, as dots."""
+    """Replace control characters other than newlines by dots: they could garble a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "." for c in text)
 
 
-# What a run that met a number that is not finite leaves for those who look into it.
-#
-# anomaly_step{N}.pt, a dict that loads with `weights_only=True`: `step`, `batch` (the token rows of
-# that update, [rows, S+1]), `state_dict` (the weights, without that update) and `cfg`. Every rank
-# leaves its own rows; those above 0 in anomaly_step{N}_rank{r}.pt, without the weights, which are
-# the same.
+# --- the record of a non-finite loss ---
+# anomaly_step{N}.pt, a dict that loads with `weights_only=True`: `step`, `batch` (token rows of
+# that update, [rows, S+1]), `state_dict` (weights before that update) and `cfg`. Ranks above 0
+# write their own rows to anomaly_step{N}_rank{r}.pt, without weights.
 
 KIND = "nan_loss"
 
 
 def record_anomaly(trainer: Trainer, step: int) -> Path:
-    """Write the two files that keep a restart from repeating it, then the batch and the weights."""
+    """Write .anomaly_type and .HALT, which block a restart, then the batch and the weights."""
     ranks, size = trainer.ranks, trainer.cfg.train.batch_size
+    # The small files first: they must exist even if the disk has no space for the batch.
     ranks.on_first(write_anomaly, trainer.folder, KIND)
     ranks.on_first(write_halt, trainer.folder, KIND)
     batches = [trainer.data.train.batch(first, size) for first in trainer.positions(step)]

@@ -1,9 +1,9 @@
-"""The folder of a run in the hands of that run alone, also when somebody removes it meanwhile.
+"""The locked folder of a run, and what happens if it is removed during the run.
 
-The first rank holds the lock (records/folder.py) from before it reads anything until all ranks
-have left. Before each update it looks whether the folder is still there. Where it was removed, or
-moved away, the run makes it anew, writes its files from then on and a checkpoint at once; where
-another run holds the new one, all ranks end and write nothing.
+Rank 0 holds the lock (records/folder.py) from before it reads anything until all ranks have left.
+Before each update it checks that the folder still exists. If it was removed or moved, the run
+creates it again, rewrites its files, and saves a checkpoint at once. If another run has locked the
+new folder, all ranks end and write nothing.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from nsa.train.distributed.strategy import Strategy, mark_shared
 from nsa.train.errors import RunRefused
 
 RENEWED, TAKEN = 1, 2
-"""What the first rank has seen: the folder was removed and is ours anew; or is another run's."""
+"""What rank 0 found: the folder was removed and created again; or another run has it now."""
 SETTLE_S = 1.0
-"""From the first sign to the new folder: whoever removes the old one should be done with it."""
+"""Delay between noticing the removal and creating the folder: an `rm -r` may still be running."""
 ALARM = "folder_removed"
 
 
 class HeldFolder:
-    """The folder on one rank; only the first has the lock, and looks."""
+    """The run folder as seen by one rank; only rank 0 has the lock and checks the folder."""
 
     def __init__(self, path: Path, say: Say) -> None:
         self.path = path
         self.watched: Sequence[LineFile] = ()
-        """Files of the run that were removed if they lose their names."""
+        """Open files of the run; one that loses its name reveals a removed folder."""
         self.renewals: Sequence[Callable[[int], object]] = ()
-        """On every rank, called in the update after which files are written anew."""
+        """Called on every rank with the update number after the folder was created again."""
         self.unsaved = False
-        """Whether the checkpoints are gone with the old folder; the same on every rank."""
+        """Whether the checkpoints were lost with the old folder; the same on every rank."""
         self._lock: FolderLock | None = None
         self._say, self._is_new, self._failed = say, False, False
         self._lost_at: float | None = None
         self._taken: FolderHeld | None = None
 
     def take(self, ranks: Strategy) -> None:
-        """Lock the folder, on the first rank; raise RunRefused where another run has it."""
+        """Lock the folder on rank 0; raise RunRefused if another run has it."""
         self._is_new = not self.path.exists()
-        # torchrun starts ranks again while those before may still be on their way out.
+        # torchrun restarts ranks while the previous ones may still be exiting.
         again = read("TORCHELASTIC_RESTART_COUNT") > 0
         patience_s = ranks.patience_s(STOPPING_S)
         try:
@@ -68,6 +68,7 @@ class HeldFolder:
             ) from None
         except OSError as error:
             lock = self.path / RUN
+            # Distinguish a bad lock file from a folder that cannot be created.
             if error.filename != str(lock) or not os.path.lexists(lock):
                 raise not_made(self.path, error) from None
             raise RunRefused(
@@ -77,26 +78,26 @@ class HeldFolder:
             ) from None
 
     def leave(self) -> None:
-        """Let go; a folder that was made for a run that then did not start goes, too."""
+        """Release the lock; remove a folder that was created for a run that did not start."""
         if self._lock is None:
             return
         if self._is_new and self.is_ours() and os.listdir(self.path) == [RUN]:
             self._lock.remove()
-            with suppress(OSError):  # somebody has put something into it
+            with suppress(OSError):  # another process has put a file into it
                 self.path.rmdir()
         self._lock.release()
 
     def is_ours(self) -> bool:
-        """Whether this rank may write files by their names; others than the first follow it."""
+        """Whether this rank may write to the folder; ranks above 0 follow rank 0."""
         return self._lock is None or (self._taken is None and self._lock.is_there())
 
     def stopping(self) -> None:
-        """Tell whoever wants the folder that the run is about to end."""
+        """Mark the lock as stopping, so that a waiting run waits longer."""
         if self._lock is not None:
             self._lock.mark(STOPPING)
 
     def look(self, *, at_once: bool = False) -> int:
-        """What all ranks must know: 0, RENEWED or TAKEN; costs a look at a few names."""
+        """Check the folder on rank 0: 0, RENEWED or TAKEN. Costs a few lstat calls."""
         if self._lock is None or self._taken is not None:
             return TAKEN if self._taken else 0
         if self._lock.is_there() and all(file.is_there() for file in self.watched):
@@ -109,7 +110,7 @@ class HeldFolder:
         return self._renew()
 
     def follow(self, seen: int, step: int) -> None:
-        """Do on every rank, in the update `step`, what the first has seen."""
+        """React on every rank, in update `step`, to what rank 0 has seen."""
         if seen == TAKEN:
             raise self._refusal(step)
         if seen == RENEWED:
@@ -120,18 +121,19 @@ class HeldFolder:
                 append_alarm(self.path, self._alarm(step))
 
     def settle(self, step: int) -> None:
-        """On the first rank, before the last checkpoint: wait no longer to make the folder anew."""
+        """On rank 0, before the last checkpoint: if removed, create the folder without delay."""
         if self.look(at_once=True) == RENEWED:
             self.follow(RENEWED, step + 1)
 
     def require(self, step: int) -> None:
-        """On the first rank, before the last files are written: raise where they may not be."""
+        """On rank 0, before the last files are written: raise if another run has the folder."""
         self.follow(self.look(at_once=True), step + 1)
 
     def _renew(self) -> int:
         assert self._lock is not None
         try:
             if not self._lock.is_there():
+                # No waiting: training must not stall, and a run that has the folder will keep it.
                 before, self._lock = self._lock, take_lock(self.path, say=self._say, patience_s=0)
                 before.release()
         except FolderHeld as held:
@@ -169,9 +171,9 @@ class HeldFolder:
 
 @contextmanager
 def hold(path: Path, say: Say) -> Iterator[Callable[[Strategy], HeldFolder]]:
-    """Give a function that locks the folder for the ranks of a run; the lock ends with the block.
+    """Yield a function that locks the folder for the ranks of a run; the block's end unlocks it.
 
-    Ranks open and close within it: so the lock lasts until all of them have left.
+    The process group opens and closes inside the block, so the lock lasts until all ranks left.
     """
     with ExitStack() as stack:
 

@@ -1,4 +1,6 @@
-"""The signs of life of a run: heartbeat, environment, TensorBoard, counters, dumps on request."""
+"""Logging of a run. `Vitals` owns the telemetry (heartbeat, env.json, TensorBoard, tracker,
+counters, dumps); `RunLog` turns the results of steps into log lines, CSV rows and metrics.json.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,11 @@ from nsa.train.runtime import Runtime
 from nsa.train.step import Updated
 
 FETCHES = 200
-"""The last so many times to get a batch make the percentiles."""
+"""Number of recent batch waits in the percentiles."""
 
 
 class Vitals:
-    """Open while a run trains; every call costs microseconds, and none can end the run."""
+    """Telemetry of a run while it trains; calls take microseconds, and I/O errors never raise."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Vitals:
         rank: int = 0,
         hear: Callable[[int], None] | None = None,
     ) -> None:
-        """`hear` is told of every signal, also while the main thread hangs."""
+        """`hear` is called for every signal, even while the main thread hangs."""
         self._rank, self._hear = rank, hear
         self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
         self.heartbeat = Heartbeat(folder, rank, every=read("NSA_HEARTBEAT_EVERY"))
@@ -105,7 +107,7 @@ class Vitals:
         self.heartbeat.close()
 
     def renew(self, step: int) -> None:
-        """Write on in a folder that was removed, and made anew, in the update `step`."""
+        """Recreate all files after the folder was removed and created again in update `step`."""
         self.heartbeat.close()
         self.heartbeat.boot(step - 1)
         here.renew()
@@ -128,26 +130,26 @@ class Vitals:
         self._memory.before_step(step)
 
     def entering(self, step: int, phase: str) -> None:
-        """Something begins after an update that may take longer than one; it has its own name."""
+        """A phase between updates begins (evaluate, save); it may take longer than an update."""
         self.heartbeat.write(step, BEAT, {"phase": phase})
 
     def after_step(self, step: int) -> None:
-        """An update has been handed to the device."""
+        """All kernels of an update have been launched."""
         self._memory.after_step(step)
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Time how long a batch takes."""
+        """Time the wait for a batch."""
         start = time.perf_counter()
         yield
         self._fetches.append(time.perf_counter() - start)
 
     def fetch_times(self) -> FetchTimes:
-        """How long batches took, up to now."""
+        """Summary of the recent batch waits."""
         return FetchTimes.of(self._fetches)
 
     def logged(self, report: StepReport) -> None:
-        """An update got a line in the log."""
+        """Record a logged update in all sinks."""
         row, fetch = report.row, report.fetch
         self.heartbeat.progress(
             row.step,
@@ -174,7 +176,7 @@ class Vitals:
             self._selection.append(row.step, report.maps)
 
     def evaluated(self, step: int, found: Evaluation) -> None:
-        """The held-out loss was measured."""
+        """Record an evaluation."""
         self._curves(step, val_scalars(loss=found.loss, ppl=found.ppl))
 
     def _curves(self, step: int, scalars: Scalars) -> None:
@@ -194,33 +196,35 @@ def _scalars(report: StepReport) -> Scalars:
     return scalars | attention_scalars(report.attention, report.layers)
 
 
-# What the steps of a run report, and when it is written: CSV lines, metrics.json, the screen.
+# --- RunLog: when and what the steps of a run log ---
+# Results are copied to the host asynchronously and checked one step late, so that logging never
+# stalls the device.
 
 MAX_OVERFLOWS = 40
-"""In a row, with fp16: from a scale of 65536 even 2^-24 would have been tried by then."""
+"""Consecutive fp16 overflows allowed: from a scale of 2^16, 40 halvings reach 2^-24."""
 
 MAPS = 64
-"""Lines of selection.jsonl in a run, about: each takes some ten kilobytes."""
+"""Approximate number of selection.jsonl lines per run; each takes about ten kilobytes."""
 
 LATE = ("cuda",)
-"""Devices that go on while a line is written; the same for all ranks, who must look together."""
+"""Asynchronous devices, whose lines are written one step late. All ranks must decide alike."""
 
 SHOWN_INPUTS = 5
-"""Updates at the start of a process whose input shape is said."""
+"""Updates at the start of a process whose input shape is logged."""
 
 
 class Line(NamedTuple):
-    """What a line of the log needs that is not on its way from the device."""
+    """What is known about a log line before its loss arrives from the device."""
 
     step: int
     num_steps: int
-    """Since the line before."""
+    """Steps since the previous line."""
     lr: float
     stats: AttentionStats | None
 
 
 class RunLog:
-    """Looks at the numbers of a step one step late, when they have arrived from the device."""
+    """Checks and logs the results of each step one step late, when they are on the host."""
 
     def __init__(
         self,
@@ -234,60 +238,60 @@ class RunLog:
         overflows: bool = False,
         ranks: Strategy | None = None,
     ) -> None:
-        """`overflows`: a gradient may do so now and then; loss scaling skips it and goes lower.
+        """`overflows`: tolerate occasional gradient overflows, as loss scaling produces them.
 
-        All ranks look at the same numbers, and the first writes them.
+        All ranks check the same reduced numbers; rank 0 writes them.
         """
         self._ranks = ranks or Strategy()
         csv = self._ranks.is_first and not read("NSA_DISABLE_CSV_LOGS")
         self.training = CsvLog(TrainingRow, folder / TRAINING if csv else None, resumed_at)
         self.val = CsvLog(ValRow, folder / VAL if csv else None, resumed_at)
-        self._line_step = resumed_at  # the step of the last line, written or not
+        self._line_step = resumed_at  # step of the last line, written or pending
         self._first_step = resumed_at + 1
         self.metrics, self.progress, self.vitals = metrics, progress, vitals
-        self._norm = math.nan  # of the last step looked at
+        self._norm = math.nan  # gradient norm of the last step checked
         self._shows_norm: bool = read("NSA_LOG_GRAD_NORM")
         self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
         self.folder, self._every = folder, train.log_every
         self._spike_rule = train.spike_rule
         self.is_ours: Callable[[], bool] = lambda: True
-        """Whether the folder is still that of this run."""
+        """Whether the folder still belongs to this run."""
         self.roll_back: Callable[[int, str], None] | None = None
-        """Called with a step whose loss was a spike, where the rule is to go back; it may raise."""
-        self._waiting: deque[HostCopy] = deque()  # loss, norm, limit of each step, stacked
-        self._line: Line | None = None  # to be written when its step has been looked at
+        """Called with the step of a loss spike if spike_rule is rollback; it may raise."""
+        self._waiting: deque[HostCopy] = deque()  # in flight: stacked loss, norm, limit per step
+        self._line: Line | None = None  # pending until the results of its step are checked
         self._writes_late = vitals.device.type in LATE
-        self._stale = False  # metrics.json could not be replaced last time
+        self._stale = False  # the last write of metrics.json failed
         self._since = time.perf_counter()
         self._first_s = 0.0
 
     def is_logged(self, step: int) -> bool:
-        """The first step, every log_every-th and the last get a line."""
+        """Whether a step gets a line: the first, every log_every-th, and the last."""
         return step == self._first_step or step % self._every == 0 or step == self.metrics.steps
 
     def is_mapped(self, step: int) -> bool:
-        """Whether a logged step also says which blocks were read: about MAPS of them in a run."""
+        """Whether a logged step also writes selection maps: about MAPS times per run."""
         every = max(1, self.metrics.steps // MAPS)
         is_edge = step in (self._first_step, self.metrics.steps)
         return is_edge or step // every != self._line_step // every
 
     def is_new(self, step: int) -> bool:
-        """Whether the step was done by this process."""
+        """Whether this process ran the step, not one before the resume."""
         return step >= self._first_step
 
     def loader_failed(self, error: str) -> None:
-        """No more data will come."""
+        """Record a failure of the data source."""
         self.vitals.heartbeat.loader_error(error, self.metrics.step)
 
     def saw_input(self, step: int, shape: torch.Size) -> None:
-        """Say what the first updates of a process read: a wrong shape shows before hours pass."""
+        """Log the input shape of the first updates, so that a wrong shape is seen early."""
         if step < self._first_step + SHOWN_INPUTS:
             rank = f" | {self._ranks.name}" if self._ranks.name else ""
             self.progress.say_from_each(f"[debug] step {step}: input shape {shape}{rank}")
 
     def add(self, step: int, done: Updated, lr: float, stats: AttentionStats | None) -> None:
-        """Take the result of an update. A line that is due is written one step later on a GPU: it
-        has the next step to do then, and does not wait for the pen."""
+        """Take the results of an update. On a GPU its line is written one step late, while the
+        device is busy with the next step."""
         self._waiting.append(HostCopy([torch.stack([x.detach() for x in done])]))
         self.progress.advance()
         if stats is not None:
@@ -296,20 +300,23 @@ class RunLog:
         if self.is_logged(step):
             self._line = Line(step, step - self._line_step, lr, stats)
             self._line_step = step
-            if not self._writes_late or step == self._first_step:  # which warms up, alone
+            # The first step includes warm-up: settle it now, so that it is timed separately.
+            if not self._writes_late or step == self._first_step:
                 self.settle()
 
     def settle(self) -> None:
-        """Wait for the device and write what is due; raise NonFiniteLoss if a step went wrong.
+        """Wait for all results in flight and write the pending line; raise NonFiniteLoss.
 
-        It is called before anything is saved, so a broken model never replaces a good one.
+        Called before anything is saved, so that a broken model never replaces a good one.
         """
         self._look(at_most=len(self._waiting))
 
     def _look(self, at_most: int) -> None:
+        """Check the oldest results in flight; blocks until they have arrived."""
         for _ in range(at_most):
             with span("the device", waits=True) if self._writes_late else nullcontext():
                 loss, norm, limit = self._waiting.popleft().wait()[0].tolist()
+            # metrics.step counts checked steps, not launched ones.
             self.metrics.step += 1
             self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
             if not math.isfinite(loss) or self._overflows > self._tolerated:
@@ -339,7 +346,7 @@ class RunLog:
             self.roll_back(self.metrics.step, text)
 
     def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Write a line of val.csv; a loss that is not finite ends the run here, too."""
+        """Write a row of val.csv; raise NonFiniteLoss if the loss is not finite."""
         if not math.isfinite(evaluation.loss):
             raise NonFiniteLoss(
                 f"[train][FATAL] non-finite loss on held-out rows after step {step}: "
@@ -359,7 +366,7 @@ class RunLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside does not count as training time."""
+        """Settle, then exclude the time of the block from the training time."""
         self.settle()
         start = time.perf_counter()
         yield
@@ -368,13 +375,13 @@ class RunLog:
         self.metrics.eval_and_save_s += seconds
 
     def renew(self, step: int) -> None:
-        """Write everything anew, from its start, into a folder that was removed."""
+        """Rewrite all files from step 1 after the folder was removed."""
         self.training.renew()
         self.val.renew()
         self.write()
 
     def write(self) -> Path:
-        """Replace metrics.json; where that fails the old one stays, and it is said once."""
+        """Replace metrics.json; on failure the old file stays, and the first failure is logged."""
         try:
             if self.is_ours():
                 self._ranks.on_first(write_metrics, self.folder, self.metrics)
@@ -388,6 +395,7 @@ class RunLog:
 
     def _write_line(self, line: Line) -> None:
         now, metrics, stats = time.perf_counter(), self.metrics, line.stats
+        # Excludes evaluations and saves: `paused` moves `_since` forward.
         seconds, self._since = now - self._since, now
         metrics.train_s += seconds
         metrics.toks_per_s = metrics.tokens_per_step * line.step / metrics.train_s
@@ -428,7 +436,7 @@ class RunLog:
         return utilization(self.metrics.flops_per_token, toks_per_s, self.metrics.peak_flops)
 
     def _step_s(self, step: int, seconds: float) -> float:
-        """Seconds for each step so far; the first one also warms up, and counts only alone."""
+        """Mean seconds per step; the first step includes warm-up and is left out of the mean."""
         if step == self._first_step:
             self._first_s = self.metrics.train_s
             return seconds

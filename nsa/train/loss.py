@@ -1,12 +1,13 @@
-"""The loss of an output head without its logits: a part of the rows at a time.
+"""Losses: chunked linear cross-entropy, the next-token objective, and evaluation on held-out rows.
 
-With V ids, the logits of N rows and their gradient take 8 N V bytes in fp32; for a large
-vocabulary that is more than the rest of the step. Here the gradient of a part follows at once, and
-only the gradients of the hidden states and of the matrix are kept for the backward.
+With V ids, the logits of N rows and their gradient take 8 N V bytes in fp32; for a large vocabulary
+that is more than the rest of the step. Linear cross-entropy therefore processes a chunk of rows at
+a time, computes the gradient in the forward pass, and keeps only the gradients of the hidden states
+and of the head matrix.
 
-On a GPU a kernel reads the logits of a part twice and leaves their gradient in their place; there
-a part has more rows, because each adds its share to the gradient of the whole matrix, and the
-matrix is padded with zero rows, because products of an odd width are slow.
+On a GPU, a kernel reads the logits of a chunk twice and overwrites them with their gradient. Chunks
+are larger there, because each one adds to the gradient of the full matrix, and the matrix is padded
+with zero rows, because matrix products of odd width are slow.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from nsa.ops.plan import machine_obstacle, machine_of
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.runtime import Runtime
 
+# Chunk sizes in logits (rows x vocabulary), not in rows.
 PART_NUMBERS = PART
 FUSED_PART_NUMBERS = FUSED_PART
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH_STEP = 64
-"""The kernel's logits have a width that is a multiple of this."""
+"""The kernel needs logits whose width is a multiple of this."""
 IGNORED = -100
-"""A target that is left out of the mean, as torch does by default."""
+"""Target excluded from the mean; torch's default ignore_index."""
 
 
 def linear_cross_entropy(
@@ -43,7 +45,7 @@ def linear_cross_entropy(
 ) -> Tensor:  # [] fp32
     """Mean cross-entropy in nats of softmax(hidden @ weight.T), with products in `dtype`.
 
-    Over the targets that are not IGNORED; NaN where there are none.
+    The mean is over targets that are not IGNORED; NaN if there are none.
     """
     targets = targets.long()
     _check_targets(targets, weight.shape[0])
@@ -52,15 +54,18 @@ def linear_cross_entropy(
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes the loss of a part."""
+    """Whether the Triton kernel computes the loss of a chunk."""
     if device.type != "cuda" or dtype not in FUSED_DTYPES:
         return False
     return not machine_obstacle(machine_of(device))
 
 
 def _check_targets(targets: Tensor, vocab: int) -> None:
-    """Refuse ids that are not in the vocabulary. On a GPU by an assertion on the device, as torch
-    does: nobody waits for the answer, and a CUDA graph that is captured holds it."""
+    """Raise for ids outside the vocabulary.
+
+    On a GPU this is an asynchronous device assertion, as in torch: no host sync, and a CUDA graph
+    can capture it.
+    """
     known = ((targets >= 0) & (targets < vocab)) | (targets == IGNORED)
     if targets.device.type != "cpu":
         torch._assert_async(known.all(), f"a target is outside [0, {vocab}) and not {IGNORED}")
@@ -95,6 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_rows is None:
                 continue
             d_rows[span] = d_logits @ matrix
+            # The first chunk allocates the fp32 accumulator; the others add to it.
             share = d_logits.t() @ rows[span]
             d_matrix = share.float() if d_matrix is None else d_matrix.add_(share)
         num_counted = (targets != IGNORED).sum()
@@ -109,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         d_rows, d_matrix, num_counted = ctx.saved_tensors
         rows_dtype, matrix_dtype = ctx.dtypes
-        share = grad / num_counted.clamp(min=1)  # none counted: no gradient, as in torch
+        share = grad / num_counted.clamp(min=1)  # no targets: zero gradient, as in torch
         return (d_rows * share).to(rows_dtype), (d_matrix * share).to(matrix_dtype), None, None
 
 
@@ -128,9 +134,10 @@ def _matrix(weight: Tensor, dtype: torch.dtype, step: int) -> Tensor:  # [V, dim
 def _plain_part(
     logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, wanted: bool
 ) -> Tensor:
-    """Write the losses of a part, and return the gradient of their sum for the logits.
+    """Write the losses of a chunk and return the gradient of their sum with respect to the logits:
+    softmax(logits) - onehot(target).
 
-    It is not divided by the number of rows here: fp16 has no such numbers.
+    Not divided by the number of rows here: in fp16 the quotient would underflow.
     """
     wide, left_out = logits.float(), targets == IGNORED
     column = targets.masked_fill(left_out, 0)[:, None]
@@ -146,17 +153,17 @@ def _plain_part(
 def _fused_part(
     logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, wanted: bool
 ) -> Tensor:
-    """The same by the kernel, in the memory of the logits."""
+    """The same with the Triton kernel, in place of the logits."""
     from nsa.ops.triton.cross_entropy import losses_and_gradient
 
     losses_and_gradient(logits, targets, losses, vocab, ignored=IGNORED, with_grad=wanted)
     return logits
 
 
-# The training objective: the next token of each row.
+# --- the next-token objective ---
 
 SAMPLE = 8192
-"""Tokens of a batch that statistics in a pass of their own look at: as many rows as fit, or one."""
+"""Tokens per batch used by the extra statistics pass: as many rows as fit, at least one."""
 
 
 def next_token_loss(
@@ -168,9 +175,9 @@ def next_token_loss(
 ) -> Tensor:  # [] fp32
     """Mean cross-entropy in nats: the first S tokens of a row predict the last S.
 
-    With `bounds`, attention and positions stay inside a document. All S targets count even then:
-    the first token of a document is predicted from the end mark before it, so that every row has
-    equally many, and losses with and without bounds are of the same targets.
+    With `bounds`, attention and positions stay inside a document. All S targets still count: the
+    first token of a document is predicted from the previous document's EOS. So every row has the
+    same number of targets, and losses with and without bounds are comparable.
     """
     if stats is not None and model.compiled:
         collect_stats(model, batch, runtime, stats, bounds)
@@ -189,10 +196,10 @@ def collect_stats(
     stats: AttentionStats,
     bounds: Tensor | None = None,
 ) -> None:
-    """Statistics of the attention to the first rows of a batch, where an update cannot collect any.
+    """Collect attention statistics of the first rows of a batch in an extra forward pass.
 
-    In a pass of its own, for a logged step must train as any other, to the bit; over `SAMPLE`
-    tokens, for a pass over the whole batch would cost a third of a step.
+    For compiled models and CUDA graphs, which cannot collect them: a logged step must train bitwise
+    like any other. Limited to SAMPLE tokens, because a full pass would cost a third of a step.
     """
     rows = batch[: max(1, SAMPLE // (batch.shape[1] - 1))]
     if bounds is not None:
@@ -203,31 +210,31 @@ def collect_stats(
 
 
 def _inputs(batch: Tensor, bounds: Tensor | None) -> Tensor:
-    """All but the last token of each row; packed documents lie in one row."""
+    """All but the last token of each row; with `bounds`, packed into a single row."""
     inputs = batch[:, :-1]
     return inputs if bounds is None else inputs.reshape(1, -1)
 
 
-# The loss on held-out rows.
+# --- evaluation on held-out rows ---
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     loss: float
     """Nats per token."""
     num_tokens: int
     num_bytes: int
-    """Bytes of the text of these tokens; an end mark counts as one."""
+    """UTF-8 bytes of the text of these tokens; an EOS counts as one byte."""
 
     @property
     def ppl(self) -> float:
-        """Perplexity: the number of equally likely tokens that are as hard to guess."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        """Perplexity: e to the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf  # exp overflows above 709
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits, over the bytes of the text: comparable between tokenizers."""
+        """Loss in bits per byte of text: comparable across tokenizers."""
         return self.loss / math.log(2) * self.num_tokens / self.num_bytes
 
 
@@ -235,11 +242,11 @@ class Evaluation(NamedTuple):
 def evaluate(
     model: TinyLM, data: Data, train: TrainConfig, runtime: Runtime, ranks: Strategy | None = None
 ) -> Evaluation:
-    """Average over the first eval_batches * batch_size held-out rows, each at most once.
+    """Mean loss over the first eval_batches * batch_size * world_size held-out rows.
 
-    So many for each rank; a rank takes every world_size-th batch, and all get the same result. All
-    do as many passes, because ranks that share a model out can only do them together: one without
-    rows left does its last for nothing.
+    Each row counts at most once. A rank takes every world_size-th batch; all ranks return the same
+    result. All ranks run the same number of forward passes, because under FSDP a forward pass is
+    collective; a rank without rows left runs a dummy batch.
     """
     rows, ranks = data.val, ranks or Strategy()
     stride = ranks.world_size * train.batch_size
@@ -258,6 +265,7 @@ def evaluate(
         on_device = batch.to(runtime.device)
         loss = next_token_loss(model, on_device, runtime, bounds=data.bounds(batch))
         if size:
+            # Weighted by rows: the last batch may be smaller.
             total += loss.double() * size
     model.train(was_training)
     loss_sum, all_bytes = ranks.total(total, num_bytes)
@@ -265,8 +273,8 @@ def evaluate(
 
 
 def _num_bytes(targets: Tensor, tokenizer: Tokenizer) -> int:  # [B, S]
-    """Bytes of the text that the targets stand for."""
-    if tokenizer.vocab == ByteTokenizer.vocab:
+    """UTF-8 bytes of the text of the targets."""
+    if tokenizer.vocab == ByteTokenizer.vocab:  # one token is one byte
         return targets.numel()
     rows = targets.tolist()
     ends = sum(row.count(tokenizer.eos) for row in rows)

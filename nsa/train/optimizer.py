@@ -1,4 +1,8 @@
-"""The learning rate as a function of the step alone."""
+"""Learning-rate schedule, fp16 loss scaling, Muon, and the optimizer of a run (AdamW, or Muon for
+the matrices of the blocks and AdamW for the rest).
+
+All optimizers here can skip an update by a flag on the device, without a host sync.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from torch.optim import AdamW, Optimizer
 from nsa.config import TrainConfig
 from nsa.config.env import read
 from nsa.train.runtime import Runtime
-from nsa.train.tensors import cut, join, part, whole
+from nsa.train.tensors import gather_shards, gather_tensor, local_shard, shard_like
 
 
 def lr_at(step: int, train: TrainConfig) -> float:
-    """Return the rate of update `step`, counted from 1: linear warm-up, then the schedule.
+    """The learning rate of update `step`, counted from 1: linear warm-up, then the schedule.
 
-    The horizon of the cosine is train.steps, also when a run ends earlier. It reaches zero one step
-    after the last update, so that no update is done with a rate of zero.
+    The horizon of the cosine is train.steps, even if the run ends earlier. It reaches zero one step
+    after the last update, so that no update has a rate of zero.
     """
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
@@ -35,11 +39,11 @@ def lr_at(step: int, train: TrainConfig) -> float:
     return train.lr * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-# Loss scaling for fp16, whose smallest numbers are too large for most gradients.
+# --- loss scaling: most gradients would underflow in fp16 ---
 
 
 def new_scaler(runtime: Runtime) -> GradScaler:
-    """A scaler with the settings of the environment; off, and transparent, in other precisions."""
+    """A GradScaler with settings from the environment; a no-op unless the precision is fp16."""
     return GradScaler(
         runtime.device.type,
         init_scale=read("NSA_SCALER_INIT_SCALE"),
@@ -50,26 +54,27 @@ def new_scaler(runtime: Runtime) -> GradScaler:
     )
 
 
-# Muon: momentum whose matrices are made orthogonal, so that every direction moves alike.
-#
-# An update is U V^T of the momentum's singular value decomposition, nearly: five Newton-Schulz
-# steps bring the singular values between 0.7 and 1.2. It is scaled by 0.2 sqrt(max(rows, columns)),
-# which gives its entries the root mean square of 0.2 that AdamW's usually have, so that the
-# learning rate and the weight decay mean the same in both.
+# --- Muon: momentum with orthogonalized updates ---
+# With momentum M = U S V^T, the update is about U V^T: five Newton-Schulz steps bring the singular
+# values to [0.7, 1.2]. It is scaled by 0.2 sqrt(max(rows, columns)), so that its entries have the
+# RMS of 0.2 that is typical for AdamW; learning rate and weight decay then mean the same in both.
 
 MOMENTUM = 0.95
 RMS = 0.2
-"""Of the entries of an update, before the learning rate."""
+"""RMS of the entries of an update, before the learning rate."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a x + b x^3 + c x^5 moves every x in (0, 1] towards 1 as fast as a quintic can, not onto it."""
+"""(a, b, c) of a x + b x^3 + c x^5: moves x in (0, 1] towards 1 as fast as a quintic can, but does
+not converge to 1."""
 STEPS = 5
+"""Newton-Schulz iterations."""
 EPS = 1e-7
 
 
 class Muon(Optimizer):
-    """For matrices alone. `skip`, a number on the device, leaves everything as it is where 1.
+    """Muon for 2-D parameters. If `skip`, a scalar on the device, is 1, the update has no effect.
 
-    The rate may be a tensor. `capturable` is a word for those who ask: nothing reads the device.
+    The learning rate may be a tensor. `capturable` changes nothing, because no step reads the
+    device; GraphStep checks for it.
     """
 
     def __init__(
@@ -93,11 +98,11 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("capturable", False)  # checkpoints had no such word at first
+            group.setdefault("capturable", False)  # absent in older checkpoints
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all matrices; those of one shape go through the iteration together."""
+        """Update all matrices; those of the same shape are batched."""
         if closure is not None:
             raise ValueError("Muon takes no closure; call backward() before step()")
         for group in self.param_groups:
@@ -106,17 +111,20 @@ class Muon(Optimizer):
                 self._update(list(same), group["lr"], group["weight_decay"])
 
     def _update(self, params: list[Tensor], lr: float | Tensor, weight_decay: float) -> None:
-        """Ranks that share matrices out update their parts; to be orthogonal takes whole ones."""
-        gradients = [part(p.grad) for p in params if p.grad is not None]
-        kept, held = [part(self._momentum(p)) for p in params], [part(p) for p in params]
+        """Update matrices of one shape. Under FSDP each rank updates its shards, but the
+        orthogonalization needs the full matrices."""
+        gradients = [local_shard(p.grad) for p in params if p.grad is not None]
+        kept = [local_shard(self._momentum(p)) for p in params]
+        held = [local_shard(p) for p in params]
         momenta = torch._foreach_lerp(kept, gradients, 1 - MOMENTUM)
-        ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's
-        joined = [join(x, p) for x, p in zip(ahead, params, strict=True)]
+        ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov momentum
+        joined = [gather_shards(x, p) for x, p in zip(ahead, params, strict=True)]
         updates = orthogonalize(torch.stack(joined)).to(params[0].dtype)
-        mine = [cut(x, p) for x, p in zip(updates, params, strict=True)]
+        mine = [shard_like(x, p) for x, p in zip(updates, params, strict=True)]
         rate = lr * RMS * math.sqrt(max(params[0].shape))
         news = torch._foreach_mul(held, 1 - lr * weight_decay)
         torch._foreach_add_(news, torch._foreach_mul(mine, -rate))
+        # torch.where, not an if: `skip` is on the device and must not be read by the host.
         for old, new in zip([*held, *kept], [*news, *momenta], strict=True):
             old.copy_(new if self.skip is None else torch.where(self.skip > 0, old, new))
 
@@ -129,10 +137,10 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:  # [N, rows, columns] -> the same
-    """Bring the singular values near 1; products in bf16 on a GPU, where that is exact enough."""
+    """Newton-Schulz iteration: bring all singular values near 1. In bf16 on a GPU: exact enough."""
     x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x  # the smaller square below
+    x = x.mT if tall else x  # x x^T is then the smaller of the two Gram matrices
     x = x / (torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True) + EPS).to(x.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
@@ -146,18 +154,16 @@ def _shape(parameter: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
-# The optimizer of a run: AdamW, or Muon for the matrices of the blocks and AdamW for the rest.
-#
-# All of them can be told, by a number on the device that nobody waits for, to leave an update out.
+# --- the optimizer of a run ---
 
 OWN = ("lr", "capturable")
-"""Settings of a group that a checkpoint does not decide."""
+"""Group settings that this run decides, not the checkpoint."""
 BETAS = (0.9, 0.95)
-"""A shorter memory of squared gradients than torch's 0.999: usual for language models."""
+"""beta2 is below torch's 0.999, as is usual for language models."""
 
 
 class SkippingAdamW(AdamW):
-    """AdamW in its fused form, which leaves everything as it is where `skip` is 1."""
+    """Fused AdamW; the update has no effect where `skip` is 1."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, capturable: bool) -> None:
         super().__init__(groups, lr=lr, betas=BETAS, fused=True, capturable=capturable)
@@ -165,37 +171,38 @@ class SkippingAdamW(AdamW):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         given = getattr(self, "found_inf", None)
-        self.found_inf = skipped(self)  # what the fused kernel looks at
+        self.found_inf = skipped(self)  # the fused kernel reads it on the device
         super().step(closure)
         self.found_inf = given
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon and AdamW as one optimizer: one schedule, one decision to skip, one state."""
+    """Muon and AdamW as one optimizer: one schedule, one skip flag, one state."""
 
     _step_supports_amp_scaling = True
-    """Loss scaling then says what it found, and does not wait to look at it."""
+    """GradScaler then sets `found_inf` instead of reading it on the host."""
 
     def __init__(self, muon: Muon, adamw: SkippingAdamW) -> None:
-        self._both = muon, adamw
+        self._optimizers = muon, adamw
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self.skip: Tensor | None = None  # [] fp32, 0 or 1
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         skip = skipped(self)
-        for optimizer in self._both:
+        for optimizer in self._optimizers:
             optimizer.skip = skip
             optimizer.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        muon, adamw = self._both
+        muon, adamw = self._optimizers
         return {"muon": muon.state_dict(), "adamw": adamw.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        muon, adamw = self._both
+        muon, adamw = self._optimizers
         muon.load_state_dict(state_dict["muon"])
         adamw.load_state_dict(state_dict["adamw"])
-        self.param_groups = [*muon.param_groups, *adamw.param_groups]  # loading made new ones
+        # load_state_dict creates new group dicts, so the combined list must be rebuilt.
+        self.param_groups = [*muon.param_groups, *adamw.param_groups]
 
 
 TrainOptimizer = SkippingAdamW | MuonAndAdamW
@@ -204,7 +211,7 @@ TrainOptimizer = SkippingAdamW | MuonAndAdamW
 def build_optimizer(
     model: nn.Module, train: TrainConfig, *, capturable: bool = False
 ) -> TrainOptimizer:
-    """Build the optimizer of the config; `capturable`: a CUDA graph can hold its updates."""
+    """Build the optimizer of the config; `capturable`: usable inside a CUDA graph."""
     decayed, free = _by_decay(model)
     hidden: list[nn.Parameter] = []
     if train.optimizer == "muon":
@@ -226,14 +233,14 @@ def build_optimizer(
 
 
 def skipped(optimizer: Optimizer) -> Tensor | None:  # [] fp32, 0 or 1
-    """1 where the update is to be left out: by our own word, or by that of loss scaling."""
+    """1 to skip the update: set by us (`skip`) or by GradScaler (`found_inf`); None if unset."""
     flags = [getattr(optimizer, name, None) for name in ("skip", "found_inf")]
     given = [flag.reshape(()) for flag in flags if flag is not None]
     return torch.stack(given).amax().clamp(max=1.0) if given else None
 
 
 def load_optimizer(optimizer: TrainOptimizer, state: dict[str, Any]) -> None:
-    """Restore moments and counts; how updates are run is this run's own, and so is the rate."""
+    """Restore moments and step counts; the settings in OWN stay those of this run."""
     own = [{key: group.get(key) for key in OWN} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, kept in zip(optimizer.param_groups, own, strict=True):
@@ -241,7 +248,7 @@ def load_optimizer(optimizer: TrainOptimizer, state: dict[str, Any]) -> None:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Give all groups the rate of the next update; a rate that is a tensor stays the same one."""
+    """Set the learning rate of all groups; a rate that is a tensor is updated in place."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -250,27 +257,27 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def not_finite(loss: Tensor, norm: Tensor) -> Tensor:  # [] fp32, 0 or 1
-    """1 where the loss or the gradient is NaN or infinite: such an update must not be done."""
+    """1 if the loss or the gradient norm is NaN or infinite: the update must be skipped."""
     return (~(loss.isfinite() & norm.isfinite())).float()
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:  # [] fp32
-    """Scale the gradients down to `max_norm`, 0 for never, and return their norm before that.
+    """Clip the gradients to `max_norm` (0: no clipping) and return their norm before clipping.
 
-    Where ranks hold parts of them, it is the norm of the whole, and the same on every rank.
+    For sharded gradients it is the global norm, the same on every rank.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = whole(nn.utils.get_total_norm(gradients))
+    norm = gather_tensor(nn.utils.get_total_norm(gradients))
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm or float("inf"), norm)
     return norm
 
 
 def _by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split the parameters into those that decay and those that do not.
+    """Split the parameters into those with weight decay and those without.
 
-    Norm weights and biases do not: zero is not their neutral value, or they are too few to overfit.
-    Embeddings do not either: a row gets gradients only when its token occurs, so decay would
-    shrink the rows of rare tokens at every step with nothing to pull them back.
+    No decay for norm weights and biases: zero is not their neutral value, or they are too few to
+    overfit. None for embeddings either: a row gets gradients only when its token occurs, so decay
+    would shrink the rows of rare tokens at every step.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,6 @@
-"""The numbers of a logged step, gathered once for everyone who shows or keeps them."""
+"""What a run shows on the console: the report of a logged step, the progress bar or plain lines,
+and the boot messages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ MIB_PER_GIB = 1024
 
 
 class FetchTimes(NamedTuple):
-    """How long the last batch was waited for, and the last ones; all None before the first."""
+    """Wait for the last batch, and percentiles of recent waits; all None before the first."""
 
     last_s: float | None = None
     p50_ms: float | None = None
@@ -32,7 +34,7 @@ class FetchTimes(NamedTuple):
 
     @staticmethod
     def of(seconds: Sequence[float]) -> FetchTimes:
-        """Summarize the waits of the last batches, in their order."""
+        """Summarize the recent waits, oldest first."""
         if not seconds:
             return FetchTimes()
         times = sorted(seconds)
@@ -41,39 +43,39 @@ class FetchTimes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """A logged step: what training.csv has of it, and what else was measured."""
+    """All numbers of a logged step, collected once for every sink."""
 
     row: TrainingRow
     eta_s: float
-    """Seconds that the rest of the run will take at this speed."""
+    """Estimated seconds to the end of the run."""
     step_time_s: float
-    """Of an update, since the line before."""
+    """Mean seconds per update since the previous line."""
     grad_norm: float
     """Before clipping."""
     shows_norm: bool = False
-    """Whether the line shows it; files have it always."""
+    """Whether the console line shows grad_norm; files always have it."""
     fetch: FetchTimes = field(default_factory=FetchTimes)
     mfu: float | None = None
-    """Share of the device's peak, 0 to 1, since the line before; None where that is not known."""
+    """Model FLOPs utilization, 0 to 1, since the previous line; None if the peak is unknown."""
     gpu: GpuReading = field(default_factory=GpuReading)
     rss_mib: float | None = None
-    """Memory of the process; None where the device has its own."""
+    """RSS of the process; None on a GPU."""
     attention: Mapping[str, Any] | None = None
-    """AttentionStats.summary(), if it was collected."""
+    """AttentionStats.summary(), if collected."""
     layers: Sequence[Mapping[str, float]] | None = None
-    """AttentionStats.per_layer(), if it was collected."""
+    """AttentionStats.per_layer(), if collected."""
     maps: Sequence[LayerMap] | None = None
     """AttentionStats.selection_maps(), on steps that have them."""
 
 
 def step_line(report: StepReport) -> str:
-    """The line of a logged step in a pipe or a file; other programs read its beginning."""
+    """The line of a logged step in a pipe or a file. Other programs parse its beginning."""
     eta = f"eta {clock(report.eta_s)}"
     return " | ".join([f"step {report.row.step:04d}", *step_numbers(report), eta])
 
 
 def step_numbers(report: StepReport) -> list[str]:
-    """The numbers one by one, in their order; those that are not known are left out."""
+    """The numbers of a line in order; unknown ones are omitted."""
     row, fetch, gpu = report.row, report.fetch, report.gpu
     parts = [f"loss {row.loss:.4f}", f"lr {row.lr:.2e}", f"toks/s {row.toks_per_s:.0f}"]
     if report.shows_norm:
@@ -91,7 +93,7 @@ def step_numbers(report: StepReport) -> list[str]:
 
 
 def clock(seconds: float) -> str:
-    """Write a duration as 0:07, 12:34 or 1:02:03."""
+    """Format a duration as 0:07, 12:34 or 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -105,16 +107,16 @@ def _percentile_ms(times: Sequence[float], share: float) -> float:
     return 1e3 * times[min(int(share * len(times)), len(times) - 1)]
 
 
-# What a person sees while a run goes on: a bar in a terminal, plain lines in a pipe or a file.
+# --- progress: a bar in a terminal, plain lines in a pipe or a file ---
 
 SEPARATOR = " | "
 
 
 class Progress:
-    """Shows each logged step with the time that is left."""
+    """Shows each logged step with the estimated time left."""
 
     def __init__(self, out: TextIO, steps: int, *, quiet: bool = False) -> None:
-        """`quiet`: another rank has the console, and this one speaks only when it must."""
+        """`quiet`: for ranks above 0, which print only with `say_from_each`."""
         self._quiet = quiet
         self._console = Console(file=out, highlight=False, emoji=False, soft_wrap=True)
         self._bar = _BarAndNumbers(
@@ -141,20 +143,21 @@ class Progress:
         self._bar.stop()
 
     def say(self, text: str = "") -> None:
-        """Print a line as it is; in a terminal it appears above the bar."""
+        """Print a line on rank 0; in a terminal it appears above the bar."""
         if not self._quiet:
             self.say_from_each(text)
 
     def say_from_each(self, text: str) -> None:
-        """Print a line from every rank."""
+        """Print a line from every rank that calls this."""
         self._console.print(text, markup=False)
 
     def advance(self, steps: int = 1) -> None:
-        """Count steps that are done."""
+        """Advance the bar by finished steps."""
         self._bar.advance(self._task, steps)
 
     def show(self, report: StepReport) -> None:
         """Show a logged step."""
+        # The bar refreshes itself in a terminal; elsewhere each step is a line.
         if self._console.is_terminal:
             self._bar.numbers = _Numbers(step_numbers(report))
             self._bar.update(self._task, description=f"eta {clock(report.eta_s)}")
@@ -163,9 +166,9 @@ class Progress:
 
 
 class Steady(io.TextIOBase):
-    """A stream that may lose its other end: a terminal that was closed, a pipe without its reader.
+    """An output stream that survives a closed terminal or a broken pipe.
 
-    What is written then goes nowhere, and the run goes on; so a run survives its shell.
+    Output is then discarded, so that the run outlives its shell.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -184,20 +187,21 @@ class Steady(io.TextIOBase):
     def write(self, text: str) -> int:
         try:
             return self._out.write(text)
-        except OSError:
-            self._let_go()
+        except OSError:  # EPIPE or EIO: the reader is gone
+            self._redirect_to_null()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._out.flush()
         except OSError:
-            self._let_go()
+            self._redirect_to_null()
 
-    def _let_go(self) -> None:
-        """Lead the descriptor, and stderr where it is the same stream, to nowhere."""
+    def _redirect_to_null(self) -> None:
+        """Redirect the descriptor to /dev/null, and stderr too if it is the same stream."""
         lost = os.fstat(self._out.fileno())
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        # dup2 keeps the descriptor number, so other holders of the stream stop failing too.
         for descriptor in {self._out.fileno(), 2}:
             if os.path.samestat(os.fstat(descriptor), lost):
                 os.dup2(nowhere, descriptor)
@@ -205,7 +209,7 @@ class Steady(io.TextIOBase):
 
 
 class _Numbers:
-    """Numbers in as many lines as the terminal needs: none is cut, whatever its width."""
+    """Wraps the numbers over several lines, so that a narrow terminal truncates none."""
 
     def __init__(self, parts: Sequence[str]) -> None:
         self._parts = parts
@@ -216,7 +220,7 @@ class _Numbers:
 
 
 class _BarAndNumbers(Bar):
-    """The bar in one line, and the numbers of the last logged step below it."""
+    """The bar on one line, and the numbers of the last logged step below it."""
 
     numbers: _Numbers = _Numbers(())
 
@@ -226,7 +230,7 @@ class _BarAndNumbers(Bar):
 
 
 def fill_lines(parts: Iterable[str], width: int) -> list[str]:
-    """Put as many parts into each line as fit; a part is never broken."""
+    """Put as many parts on each line as fit; a part is never split."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
@@ -236,13 +240,13 @@ def fill_lines(parts: Iterable[str], width: int) -> list[str]:
     return lines
 
 
-# What a run prints before its first step, so that nobody trains the wrong thing unnoticed.
+# --- boot messages ---
 
 
 def announce(
     cfg: Config, metrics: Metrics, data: Data, runtime: Runtime, folder: Folder, to: Progress
 ) -> None:
-    """Print the resolved config, its size, and where and how it will run."""
+    """Print the resolved config, the model size, the device, the attention plan and the data."""
     train, checkpointing = cfg.train, "on" if cfg.runtime.gradient_checkpointing else "off"
     to.say(f"[boot] loading config {metrics.config_file}")
     for group, values in to_container(cfg).items():

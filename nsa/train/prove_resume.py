@@ -1,7 +1,8 @@
-"""`nsa prove-resume`: train once in one piece and once in two processes, and compare bit by bit.
+"""`nsa prove-resume`: train once uninterrupted and once with a stop and a resume in a new process,
+and require bitwise equal losses and weights.
 
-resume_proof.json, version 1: what was run (`config`, `device`, `steps`, `stopped_at`, `torch`),
-the losses of both runs by step, the sha256 of both models' weights, and `holds`.
+resume_proof.json, version 1: what was run (`config`, `device`, `steps`, `stopped_at`, `torch`), the
+losses of both runs by step, the sha256 of both models' weights, and `holds`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ VERSION = 1
 
 
 def prove_resume(cfg: Config, config_path: str, folder: Path, steps: int, stop_at: int) -> bool:
-    """Write the proof, and return whether the two runs were equal."""
+    """Do the runs, write the proof, and return whether the two runs were equal."""
     if not 0 < stop_at < steps:
         raise ValueError(f"--stop-at {stop_at} must lie between 0 and --steps {steps}")
     runs = {name: _prepared(cfg, folder / name, stop_at) for name in ("whole", "parts")}
     for config in runs.values():
         if Path(config.train.out_dir).exists():
             raise ValueError(f"{config.train.out_dir} exists; name another --out-dir, or remove it")
+    # `whole`: one process. `parts`: one process up to stop_at, then a second one that resumes.
     for name, until in (("whole", steps), ("parts", stop_at), ("parts", steps)):
         _in_a_process(runs[name], config_path, until)
     proof = compare_runs(folder / "whole", folder / "parts", steps)
@@ -51,18 +53,18 @@ def read_proof(folder: Path) -> dict[str, Any]:
 
 
 def _prepared(cfg: Config, folder: Path, stop_at: int) -> Config:
-    """The same run with a checkpoint where it will stop, and a line for every step."""
+    """The same config with a checkpoint at `stop_at`, a log line per step, and fixed-order sums."""
     train = dataclasses.replace(
         cfg.train, out_dir=str(folder), save_every=stop_at, log_every=1, keep_last=0, backup_dir=""
     )
-    train = dataclasses.replace(train, tracker="none")  # a proof is no run to follow
+    train = dataclasses.replace(train, tracker="none")  # a proof must not show up as a run
     runtime = dataclasses.replace(cfg.runtime, deterministic=True)
     return dataclasses.replace(cfg, train=train, runtime=runtime)
 
 
 def _in_a_process(cfg: Config, config_path: str, until: int) -> None:
-    """A run of its own, so that nothing of the first part can live on in memory."""
-    context = multiprocessing.get_context("spawn")
+    """Train in a new process, so that no state of the first part survives in memory."""
+    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's state
     process = context.Process(target=_train, args=(cfg, config_path, until))
     process.start()
     process.join()
@@ -78,7 +80,10 @@ def _train(cfg: Config, config_path: str, until: int) -> None:
 
 
 def compare_runs(whole: Path, parts: Path, steps: int) -> dict[str, Any]:
-    """Losses by step and weights of both runs; `holds` where all are equal and one was resumed."""
+    """Losses by step and weight hashes of both runs.
+
+    `holds` requires that all are equal, that no step is missing, and that `parts` was resumed.
+    """
     losses = {
         folder.name: {row.step: row.loss for row in read_rows(TrainingRow, folder / TRAINING)}
         for folder in (whole, parts)
@@ -88,6 +93,7 @@ def compare_runs(whole: Path, parts: Path, steps: int) -> dict[str, Any]:
     same = losses["whole"] == losses["parts"] and hashes["whole"] == hashes["parts"]
     metrics = read_metrics(parts)
     return {
+        # Without a resume, `parts` would trivially be equal.
         "holds": same and complete and metrics.resumed_at is not None,
         "resumed_at": metrics.resumed_at,
         "device": metrics.device,

@@ -1,4 +1,7 @@
-"""A run from its config to its files: prepare, train, save, show."""
+"""A run from its config to its files: open data and folder, build the model, resume, train, finish.
+
+`run` is the entry point; `_run` is one attempt, repeated after a loss spike or a data fallback.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +67,13 @@ from nsa.train.trainer import Rollback, Trainer, restore, with_rollbacks
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a finished run leaves behind."""
+    """Result of a finished run."""
 
     model: TinyLM
     metrics: Metrics
     folder: Path
     files: list[Path]
-    """What the run wrote."""
+    """Files that the run wrote."""
 
 
 def run(
@@ -89,12 +92,12 @@ def run(
 ) -> TrainResult:
     """Train the model of `cfg` and write everything under cfg.train.out_dir.
 
-    `config_path` is printed and stored; `config_named` is false when that file was a default.
-    `stop_after` ends the run earlier than train.steps; the learning-rate schedule stays.
+    `config_path` is logged and stored; `config_named` is false if that file was a default.
+    `stop_after` ends the run before train.steps without changing the learning-rate schedule.
     `model_path` replaces <out_dir>/model.pt. Without a `sampler` no sample is written.
-    `resume` is auto, latest, none or a checkpoint (resume.py). `loader` is the patience with data.
-    `ddp` says whether this process is one of many ranks (distributed/strategy.py); the first
-    one writes the files.
+    `resume` is auto, latest, none or a checkpoint (checkpoint/resume.py). `loader` sets the
+    timeouts for data. `ddp` says whether this process is one of several ranks
+    (distributed/strategy.py); rank 0 writes the files.
     """
     steps = min(cfg.train.steps, stop_after or cfg.train.steps)
     if not allow_long_run:
@@ -102,9 +105,11 @@ def run(
     require_tracker(cfg.train.tracker)
     steady = Steady(out or sys.stdout)
     say = partial(print, file=steady, flush=True)
-    fallbacks.reset()  # what a run counts is its own
+    fallbacks.reset()  # the counters are global to the process; count this run only
+    # Read the parent now: once torchrun has died, getppid() names another process.
     parent, folder = launcher_pid(), Path(cfg.train.out_dir)
     sums = ordered_sums(cfg.runtime)
+    # Nesting order: the lock outlives the process group, so it is held until all ranks have left.
     with sums, hold(folder, say) as lock, open_ranks(ddp, cfg, say) as ranks:
         job = _Job(
             ranks=ranks,
@@ -118,11 +123,12 @@ def run(
             resume=resume,
             loader=loader or LoaderOptions(),
         )
-        return _attempts(ranks.adapt(cfg), job)
+        return _run_with_fallbacks(ranks.adapt(cfg), job)
 
 
-def _attempts(cfg: Config, job: _Job) -> TrainResult:
-    """Train; after a loss spike from before it, and where no data comes, without if allowed."""
+def _run_with_fallbacks(cfg: Config, job: _Job) -> TrainResult:
+    """Train; roll back after a loss spike; fall back to random tokens if the data never arrives
+    and --synthetic-on-fail allows it."""
     fallback: str | None = None
     say = partial(job.ranks.on_first, print, file=job.out)
 
@@ -141,12 +147,12 @@ def _attempts(cfg: Config, job: _Job) -> TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What was asked for beside the config; `run` explains it."""
+    """The arguments of `run` other than the config, and what it opened."""
 
     ranks: Strategy
     held: HeldFolder
     parent: int | None
-    """The process of torchrun, if it started this rank."""
+    """Pid of torchrun if it started this rank."""
     config_path: str
     steps: int
     out: TextIO
@@ -157,7 +163,8 @@ class _Job:
 
 
 def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> TrainResult:
-    """One attempt: `back` is where to go on after a loss spike, `fallback` why no data came."""
+    """One attempt. `back`: where to resume after a loss spike; `fallback`: why data is missing."""
+    # 1. Data, and which checkpoint to start from. All ranks must agree before anything is built.
     path, steps, ranks, held = job.held.path, job.steps, job.ranks, job.held
     ranks.from_first(partial(refuse_halted, path))
     heads = (cfg.model.d_k, cfg.model.d_v)
@@ -182,12 +189,14 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     begin = find_start_together(ranks, asked, progress.say)
     start, rows_asked, cfg = begin.start, rows_of_rank(cfg.train), begin.adapt(cfg)
     origin.require(ranks, start)
+    # 2. Model, optimizer and update.
     loader = read_ahead(data.train, cfg, runtime, ranks)
     data = data._replace(train=loader)
     model = build_model(cfg, data.tokenizer.vocab, runtime, ranks)
     step = build_step(cfg, model, runtime, ranks=ranks)
     metrics = _new_metrics(cfg, model, runtime, job, fallback)
 
+    # 3. The run folder and its writers. From here on, files of an earlier run may be moved.
     with progress, closing(loader), checking(data, ranks, progress.say):
         done = start.content["step"] if start else 0
         folder = _open_folder(ranks, cfg, job, begin.keeps, metrics.num_params)
@@ -223,7 +232,8 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 rows_asked=rows_asked,
                 held=held,
             )
-            _write_anew_where_removed(trainer, job.config_path, hang_watch)
+            _register_renewals(trainer, job.config_path, hang_watch)
+            # 4. Initial weights, or the state of a checkpoint.
             metrics.init_from = origin.path or None
             metrics.init_sha256 = trainer.identity.get(INITIAL)
             if start is None:
@@ -238,14 +248,16 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 progress.say(f"[resume] from {start.path}: {done} of {steps} steps are done")
             if fallback is not None:
                 vitals.heartbeat.loader_error(fallback, done)
+            # 5. Train.
             loader.interrupted = stop.requested
-            with _ending_is_recorded(trainer):
+            with _record_ending(trainer):
                 with trainer.obeying(done), ranks.fetching(stop):
                     place = (done, trainer.positions(done + 1)[0])
                     fetch_first(loader, cfg, *place, job.loader, opened_s, vitals, progress.say)
                 files += trainer.train(steps, done)
                 ranks.from_first(partial(held.require, steps))
             held.stopping()
+    # 6. The model file, the loss curve and a sample.
     model = ranks.whole(model, cfg)
     model_path = job.model_path or path / MODEL
     files += ranks.on_first(finish, trainer, model, job.sampler, model_path) or []
@@ -253,8 +265,8 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
 
 
-def _write_anew_where_removed(trainer: Trainer, config_path: str, hang_watch: HangWatch) -> None:
-    """Tell the folder by which files its removal shows, and what is written again then."""
+def _register_renewals(trainer: Trainer, config_path: str, hang_watch: HangWatch) -> None:
+    """Register the files whose loss reveals a removed run folder, and what to write again then."""
     held, log, ranks = trainer.held, trainer.log, trainer.ranks
 
     def write(step: int) -> None:
@@ -271,8 +283,8 @@ def _write_anew_where_removed(trainer: Trainer, config_path: str, hang_watch: Ha
 
 
 @contextmanager
-def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
-    """Leave the reason in the run folder when a run ends before its last step."""
+def _record_ending(trainer: Trainer) -> Iterator[None]:
+    """If the run ends before its last step, record the reason in the run folder."""
     log = trainer.log
     log.write()
     try:
@@ -281,6 +293,7 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
     except LoaderFailed as error:
         log.metrics.status = "bad_data" if error.damaged else "no_data"
         log.settle()
+        # Weights trained on damaged data must not become a checkpoint.
         then = trainer.leave_unsaved() if error.damaged else trainer.save_last(log.metrics.step)
         log.write()
         raise LoaderFailed(
@@ -317,7 +330,7 @@ def _ending_is_recorded(trainer: Trainer) -> Iterator[None]:
 
 
 def _open_folder(ranks: Strategy, cfg: Config, job: _Job, goes_on: bool, num_params: int) -> Folder:
-    """The first rank moves an earlier run aside before any other writes a line."""
+    """Open the run folder on rank 0, before any other rank writes to it."""
     path = Path(cfg.train.out_dir)
 
     def make() -> str:

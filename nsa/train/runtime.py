@@ -1,4 +1,4 @@
-"""Where and in which precision a run computes: resolved once, then fixed and printed."""
+"""Device, precision, attention plan and determinism of a run: resolved once and logged at boot."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Runtime:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that products are computed in."""
+        """The dtype of matrix products."""
         return DTYPES[self.precision]
 
     @contextmanager
     def compute(self) -> Iterator[None]:
-        """The context of every forward pass."""
+        """The context of every forward pass: autocast and the choice of SDPA kernels."""
         half = self.precision != "fp32"
-        kind = self.dtype if half else torch.bfloat16  # autocast wants one even where it is off
+        kind = self.dtype if half else torch.bfloat16  # autocast checks it even if disabled
         with torch.autocast(self.device.type, dtype=kind, enabled=half):
             if self.use_flash:
                 yield
@@ -48,19 +48,19 @@ class Runtime:
 
     @property
     def device_name(self) -> str:
-        """The name of the GPU's model, or cpu."""
+        """The GPU model, or cpu."""
         is_gpu = self.device.type == "cuda"
         return torch.cuda.get_device_name(self.device) if is_gpu else self.device.type
 
     def describe_device(self) -> str:
-        """Name the device as a person would."""
+        """The device with its model and TF32 setting, or its number of CPU threads."""
         if self.device.type == "cuda":
             tf32 = "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
             return f"{self.device} ({self.device_name}, TF32 {tf32})"
         return f"{self.device} ({torch.get_num_threads()} threads)"
 
     def describe_flash(self) -> str:
-        """Say whether flash kernels may run; the plan says which branches use them."""
+        """Whether flash kernels may run; the plan says which branches use them."""
         if not self.use_flash:
             return "flash disabled (runtime.use_flash=false)"
         if read("NSA_SDPA_NO_FLASH"):
@@ -71,9 +71,10 @@ class Runtime:
 def resolve_runtime(
     config: RuntimeConfig, head_dims: tuple[int, ...] = (64,), attention: str = "nsa"
 ) -> Runtime:
-    """Choose the device, allow TF32 on it, and ask for the plan for heads of these dims."""
+    """Choose the device, allow TF32 on it, and plan the attention for these head dims."""
     device = _device(config.device)
     if device.type == "cuda":
+        # TF32: faster fp32 products with a 10-bit mantissa.
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     dtype, backend = DTYPES[config.precision], config.attention_backend
@@ -92,16 +93,16 @@ def resolve_runtime(
 
 @contextmanager
 def ordered_sums(config: RuntimeConfig) -> Iterator[None]:
-    """Let torch and our kernels sum in a fixed order where the config asks for it.
+    """Enable deterministic algorithms in torch and our kernels if the config asks for it.
 
-    It must be entered before the first product on a GPU: cuBLAS looks at its variable once. An
-    operation that has no fixed order raises and names itself.
+    Enter before the first matrix product on a GPU: cuBLAS reads its variable once. Operations
+    without a deterministic implementation raise.
     """
-    if not config.deterministic:  # whoever has chosen it for the process keeps it
+    if not config.deterministic:  # keep a setting that the caller made for the process
         yield
         return
-    set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two that are reproducible
-    fills: Any = torch.utils.deterministic  # a module whose settings have no types
+    set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two reproducible values
+    fills: Any = torch.utils.deterministic  # the module is untyped
     cudnn = torch.backends.cudnn
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -111,7 +112,7 @@ def ordered_sums(config: RuntimeConfig) -> Iterator[None]:
         cudnn.benchmark,
     )
     torch.use_deterministic_algorithms(True)
-    # New memory is written by whoever asked for it; filling it before costs time and no order.
+    # Filling new memory costs time and is not needed: our code writes all of it before use.
     fills.fill_uninitialized_memory = False
     cudnn.deterministic, cudnn.benchmark = True, False
     try:

@@ -1,15 +1,15 @@
-"""Loss spikes: when a loss is one, and what has been done about those so far.
+"""Detection of loss spikes, on the device.
 
-A loss is a spike where it lies above
+A loss is a spike if it exceeds
 
     median + spike_threshold * max(1.4826 MAD, 0.01 median)
 
-of the last `spike_window` losses; MAD is their median distance from the median, and 1.4826 of it
-is the standard deviation of a normal distribution. Until the window is full, nothing is a spike.
-Spikes enter the window, too: when losses stay high, half a window later that is the usual.
+of the last `spike_window` losses. MAD is the median absolute deviation; 1.4826 MAD estimates the
+standard deviation of a normal distribution. Until the window is full, nothing is a spike. Spikes
+enter the window too: if losses stay high, that is the new normal after half a window.
 
-All of it happens on the device, from the loss of the whole update, so that an update can be left
-out without waiting for it, and so that ranks that share their loss decide alike.
+The limit is computed on the device from the mean loss over all ranks, so that an update can be
+skipped without a host sync and all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from nsa.config import TrainConfig
 
 NORMAL = 1.4826
 FLOOR = 0.01
-"""Share of the median below which no spread counts: identical losses have none."""
+"""Smallest spread, relative to the median: identical losses have a MAD of zero."""
 ACTING = ("skip", "rollback")
-"""Rules that change what is learned."""
+"""Rules that change the weights, so they are part of the identity of a run."""
 
 
 class Spikes:
-    """The last losses, and how many updates' worth of data a rollback has jumped over."""
+    """The window of recent losses, and the amount of data skipped by rollbacks."""
 
     def __init__(self, train: TrainConfig, device: torch.device) -> None:
         self._rule, self._threshold = train.spike_rule, train.spike_threshold
@@ -38,26 +38,26 @@ class Spikes:
         self._num_seen = 0
         self._never = torch.full((), math.inf, device=device)
         self.jumped = 0
-        """Updates whose data is left out: update n reads what n + jumped would have read."""
+        """Updates whose data is skipped: update n reads the data of update n + jumped."""
 
     @property
     def skips(self) -> bool:
-        """Whether the update of a spike is left out."""
+        """Whether the update of a spike is skipped."""
         return self._rule == "skip"
 
     def limit(self) -> Tensor:  # [] fp32
-        """What the next loss must not exceed. No host sync."""
+        """Upper limit of the next loss; infinite while nothing is a spike. No host sync."""
         judges = self._rule != "off" and self._num_seen >= len(self._recent)
         return self._limit() if judges else self._never
 
     def remember(self, loss: Tensor) -> None:  # [] fp32
-        """Let a loss enter the window."""
+        """Add a loss to the window (a ring buffer)."""
         if self._rule != "off":
             self._recent[self._num_seen % len(self._recent)].copy_(loss.detach())
             self._num_seen += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: a resumed run must judge as this one would."""
+        """State for a checkpoint: a resumed run must make the same decisions."""
         return {
             "recent": self._recent.to("cpu", copy=True),
             "num_seen": self._num_seen,
@@ -65,7 +65,8 @@ class Spikes:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; a window of another length starts empty."""
+        """Restore from a checkpoint; a window of another length starts empty."""
+        # `jumped` is restored in any case: it decides which data comes next.
         self.jumped = state["jumped"]
         if len(state["recent"]) == len(self._recent):
             self._recent.copy_(state["recent"])
@@ -78,5 +79,5 @@ class Spikes:
 
 
 def _median(values: Tensor) -> Tensor:
-    """The middle one, the lower of two; a sort, because torch's median may wait for the device."""
+    """Lower median. By sorting, because torch.median may synchronize with the device."""
     return values.sort().values[(len(values) - 1) // 2]

@@ -1,4 +1,6 @@
-"""One optimizer update as a function of its batches; GraphStep replays it as a CUDA graph."""
+"""One optimizer update as a function of its micro-batches: EagerStep launches it kernel by kernel,
+GraphStep replays it as a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from nsa.train.spikes import Spikes
 
 
 class Updated(NamedTuple):
-    """What an update did, as numbers on the device that nobody has waited for."""
+    """Results of an update, still on the device: reading them would synchronize."""
 
     loss: Tensor  # [] fp32
     norm: Tensor  # [] fp32, of the gradient before clipping
@@ -30,14 +32,14 @@ class Updated(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Rows whose gradient is computed at a time."""
+    """Rows of one forward and backward pass."""
 
     rows: Tensor  # [B, S + 1] int64
     bounds: Tensor | None = None  # [documents + 1] int32, on the host
 
 
 class _Loss(nn.Module):
-    """The loss as a module: what ranks put around one sees every gradient become ready."""
+    """The loss as a module: DDP needs one to wrap, to see each gradient become ready."""
 
     def __init__(self, model: TinyLM, runtime: Runtime) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class _Loss(nn.Module):
 
 
 class EagerStep:
-    """The update as it is written: one kernel after the other."""
+    """The update, launched kernel by kernel."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class EagerStep:
     def __call__(
         self, batches: Sequence[MicroBatch], lr: float, stats: AttentionStats | None = None
     ) -> Updated:
-        """Do the update: the mean gradient over all micro-batches. Nobody waits for the device."""
+        """Apply the mean gradient over all micro-batches. No host sync."""
         self.ranks.warm_up(lambda: self._backward(batches[0]))
         set_lr(self.optimizer, lr)
         limit = self.spikes.limit()
@@ -82,11 +84,11 @@ class EagerStep:
     def _update(
         self, batches: Sequence[MicroBatch], limit: Tensor, stats: AttentionStats | None
     ) -> tuple[Tensor, Tensor]:  # [] fp32 loss, [] fp32 gradient norm before clipping
-        """All but the rate; leaves the gradients where they are."""
+        """Everything but the learning rate; does not clear the gradients."""
         losses = []
         for micro, (rows, bounds) in enumerate(batches):
             rows = rows.to(self.runtime.device, non_blocking=True)
-            kept = None if micro else stats
+            kept = None if micro else stats  # statistics cover the first micro-batch only
             last = micro == len(batches) - 1
             with self.ranks.micro_batch(last=last):
                 with span("forward", waits=self.ranks.gathers):
@@ -109,41 +111,43 @@ class EagerStep:
             self._loss(rows, None, batch.bounds).backward()
 
     def _backward_span(self, last: bool) -> span:
-        """The gradients of the last micro-batch are exchanged while they are made; weights that are
-        shared out are gathered in every pass."""
+        """DDP overlaps the all-reduce with the last backward; FSDP gathers in every pass."""
         exchanges = (last and self.ranks.world_size > 1) or self.ranks.gathers
         return span("backward and all-reduce" if exchanges else "backward", waits=exchanges)
 
     def _skip(self, loss: Tensor, norm: Tensor, limit: Tensor) -> Tensor:  # [] fp32, 0 or 1
-        """Whether to leave the update out; loss scaling looks for infinite gradients by itself."""
+        """1 to skip the update: not finite, or a spike under spike_rule=skip.
+
+        With loss scaling, GradScaler itself skips non-finite gradients.
+        """
         skip = torch.zeros_like(loss) if self.scaler.is_enabled() else not_finite(loss, norm)
         return torch.maximum(skip, (loss > limit).float()) if self.spikes.skips else skip
 
 
-# An optimizer update that is replayed as a CUDA graph.
-#
-# A small model spends most of an eager update on the host, which starts some thousand kernels one
-# by one. A CUDA graph starts them all at once: forward and backward of every micro-batch, clipping
-# and the optimizer. It replays the same addresses, so what changes from update to update goes
-# through tensors that stay: the batch, the learning rate, and the limit above which a loss is a
-# spike.
+# --- the update as a CUDA graph ---
+# For a small model, an eager update is bound by the host, which launches a few thousand kernels one
+# by one. The graph launches forward, backward, clipping and optimizer at once. It replays fixed
+# addresses, so inputs that change (batch, learning rate, spike limit) are copied into static
+# tensors.
 
 WARM_UP = 3
-"""Updates before the capture, which change nothing: they compile, tune, and make the state."""
+"""Updates before the capture with no effect: they compile, tune, and create optimizer state."""
 
 
 class GraphStep(EagerStep):
-    """The same update, replayed from the first on.
+    """The same update, captured at the first call and replayed.
 
-    The optimizer must be built with `capturable`. A checkpoint is restored before the first call;
-    afterwards weights and optimizer state may be read, or changed in place, and never replaced.
+    The optimizer must be built with `capturable`. Restore checkpoints before the first call;
+    afterwards weights and optimizer state may be read or changed in place, but never replaced.
     """
 
     def __init__(self, *parts: Any, share: GraphStep | None = None) -> None:
-        """Of the parts of EagerStep; `share` is one whose memory this one uses, too, in turns."""
+        """`parts` as for EagerStep; `share`: a GraphStep whose memory pool this one reuses. The two
+        must not run at the same time."""
         super().__init__(*parts)
         _check(self.optimizer, self.runtime)
         device = self.runtime.device
+        # Static inputs of the graph; `_idle` is 1 during warm-up, which skips every update.
         self._lr, self._limit, self._idle = (torch.zeros((), device=device) for _ in range(3))
         self._stream: torch.cuda.Stream = share._stream if share else torch.cuda.Stream(device)
         self._pool: Any = share._pool if share else torch.cuda.graph_pool_handle()
@@ -159,7 +163,7 @@ class GraphStep(EagerStep):
     def __call__(
         self, batches: Sequence[MicroBatch], lr: float, stats: AttentionStats | None = None
     ) -> Updated:
-        """Do the update. Statistics come from a pass of their own: a graph cannot collect them."""
+        """Run the update. Statistics need an extra forward pass: a graph cannot collect them."""
         rows = [batch.rows for batch in batches]
         self._check_form(batches)
         self._hold_lr()
@@ -175,7 +179,7 @@ class GraphStep(EagerStep):
         if stats is not None:
             collect_stats(self.model, self._rows[0], self.runtime, stats)
         self._graph.replay()
-        loss, norm = (x.clone() for x in self._found)  # the next replay writes over them
+        loss, norm = (x.clone() for x in self._found)  # the next replay overwrites them
         self.spikes.remember(loss)
         return Updated(loss, norm, limit)
 
@@ -197,7 +201,7 @@ class GraphStep(EagerStep):
             )
 
     def _hold_lr(self) -> None:
-        """Let all groups read the rate from one tensor, also after a checkpoint was loaded."""
+        """Make all groups read the learning rate from one tensor, also after a resume."""
         for group in self.optimizer.param_groups:
             if group["lr"] is self._lr:
                 continue
@@ -209,10 +213,10 @@ class GraphStep(EagerStep):
             group["lr"] = self._lr
 
     def _capture(self, rows: Sequence[Tensor]) -> None:
-        """Record one update, after some that leave everything as it is; recording runs nothing.
+        """Warm up with updates that have no effect, then capture one; a capture runs no kernel.
 
-        The gradients are absent here, so backward makes them in the memory of the graph, and every
-        replay writes them anew: nothing has to be set to zero.
+        Gradients are None before the capture, so backward allocates them in the graph's pool, and
+        every replay overwrites them: no zero_grad is needed.
         """
         self._rows = [x.to(self.runtime.device, copy=True) for x in rows]
         batches = [MicroBatch(x) for x in self._rows]
@@ -226,7 +230,7 @@ class GraphStep(EagerStep):
                 self.optimizer.zero_grad(set_to_none=True)
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on meanwhile: one reads data, one writes checkpoints.
+        # thread_local: the loader and checkpoint threads may call CUDA during the capture.
         where = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )

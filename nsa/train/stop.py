@@ -1,10 +1,10 @@
-"""Asking a run to stop after a step: by SIGTERM, Ctrl-C, or a file .HALT in its folder.
+"""Requests to stop a run: SIGTERM, Ctrl-C, a .HALT file in its folder, or the death of torchrun.
 
-The end of torchrun asks, too: its ranks would live on as orphans, beside those of the next start.
-The first signal is acknowledged at once and obeyed after the step; a second one ends the run in the
-middle of it, and a third does not even wait for a checkpoint that is being written. Python calls
-handlers in the main thread alone, and only when no call into a library keeps it; so the thread that
-the system's own handler wakes (records/dumps.py) hears signals, too, and says what happens to them.
+If torchrun dies, its ranks would keep running beside those of the next start. The first signal is
+acknowledged at once and takes effect after the step; the second ends the run in mid-step; the third
+does not even wait for a checkpoint in flight. Python runs signal handlers only in the main thread,
+and not while it is inside a library call; so the listener thread of records/dumps.py reports
+signals too, and they are acknowledged even if the main thread hangs.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HALT_FILE = ".HALT"
 ORPHANED = "the end of torchrun"
 REASONS = ("", HALT_FILE, *(number.name for number in SIGNALS), ORPHANED)
-"""What `requested` can say."""
+"""All return values of `requested`; ranks exchange the index."""
 AGAIN_S = 2.0
-"""SIGTERM that comes sooner than this after another is the same request: `pkill -f` reaches the
-ranks and their launcher, which passes it on to them."""
+"""A SIGTERM sooner than this after another is the same request: `pkill -f` reaches both the ranks
+and their launcher, which forwards it to them."""
 LEAVE_S = 10.0
-"""From the second signal to the end of a process whose main thread hangs in a library."""
+"""From the second signal to a forced exit, if the main thread hangs in a library."""
 
 
 class Stop:
-    """Remembers that somebody asked."""
+    """Collects requests to stop, and handles SIGTERM and SIGINT inside the `with` block."""
 
     def __init__(
         self,
@@ -47,21 +47,21 @@ class Stop:
         heard: Callable[[], None] = lambda: None,
         quiet: bool = False,
     ) -> None:
-        """`parent` is what launcher_pid() said at the start of the run. `heard` is called when
-        somebody asks, also in a signal handler. `quiet`: another rank speaks.
+        """`parent` is launcher_pid() at the start of the run. `heard` is called at each request,
+        possibly in a signal handler. `quiet`: rank 0 prints the messages.
         """
         self._folder, self._parent, self._tell, self._quiet = folder, parent, heard, quiet
         self.step = 0
-        """The update that is being done, for what is said."""
+        """The current update, for messages."""
         self._asked = ""
         self._num_asked, self._last_asked = 0, 0.0
-        self._leaving = threading.Event()
-        self._heard = {"handler": 0, "thread": 0}
-        self._lock = threading.RLock()  # a handler may interrupt the one before
+        self._leaving = threading.Event()  # set once the main thread is on its way out
+        self._heard = {"handler": 0, "thread": 0}  # signals seen by each of the two
+        self._lock = threading.RLock()  # reentrant: a handler may interrupt another one
         self._before: dict[int, Any] = {}
 
     def requested(self) -> str:
-        """Who asked for the end of the run; empty while nobody did."""
+        """The source of the request to stop; empty without one."""
         if self._asked:
             return self._asked
         if self._parent is not None and os.getppid() != self._parent:
@@ -70,17 +70,17 @@ class Stop:
         return HALT_FILE if read_halt(self._folder) is not None else ""
 
     def ask(self, reason: str) -> None:
-        """Ask in the name of somebody else: another rank has heard it, say."""
+        """Request a stop for another source, for example another rank."""
         self._asked = self._asked or reason
         self._tell()
 
     def hear(self, number: int) -> None:
-        """A signal has come, as another thread than the main one has heard."""
+        """Count a signal that the listener thread received."""
         if number in SIGNALS:
             self._count("thread", number)
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
@@ -100,18 +100,20 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count("handler", number)
+        # Only the handler raises: the exception must unwind the main thread.
         if self._num_asked == 2 and not self._leaving.is_set():
             self._leaving.set()
             raise KeyboardInterrupt
 
     def _count(self, by: str, number: int) -> None:
-        """Take a signal in, once: the handler and the thread both hear of it, in any order."""
+        """Count a signal once, although handler and listener thread both report it."""
         with self._lock:
             known = max(self._heard.values())
             self._heard[by] += 1
-            if self._heard[by] <= known:
+            if self._heard[by] <= known:  # the other one has reported this signal already
                 return
             now, name = time.monotonic(), signal.Signals(number).name
+            # Ctrl-C twice is always two requests.
             is_same = number == signal.SIGTERM and now - self._last_asked < AGAIN_S
             if self._num_asked and is_same:
                 return
@@ -125,6 +127,7 @@ class Stop:
             self._say(f"{name} received: {doing}, then a checkpoint; send it again to stop at once")
         elif self._num_asked == 2:
             self._say(f"{name} again: stopping at once; the last checkpoint stays")
+            # Inside a library call the handler cannot run: exit by a timer.
             leave = threading.Timer(LEAVE_S, self._leave, ["the step does not end"])
             leave.daemon = True
             leave.start()
@@ -133,20 +136,20 @@ class Stop:
             self._leave(f"{name} a third time")
 
     def _leave(self, why: str) -> None:
-        """End the process here and now, unless the main thread is on its way out."""
+        """Exit the process at once, unless the main thread is on its way out."""
         if not self._leaving.is_set():
             self._say(f"{why}: leaving without waiting for anything")
             os._exit(Interrupted.exit_code)
 
     def _say(self, text: str) -> None:
-        """In one write: print() is not safe in a handler that has interrupted another print()."""
+        """Print with os.write: print() is not reentrant, and a handler may interrupt one."""
         if self._quiet:
             return
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            start = "\n" if sys.stderr.isatty() else ""  # below the bar
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
+            start = "\n" if sys.stderr.isatty() else ""  # start below the progress bar
             os.write(2, f"{start}[stop] {text}\n".encode())
 
 
 def launcher_pid() -> int | None:
-    """The process that started this one, if it is torchrun; any other may end before a run does."""
+    """Pid of the parent if it is torchrun, else None: other parents may exit before the run."""
     return None if raw("TORCHELASTIC_RUN_ID") is None else os.getppid()

@@ -1,4 +1,4 @@
-"""Tensors in nested dicts, lists and tuples: what states and checkpoints are made of."""
+"""Tensor helpers: map over nested containers, and convert between DTensors and local shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def map_tensors(value: Any, change: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
-    """The same containers with changed tensors; `change` gets the keys on the way, with dots."""
+    """Apply `change(name, tensor)` to every tensor in nested dicts, lists and tuples.
+
+    The name is the path of keys and indices, joined by dots.
+    """
     if isinstance(value, Tensor):
         return change(name, value)
     if isinstance(value, dict):
@@ -24,24 +27,23 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Tensor], name: str =
     return value
 
 
-# Tensors that ranks share out (DTensor), for code that works on this rank's part of them.
-#
-# All functions take ordinary tensors, too, and give them back as they are.
+# --- sharded tensors (DTensor) ---
+# All functions return ordinary tensors unchanged, so callers need not know whether FSDP is on.
 
 
-def part(x: Tensor) -> Tensor:
-    """What this rank holds of it: the memory itself, no copy."""
-    return x.to_local() if is_shared_out(x) else x
+def local_shard(x: Tensor) -> Tensor:
+    """The shard of this rank; a view, not a copy."""
+    return x.to_local() if is_sharded(x) else x
 
 
-def whole(x: Tensor) -> Tensor:
-    """All of it; every rank must ask for it."""
-    return x.full_tensor() if is_shared_out(x) else x
+def gather_tensor(x: Tensor) -> Tensor:
+    """The full tensor. Collective: every rank must call it."""
+    return x.full_tensor() if is_sharded(x) else x
 
 
-def join(held: Tensor, like: Tensor) -> Tensor:
-    """All of a tensor that is shared out as `like` is, from what each rank holds of it."""
-    if not is_shared_out(like):
+def gather_shards(held: Tensor, like: Tensor) -> Tensor:
+    """The full tensor from local shards that are laid out as those of `like`. Collective."""
+    if not is_sharded(like):
         return held
     from torch.distributed.tensor import DTensor
 
@@ -50,16 +52,20 @@ def join(held: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(held, mesh, how, shape=shape, stride=stride).full_tensor()
 
 
-def cut(x: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of a tensor that all have, shared out as `like` is; nothing is sent."""
-    if not is_shared_out(like):
+def shard_like(x: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard, laid out as in `like`, of a full tensor that all ranks have.
+
+    No communication.
+    """
+    if not is_sharded(like):
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    return part(distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None))
+    return local_shard(distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None))
 
 
-def is_shared_out(x: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; none is unless somebody has imported them, which takes a second."""
+def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
+    """Whether `x` is a DTensor."""
+    # Importing the module takes a second; if nobody has imported it, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

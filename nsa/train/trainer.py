@@ -1,4 +1,4 @@
-"""The training loop: updates, and what is due after one."""
+"""The training loop, the state that checkpoints hold, and rollback after a loss spike."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ from nsa.train.step import EagerStep, MicroBatch, Updated
 from nsa.train.stop import ORPHANED, Stop
 
 if TYPE_CHECKING:
-    pass  # HOUSE
     from nsa.train.checkpoint.resume import Start
 
 
 CHECK_S = 60.0
-"""That a run waits at its end for the check of its shards."""
+"""How long the end of a run waits for the background check of shard hashes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """A model, its data and its log, ready to go."""
+    """A model, its optimizer, data, log and checkpoints, ready to train."""
 
     cfg: Config
     model: TinyLM
@@ -55,10 +54,10 @@ class Trainer:
     saver: Saver
     stop: Stop
     identity: Identity
-    """What decides the numbers of the run; it is kept in checkpoints."""
+    """The settings and data that determine the losses; stored in checkpoints (identity.py)."""
     rows_asked: int
-    """Rows of an update on each rank, as the config asks for them, before a change of the number of
-    ranks has changed the accumulation."""
+    """Rows per update and rank as configured, before a resume on another number of ranks adjusted
+    the accumulation."""
     held: HeldFolder
 
     @property
@@ -86,7 +85,7 @@ class Trainer:
         return self.step.spikes
 
     def train(self, steps: int, done: int = 0) -> list[Path]:
-        """Do the updates after the first `done`, and return the checkpoints that were written."""
+        """Run updates `done` + 1 to `steps`; return the checkpoints written."""
         every_eval, every_save = self.cfg.train.eval_every, self.cfg.train.save_every
         has_stats = self.cfg.model.attention == "nsa"  # dense has no gates and selects nothing
         wants_stats = has_stats and not read("NSA_DISABLE_AUX_STATS")
@@ -101,8 +100,9 @@ class Trainer:
             lr = lr_at(step, self.cfg.train)
             with self.obeying(step - 1):
                 updated = self.update(step, lr, stats)
-            if step == done + 1:
+            if step == done + 1:  # the first update has created the optimizer state
                 self.ranks.on_first(self.write_sizes)
+                # Allocate pinned memory now: the first update is slow anyway.
                 if every_save and self.ranks.saves:
                     self.saver.memory.reserve(large_state(self))
             self.log.vitals.after_step(step)
@@ -111,6 +111,8 @@ class Trainer:
                 self.evaluate(step)
             if every_save and (step % every_save == 0 or self.held.unsaved):
                 self.save(step)
+            # Decided collectively: a rank that stopped alone would leave the others in a
+            # collective.
             if asked := self.ranks.asked(self.stop, last=step == steps):
                 self.halt(step, asked)
         self.log.settle()
@@ -122,26 +124,28 @@ class Trainer:
         return self.saver.written
 
     def write_types(self) -> None:
-        """Write what types the weights have."""
+        """Write the dtypes of the weights (dtypes_report.txt)."""
         write_dtypes(self.folder, self.runtime.precision, self.model.named_parameters())
 
     def write_sizes(self) -> None:
-        """Write what the state of the optimizer takes."""
+        """Write the size of the optimizer state (opt_state_mb.txt)."""
         write_opt_state(self.folder, self.optimizer.state_dict())
 
     def position(self, step: int) -> int:
-        """The first row of an update; data that a rollback has jumped over is not read again."""
+        """The first row of an update; data skipped by a rollback is not read again."""
         rows = global_batch(self.cfg, self.ranks.world_size)
         return (step - 1 + self.spikes.jumped) * rows
 
     def positions(self, step: int) -> list[int]:
-        """The first row of each micro-batch that this rank has in an update."""
+        """The first row of each micro-batch of this rank in an update."""
         train = self.cfg.train
         first, num_micro = self.position(step), train.accumulate_grad_batches
         return micro_positions(self.ranks, first, train.batch_size, num_micro)
 
     def update(self, step: int, lr: float, stats: AttentionStats | None) -> Updated:
-        """Do one optimizer update, with the mean gradient over all its micro-batches."""
+        """Run one optimizer update with the mean gradient over its micro-batches."""
+        # With several ranks, one small collective per update: did the data arrive, did anybody
+        # request a stop, is the folder still there.
         with self.ranks.fetching(self.stop, started=True, seen=self.held.look()):
             self.data.require_whole()
             batches = [self.fetch(position) for position in self.positions(step)]
@@ -150,13 +154,13 @@ class Trainer:
         return self.step(batches, lr, stats)
 
     def fetch(self, position: int) -> MicroBatch:
-        """Read a micro-batch; on its way to a GPU nobody waits for it."""
+        """Read a micro-batch into pinned host memory; the copy to the GPU is asynchronous."""
         with self.log.vitals.fetching(), span("fetch"):
             rows = self.data.train.batch(position, self.cfg.train.batch_size)
         return MicroBatch(rows, self.data.bounds(rows))
 
     def roll_back(self, step: int, what: str) -> None:
-        """Leave for the last good checkpoint before `step`; without one, the run goes on."""
+        """Raise LossSpike with the last valid checkpoint before `step`; return if there is none."""
         self.saver.wait()
         spikes = self.log.metrics.spikes
         back = find_rollback(self.ranks, self.folder, step, self.spikes.jumped, spikes)
@@ -183,7 +187,7 @@ class Trainer:
             self.log.add_evaluation(step, found)
 
     def save(self, step: int) -> None:
-        """Start to write a checkpoint; pausing has made sure that all steps so far were finite."""
+        """Start writing a checkpoint. `log.paused` has checked that all losses are finite."""
         with span(SAVE), self.log.paused():
             self.log.vitals.entering(step, SAVE)
             self.held.unsaved = False
@@ -193,28 +197,29 @@ class Trainer:
 
     @contextmanager
     def obeying(self, step: int) -> Iterator[None]:
-        """Halt after `step` when somebody asks for it during the wait for the data of the next."""
+        """Halt after `step` if a stop is requested while waiting for the next batch."""
         try:
             yield
         except WaitEnded:
             self.halt(step, self.stop.requested())
 
     def halt(self, step: int, asked: str) -> NoReturn:
-        """Obey: save where the last step was not saved already, and leave."""
+        """Save unless the last step is saved already, then raise Halted."""
         self.held.stopping()
         self._say_halt(asked)
         raise Halted(f"stopped by {asked} after step {step}; {self.save_last(step)}")
 
     def save_last(self, step: int) -> str:
-        """Save where the last step was not saved already, and say how the run can go on."""
+        """Save unless the last step is saved already; return how to resume, as text."""
         self.held.settle(step)
+        # save_every divides step: saved already. save_every=0: never saved before.
         if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
             self.save(step)
         saved = self.saver.wait()
         return "the same command goes on from there" if saved else "no checkpoint could be written"
 
     def leave_unsaved(self) -> str:
-        """Save nothing, because what was trained on is damaged, and say what to do afterwards."""
+        """Save nothing, because the training data is damaged; return what to do, as text."""
         self.saver.wait()
         done = self.log.metrics.resumed_at or 0
         if not self.saver.written:
@@ -237,18 +242,20 @@ class Trainer:
             )
 
 
-# The state of a trainer as plain containers, and back: what checkpoints hold.
+# --- the state in a checkpoint: capture and restore ---
 
 CARRIED = (
     *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
     *("train_s", "eval_and_save_s", "spikes"),
 )
-"""Fields of metrics.json that a resumed run goes on from."""
+"""Counters of metrics.json that a resumed run continues."""
 
 
 def capture(trainer: Trainer, step: int) -> Content:
-    """Copy everything that changes in training to the CPU; later steps leave the copy alone, the
-    next capture does not: what was captured before must have been written."""
+    """Copy everything that training changes to the CPU.
+
+    Later steps do not affect the copy, but the next capture reuses its memory: write it before.
+    """
     tensors = trainer.saver.memory.copy(large_state(trainer))
     metrics = dataclasses.asdict(trainer.log.metrics)
     return {
@@ -268,10 +275,10 @@ def capture(trainer: Trainer, step: int) -> Content:
 
 
 def restore(trainer: Trainer, start: Start) -> None:
-    """Put a trainer that was built from the same config into a captured state."""
+    """Load a captured state into a trainer that was built from the same config."""
     content = trainer.ranks.load_checkpoint(start.path, start.content)
     try:
-        _put_back(trainer, content)
+        _load_state(trainer, content)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise BadCheckpoint(
@@ -280,16 +287,17 @@ def restore(trainer: Trainer, start: Start) -> None:
         ) from None
 
 
-def _put_back(trainer: Trainer, content: Content) -> None:
+def _load_state(trainer: Trainer, content: Content) -> None:
     trainer.model.load_state_dict(content["state_dict"], strict=True)
     load_optimizer(trainer.optimizer, content["optimizer"])
     if content["scaler"]:
         trainer.scaler.load_state_dict(content["scaler"])
-    if "spikes" in content:  # checkpoints from before the rule have none
+    if "spikes" in content:  # older checkpoints have none
         trainer.spikes.load_state_dict(content["spikes"])
     trainer.data.train.resume(content["data"]["source"])
     torch.set_rng_state(content["rng"]["cpu"])
     states = content["rng"]["cuda"]
+    # On another number of GPUs the states cannot be assigned and are ignored.
     if states and len(states) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states)
     metrics = trainer.log.metrics
@@ -299,7 +307,7 @@ def _put_back(trainer: Trainer, content: Content) -> None:
 
 
 def large_state(trainer: Trainer) -> dict[str, Any]:
-    """The tensors of a checkpoint that are as large as the model."""
+    """The large tensors of a checkpoint: weights and optimizer state."""
     return {
         "state_dict": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
@@ -307,7 +315,7 @@ def large_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
-    """Where the next step begins to read; what waits in a queue has not been read."""
+    """Where the next step starts to read; prefetched batches do not count as read."""
     position = trainer.position(step + 1)
     return {"position": position, "source": trainer.data.train.state(position)}
 
@@ -317,32 +325,31 @@ def _rng_states() -> dict[str, Any]:
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-# Going back to the last good checkpoint after a loss spike, and on with other data.
-#
-# The batches between the checkpoint and the spike are jumped over: the learning rates and the steps
-# are those of the schedule, the data comes from further on. How far is part of the state, so a run
-# that is stopped and resumed later reads what it would have read.
+# --- rollback after a loss spike ---
+# Training resumes from the last valid checkpoint before the spike and skips the data in between;
+# steps and learning rates follow the schedule. The skip is part of the checkpoint, so a later
+# resume reads the same data.
 
 MAX_ROLLBACKS = 5
-"""To the same checkpoint: then the reason is not in the data."""
+"""To the same checkpoint; after that, the data is not the cause."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """Where to start again."""
+    """Where to resume after a spike."""
 
     path: Path
     """A checkpoint from before the spike."""
     jumped: int
-    """Updates whose data is left out from there on, in all."""
+    """Total number of updates whose data is skipped from there on."""
     spikes: int
-    """Spikes that the run has met so far."""
+    """Spikes of the run so far."""
 
 
 def with_rollbacks(attempt: Callable[[Rollback | None], Result]) -> Result:
-    """Try, and after a spike try again from before it; raise when that does not help."""
+    """Retry from before the spike; give up after MAX_ROLLBACKS to the same checkpoint."""
     back: Rollback | None = None
     num_same = 0
     while True:
@@ -350,6 +357,7 @@ def with_rollbacks(attempt: Callable[[Rollback | None], Result]) -> Result:
             return attempt(back)
         except LossSpike as spike:
             before, back = back, spike.back
+            # All ranks count alike, so all give up at the same rollback.
             num_same = num_same + 1 if before is not None and before.path == back.path else 1
             if num_same > MAX_ROLLBACKS:
                 gave_up = TrainError(
@@ -363,7 +371,7 @@ def with_rollbacks(attempt: Callable[[Rollback | None], Result]) -> Result:
 def find_rollback(
     ranks: Strategy, folder: Path, step: int, jumped: int, spikes: int
 ) -> Rollback | None:
-    """Where all ranks go back to; the first one looks."""
+    """The rollback for all ranks; rank 0 chooses it."""
     found = ranks.from_first(lambda: str(_newest_before(folder, step) or ""))
     if not found:
         return None
@@ -372,7 +380,7 @@ def find_rollback(
 
 
 def _newest_before(folder: Path, step: int) -> Path | None:
-    """The newest good checkpoint before `step`; None where there is none yet."""
+    """The newest checkpoint before `step` that matches its manifest, or None."""
     for path in find.paths_of(folder):
         if find.step_of(path) < step and _is_good(path):
             return path

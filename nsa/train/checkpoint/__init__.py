@@ -1,1 +1,1 @@
-"""Checkpoints: finding, reading, writing, and the rules of resuming from one."""
+"""Checkpoints: writing, finding, verifying and reading them, and the rules for resuming."""

@@ -1,4 +1,5 @@
-"""checkpoint_step{N}.pt and checkpoint_step{N}.json: all that a run needs to go on unchanged.
+"""checkpoint_step{N}.pt and its manifest checkpoint_step{N}.json: everything needed for an exact
+resume, in a single file. folder.py has the sharded form; find.py handles both.
 
 Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_only=True)`:
 
@@ -6,20 +7,19 @@ Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_on
     step         optimizer updates done
     state_dict   the weights, on the CPU
     cfg          the resolved config as plain dicts
-    identity     what decides the numbers of the run (identity.py)
-    batch        `world_size`: ranks that wrote it; `rows_of_rank`: rows of an update that the
-                 config asked for on each, before accumulation was changed; absent in older files
-    optimizer    its state_dict
-    scaler       that of the loss scaling; empty where there is none
+    identity     settings and data that determine the losses (identity.py)
+    batch        `world_size`: ranks that wrote it; `rows_of_rank`: configured rows per update and
+                 rank, before accumulation was adjusted; absent in older files
+    optimizer    state_dict of the optimizer
+    scaler       state_dict of the GradScaler; empty without loss scaling
     rng          states of torch's generators: `cpu`, and `cuda` for every device
-    spikes       recent losses, and the data that was jumped over; absent in older files
-    data         `position`: rows consumed; `source`: what its source needs to go on from there
+    spikes       recent losses, and the amount of data skipped; absent in older files
+    data         `position`: rows consumed; `source`: what the source needs to resume there
     tokens_seen  tokens trained on
-    metrics      the counters of metrics.json that go on
+    metrics      the counters of metrics.json that a resumed run continues
 
-The .json beside it is the manifest: version, file, step, bytes, sha256. It is written after the
-file, so a checkpoint without one is not finished and does not count. The same content in parts,
-as ranks write it that share a model out, is in folder.py; find.py has both forms.
+The manifest holds version, file, step, bytes and sha256. It is written after the .pt, so a
+checkpoint without a manifest is unfinished and ignored.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ KEYS: dict[str, type] = {
     **dict.fromkeys(("state_dict", "cfg", "identity", "optimizer", "scaler"), dict),
     **dict.fromkeys(("rng", "data", "metrics"), dict),
 }
-"""What every checkpoint has, and its type."""
+"""Required keys and their types."""
 UNREADABLE = (
     *(OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(AssertionError, ArithmeticError, ImportError, MemoryError, struct.error),
     *(pickle.UnpicklingError, zipfile.BadZipFile),
 )
-"""Whatever torch raises on a file that is damaged, foreign or made to do harm."""
+"""Exceptions that torch.load raises on damaged, foreign or malicious files."""
 
 Content = dict[str, Any]
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint must be, bit by bit."""
+    """Expected size and hash of a checkpoint file."""
 
     file: str
     step: int
@@ -70,7 +70,7 @@ class BadCheckpoint(ValueError):
 
 
 class Unreadable(BadCheckpoint):
-    """A file that torch.save has not written, or that holds more than tensors."""
+    """A file that torch.save did not write, or that holds more than tensors."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} cannot be read ({reason}); use another file")
@@ -78,11 +78,12 @@ class Unreadable(BadCheckpoint):
 
 
 def write(folder: Path, content: Content) -> Path:
-    """Write a checkpoint and its manifest; neither name ever holds half a file."""
-    import torch  # to verify a checkpoint takes none of it
+    """Write a checkpoint, then its manifest, each atomically."""
+    import torch  # imported here because `verify` must not need it
 
     path = folder / NAME.format(step=content["step"])
     with replacing(path) as temporary:
+        # Hash before the rename: if it fails, no file appears under the final name.
         torch.save({"version": VERSION, **content}, temporary)
         size, digest = temporary.stat().st_size, file_sha256(temporary)
     manifest = Manifest(path.name, content["step"], size, digest)
@@ -91,23 +92,23 @@ def write(folder: Path, content: Content) -> Path:
 
 
 def read(path: Path) -> Content:
-    """Read a checkpoint that has been verified."""
+    """Verify a checkpoint and read it."""
 
     verify(path)
     return check_content(load_tensors(path), path)
 
 
 def load_tensors(path: Path, *, sums: bool = False) -> Any:
-    """Read what torch.save has written, if it is made of tensors and plain containers alone.
+    """Read a torch.save file that holds only tensors and plain containers; raise Unreadable.
 
-    Nothing in it can run. BadCheckpoint says what is wrong, and never how to read it all the same.
-    `sums`: hold the archive to its own sums first, where there is no manifest to hold it to.
+    No code in the file can run. The message never suggests `weights_only=False`, as torch's does.
+    `sums`: check the CRCs of the zip archive first, for files without a manifest.
     """
     import torch
 
     try:
         with open_binary(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of pickles that are not its own
+            warnings.simplefilter("ignore")  # torch warns about foreign pickles
             if sums:
                 _check_sums(file)
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -116,8 +117,8 @@ def load_tensors(path: Path, *, sums: bool = False) -> Any:
 
 
 def _check_sums(file: IO[bytes]) -> None:
-    """Hold the parts of the archive to their sums, which torch writes and does not read."""
-    if zipfile.is_zipfile(file):  # of anything else torch knows what to say
+    """Check the CRCs of the archive members: torch writes them but does not check them."""
+    if zipfile.is_zipfile(file):  # torch.load reports anything else
         with zipfile.ZipFile(file) as archive:
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"the bytes of {damaged} have changed")
@@ -125,8 +126,9 @@ def _check_sums(file: IO[bytes]) -> None:
 
 
 def _why_unreadable(error: BaseException) -> str:
-    """In a line of our own: torch advises to read unsafe files by weights_only=False."""
+    """One line of our own: torch's message recommends weights_only=False for unsafe files."""
     text = str(error)
+    # torch names the class or function that it refused to load.
     if asked := re.search(r"(?:GLOBAL|class|function) ([\w.]+)", text):
         return f"it asks for {asked[1]}: more than tensors, and it could run a program when read"
     if isinstance(error, OSError) and error.strerror:
@@ -138,13 +140,14 @@ def _why_unreadable(error: BaseException) -> str:
 
 
 def check_content(content: Content, path: Path) -> Content:
-    """Raise BadCheckpoint where what was read from `path` is not what this program resumes from."""
+    """Raise BadCheckpoint if the version is unknown or required keys are missing."""
     version = content.get("version") if isinstance(content, dict) else None
     missing = [
         key
         for key, kind in KEYS.items()
         if version == VERSION and not isinstance(content.get(key), kind)
     ]
+    # Check now: load_state_dict would fail later with a worse message.
     if version == VERSION and not missing:
         missing = [f"state_dict.{n}" for n, x in content["state_dict"].items() if not _is_tensor(x)]
     if version != VERSION or missing:
@@ -157,11 +160,11 @@ def check_content(content: Content, path: Path) -> Content:
 
 
 def verify(path: Path) -> Manifest:
-    """Hold a checkpoint to its manifest; raise BadCheckpoint where they differ."""
+    """Compare a checkpoint with its manifest; raise BadCheckpoint if they differ."""
     require_file(path)
     manifest = read_manifest(path)
     size = path.stat().st_size
-    if size != manifest.bytes:
+    if size != manifest.bytes:  # cheap, and a clearer message for truncated files
         raise BadCheckpoint(
             f"{path} has {size} bytes, its manifest says {manifest.bytes}: it was cut or replaced; "
             "use an older checkpoint"
@@ -175,7 +178,7 @@ def verify(path: Path) -> Manifest:
 
 
 def require_file(path: Path) -> None:
-    """Raise BadCheckpoint unless a regular file is there: a link could lead anywhere."""
+    """Raise BadCheckpoint unless `path` is a readable regular file; symlinks are refused."""
     if path.is_symlink():
         raise BadCheckpoint(f"{path} is a link, and links are not followed; copy the file there")
     if not is_regular(path):
@@ -190,7 +193,7 @@ def require_file(path: Path) -> None:
 
 
 def named_by_user(path: Path) -> Path:
-    """A path that a user gave may be a link; what it leads to is the checkpoint."""
+    """Resolve a path that a user gave: unlike names found in a folder, it may be a symlink."""
     return path.resolve() if path.is_symlink() else path
 
 
@@ -212,6 +215,7 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{beside} is not a manifest ({error}); use an older one") from None
+    # The manifest names its file, so that a manifest of another checkpoint is detected.
     if version != VERSION or fields.file != path.name:
         raise BadCheckpoint(
             f"{beside} is of version {version!r} for {fields.file!r}, not of version {VERSION} "
@@ -221,7 +225,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_path(path: Path) -> Path:
-    """Where the manifest of a checkpoint lies."""
+    """The path of a checkpoint's manifest."""
     return path.with_suffix(".json")
 
 
@@ -232,7 +236,7 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the file has the size of its manifest; its hash takes seconds."""
+    """Whether the file has the size in its manifest; a hash would take seconds."""
     try:
         return read_manifest(path).bytes == path.lstat().st_size
     except (BadCheckpoint, FileNotFoundError):
@@ -240,7 +244,7 @@ def is_complete(path: Path) -> bool:
 
 
 def file_sha256(path: Path) -> str:
-    """Hash a file without reading it whole."""
+    """Hash a file in chunks of CHUNK bytes."""
     digest = hashlib.sha256()
     with open_binary(path) as file:
         while chunk := file.read(CHUNK):

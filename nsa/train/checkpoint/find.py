@@ -1,5 +1,5 @@
-"""The checkpoints of a folder in both forms: the single file (checkpoint.py) and the folder of
-parts (folder.py). Whoever looks for a checkpoint, or opens one, does it here.
+"""Find, verify, read, copy and remove checkpoints in either form: the single file (file.py) or the
+folder of shards (folder.py). All other modules go through this one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nsa.train.checkpoint import folder as checkpoint_folder
 from nsa.train.checkpoint.file import BadCheckpoint, Content
 
 if TYPE_CHECKING:
-    from torch import Tensor  # what only looks for checkpoints and verifies them needs none
+    from torch import Tensor  # at run time, finding and verifying checkpoints needs no torch
 
 
 class Verified(NamedTuple):
@@ -25,7 +25,7 @@ class Verified(NamedTuple):
 
 
 def paths_of(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, finished or not; a file before its folder."""
+    """All checkpoints in a folder, newest first, finished or not; at equal steps the file first."""
     files = [
         folder / checkpoint_file.NAME.format(step=step) for step in checkpoint_file.steps_of(folder)
     ]
@@ -34,11 +34,11 @@ def paths_of(folder: Path) -> list[Path]:
         for path in folder.glob("checkpoint_step*")
         if checkpoint_folder.PATTERN.fullmatch(path.name) and path.is_dir()
     ]
-    return sorted([*files, *folders], key=step_of, reverse=True)  # keeps the order of equals
+    return sorted([*files, *folders], key=step_of, reverse=True)  # stable: files stay first
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a name is that of a checkpoint, in either form."""
+    """Whether the name is that of a checkpoint, in either form."""
     return bool(
         checkpoint_file.PATTERN.fullmatch(path.name)
         or checkpoint_folder.PATTERN.fullmatch(path.name)
@@ -59,22 +59,22 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path) -> Verified:
-    """Hold a checkpoint to its manifest; raise BadCheckpoint where they differ."""
+    """Compare a checkpoint with its manifest; raise BadCheckpoint if they differ."""
     manifest = checkpoint_folder.verify(path) if _is_folder(path) else checkpoint_file.verify(path)
     return Verified(manifest.step, manifest.bytes)
 
 
 def is_complete(path: Path) -> bool:
-    """Whether all of a checkpoint is there, by its size; the hash takes seconds."""
+    """Whether a checkpoint has the sizes in its manifest; a hash would take seconds."""
     return (checkpoint_folder.is_complete if _is_folder(path) else checkpoint_file.is_complete)(
         path
     )
 
 
 def peek(path: Path, *, verified: bool = False) -> Content:
-    """Read all but the large tensors of a folder, which are of the device meta; a file whole.
+    """Read a checkpoint; of a folder, large tensors are left on the meta device (see `fill`).
 
-    `verified`: somebody has held the parts to the manifest already.
+    `verified`: the shards have been compared with the manifest already.
     """
     if not _is_folder(path):
         return checkpoint_file.read(path)
@@ -86,7 +86,7 @@ def peek(path: Path, *, verified: bool = False) -> Content:
 
 
 def fill(path: Path, content: Content) -> Content:
-    """What `peek` has read, with all tensors on the host."""
+    """Complete the result of `peek`: all tensors on the CPU."""
     if not _is_folder(path):
         return content
     from nsa.train.checkpoint import sharded_io
@@ -95,12 +95,13 @@ def fill(path: Path, content: Content) -> Content:
 
 
 def read(path: Path) -> Content:
-    """Read a checkpoint that has been verified, whole."""
+    """Verify a checkpoint and read all of it."""
     return fill(path, peek(path))
 
 
 def back_up(path: Path, folder: Path) -> Path:
-    """Copy a checkpoint and its manifest elsewhere, and hold the copy to the manifest."""
+    """Copy a checkpoint and its manifest to another folder, and verify the copy."""
+    # Verify the source too: a damaged checkpoint must not replace a good backup.
     verify(path)
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / path.name
@@ -116,14 +117,14 @@ def back_up(path: Path, folder: Path) -> Path:
 
 
 def remove_old(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints that match their manifests; 0 keeps all.
+    """Delete all but the newest `keep` complete checkpoints; 0 keeps all.
 
-    What does not match is neither counted nor deleted: a person should look at it.
+    Incomplete ones are neither counted nor deleted: a person should look at them.
     """
     removed: list[Path] = []
     good = 0
     for path in paths_of(folder) if keep else []:
-        # Bytes alone: their hash was checked when they were written, and takes seconds.
+        # Sizes only: a hash takes seconds, and it was computed when the file was written.
         if not is_complete(path):
             continue
         good += 1
@@ -134,11 +135,11 @@ def remove_old(folder: Path, keep: int) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint so that no half of it counts as one."""
+    """Delete a checkpoint so that an interruption leaves nothing that counts as one."""
     if _is_folder(path):
         checkpoint_folder.remove(path)
     else:
-        # Without it the file does not count any more.
+        # The manifest first: without it the file does not count as a checkpoint.
         checkpoint_file.manifest_path(path).unlink(missing_ok=True)
         path.unlink()
 

@@ -1,14 +1,13 @@
-"""checkpoint_step{N}/: the same as checkpoint_step{N}.pt, in parts that ranks write side by side.
+"""checkpoint_step{N}/: the sharded form of a checkpoint, written by all ranks in parallel.
 
-    __{r}_0.distcp   what rank r held of the tensors, as torch.distributed.checkpoint (DCP) does it
-    .metadata        which part of which tensor lies where: DCP's own list, a pickle (sharded_io.py
-                     says how it is read)
-    state.pt         all the rest: the content of the single file (checkpoint.py), with empty
-                     tensors of the right shape and type (device meta) for those in the parts
-    manifest.json    version, step, bytes, and bytes and sha256 of every file beside it
+    __{r}_0.distcp   the tensor shards of rank r, written by torch.distributed.checkpoint (DCP)
+    .metadata        DCP's index of the shards, a pickle (sharded_io.py reads it safely)
+    state.pt         the content of the single-file form (file.py), with meta tensors in place of
+                     those in the shards
+    manifest.json    version, step, bytes, and bytes and sha256 of every other file
 
-The folder is written under a hidden name and renamed when all of it is on the disk, so one with
-this name is complete. docs/schemas/checkpoint_folder.md has the same for readers.
+The folder is written under a temporary name, flushed and renamed, so a folder with this name is
+complete. Schema: docs/schemas/checkpoint_folder.md.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ SHARD = re.compile(r"__\d+_\d+\.distcp")
 
 
 class FilePrint(NamedTuple):
-    """What a file must be, bit by bit."""
+    """Expected size and hash of a file."""
 
     bytes: int
     sha256: str
 
 
 class FolderManifest(NamedTuple):
-    """What a checkpoint folder must hold."""
+    """Expected files of a checkpoint folder."""
 
     step: int
     bytes: int
@@ -47,14 +46,14 @@ class FolderManifest(NamedTuple):
 
 
 def print_of(path: Path) -> FilePrint:
-    """The size and the hash of a file."""
+    """Size and hash of a file."""
     return FilePrint(path.stat().st_size, file_sha256(path))
 
 
 def put_folder_in_place(
     temporary: Path, path: Path, step: int, files: dict[str, FilePrint]
 ) -> None:
-    """Write the manifest, and give the folder its name; one that had it before goes."""
+    """Write the manifest and rename the folder to `path`, replacing an existing one."""
     size = sum(file.bytes for file in files.values())
     listed = {name: file._asdict() for name, file in sorted(files.items())}
     content = {"version": VERSION, "step": step, "bytes": size, "files": listed}
@@ -65,7 +64,7 @@ def put_folder_in_place(
 
 
 def copy(path: Path, to: Path) -> None:
-    """Copy a folder; `to` is complete when it is there."""
+    """Copy a folder atomically: `to` appears only when it is complete."""
     temporary = temporary_name(to)
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(path, temporary)
@@ -74,8 +73,9 @@ def copy(path: Path, to: Path) -> None:
     put_in_place(temporary, to)
 
 
+# A crash between rename and delete leaves a temporary name, which nsa.files.sweep removes.
 def remove(path: Path) -> None:
-    """Delete a folder; it loses its name first, so that no half of it counts."""
+    """Delete a folder; rename it first, so that a partial folder never counts as a checkpoint."""
     doomed = temporary_name(path.with_name(f"{path.name}.old"))
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -83,7 +83,7 @@ def remove(path: Path) -> None:
 
 
 def verify(path: Path) -> FolderManifest:
-    """Hold every file of a folder to the manifest; raise BadCheckpoint where they differ."""
+    """Compare every file of a folder with the manifest; raise BadCheckpoint if they differ."""
     manifest = read_manifest(path)
     for name, expected in manifest.files.items():
         verify_file(path, name, expected)
@@ -91,7 +91,7 @@ def verify(path: Path) -> FolderManifest:
 
 
 def verify_file(path: Path, name: str, expected: FilePrint) -> None:
-    """Hold one file to what its manifest says; raise BadCheckpoint where they differ."""
+    """Compare one file with the manifest; raise BadCheckpoint if they differ."""
     file = path / name
     if not file.exists() and not file.is_symlink():
         raise BadCheckpoint(f"{file} is not there: the folder is not whole; use an older one")
@@ -133,6 +133,7 @@ def read_manifest(path: Path) -> FolderManifest:
             f"{file} is of version {version!r} for step {manifest.step}, not of version {VERSION} "
             f"for {path.name}; use an older checkpoint"
         )
+    # Names from the manifest are opened later, so only known patterns are allowed (no "../").
     unknown = [n for n in prints if n not in (STATE, METADATA) and not SHARD.fullmatch(n)]
     missing = [n for n in (STATE, METADATA) if n not in prints]
     if unknown or missing:
@@ -142,7 +143,7 @@ def read_manifest(path: Path) -> FolderManifest:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether all files are there with their sizes; their hashes take seconds."""
+    """Whether all files exist with the right size; hashes would take seconds."""
     try:
         files = read_manifest(path).files
     except BadCheckpoint:

@@ -1,8 +1,9 @@
-"""What decides the numbers of a run, and whether a checkpoint is of the run that is asked for.
+"""The identity of a run (settings and data that determine its losses), and whether a checkpoint
+belongs to the requested run.
 
-Two things may differ, because the updates done so far are those of either: the number of ranks,
-whose accumulation is changed so that the global batch stays, and a schedule that gives all those
-updates the same rates (a longer run with a constant rate, or with wsd before its fall).
+Two differences are allowed, because they do not affect the updates done so far: the number of ranks
+(accumulation is adjusted to preserve the global batch), and a schedule that gives those updates the
+same learning rates (a longer run with a constant rate, or with wsd before its decay).
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ DECIDING = (
     *("steps", "seq_len", "lr", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip"),
     "seed",
 )
-"""Keys of the train group that change the numbers; the global batch stands for its parts."""
+"""Keys of the train group that affect the losses; batch keys are covered by the global batch."""
 YOUNGER = (
     *("train.decay_steps", "train.optimizer", "data.respect_documents"),
     "model.embed_std",
 )
-"""More keys that change the numbers, left out at their defaults."""
+"""Keys added later: part of the identity only if not at their defaults."""
 SCHEDULE = ("steps", "lr", "lr_schedule", "warmup_steps", "decay_steps")
-"""Keys of the train group that change the rates, and nothing else."""
+"""Keys of the train group that affect only the learning rates."""
 BATCH, DATA = "global batch", "data (train)"
 INITIAL = "initial weights"
-"""Their sha256, where a run does not start from random ones (init_from.py)."""
+"""sha256 of the weights of train.init_from, if set (init_from.py)."""
 UNKNOWN = "unknown"
-"""In place of it, where the file is gone: then those of the checkpoint are taken to be meant."""
+"""In place of the hash if that file is gone: then the checkpoint's value is accepted."""
 
 Identity = dict[str, str]
 
 
 def identity_of(cfg: Config, data: Data, world_size: int = 1) -> Identity:
-    """All that decides the numbers of a run, as text by name."""
+    """Everything that determines the losses of a run, as text by name."""
     groups = to_container(cfg)
     found = {
         f"{group}.{key}": value
@@ -49,7 +50,7 @@ def identity_of(cfg: Config, data: Data, world_size: int = 1) -> Identity:
     found |= {f"train.{key}": groups["train"][key] for key in DECIDING}
     found[BATCH] = global_batch(cfg, world_size)
     found["runtime.precision"] = cfg.runtime.precision
-    # Younger settings count only where they are chosen: checkpoints from before them go on.
+    # Defaults are left out, so that checkpoints written before these keys existed still match.
     usual = to_container(Config())
     for name in YOUNGER:
         group, key = name.split(".")
@@ -64,36 +65,38 @@ def identity_of(cfg: Config, data: Data, world_size: int = 1) -> Identity:
 
 
 def global_batch(cfg: Config, world_size: int) -> int:
-    """Rows in an update, over all ranks."""
+    """Rows per update, over all ranks."""
     return world_size * rows_of_rank(cfg.train)
 
 
 def rows_of_rank(train: TrainConfig) -> int:
-    """Rows that one rank has in an update."""
+    """Rows per update on one rank."""
     return train.batch_size * train.accumulate_grad_batches
 
 
 class Fit(NamedTuple):
-    """How a checkpoint fits the run that is asked for."""
+    """How a checkpoint matches the requested run."""
 
     changed: list[str]
-    """What makes it another run's, a sentence each; empty where it is of this one."""
+    """Differences that make it another run, one text each; empty if it is the same run."""
     resumes: list[str]
-    """Overrides with which this command would be that run."""
+    """Overrides that would turn this command into the run of the checkpoint."""
     identity: Identity
-    """Of the run that goes on."""
+    """Identity of the resumed run."""
     accumulate: int
-    """train.accumulate_grad_batches with which the global batch stays."""
+    """train.accumulate_grad_batches that preserves the global batch."""
     notes: list[str]
-    """What differs and does no harm."""
+    """Allowed differences, for the log."""
 
 
 def fit(content: Content, cfg: Config, identity: Identity, world_size: int) -> Fit:
-    """Hold the content of a checkpoint to a config and its identity."""
+    """Compare a checkpoint with a config and its identity."""
     stored: Identity = content["identity"]
     accumulate, notes = cfg.train.accumulate_grad_batches, []
+    # The file of train.init_from is gone: accept the hash in the checkpoint.
     if identity.get(INITIAL) == UNKNOWN and INITIAL in stored:
         identity = identity | {INITIAL: stored[INITIAL]}
+    # Allowed difference 1: another number of ranks.
     if stored.get(BATCH) != identity[BATCH]:
         kept = _rescaled(content, cfg.train, world_size)
         if kept is not None:
@@ -104,6 +107,7 @@ def fit(content: Content, cfg: Config, identity: Identity, world_size: int) -> F
             )
             accumulate, identity = kept, identity | {BATCH: stored[BATCH]}
     names = sorted(n for n in stored.keys() | identity.keys() if stored.get(n) != identity.get(n))
+    # Allowed difference 2: another schedule with the same rates so far.
     rates = [name for name in names if name in {f"train.{key}" for key in SCHEDULE}]
     if rates and _same_rates(content, cfg.train):
         notes.append(
@@ -128,14 +132,15 @@ def _differences(names: list[str], stored: Identity, wanted: Identity) -> list[s
 
 
 def _rescaled(content: Content, train: TrainConfig, world_size: int) -> int | None:
-    """The accumulation that keeps the global batch; None where the ranks are not the reason, or
-    cannot share it out in equal parts.
+    """The accumulation that preserves the global batch; None if the number of ranks is not the
+    cause of the difference, or does not divide the batch.
 
-    A command that was given again, on as many ranks as last time, asks for the same rows for each
-    rank as it did then: those that it asked for are in the checkpoint, and not what became of them.
+    On the same number of ranks as last time, the same command must ask for the same rows per rank.
+    The checkpoint stores the rows that were asked for, not those after an adjustment.
     """
     total, stored = int(content["identity"][BATCH]), content["cfg"]["train"]
     used = stored["batch_size"] * stored["accumulate_grad_batches"]
+    # Older checkpoints have no `batch`: derive it from their config.
     asked = content.get("batch", {"world_size": total // used, "rows_of_rank": used})
     if world_size == asked["world_size"] and rows_of_rank(train) != asked["rows_of_rank"]:
         return None
@@ -144,17 +149,17 @@ def _rescaled(content: Content, train: TrainConfig, world_size: int) -> int | No
 
 
 def _same_rates(content: Content, train: TrainConfig) -> bool:
-    """Whether all updates so far had the rates that this schedule gives them."""
+    """Whether this schedule gives all updates done so far the learning rates that they had."""
     stored = content["cfg"]["train"]
     try:
         before = TrainConfig(**{key: stored[key] for key in SCHEDULE if key in stored})
-    except (ConfigError, TypeError):  # of another version, where they meant something else
+    except (ConfigError, TypeError):  # written by a version with other settings
         return False
     return all(lr_at(s, before) == lr_at(s, train) for s in range(1, content["step"] + 1))
 
 
 def _overrides(names: list[str], content: Content, cfg: Config, world_size: int) -> Iterator[str]:
-    """What to add to a command so that it is the run of a checkpoint, as far as settings can."""
+    """Overrides that make a command match the run of a checkpoint, as far as settings can."""
     stored, ours = content["cfg"], to_container(cfg)
     for name in names:
         group, _, key = name.partition(".")

@@ -1,11 +1,10 @@
-"""train.init_from: a new run that starts from the weights of another one, to fine-tune its model.
+"""train.init_from: start a new run from the weights of another one (fine-tuning).
 
-Everything else is new: the step, the optimizer, the schedule, the place in the data. The sha256 of
-the weights is part of what identifies the run, the path is not. A run that was stopped goes on from
-its own checkpoints, which hold all that it needs, so the file may be gone by then.
+Step, optimizer, schedule and data position start fresh. The sha256 of the weights is part of the
+identity of the run; the path is not. A stopped run resumes from its own checkpoints, so the file
+may be gone by then.
 
-The first rank alone reads the file; the others are told which weights it holds, and get them from
-there.
+Only rank 0 reads the file; the others get its hash, and the weights by broadcast.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ SHAPE = (
     *("model.dim", "model.n_layers", "model.n_heads", "model.n_kv_groups", "model.d_k"),
     *("model.d_v", "model.attention", "model.tie_embeddings"),
 )
-"""Keys that must be those of the model in the file; `_shape_keys` adds those of NSA."""
+"""Keys that must equal those of the model in the file; `_shape_keys` adds those of NSA."""
 WITHOUT_EFFECT = ("model.embed_std",)
-"""Keys of a model that say nothing about one whose weights are given."""
+"""Keys that only affect random initialization."""
 
 
 @dataclass(kw_only=True)
 class Origin:
-    """Where the first weights of a run come from; without a path they are random."""
+    """Source of the initial weights; without a path they are random."""
 
     path: str = ""
     sha256: str = ""
-    """Of the weights; empty where they cannot be read."""
+    """Hash of the weights; empty if they cannot be read."""
     problem: str = ""
-    """Why no new run can start from there."""
+    """Why a new run cannot start from this file."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """On the first rank, until the model has them."""
+    """On rank 0, until they are loaded into the model."""
     notes: list[str] = field(default_factory=list)
-    """What is not as it was in the file, a line each."""
+    """Settings that differ from the file, one line each."""
 
     @property
     def identity(self) -> Identity:
-        """Its part of what identifies the run."""
+        """Its entry in the identity of the run."""
         return {INITIAL: self.sha256 or UNKNOWN} if self.path else {}
 
     def require(self, ranks: Strategy, start: Start | None) -> None:
-        """Raise on all ranks where a new run needs weights that are not there."""
+        """Raise on all ranks if a new run needs the weights and they cannot be used."""
 
         def check() -> None:
             if self.problem and start is None:
@@ -64,11 +63,11 @@ class Origin:
         ranks.from_first(check)
 
     def begin(self, model: TinyLM, ranks: Strategy, say: Callable[[str], None]) -> None:
-        """Give the model of a new run the weights, on all ranks."""
+        """Load the weights into the model of a new run, on all ranks."""
         if not self.path:
             return
         ranks.spread(self.weights, model)
-        self.weights.clear()
+        self.weights.clear()  # free the host copy
         say(
             f"[init] weights from {self.path} (sha256 {self.sha256[:12]}); the optimizer, the "
             "schedule and the place in the data are new"
@@ -77,7 +76,7 @@ class Origin:
             say(f"[init] {note}")
 
     def stand_back(self, start: Start, say: Callable[[str], None]) -> None:
-        """A checkpoint of the run itself wins."""
+        """Discard the weights: the run resumes from its own checkpoint."""
         self.weights.clear()
         if self.path:
             gone = f" (and could not be: {self.problem})" if self.problem else ""
@@ -85,7 +84,7 @@ class Origin:
 
 
 def find_origin(ranks: Strategy, cfg: Config, vocab: int) -> Origin:
-    """Read train.init_from on the first rank, and tell the others what it found."""
+    """Read train.init_from on rank 0, and send path, hash and problem to the others."""
     found: Origin | None = None
 
     def look() -> str:
@@ -98,7 +97,8 @@ def find_origin(ranks: Strategy, cfg: Config, vocab: int) -> Origin:
 
 
 def read_origin(cfg: Config, vocab: int) -> Origin:
-    """The weights that the config names, held to its shape; what is wrong is in `problem`."""
+    """The weights that the config names, compared with its shape; errors go to `problem`."""
+    # Not raised here: a run that resumes from its own checkpoint does not need the file.
     path = find_model(Path(cfg.train.init_from))
     try:
         model, theirs = load_model(path)
@@ -123,7 +123,7 @@ def _shape_keys(cfg: Config) -> list[str]:
     keys = [*SHAPE]
     if cfg.model.attention == "nsa":
         keys += ["nsa.phi", "nsa.gate"]
-        keys += ["nsa.l"] if cfg.nsa.phi == "mlp" else []  # it reads so many tokens
+        keys += ["nsa.l"] if cfg.nsa.phi == "mlp" else []  # the MLP's input is l tokens wide
     return keys
 
 
@@ -135,7 +135,7 @@ def _changed(cfg: Config, theirs: Config, keys: list[str]) -> list[str]:
 
 
 def _notes(cfg: Config, theirs: Config) -> list[str]:
-    """What may differ, and should not do so unnoticed."""
+    """Differences that are allowed but should be logged."""
     groups = ("model.", "nsa.") if cfg.model.attention == "nsa" else ("model.",)
     keys = [key for key in _flat(cfg) if key.startswith(groups) and key not in WITHOUT_EFFECT]
     changed = _changed(cfg, theirs, [*keys, "train.seq_len", "data.respect_documents"])

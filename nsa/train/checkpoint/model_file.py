@@ -1,8 +1,8 @@
-"""model.pt: the weights of a model with the config that builds it.
+"""model.pt (weights with the config that builds the model), and export to safetensors.
 
-Schema: a dict of `state_dict` (fp32 tensors on the CPU) and `cfg` (the resolved config as plain
-dicts). A checkpoint (find.py) has both, too, so a model can be loaded from either. All of it
-loads with `torch.load(..., weights_only=True)`.
+Schema of model.pt: a dict of `state_dict` (fp32 tensors on the CPU) and `cfg` (the resolved config
+as plain dicts). Checkpoints (find.py) have both keys too, so a model can be loaded from either. All
+of it loads with `torch.load(..., weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BadModelFile(ValueError):
 
 
 def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
-    """Write the model; the name holds either the old file or the whole new one."""
+    """Write the model atomically."""
     weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     with replacing(path) as temporary:
         torch.save({"state_dict": weights, "cfg": to_container(cfg)}, temporary)
@@ -38,7 +38,7 @@ def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
 
 
 def find_model(path: Path) -> Path:
-    """A file as it is; of a run folder its model.pt, or else its newest checkpoint."""
+    """A file itself; for a run folder its model.pt, or else its newest checkpoint."""
     if not path.is_dir() or find.is_checkpoint(path):
         return named_by_user(path)
     saved = find.paths_of(path)
@@ -46,25 +46,26 @@ def find_model(path: Path) -> Path:
 
 
 def load_model(path: Path) -> tuple[TinyLM, Config]:
-    """Build the model of a file on the CPU, in evaluation mode, with its config.
+    """Load the model of a file on the CPU, in evaluation mode, with its config.
 
-    A checkpoint is held to its manifest first. Names and shapes are compared before anything of
-    the size that the config asks for is allocated.
+    A checkpoint is verified against its manifest first. Names and shapes are compared before
+    anything of the configured size is allocated: a small malicious file must not use much memory.
     """
     content = read_weights(path)
     weights, cfg = content["state_dict"], _config(content["cfg"], path)
     _check_layers(weights, cfg, path)
-    with torch.device("meta"), _Unfilled():
+    with torch.device("meta"), _SkipInit():
         model = TinyLM.from_config(cfg, vocab=_vocab(weights, path))
     _check_shapes(weights, model.state_dict(), path)
+    # assign: the tensors of the file become the parameters; nothing is copied.
     model.load_state_dict(weights, strict=True, assign=True)
     return model.float().requires_grad_().eval(), cfg
 
 
-class _Unfilled(TorchFunctionMode):
-    """Builds modules without drawing their first weights, which the file replaces.
+class _SkipInit(TorchFunctionMode):
+    """Skips torch.nn.init, because the file replaces the initial weights.
 
-    On the device meta there is nothing to draw, and torch would load its compiler to find that out.
+    On the meta device init has no effect, but torch would import its compiler for it.
     """
 
     def __torch_function__(
@@ -76,7 +77,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def weights_sha256(weights: dict[str, Tensor]) -> str:
-    """A hash of weights by name, whatever file they lie in."""
+    """A hash of names, dtypes, shapes and values; independent of the file format."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].contiguous()
@@ -86,9 +87,9 @@ def weights_sha256(weights: dict[str, Tensor]) -> str:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """The `state_dict` and `cfg` of a model file or of a checkpoint, as they are there."""
+    """The `state_dict` and `cfg` of a model file or a checkpoint, unchecked."""
     if find.is_checkpoint(path):
-        # Without the optimizer, which is twice as large.
+        # Drop the optimizer state: for AdamW it is twice as large as the weights.
         return find.fill(path, find.peek(path) | {"optimizer": {}})
     if not path.exists():
         raise BadModelFile(
@@ -131,7 +132,7 @@ def _vocab(weights: dict[str, Any], path: Path) -> int:
 
 
 def _check_layers(weights: dict[str, Any], cfg: Config, path: Path) -> None:
-    """Before the model is built: even without memory, a layer takes time."""
+    """Check the number of layers before the model is built: even a meta layer takes time."""
     names = [str(name).split(".") for name in weights]
     layers = {parts[1] for parts in names if parts[0] == "blocks" and len(parts) > 1}
     if len(layers) != cfg.model.n_layers:
@@ -152,18 +153,16 @@ def _check_shapes(weights: dict[str, Any], expected: dict[str, Any], path: Path)
             )
 
 
-# Weights as a safetensors file: a header in JSON, then the raw numbers; nothing in it can run.
-#
-# The format: 8 bytes with the length of the header (little endian), the header (for every tensor
-# its dtype, shape and byte range; texts under `__metadata__`), padded with spaces to 8 bytes, the
-# data.
+# --- safetensors: a JSON header and raw data; no code to run ---
+# Layout: header length (8 bytes, little endian); header (dtype, shape and byte range per tensor;
+# texts under `__metadata__`), padded with spaces to 8 bytes; data.
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 ALIGNMENT = 8
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Path:
-    """Write CPU tensors, each whole, in the order of their names."""
+    """Write tensors, sorted by name."""
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     names = sorted(tensors)
@@ -190,7 +189,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors and the metadata back; refuses a header that does not fit its file."""
+    """Read tensors and metadata; raise ValueError if the file is truncated."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     if len(content) < 8 or size > len(content) - 8:

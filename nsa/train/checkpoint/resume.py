@@ -1,14 +1,13 @@
-"""Whether a run goes on from a checkpoint, and from which one.
+"""Decide whether a run resumes, and from which checkpoint.
 
-Without being told, a run goes on from the newest good checkpoint of its folder if it is of the same
-run, which is not finished. Otherwise it starts over, and the old files move to previous/<time>/;
-but only where the run that is put aside is finished, has no checkpoint, or has trained for less
-than SHORT_S by its own record. Else nothing is touched, and the message names two commands.
+auto (default): resume from the newest valid checkpoint in the folder if it belongs to the same,
+unfinished run. Otherwise start over and move the old files to previous/<time>/; but only if the old
+run is finished, has no checkpoint, or has trained for less than SHORT_S. Else refuse, and name the
+two possible commands.
 
-Told `latest`, a run must find a checkpoint; told a file, it must be that one; told `none`, it
-starts over in any case. A restart by a launcher puts nothing aside, whatever it was told: it goes
-on from the newest checkpoint, from step 0 where there was none yet, and ends where nothing is left
-to do.
+latest: there must be a checkpoint. A path: it must be that checkpoint. none: always start over. A
+restart by a launcher never moves files, whatever --resume says: it resumes from the newest
+checkpoint, or from step 0 if there is none, and exits if the run is finished.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from nsa.train.progress import clock
 
 AUTO, LATEST, NONE = "auto", "latest", "none"
 SHORT_S = 600.0
-"""A run with less training than this may be put aside by a plain command."""
+"""A run with less training time than this may be moved aside without --resume none."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The run that is to be trained."""
+    """The run that was requested."""
 
     folder: Path
     wanted: str
@@ -47,14 +46,14 @@ class Asked:
     cfg: Config
     identity: Identity
     steps: int
-    """Where it ends: train.steps, or earlier."""
+    """Last step: train.steps, or earlier with --steps."""
     world_size: int = 1
     restarted: bool = False
-    """Whether a launcher has started it again, after it had ended."""
+    """Whether a launcher restarted it after a failure."""
 
 
 class Start(NamedTuple):
-    """A checkpoint to go on from; shelf.peek says what of its content is there already."""
+    """A checkpoint to resume from; `content` is what find.peek returns."""
 
     path: Path
     content: Content
@@ -65,12 +64,12 @@ class Beginning(NamedTuple):
     """How a run begins."""
 
     start: Start | None
-    """None: at step 0."""
+    """None: start at step 0."""
     keeps: bool
-    """Whether it goes on in the files of its folder; otherwise they move aside."""
+    """Whether it keeps the files in its folder; otherwise they are moved aside."""
 
     def adapt(self, cfg: Config) -> Config:
-        """The config with the accumulation that keeps the global batch."""
+        """The config with the accumulation that preserves the global batch."""
         if self.start is None:
             return cfg
         train = dataclasses.replace(cfg.train, accumulate_grad_batches=self.start.fit.accumulate)
@@ -78,12 +77,12 @@ class Beginning(NamedTuple):
 
 
 def was_restarted() -> bool:
-    """Whether torchrun or our launcher has started this process in place of one that failed."""
+    """Whether torchrun or our launcher restarted this process after a failure."""
     return bool(read("TORCHELASTIC_RESTART_COUNT") or read("NSA_RESTART_COUNT"))
 
 
 def find_start_together(ranks: Strategy, asked: Asked, say: Say) -> Beginning:
-    """The same on every rank: the first looks, and the others read what it has found."""
+    """`find_start` on rank 0; the other ranks read the checkpoint that it chose."""
     found = Beginning(None, False)
 
     def look() -> str:
@@ -98,19 +97,21 @@ def find_start_together(ranks: Strategy, asked: Asked, say: Say) -> Beginning:
 
 
 def find_start(asked: Asked, say: Say) -> Beginning:
-    """Where to begin; RunRefused where that would put a run aside that somebody may miss."""
+    """Where to begin; raise RunRefused if a run worth keeping would be moved aside."""
     wanted = asked.wanted
     if asked.restarted:
         say("[resume] this is a restart: nothing is put aside, the newest checkpoint counts")
+        # A restart repeats the original command: its `none` must not discard the progress.
         wanted = AUTO if wanted in (NONE, LATEST) else wanted
     if wanted == NONE:
         return Beginning(None, keeps=False)
+    # A named checkpoint needs no search of the folder, except after a restart.
     newest = None if wanted not in (AUTO, LATEST) and not asked.restarted else _newest(asked, say)
     if wanted not in (AUTO, LATEST):
         start = _named(Path(wanted), newest, asked)
         if asked.restarted and not _is_in(start, asked.folder):
-            _refuse_restart(newest, _read_past(asked.folder, newest), asked)
-        return _go_on(start, asked, say)
+            _refuse_restart(newest, _read_previous(asked.folder, newest), asked)
+        return _resume_from(start, asked, say)
     if wanted == LATEST:
         if newest is None:
             raise BadCheckpoint(
@@ -118,15 +119,15 @@ def find_start(asked: Asked, say: Say) -> Beginning:
                 "with --resume PATH, or start anew with --resume none"
             )
         _refuse(newest, asked)
-        return _go_on(newest, asked, say)
-    past = _read_past(asked.folder, newest)
+        return _resume_from(newest, asked, say)
+    past = _read_previous(asked.folder, newest)
     if newest is not None and not newest.fit.changed and not _is_done(newest, past, asked.steps):
-        return _go_on(newest, asked, say)
-    return _begin_anew(newest, past, asked, say)
+        return _resume_from(newest, asked, say)
+    return _start_over(newest, past, asked, say)
 
 
 def _newest(asked: Asked, say: Say) -> Start | None:
-    """The newest checkpoint of the folder that is whole."""
+    """The newest valid checkpoint in the folder; invalid ones are skipped with a warning."""
     for path in find.paths_of(asked.folder):
         try:
             return _start(path, find.peek(path), asked)
@@ -136,7 +137,7 @@ def _newest(asked: Asked, say: Say) -> Start | None:
 
 
 def _named(path: Path, newest: Start | None, asked: Asked) -> Start:
-    """That checkpoint; after a restart a later one, if the run has written one since."""
+    """The checkpoint that was named; after a restart, a later one of the same run if any."""
     path = named_by_user(path)
     fits = newest is not None and not newest.fit.changed
     if newest is not None and fits and newest.content["step"] > find.step_of(path):
@@ -158,14 +159,16 @@ def _start(path: Path, content: Content, asked: Asked) -> Start:
 
 
 def _refuse(start: Start, asked: Asked) -> None:
-    """Raise where a checkpoint that was asked for cannot be gone on from."""
+    """Raise BadCheckpoint if a requested checkpoint is of another run or leaves nothing to do."""
     path, step = start.path, start.content["step"]
     if start.fit.changed:
         raise BadCheckpoint(
             f"{path} is of another run ({_list(start.fit.changed)}); resume with the settings it "
             "was written with, or start anew with --resume none"
         )
-    is_unfinished = _is_in(start, asked.folder) and not _read_past(asked.folder, start).is_finished
+    is_unfinished = (
+        _is_in(start, asked.folder) and not _read_previous(asked.folder, start).is_finished
+    )
     if step > asked.steps or (step == asked.steps and not is_unfinished):
         raise BadCheckpoint(
             f"{path} is at step {step}, and the run ends at step {asked.steps}: nothing is left "
@@ -173,7 +176,7 @@ def _refuse(start: Start, asked: Asked) -> None:
         )
 
 
-def _go_on(start: Start, asked: Asked, say: Say) -> Beginning:
+def _resume_from(start: Start, asked: Asked, say: Say) -> Beginning:
     for note in start.fit.notes:
         say(f"[resume] {note}")
     return Beginning(start, keeps=_is_in(start, asked.folder) or asked.restarted)
@@ -183,59 +186,63 @@ def _is_in(start: Start, folder: Path) -> bool:
     return start.path.parent.resolve() == folder.resolve()
 
 
-class _Past(NamedTuple):
-    """What the files of a folder say about the run in it."""
+class _PreviousRun(NamedTuple):
+    """What the files in the folder say about the run that wrote them."""
 
     metrics: Metrics | None
     train_s: float | None
-    """Seconds of training, over all its resumes; None where nothing says so."""
+    """Seconds of training over all resumes; None if unknown."""
 
     @property
     def is_finished(self) -> bool:
-        """By its own goal: also where that was --steps."""
+        """Whether it reached its own last step, which --steps may have lowered."""
         return self.metrics is not None and self.metrics.status == "finished"
 
 
-def _read_past(folder: Path, newest: Start | None) -> _Past:
+def _read_previous(folder: Path, newest: Start | None) -> _PreviousRun:
     try:
         metrics = read_metrics(folder)
-    except (OSError, ValueError, TypeError, AttributeError):  # none, damaged, or another version's
+    except (OSError, ValueError, TypeError, AttributeError):  # missing, damaged or other version
         metrics = None
+    # metrics.json may be older or newer than the checkpoint: take the larger time.
     counted = [metrics.train_s] if metrics else []
     if newest is not None and "train_s" in newest.content["metrics"]:
         counted.append(newest.content["metrics"]["train_s"])
-    return _Past(metrics, max(counted, default=None))
+    return _PreviousRun(metrics, max(counted, default=None))
 
 
-def _is_done(newest: Start, past: _Past, steps: int) -> bool:
-    """Whether nothing is left to do up to a step.
+def _is_done(newest: Start, past: _PreviousRun, steps: int) -> bool:
+    """Whether the previous run has already reached `steps`, with all its files.
 
     A run that was killed between its last checkpoint and model.pt is not done: resuming it trains
     no further step and writes the files of the end.
     """
+    # A finished run may have no checkpoint at its last step.
     if not past.is_finished:
         return newest.content["step"] > steps
     return max(past.metrics.steps if past.metrics else 0, newest.content["step"]) >= steps
 
 
-def _begin_anew(newest: Start | None, past: _Past, asked: Asked, say: Say) -> Beginning:
-    """At step 0, where nothing is lost by that."""
+def _start_over(newest: Start | None, past: _PreviousRun, asked: Asked, say: Say) -> Beginning:
+    """Start at step 0 if that loses nothing; else raise RunRefused."""
     has_checkpoints = bool(find.paths_of(asked.folder))
     if asked.restarted:
         _refuse_restart(newest, past, asked)
         return Beginning(None, keeps=True)
     if has_checkpoints:
+        # An unknown training time counts as long: do not move what may be valuable.
         short = past.train_s is not None and past.train_s < SHORT_S
         why = _why(newest, past, asked)
         if not past.is_finished and not short:
-            _refuse_to_move(newest, past, asked, why)
+            _refuse_to_start_over(newest, past, asked, why)
         say(f"[resume] not from {newest.path if newest else asked.folder}: {why}")
     return Beginning(None, keeps=False)
 
 
-def _refuse_restart(newest: Start | None, past: _Past, asked: Asked) -> None:
-    """Raise where the folder does not hold the beginning of this run."""
+def _refuse_restart(newest: Start | None, past: _PreviousRun, asked: Asked) -> None:
+    """Raise if the folder holds another run, or this one finished: a restart moves no files."""
     if newest is None and not find.paths_of(asked.folder):
+        # No checkpoint yet: config.yaml says whose folder this is.
         theirs = _config_in(asked.folder)
         is_ours = theirs in (None, asked.cfg)
         why = "the files of another run"
@@ -258,8 +265,8 @@ def _config_in(folder: Path) -> Config | None:
         return None
 
 
-def _why(newest: Start | None, past: _Past, asked: Asked) -> str:
-    """Why the run of a folder is not gone on with."""
+def _why(newest: Start | None, past: _PreviousRun, asked: Asked) -> str:
+    """Why the run in the folder is not resumed."""
     if newest is None:
         return "none of its checkpoints is whole"
     if newest.fit.changed:
@@ -272,8 +279,10 @@ def _why(newest: Start | None, past: _Past, asked: Asked) -> str:
     )
 
 
-def _refuse_to_move(newest: Start | None, past: _Past, asked: Asked, why: str) -> NoReturn:
-    """Name both commands: the one that goes on, and the one that starts over."""
+def _refuse_to_start_over(
+    newest: Start | None, past: _PreviousRun, asked: Asked, why: str
+) -> NoReturn:
+    """Raise RunRefused with both commands: the one that resumes and the one that starts over."""
     metrics = past.metrics
     step = newest.content["step"] if newest else metrics.step if metrics else None
     at = "an unfinished run" if step is None else f"an unfinished run at step {step}"
@@ -281,14 +290,14 @@ def _refuse_to_move(newest: Start | None, past: _Past, asked: Asked, why: str) -
     raise RunRefused(
         f"{asked.folder} holds {at}{spent}, and this command would put it aside: {why}. "
         f"Choose one of two:\n"
-        f"  to go on with it:  {_way_on(newest, asked)}\n"
+        f"  to go on with it:  {_how_to_resume(newest, asked)}\n"
         f"  to start over:     the same command with --resume none (the old files move to "
         f"{asked.folder}/previous/)"
     )
 
 
-def _way_on(newest: Start | None, asked: Asked) -> str:
-    if newest is None:
+def _how_to_resume(newest: Start | None, asked: Asked) -> str:
+    if newest is None:  # no valid checkpoint here: look for one in the backup folder
         backup = Path(asked.cfg.train.backup_dir) if asked.cfg.train.backup_dir else None
         for path in find.paths_of(backup) if backup else []:
             if find.is_complete(path):

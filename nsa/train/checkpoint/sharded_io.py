@@ -1,9 +1,9 @@
-"""The list of the parts in a checkpoint folder, `.metadata`, read so that nothing in it can run.
+"""Write and read the shards of a checkpoint folder with torch.distributed.checkpoint (DCP), and
+read DCP's index `.metadata` safely.
 
-torch.distributed.checkpoint writes it as a pickle, and a pickle can run anything. It is read only
-after its sha256 was compared with the manifest's, which finds damage, and by a reader that makes
-nothing but the few classes such a list consists of, which is what protects from a folder that
-somebody else has made. Then it must fit the files that the manifest names.
+The index is a pickle, which can run arbitrary code. Three checks: its sha256 must match the
+manifest (finds damage); a restricted unpickler creates only the few classes that an index needs
+(protects from malicious folders); and it must be consistent with the files in the manifest.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ KNOWN = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
 }
-"""All that a list of parts may be made of, by module."""
+"""Names that the index may refer to, by module."""
 
 MALFORMED = (EOFError, AttributeError, TypeError, KeyError, IndexError, ValueError, ImportError)
-"""What a pickle raises that is cut, or is of something else."""
+"""Exceptions of unpickling a truncated or foreign pickle."""
+
+
+# --- the index of the shards ---
 
 
 def read_list(path: Path) -> Metadata:
-    """The list of parts, by _Unpickler; it names no file but those of the manifest."""
+    """Read the index safely; it refers only to files in the manifest."""
     manifest = checkpoint_folder.read_manifest(path)
     checkpoint_folder.verify_file(path, METADATA, manifest.files[METADATA])
     try:
@@ -66,7 +69,7 @@ def read_list(path: Path) -> Metadata:
 
 
 def check_listed(name: str, x: Tensor, metadata: Metadata) -> None:
-    """Raise where the list has another tensor of that name: before its size is allocated."""
+    """Raise BadCheckpoint if the index has another shape, before the tensor is allocated."""
     entry = metadata.state_dict_metadata.get(name)
     given = None if not isinstance(entry, TensorStorageMetadata) else list(entry.size)
     if not isinstance(entry, TensorStorageMetadata) or given != list(x.shape):
@@ -77,7 +80,7 @@ def check_listed(name: str, x: Tensor, metadata: Metadata) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what KNOWN names."""
+    """Creates only the names in KNOWN."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in KNOWN.get(module, ()):
@@ -86,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
-    """Every tensor is covered by its parts, and every part lies in a file of the manifest."""
+    """Raise unless the shards cover every tensor and lie in files of the manifest."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise BadCheckpoint(f"{METADATA} is no list of parts")
     num_bytes = 0
@@ -97,6 +100,7 @@ def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
         if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != size:
             raise BadCheckpoint(f"{METADATA}: the parts of {name} do not make {list(entry.size)}")
         num_bytes += size * entry.properties.dtype.itemsize
+    # Limits what a small malicious index can make the reader allocate.
     if num_bytes > sum(file.bytes for file in files.values()):
         raise BadCheckpoint(f"{METADATA} lists {num_bytes} bytes, more than its files hold")
     for index, part in metadata.storage_data.items():
@@ -110,19 +114,18 @@ def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
             raise BadCheckpoint(f"{METADATA}: {index.fqn} is stored in a way of another program")
 
 
-# Writing and reading the parts of a checkpoint folder by torch.distributed.checkpoint (DCP).
-#
-# Each part is a tensor that torch reads with `weights_only=True`; the list is read above.
+# --- writing and reading the shards ---
+# DCP loads each shard with `weights_only=True`.
 
 IN_PARTS = ("state_dict", "optimizer")
-"""Keys of a content whose tensors, but for single numbers, lie in the parts."""
+"""Keys of a content whose tensors, except scalars, are stored in the shards."""
 Made = TypeVar("Made")
 
 
 def write(folder: Path, content: Content, group: dist.ProcessGroup | None = None) -> Path:
-    """Write a checkpoint folder: all ranks of the group together, without one this process alone.
+    """Write a checkpoint folder, collectively over the group; without a group, by this process.
 
-    It appears under its name on all ranks, or OSError says on all of them what went wrong on one.
+    Either the folder is complete on return, or every rank raises OSError with the reason.
     """
     path = folder / checkpoint_folder.NAME.format(step=content["step"])
     temporary = temporary_name(path)
@@ -141,7 +144,7 @@ def write(folder: Path, content: Content, group: dist.ProcessGroup | None = None
         if group is not None:
             save(tensors, storage_writer=writer, process_group=group)
         else:
-            with _alone():
+            with _no_dist_warning():
                 save(tensors, storage_writer=writer, no_dist=True)
         names = [*writer.names, *((STATE, METADATA) if is_first else ())]
         return {name: checkpoint_folder.print_of(temporary / name) for name in names}
@@ -152,9 +155,10 @@ def write(folder: Path, content: Content, group: dist.ProcessGroup | None = None
             checkpoint_folder.put_folder_in_place(temporary, path, content["step"], files)
 
     try:
-        temporary = path.with_name(_together(prepare, group)[0])  # all write into that of the first
-        prints = _together(write_parts, group)
-        _together(name, group)
+        # After each phase all ranks know whether it failed on one of them.
+        temporary = path.with_name(_on_all_ranks(prepare, group)[0])  # the name that rank 0 chose
+        prints = _on_all_ranks(write_parts, group)
+        _on_all_ranks(name, group)
     except OSError:
         if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -163,7 +167,7 @@ def write(folder: Path, content: Content, group: dist.ProcessGroup | None = None
 
 
 def read_state(path: Path) -> Content:
-    """The content of a folder, whose large tensors are still empty."""
+    """The content of a folder with meta tensors in place of those in the shards."""
     manifest = checkpoint_folder.read_manifest(path)
     checkpoint_folder.verify_file(path, STATE, manifest.files[STATE])
     content: Content = checkpoint_file.load_tensors(path / STATE)
@@ -171,9 +175,9 @@ def read_state(path: Path) -> Content:
 
 
 def fill(path: Path, content: Content, make: Callable[[Tensor], Tensor]) -> Content:
-    """Put the tensors of a folder into what `read_state` gave.
+    """Read the tensors of a folder into the content from `read_state`.
 
-    `make` gets an empty one and makes one that is read into: a whole one, or a part of this rank.
+    `make` gets a meta tensor and allocates the destination: a full tensor, or this rank's shard.
     """
     metadata, tensors = read_list(path), dict[str, Tensor]()
 
@@ -186,7 +190,8 @@ def fill(path: Path, content: Content, make: Callable[[Tensor], Tensor]) -> Cont
 
     filled = content | {key: map_tensors(content[key], place, key) for key in IN_PARTS}
     try:
-        with _alone():
+        with _no_dist_warning():
+            # no_dist: each rank reads its shards on its own.
             load(dict(tensors), storage_reader=_Reader(path, metadata), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise BadCheckpoint(
@@ -196,7 +201,7 @@ def fill(path: Path, content: Content, make: Callable[[Tensor], Tensor]) -> Cont
 
 
 class _Writer(FileSystemWriter):
-    """Remembers the files it wrote, and keeps the paths of this machine out of the list."""
+    """Records the files it wrote, and keeps local paths out of the index."""
 
     names: tuple[str, ...] = ()
 
@@ -210,7 +215,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Reads the parts of a list that was read and checked before."""
+    """Uses an index that has been read and checked already, instead of unpickling it."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -222,10 +227,11 @@ class _Reader(FileSystemReader):
 
 
 def _split(content: Content) -> tuple[Content, dict[str, Tensor]]:
-    """What goes into state.pt, and the tensors of the parts by name."""
+    """The content of state.pt, and the tensors for the shards by name."""
     tensors: dict[str, Tensor] = {}
 
     def take(name: str, x: Tensor) -> Tensor:
+        # Scalars, such as the step counts of AdamW, stay in state.pt.
         if x.ndim == 0:
             return x
         tensors[name] = x
@@ -235,12 +241,12 @@ def _split(content: Content) -> tuple[Content, dict[str, Tensor]]:
     return rest, tensors
 
 
-def _together(work: Callable[[], Made], group: dist.ProcessGroup | None) -> list[Made]:
-    """Do it, and hear what it gave on all ranks; raise OSError on all where it failed on one."""
+def _on_all_ranks(work: Callable[[], Made], group: dist.ProcessGroup | None) -> list[Made]:
+    """Run `work` and gather the results of all ranks; if it fails on one, raise OSError on all."""
     made: tuple[Made | None, str]
     try:
         made = work(), ""
-    except CheckpointException as error:  # DCP has told all ranks already
+    except CheckpointException as error:  # DCP raises it on all ranks, with the rank's name
         made = None, _reason(error)
     except (OSError, RuntimeError) as error:
         who = "" if group is None else f"rank {dist.get_rank(group)}: "
@@ -256,7 +262,7 @@ def _together(work: Callable[[], Made], group: dist.ProcessGroup | None) -> list
 
 
 def _reason(error: BaseException) -> str:
-    """One line; an error of DCP holds those of the ranks."""
+    """One line; a DCP error wraps the errors of the ranks."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = min(error.failures.items())
         return f"rank {rank}: {_reason(inner)}"
@@ -264,8 +270,8 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """DCP warns where it is told to work without other ranks, which is meant here."""
+def _no_dist_warning() -> Iterator[None]:
+    """Silence DCP's warning about no_dist=True, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

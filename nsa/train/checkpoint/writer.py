@@ -1,7 +1,8 @@
-"""Host memory for copies of a training state, pinned and kept from one checkpoint to the next.
+"""Background writer of checkpoints: a step waits for the copy of the state to pinned host memory,
+not for the disk.
 
-Of what a copy from a GPU costs, the transfer is the small part: getting pages from the system, and
-giving them back while the interpreter waits, take ten times as long.
+The pinned memory is kept from one checkpoint to the next: allocating and freeing it takes ten times
+as long as the transfer from the GPU.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ from nsa.train.tensors import map_tensors
 
 
 class HostMemory:
-    """Holds one copy of a state at a time: the next one is written over it."""
+    """Reusable host buffers for one copy of a state; the next copy overwrites it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def copy(self, state: Any) -> Any:
-        """The same containers with copies of their tensors on the CPU; of those in parts, the part.
+        """The same containers with CPU copies of the tensors; of DTensors, the local shard.
 
-        Later steps leave the copies alone; the next call does not.
+        Later steps do not affect the copies, but the next call overwrites them.
         """
         copied = map_tensors(state, self._copy)
         if self._kept:
+            # The copies are asynchronous: they must finish before the caller reads them.
             torch.cuda.current_stream().synchronize()
         return copied
 
     def reserve(self, state: Any) -> None:
-        """Get the memory that a copy will need, at a moment when that disturbs nobody."""
+        """Allocate the buffers in advance, so that the first checkpoint does not stall a step."""
         map_tensors(state, self._place)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -52,7 +54,7 @@ class HostMemory:
         return place.copy_(tensor.detach(), non_blocking=True)
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
-        """Where the copy of a tensor goes; itself where no memory is kept for it."""
+        """The buffer for a tensor; the tensor itself if none is kept for it."""
         if not _is_kept(tensor):
             return tensor
         place = self._kept.get(name)
@@ -62,27 +64,27 @@ class HostMemory:
 
 
 def _is_kept(tensor: Tensor) -> bool:
-    """Those of a CPU are copied anew, as ever; so are parts of a tensor that ranks share."""
+    """Whether a pinned buffer is kept: for plain CUDA tensors, not for CPU tensors or DTensors."""
     return tensor.is_cuda and type(tensor.detach()) is Tensor
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
     try:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
-    except RuntimeError:  # the system pins no more: a copy to other memory is slower, and right
+    except RuntimeError:  # no more memory can be pinned: pageable memory is slower but correct
         return torch.empty_like(tensor, device="cpu")
 
 
-# Checkpoints in the background: a step waits for the copy of the state, not for the disk.
+# --- the writer thread ---
 
 OUR_ENDS = re.compile(r"\.(old|json)$")
-"""After the name of a checkpoint: a folder that is being removed, a manifest."""
+"""Suffixes of temporary names of ours: a folder being removed, a manifest being written."""
 
 
 class Saver:
-    """Writes one checkpoint at a time; a second one waits for the first.
+    """Writes one checkpoint at a time in a thread; a second one waits for the first.
 
-    All ranks that take part do so in the same order; the first one also copies and removes.
+    Under FSDP all ranks write, in the same order. Rank 0 also backs up and removes old ones.
     """
 
     def __init__(
@@ -96,9 +98,9 @@ class Saver:
     ) -> None:
         self.folder, self.written = folder, list[Path]()
         self.memory = HostMemory()
-        """Of the state that is being written: `wait` before it is used again."""
+        """Buffers of the state being written: call `wait` before reusing them."""
         self.is_ours: Callable[[], bool] = lambda: True
-        """Whether the folder is still that of this run; asked on the first rank."""
+        """Whether the folder still belongs to this run; meaningful on rank 0."""
         self._ranks = ranks or Strategy()
         self._keep, self._backup, self._say = keep, backup, say
         self._thread: threading.Thread | None = None
@@ -106,16 +108,16 @@ class Saver:
         self._failed = False
 
     def save(self, content: Content) -> None:
-        """Start to write a captured state."""
+        """Start writing a captured state."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(content,), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> bool:
-        """Wait for what is being written; False where no checkpoint came of it.
+        """Wait for the write in flight; False if the last checkpoint could not be written.
 
-        A full disk does not end a run: the checkpoint before is untouched, and the next may fit.
-        What went wrong is said here, not in the thread.
+        A full disk does not end the run: the previous checkpoint is intact, and the next one may
+        fit. Errors are logged here, not in the thread.
         """
         if self._thread is not None:
             with span(SAVE):
@@ -128,9 +130,11 @@ class Saver:
 
     def _write(self, content: Content) -> None:
         name = self._ranks.checkpoint_name.format(step=content["step"])
+        # True until the checkpoint is complete, whatever raises in between.
         self._failed = True
         try:
-            if not self._ranks.gathers:  # else all ranks write, and none can stay away alone
+            # Under FSDP the write is collective: one rank must not leave before it.
+            if not self._ranks.gathers:
                 self._require_folder()
             path = self._ranks.write_checkpoint(self.folder, content)
             self._require_folder()
@@ -149,13 +153,14 @@ class Saver:
             self._problems.append(f"{path.name}: no copy in {self._backup}: {why}")
 
     def _require_folder(self) -> None:
-        """Raise where files of another run could be replaced or removed."""
+        """Raise OSError if the folder may belong to another run by now."""
         if not self.is_ours():
             raise OSError("the folder was removed, or moved away, under the run")
 
     def _tidy(self, path: Path) -> None:
-        """Remove what the new checkpoint replaces, and those that are too old."""
+        """Remove the other form of the same step, and checkpoints beyond keep_last."""
         self.written.append(path)
+        # DDP writes files, FSDP folders: a step must not exist in both forms.
         replaced = [p for p in find.paths_of(self.folder) if p != path]
         for twin in (p for p in replaced if find.step_of(p) == find.step_of(path)):
             find.remove(twin)
@@ -166,7 +171,7 @@ class Saver:
 def new_saver(
     folder: Path, train: TrainConfig, say: Callable[[str], None], ranks: Strategy | None = None
 ) -> Saver:
-    """The saver that a config asks for."""
+    """The saver for a config; rank 0 first removes abandoned temporary files."""
     backup = Path(train.backup_dir) if train.backup_dir else None
     if ranks is None or ranks.is_first:
         for swept in (sweep(folder, ours=_is_of_a_run), sweep(backup) if backup else None):
@@ -176,18 +181,19 @@ def new_saver(
 
 
 def _is_of_a_run(name: str) -> bool:
-    """What nobody but its run writes into a run folder; a backup folder may have many writers."""
+    """Whether only the run itself writes this name. Not valid for a backup folder, which several
+    runs may share."""
     return name == MODEL or find.is_checkpoint(Path(OUR_ENDS.sub("", name)))
 
 
 def why_not_written(error: BaseException, folder: Path, need_bytes: int) -> str:
-    """In a line; torch hides a full disk behind errors of its own."""
+    """The reason in one line; torch hides a full disk behind a RuntimeError."""
     wrapped = error if isinstance(error, OSError) else OSError(str(error))
     return explain(wrapped, folder, need_bytes)
 
 
 def num_tensor_bytes(content: Any) -> int:
-    """Bytes of all tensors: a file of a checkpoint is a little larger, never smaller."""
+    """Bytes of all tensors: a lower bound of the size of a checkpoint."""
     total, todo = 0, [content]
     while todo:
         value = todo.pop()

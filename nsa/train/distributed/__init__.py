@@ -1,1 +1,1 @@
-"""Many ranks: strategies (DDP, FSDP), their process group, and hang diagnosis."""
+"""Multi-rank training: strategies (DDP, FSDP), their process group, and hang diagnosis."""

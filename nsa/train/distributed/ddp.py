@@ -1,4 +1,11 @@
-"""The variables NSA_DDP_*: how ranks exchange gradients, and what else changes under DDP."""
+"""Collective operations of several ranks (`Group`), and data parallel training (`Ddp`) with its
+NSA_DDP_* settings and 16-bit gradient compression.
+
+All ranks run the same collectives in the same order, because every decision that ends or changes a
+run uses values that all ranks have: the mean loss, the reduced gradient, and one small all-reduce
+on the CPU before each update. In it a rank reports a request to stop, missing data, or a removed
+run folder.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +35,9 @@ from nsa.train.distributed.strategy import Fingerprint, Strategy, mark_shared, r
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed, RankLost, TrainError
 from nsa.train.runtime import Runtime
 from nsa.train.stop import REASONS, Stop
-from nsa.train.tensors import cut, part
+from nsa.train.tensors import local_shard, shard_like
+
+# --- settings from NSA_DDP_* ---
 
 SAFE_BUCKET_MB = 2.0
 AUTO, OFF = "auto", "off"
@@ -36,23 +45,23 @@ AUTO, OFF = "auto", "off"
 
 @dataclass(frozen=True, kw_only=True)
 class DdpSettings:
-    """How DistributedDataParallel is built."""
+    """Arguments of DistributedDataParallel."""
 
     bucket_mb: float | None
-    """Gradients are exchanged in pieces of this size; None is torch's own."""
+    """Bucket size of the gradient all-reduce; None is torch's default."""
     compress: str
-    """Type of the gradients on the wire: bf16, fp16, or off."""
+    """dtype of gradients in the all-reduce: bf16, fp16, or off."""
     static_graph: bool
     find_unused: bool
     bucket_view: bool
-    """Gradients live in the pieces that are exchanged, which saves a copy of them."""
+    """Gradients are views into the buckets, which saves a copy."""
 
 
 def read_settings(precision: str) -> DdpSettings:
-    """As the environment says, for a run of that precision; NSA_DDP_SAFE_MODE wins over the rest.
+    """Settings from the environment; NSA_DDP_SAFE_MODE overrides the rest.
 
-    Gradients of bf16 products have lost their lower bits already, so bf16 on the wire costs little;
-    those of fp32 have not, and a run in fp32 should not lose them to a default.
+    With `auto`, gradients are compressed only in bf16 runs: they have bf16 accuracy already. A run
+    in fp32 must not lose accuracy by default.
     """
     if read("NSA_DDP_SAFE_MODE"):
         return DdpSettings(
@@ -75,7 +84,7 @@ def read_settings(precision: str) -> DdpSettings:
 
 
 def adapt_config(cfg: Config, say: Callable[[str], None]) -> Config:
-    """The config as it is trained under DDP; every change is said."""
+    """The config with changes for DDP; every change is logged."""
     if cfg.runtime.cuda_graph:
         raise ConfigError(
             "runtime.cuda_graph=true under DDP: the exchange of gradients is not in the graph; "
@@ -98,23 +107,23 @@ def adapt_config(cfg: Config, say: Callable[[str], None]) -> Config:
     return dataclasses.replace(cfg, runtime=runtime)
 
 
-# Gradients in 16 bits on the wire: half the bytes, on any backend.
-#
-# torch's own hook for bf16 wants NCCL; this one runs on gloo, too. The sum over the ranks is in 16
-# bits, the gradients before and after it are fp32.
+# --- gradient compression: all-reduce in 16 bits ---
+# torch's bf16 hook requires NCCL; this one also runs on gloo. The sum over ranks is in 16 bits;
+# gradients before and after it are fp32.
 
 WIRE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compress_gradients(model: DistributedDataParallel, wire: str) -> None:
-    """Exchange the gradients of the model as `wire`, a name of WIRE_TYPES."""
-    # A lambda, because torch compares annotations, which are text in this file, with its types.
-    model.register_comm_hook(WIRE_TYPES[wire], lambda kind, bucket: _exchange(kind, bucket))
+    """All-reduce the gradients of the model as `wire`, a key of WIRE_TYPES."""
+    # A lambda: torch checks the hook's annotations, which are strings in this file.
+    model.register_comm_hook(WIRE_TYPES[wire], lambda kind, bucket: _all_reduce(kind, bucket))
 
 
-def _exchange(wire: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Divided before the sum, which in fp16 could overflow otherwise."""
+def _all_reduce(wire: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Average one bucket in 16 bits."""
     gradient = bucket.buffer()
+    # Divide before the sum: in fp16 the sum could overflow.
     short = (gradient / dist.get_world_size()).to(wire)
     work: Any = dist.all_reduce(short, async_op=True)
 
@@ -125,24 +134,17 @@ def _exchange(wire: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
     return work.get_future().then(widen)
 
 
-# Many ranks that train together, and the simpler way to do it: a copy of the model each, DDP.
-#
-# `Group` is what ranks do together however the model lies on them; `Ddp` averages the gradients of
-# whole copies, `Fsdp` (fsdp.py) shares one model out.
-#
-# Every rank runs the same collectives in the same order, because whatever ends or changes a run is
-# decided from values that all of them have: the mean loss, the gradient after its exchange, and one
-# small exchange on the host before each update, in which a rank says that it was asked to stop, or
-# that its data did not come, or that the run folder was removed.
+# --- Group: what ranks do collectively, under DDP and FSDP ---
 
 KEPT_LOSSES = 4
-"""Updates whose losses are kept by rank: they are looked at one step late."""
+"""Updates whose per-rank losses are kept, because losses are checked one step late."""
 PATIENCE = 0.8
-"""Share of the group's timeout that a rank waits for data: then it can still tell the others."""
+"""Limit of a rank's wait for data, as a share of the group's timeout: it must still be able to
+report the failure to the others."""
 
 
 class Group(Strategy):
-    """One of several ranks; process_group.py opens and closes their group."""
+    """One of several ranks; process_group.py opens and closes the process group."""
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class Group(Strategy):
         timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """`control` is the group for tensors on the host; None is the default group."""
+        """`control` is the gloo group for CPU tensors; None if the default group is gloo."""
         self.timeout_s = self._timeout_s = timeout_s
         self.rank, self.world_size = rank, world_size
         self._store, self._control, self._gpu, self._say = store, control, gpu, say
@@ -172,9 +174,10 @@ class Group(Strategy):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for all where all end alike: the first may still be writing its files.
+        """If all ranks end alike, wait for each other: rank 0 may still be writing files.
 
-        The launcher ends the other ranks as soon as one has failed; their own exit codes say more.
+        torchrun kills the other ranks as soon as one exits with an error. Waiting, and ignoring its
+        SIGTERM, lets each rank exit with its own code.
         """
         if error is not None and not getattr(error, "shared", False):
             if _is_loss_of_rank(error):
@@ -200,7 +203,7 @@ class Group(Strategy):
         return config if self._gpu is None else dataclasses.replace(config, device=self._gpu)
 
     def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
-        """The first rank compares what all say of themselves, and tells the verdict."""
+        """Rank 0 compares the fingerprints of all ranks and shares the result."""
         name, ours = f"fingerprint{self._num_told}/", fingerprint()
         self._store.set(f"{name}{self.rank}", json.dumps(ours))
 
@@ -211,6 +214,7 @@ class Group(Strategy):
         self.from_first(compare)
 
     def share(self, loss: Tensor) -> Tensor:
+        # All-reduce a vector, not the mean: `culprits` needs the loss of each rank.
         losses = torch.zeros(self.world_size, device=loss.device)
         losses[self.rank] = loss
         with span("all-reduce of the loss", waits=True):
@@ -249,7 +253,8 @@ class Group(Strategy):
             seen,
         )
         if damaged and not self.is_first:
-            print(f"[data] {self.name}: {problem}", file=sys.stderr)  # the first speaks for all
+            # The shared error is printed by rank 0 only, which does not know the shard.
+            print(f"[data] {self.name}: {problem}", file=sys.stderr)
         self._agreed = REASONS[asked]
         if stop is not None and asked:
             stop.ask(self._agreed)
@@ -263,24 +268,28 @@ class Group(Strategy):
         return min(usual_s, PATIENCE * self._timeout_s)
 
     def asked(self, stop: Stop, *, last: bool = False) -> str:
-        """What was agreed on before the update; a later request counts for the next, if any."""
+        """The request agreed on before the update; later requests count for the next update.
+
+        After the last update there is no next one, so the ranks agree once more.
+        """
         if last:
             self._agreed = REASONS[self._highest(REASONS.index(stop.requested()))[0]]
         return self._agreed
 
     @torch.no_grad()
     def spread(self, weights: dict[str, Tensor], model: TinyLM) -> None:
-        """Tensor by tensor: only the first rank needs the file, and each keeps its part."""
+        """Broadcast tensor by tensor; each rank keeps its shard."""
         for name, held in model.state_dict().items():
-            mine = part(held)
+            mine = local_shard(held)
             sent = torch.empty(held.shape, dtype=held.dtype, device=mine.device)
             if self.is_first:
                 sent.copy_(weights[name])
             with span("broadcast of the first weights", waits=True):
                 dist.broadcast(sent, src=0)
-            mine.copy_(cut(sent, held))
+            mine.copy_(shard_like(sent, held))
 
     def from_first(self, make: Callable[[], str | None]) -> str:
+        # Through the store, not a collective: the text may have any length and needs no device.
         key, self._num_told = f"told/{self._num_told}", self._num_told + 1
         if self.is_first:
             try:
@@ -301,15 +310,18 @@ class Group(Strategy):
         return str(told["made"])
 
     def _highest(self, *numbers: int) -> list[int]:
-        """The maxima over the ranks, exchanged on the host: the device is not waited for."""
+        """The maxima over the ranks, by an all-reduce on the CPU: no device sync."""
         values = torch.tensor(numbers)
         with span("agreement", waits=True):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return cast("list[int]", values.tolist())
 
 
+# --- Ddp: a replica of the model on each rank ---
+
+
 class Ddp(Group):
-    """Every rank has a copy of the model, and the gradients are averaged."""
+    """Data parallel: every rank has a replica, and gradients are averaged."""
 
     _wrapped: DistributedDataParallel | None = None
     _is_warm = False
@@ -321,7 +333,7 @@ class Ddp(Group):
         settings = read_settings(runtime.precision)
         wrapped = DistributedDataParallel(
             loss,
-            # Without device_ids: inputs stay where they are, and borders of documents on the host.
+            # No device_ids: DDP would move the document bounds, which must stay on the CPU.
             bucket_cap_mb=settings.bucket_mb,
             find_unused_parameters=settings.find_unused,
             static_graph=settings.static_graph,
@@ -336,10 +348,11 @@ class Ddp(Group):
         return wrapped
 
     def warm_up(self, backward: Callable[[], None]) -> None:
-        """DDP orders its buckets by the first backward pass, and sums in another order after it.
+        """Run one backward pass, after which DDP reorders its buckets.
 
-        With this pass out of the way, the first update after a resume sums as any other does. A
-        static graph needs an exchange, too, before one can be left out.
+        The order of the buckets affects the sums, so without this the first update after a resume
+        would differ from an uninterrupted run. A static graph also needs one synchronized backward
+        before the first `no_sync`.
         """
         if self._is_warm:
             return
@@ -356,7 +369,8 @@ class Ddp(Group):
 
 
 def _is_loss_of_rank(error: BaseException) -> bool:
-    """Whether an exchange failed; a pass of the model, which holds one, can fail by itself, too."""
+    """Whether a collective failed. Forward and backward contain collectives but may also fail for
+    other reasons, so there the message must name the backend."""
     if isinstance(error, TrainError) or not isinstance(error, RuntimeError) or not here.broken:
         return False
     in_a_pass = any(word in here.broken for word in ("forward", "backward"))
@@ -364,7 +378,7 @@ def _is_loss_of_rank(error: BaseException) -> bool:
 
 
 def _exit_code(problem: Exception | None) -> int:
-    """0 where the data came, or the wait for it was ended."""
+    """Exit code for a data failure; 0 if there is none, or the wait was ended by a stop request."""
     if problem is None or isinstance(problem, WaitEnded):
         return 0
     if isinstance(problem, LoaderFailed):
@@ -375,9 +389,9 @@ def _exit_code(problem: Exception | None) -> int:
 def _same_failure(
     problem: Exception | None, code: int, rank: int, started: bool, damaged: int
 ) -> Exception:
-    """What this rank raises: its own failure, or one of the same kind.
+    """What this rank raises: its own failure, or one of the same kind as the failing rank's.
 
-    `rank` has no data, `damaged` has damaged data, or is -1: then that is why all end.
+    `rank` is the rank without data; `damaged` is the rank with a damaged shard, or -1.
     """
     is_own = problem is not None and not isinstance(problem, WaitEnded)
     if problem is not None and is_own and (damaged < 0 or isinstance(problem, DamagedShard)):

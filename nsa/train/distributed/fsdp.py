@@ -1,9 +1,9 @@
-"""Many ranks that share one model out: fully sharded data parallel, FSDP2.
+"""Fully sharded data parallel training (FSDP2).
 
-Every rank holds a part of each weight, of its gradient and of the optimizer's state, in fp32. A
-block's weights are gathered when it is needed, in the type that products are computed in, and the
-gradients are summed in fp32 into the parts. What updates, skips, clips and saves is the same code
-as ever; it works on parts, and the numbers that decide are those of the whole.
+Every rank holds a shard of each weight, its gradient and its optimizer state, in fp32. The weights
+of a block are gathered when needed, in the compute dtype; gradients are reduce-scattered in fp32.
+Update, skip, clipping and saving use the same code as without FSDP: it works on shards, and the
+deciding numbers (loss, gradient norm) are global.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from nsa.train.checkpoint import folder as checkpoint_folder
 from nsa.train.checkpoint.file import Content
 from nsa.train.distributed.ddp import Group
 from nsa.train.runtime import Runtime
-from nsa.train.tensors import map_tensors, whole
+from nsa.train.tensors import gather_tensor, map_tensors
 
 BY_ROWS = (Shard(0),)
-"""How FSDP divides a tensor: by its first dimension, in parts as equal as they can be."""
+"""FSDP's placement: shards along the first dimension, as equal as possible."""
 
 
 class Fsdp(Group):
-    """One of several ranks that hold a part of the model each."""
+    """One of several ranks that hold a shard of the model each."""
 
     checkpoint_name = checkpoint_folder.NAME
     gathers = True
@@ -49,7 +49,8 @@ class Fsdp(Group):
         super().__init__(*given)
         self._mesh: DeviceMesh | None = None
         self._model: FSDPModule | None = None
-        # Checkpoints are written beside the steps, so they must not wait in one line with them.
+        # A separate group: the writer thread runs collectives concurrently with training, and
+        # within one group their order would differ between ranks.
         timeout = timedelta(seconds=self._timeout_s)
         self._saving = dist.new_group(backend="gloo", timeout=timeout)
 
@@ -64,11 +65,11 @@ class Fsdp(Group):
         return cfg
 
     def bring(self, model: TinyLM, runtime: Runtime) -> TinyLM:
-        """Share the model out, block by block: a device never holds more than one of them whole.
+        """Shard the model block by block: a device never holds more than one full block.
 
-        The residual stream stays fp32, as it is without ranks: embedding, last norm and head are
-        gathered in fp32, and what comes into a block is not rounded. The head's matrix is used
-        after `hidden`, which the root leaves gathered until the backward pass.
+        The residual stream stays fp32, as without FSDP: embedding, last norm and head are gathered
+        in fp32, and the inputs of a block are not cast. The head matrix is used after `hidden`
+        returns, so the root is not resharded until the backward pass.
         """
         self._mesh = DeviceMesh.from_group(_world(), runtime.device.type)
         wire = None if runtime.precision == "fp32" else runtime.dtype
@@ -90,7 +91,7 @@ class Fsdp(Group):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Gradients of the micro-batches before the last are added up whole, and not exchanged."""
+        """Before the last micro-batch, gradients are accumulated unsharded and not reduced."""
         assert self._model is not None, "bring() comes first"
         self._model.set_requires_gradient_sync(last)
         self._model.set_is_last_backward(last)
@@ -106,7 +107,7 @@ class Fsdp(Group):
         return sharded_io.write(folder, content, self._saving)
 
     def load_checkpoint(self, path: Path, content: Content) -> Content:
-        """From a folder each rank reads its parts alone; a file it reads whole, and keeps them."""
+        """From a folder, each rank reads only its shards; a single file is read fully, then cut."""
         from nsa.train.checkpoint import sharded_io
 
         if path.is_dir():
@@ -115,10 +116,10 @@ class Fsdp(Group):
         return content | parts
 
     def weights(self, model: TinyLM) -> dict[str, Tensor]:
-        """Gathered tensor by tensor, by all ranks."""
+        """Gather tensor by tensor, so that only one full tensor is on the device at a time."""
         gathered = {}
         for name, x in model.state_dict().items():
-            joined = whole(x).detach()
+            joined = gather_tensor(x).detach()
             if self.is_first:
                 gathered[name] = joined.cpu()
         return gathered
@@ -133,14 +134,14 @@ class Fsdp(Group):
         return fresh
 
     def _new_part(self, x: Tensor) -> Tensor:
-        """For a tensor of this shape, what this rank holds of it."""
+        """Allocate this rank's shard of a tensor of this shape."""
         return zeros_in_parts(x.shape, dtype=x.dtype, device_mesh=self._mesh, placements=BY_ROWS)
 
     def _part_of(self, name: str, x: Tensor) -> Tensor:
-        """What this rank holds of a tensor that all of them have; nothing is sent."""
+        """This rank's shard of a tensor that all ranks have; no communication."""
         if x.ndim == 0:
             return x
-        # The part alone: a view would keep all of the tensor in memory.
+        # Clone: a view would keep the full tensor in memory.
         return distribute_tensor(x, self._mesh, BY_ROWS, src_data_rank=None).clone()
 
 

@@ -1,10 +1,10 @@
-"""A thread in every rank that notices a standstill, has it explained, and ends what is stuck.
+"""Hang detection: a watchdog thread in every rank that reports a hang and ends the hung rank.
 
-It runs while the main thread waits in C. A rank that does something of its own for longer than its
-span may take (records/spans.py), or that waits while all do, makes all ranks write where they
-are; the one that called writes the report. The first updates, evaluations and checkpoints have half
-an hour. Shortly before the timeout of the process group, which would end the waiting ranks with
-less to say, the rank that is waited for is ended, and a launcher can start them again.
+The thread runs while the main thread is inside a C call. A hang is suspected if a rank stays in a
+span longer than allowed (records/spans.py), or if all ranks wait. Then all ranks write their state,
+and the rank that noticed writes the report. The first updates, evaluations and checkpoints are
+allowed half an hour. Shortly before the timeout of the process group, which would end the waiting
+ranks with a less useful message, the watchdog ends the hung rank, so that a launcher can restart.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from nsa.train.errors import STALLED
 
 THREAD = f"{OWN}hang-watch"
 REPORT_AT, END_AT, GRACE = 0.7, 0.85, 0.05
-"""Shares of the group's timeout: ranks may wait so long before the report, and before the end; the
-rank that is waited for has the last to end first, so that the launcher's report names it."""
+"""Shares of the group's timeout: when to report, when to end the hung rank, and how much later the
+waiting ranks end themselves. The hung rank ends first, so that the launcher names it."""
 LONGEST_POLL_S = 1.0
 GATHER_S = 5.0
-"""How long the answers of other ranks are waited for."""
+"""How long to wait for the answers of other ranks."""
 
 
 class HangWatch:
-    """Watches this rank while the block lasts; does nothing where NSA_HANG_LEAST_S is 0."""
+    """Watches this rank inside the `with` block; disabled if NSA_HANG_LEAST_S is 0."""
 
     def __init__(
         self, folder: Path, ranks: Strategy, heartbeat: Heartbeat, spans: Spans = here
@@ -53,11 +53,11 @@ class HangWatch:
         self._timeout_s = ranks.timeout_s
         limits = [LONGEST_POLL_S, spans.least_s / 8, (ranks.timeout_s or 60.0) / 60]
         self._poll_s = min(limits)
-        self._awake_s = 0.0  # time in which this process could run: not while it is stopped
-        self._seen: dict[int, tuple[int, float]] = {}  # by rank: count, and when it was new
-        self._answered = ""
-        self._explained = -1  # the count of this rank at the last report
-        self._unheard: set[int] = set()  # ranks that have not answered the last call of this one
+        self._awake_s = 0.0  # time in which this process could run; excludes SIGSTOP
+        self._seen: dict[int, tuple[int, float]] = {}  # by rank: count, and _awake_s at its change
+        self._answered = ""  # id of the last call answered
+        self._explained = -1  # span count of this rank at the last report
+        self._unheard: set[int] = set()  # ranks that did not answer the last call of this one
         self._raw: BinaryIO | None = None
         self._is_stale = False
         self._over = threading.Event()
@@ -81,17 +81,18 @@ class HangWatch:
         if self._raw is not None:
             faulthandler.cancel_dump_traceback_later()
             path = Path(self._raw.name)
-            if is_at(path, self._raw.fileno()):  # the folder may be another run's by now
+            if is_at(path, self._raw.fileno()):  # the folder may belong to another run by now
                 path.unlink(missing_ok=True)
             self._raw.close()
 
     def renew(self, step: int) -> None:
-        """The folder was removed, and made anew: the thread that uses the file opens it again."""
+        """After the folder was removed: make the watchdog thread reopen its file."""
         self._is_stale = True
 
     def _watch(self) -> None:
         slept = looked = time.monotonic()
         while not self._over.wait(self._poll_s):
+            # A pause far above the poll interval means that the process was stopped: cap it.
             slept, before = time.monotonic(), slept
             self._awake_s += looked - before + min(slept - looked, 4 * self._poll_s)
             with best_effort(self._folder):
@@ -99,6 +100,7 @@ class HangWatch:
             looked = time.monotonic()
 
     def _look(self) -> None:
+        """One poll: answer a call, and if this rank is suspect, look at the others."""
         self._arm_raw()
         rank = self._ranks.rank
         still_s = self._still(rank, self._spans.count)
@@ -115,12 +117,12 @@ class HangWatch:
         self._end_in_time(places, still[rank])
 
     def _is_suspect(self, still_s: float) -> bool:
-        """Whether it is worth a look at the others: a healthy run never is."""
+        """Whether to read the files of the other ranks; never true in a healthy run."""
         limit_s = self._spans.allowed_s()
         return still_s > min(limit_s, REPORT_AT * (self._timeout_s or limit_s)) / 2
 
     def _still(self, rank: int, count: int) -> float:
-        """How long a rank has been where it is, as far as this one has seen."""
+        """Seconds since the span count of a rank changed, as observed by this rank's clock."""
         if self._seen.get(rank, (None, 0.0))[0] != count:
             self._seen[rank] = (count, self._awake_s)
         return self._awake_s - self._seen[rank][1]
@@ -131,7 +133,7 @@ class HangWatch:
         return read | {self._ranks.rank: self._spans.place()}
 
     def _stall(self, places: Mapping[int, Place | None], still: Mapping[int, float]) -> str:
-        """What has taken too long; empty while nothing has."""
+        """Text saying what took too long; empty if nothing did."""
         busy = [(rank, place) for rank, place in places.items() if place and not place.waits]
         for rank, place in busy:
             if still[rank] > place.allowed_s:
@@ -150,7 +152,7 @@ class HangWatch:
         self._explained = self._spans.count
         call = make_call(self._folder, self._ranks.rank)
         if call is None:
-            return  # the next look answers whoever has called
+            return  # another rank was faster; the next poll answers its call
         try:
             self._answer(call, still[self._ranks.rank])
             ranks = gather(self._folder, call, still, self._patience_s(still[self._ranks.rank]))
@@ -161,7 +163,7 @@ class HangWatch:
             end_calls(self._folder)
 
     def _patience_s(self, still_s: float) -> float:
-        """For answers: some seconds, and little enough to end what is stuck in time."""
+        """How long to wait for answers: a few seconds, leaving time to end the hung rank."""
         if self._timeout_s is None:
             return GATHER_S
         left_s = END_AT * self._timeout_s - still_s
@@ -189,7 +191,10 @@ class HangWatch:
         answer(self._folder, call, state)
 
     def _end_in_time(self, places: Mapping[int, Place | None], still_s: float) -> None:
-        """End the rank that is waited for, if it can be reached, and a rank that waits for it."""
+        """Shortly before the group's timeout, end this rank; kill ranks that cannot end themselves.
+
+        A rank that waits first gives the hung rank GRACE to end.
+        """
         mine = places[self._ranks.rank]
         if self._timeout_s is None or mine is None or still_s <= END_AT * self._timeout_s:
             return
@@ -210,7 +215,7 @@ class HangWatch:
         os._exit(STALLED)
 
     def _is_stuck(self, place: Place) -> bool:
-        """Whether a rank is on this machine, and beyond any reach but that of SIGKILL."""
+        """Whether a rank is on this machine and only SIGKILL can end it."""
         state = process_state(place)
         here = place.host == platform.node()
         return state == STOPPED or (state == SILENT and here and place.rank in self._unheard)
@@ -226,7 +231,7 @@ class HangWatch:
             self._raw = open(path, "wb", buffering=0, opener=open_regular)  # noqa: SIM115
 
     def _arm_raw(self) -> None:
-        """Have faulthandler write the stacks if this thread does not come back in time."""
+        """(Re)start faulthandler's timer: it dumps the stacks if this thread cannot run in time."""
         if self._is_stale:
             self._open_raw()
         if self._raw is not None:
@@ -241,35 +246,33 @@ class HangWatch:
             print(f"[hang] {text}", file=sys.stderr, flush=True)
 
 
-# Ranks that hang meet in the run folder: one calls, all write where they are, the caller gathers.
-#
-# Hidden files that last for seconds. `.hang_call.json`: `id` and `by`, the rank that calls; it
-# exists at most once. `.hang_answer_rank{r}.json`: `id` of the call and the fields of RankState. A
-# rank in which no Python can run answers nothing; faulthandler leaves its stacks in
-# `.hang_raw_rank{r}.txt`. Collectives are of no use here: they are what hangs.
+# --- exchange of states through files, because collectives are what hangs ---
+# One rank creates `.hang_call.json` (`id`, and `by`: its rank; at most one exists). All ranks write
+# `.hang_answer_rank{r}.json` (`id` of the call, fields of RankState). A rank in which no Python can
+# run does not answer; faulthandler writes its stacks to `.hang_raw_rank{r}.txt`.
 
 CALL = ".hang_call.json"
 ANSWER = ".hang_answer_rank{rank}.json"
 RAW = ".hang_raw_rank{rank}.txt"
 MEETING = ".hang_*"
-"""All of them."""
+"""Pattern of all these files."""
 POLL_S = 0.1
 
 
 class Call(NamedTuple):
-    """A rank has found that the run hangs."""
+    """A request to all ranks to write their state."""
 
     id: str
     by: int
 
 
 def make_call(folder: Path, rank: int) -> Call | None:
-    """Call all ranks; None where another rank was faster."""
+    """Create a call; None if another rank was faster."""
     call = Call(f"{rank}-{time.time_ns()}", rank)
     mine = folder / f"{CALL}.{rank}"
     write_text(mine, json.dumps(call._asdict()))
     try:
-        os.link(mine, folder / CALL)  # a name that exists is not replaced
+        os.link(mine, folder / CALL)  # atomic, and fails if the name exists
     except FileExistsError:
         return None
     finally:
@@ -278,20 +281,20 @@ def make_call(folder: Path, rank: int) -> Call | None:
 
 
 def read_call(folder: Path) -> Call | None:
-    """The call that waits for answers; costs one look at the folder while there is none."""
+    """The current call, or None; without one this is a single failed open."""
     content = _read(folder / CALL)
     return Call(str(content["id"]), int(content["by"])) if {"id", "by"} <= content.keys() else None
 
 
 def end_calls(folder: Path) -> None:
-    """Remove what a call has left; also one whose caller has died."""
+    """Remove the files of a call, also of one whose caller has died; RAW files stay."""
     for path in folder.glob(MEETING):
         if not path.name.startswith(RAW.partition("{")[0]):
             path.unlink(missing_ok=True)
 
 
 def answer(folder: Path, call: Call, state: RankState) -> None:
-    """Say where this rank is."""
+    """Write the state of this rank."""
     content = {"id": call.id} | dataclasses.asdict(state)
     write_text(folder / ANSWER.format(rank=state.rank), json.dumps(strict(content)))
 
@@ -299,9 +302,9 @@ def answer(folder: Path, call: Call, state: RankState) -> None:
 def gather(
     folder: Path, call: Call, still_s: Mapping[int, float], patience_s: float
 ) -> list[RankState]:
-    """The states of the ranks, by their answers or, after so many seconds, by what is left of them.
+    """The states of all ranks: their answers or, after `patience_s`, what their files say.
 
-    `still_s` is how long each rank was seen to stay where it is.
+    `still_s` is how long each rank was observed in its span.
     """
     end = time.monotonic() + patience_s
     answers: dict[int, RankState] = {}
@@ -312,11 +315,14 @@ def gather(
         if len(answers) == len(still_s) or time.monotonic() > end:
             break
         time.sleep(POLL_S)
-    return [answers.get(rank) or _unheard(folder, rank, still_s[rank]) for rank in sorted(still_s)]
+    return [
+        answers.get(rank) or _state_without_answer(folder, rank, still_s[rank])
+        for rank in sorted(still_s)
+    ]
 
 
 def process_state(place: Place) -> str:
-    """stopped, gone or, where that cannot be known from here, silent."""
+    """stopped, gone, or silent if this machine cannot tell."""
     if place.host != platform.node() or not place.started:
         return SILENT
     fields = stat_fields(place.pid)
@@ -326,7 +332,8 @@ def process_state(place: Place) -> str:
 
 
 def kill(place: Place) -> None:
-    """SIGKILL to the process of a rank on this machine, and to no other that has its pid now."""
+    """Send SIGKILL to the process of a rank on this machine."""
+    # pidfd and start time: the pid must not have been reused by another process.
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(place.pid)
         try:
@@ -336,7 +343,7 @@ def kill(place: Place) -> None:
             os.close(descriptor)
 
 
-def _unheard(folder: Path, rank: int, still_s: float) -> RankState:
+def _state_without_answer(folder: Path, rank: int, still_s: float) -> RankState:
     place = read_span(folder, rank)
     if place is None:
         unknown = dict(pid=0, host="an unknown machine", step=0, span="an unknown place")
@@ -376,17 +383,16 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-# The end of torch's flight recorder: which exchanges a rank has begun and ended.
-#
-# torch keeps it for NCCL, and from 2.8 on for gloo, too; for gloo it knows no times of a device. It
-# lies in memory and is read without any exchange, so it is there when exchanges hang.
+# --- torch's flight recorder: which collectives a rank has begun and completed ---
+# torch keeps it for NCCL, and since 2.8 for gloo (without device times). It is read from memory
+# without communication, so it works while collectives hang.
 
 RECENT = 8
-"""The last so many exchanges get a line each."""
+"""Number of recent collectives to report."""
 
 
 def read_in_time(patience_s: float = 1.0) -> dict[str, Any] | None:
-    """The same, or None where torch does not hand it out in time: what hangs may hold its lock."""
+    """`read_recorder` with a timeout: the hung collective may hold the recorder's lock."""
     found: list[dict[str, Any] | None] = []
     reader = threading.Thread(target=lambda: found.append(read_recorder()), daemon=True)
     reader.start()
@@ -395,11 +401,11 @@ def read_in_time(patience_s: float = 1.0) -> dict[str, Any] | None:
 
 
 def read_recorder() -> dict[str, Any] | None:
-    """`begun` and `ended` exchanges over all groups, and the `recent` ones; None without any.
+    """Numbers of `begun` and `ended` collectives over all groups, and the `recent` ones as text.
 
-    What an earlier group of this process has left is not told.
+    None without a process group: entries of an earlier group of this process are ignored.
     """
-    import torch.distributed as dist  # a reader of a run folder needs no torch
+    import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -412,7 +418,7 @@ def read_recorder() -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(dump() or b"{}")
-    except ValueError:  # a name of a group that torch did not escape, say
+    except ValueError:  # invalid JSON: torch does not escape group names
         return None
     groups = (content.get("pg_status") or {}).values()
     entries = content.get("entries") or []

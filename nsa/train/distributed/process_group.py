@@ -1,4 +1,4 @@
-"""From the variables of torchrun to a process group, or to a run in one process."""
+"""Open the process group from torchrun's variables, or run in a single process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from nsa.train.errors import RunRefused
 
 @contextlib.contextmanager
 def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[Strategy]:
-    """The ranks of a run, while it lasts; `ddp` is a value of --ddp."""
+    """Yield the strategy of a run, and close it at the end; `ddp` is a value of --ddp."""
     world_size, strategy = read("WORLD_SIZE"), cfg.runtime.strategy
     launched = raw("RANK") is not None and raw("MASTER_ADDR") is not None
+    # Refuse contradictory settings before any rank waits for another.
     if strategy != "auto" and (ddp == OFF or not launched):
         why = "--ddp 0" if ddp == OFF else "RANK or MASTER_ADDR not set"
         raise ConfigError(
@@ -37,6 +38,7 @@ def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[St
             f"--ddp 0 with WORLD_SIZE={world_size}: {world_size} runs would write into one folder; "
             "start it without torchrun, or with --ddp -1 or 1"
         )
+    # A single rank under torchrun needs no group, unless --ddp 1 or the config asks for one.
     if ddp == OFF or (ddp == AUTO and strategy == "auto" and world_size <= 1):
         with Strategy() as alone:
             yield alone
@@ -56,14 +58,14 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
     rank, world_size, minutes = read("RANK"), read("WORLD_SIZE"), read("NSA_PG_TIMEOUT_MIN")
     if minutes <= 0:
         raise RunRefused("NSA_PG_TIMEOUT_MIN=0: no rank could wait for another; use minutes > 0")
-    say_first = say if rank == 0 else _nothing
+    say_first = say if rank == 0 else _silent
     cuda = cfg.runtime.device.startswith("cuda") or (
         cfg.runtime.device == "auto" and torch.cuda.is_available()
     )
     backend = _backend(cuda)
     timeout = timedelta(minutes=minutes)
-    store = _meet(timeout)
-    # torchrun keeps one store over its restarts; without a prefix, new ranks would meet dead ones.
+    store = _open_store(timeout)
+    # torchrun keeps one store across restarts: without a prefix, new ranks would read stale keys.
     store = PrefixStore(f"attempt{read('TORCHELASTIC_RESTART_COUNT')}", store)
     store.set_timeout(timeout)
     if cuda:
@@ -75,16 +77,17 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
             f"[ddp] process group ready | backend={backend} world_size={world_size} "
             f"timeout_min={minutes:g}"
         )
+        # Decisions are exchanged on the CPU, so that they never wait for the GPU.
         control = dist.new_group(backend="gloo", timeout=timeout) if backend != "gloo" else None
         gpu = f"cuda:{torch.cuda.current_device()}" if cuda else None
-        kind = _kind(cfg.runtime.strategy)
+        kind = _strategy_class(cfg.runtime.strategy)
         with kind(rank, world_size, store, control, gpu, 60.0 * minutes, say_first) as ranks:
             yield ranks
     finally:
         dist.destroy_process_group()
 
 
-def _kind(strategy: str) -> type[Group]:
+def _strategy_class(strategy: str) -> type[Group]:
     if strategy != "fsdp":
         return Ddp
     from nsa.train.distributed.fsdp import Fsdp  # takes a second to import
@@ -92,10 +95,10 @@ def _kind(strategy: str) -> type[Group]:
     return Fsdp
 
 
-def _meet(timeout: timedelta) -> Store:
-    """The store that all ranks can reach; the first rank has it, or the launcher.
+def _open_store(timeout: timedelta) -> Store:
+    """Connect to the store of rank 0 or of the launcher.
 
-    torch waits without end for an answer from a stranger who listens there.
+    Has its own timeout: torch hangs if another program listens on that port.
     """
     where, patience_s = f"{raw('MASTER_ADDR')}:{raw('MASTER_PORT')}", timeout.total_seconds() + 5.0
     try:
@@ -113,7 +116,7 @@ def _meet(timeout: timedelta) -> Store:
 
 
 def translate_old_names() -> None:
-    """Give torch and NCCL the names they look for now; a new name that is set wins."""
+    """Copy old variable names to the names that torch and NCCL read now; a set new name wins."""
     for new, value in (
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", raw("NCCL_ASYNC_ERROR_HANDLING")),
         ("TORCH_NCCL_BLOCKING_WAIT", raw("NCCL_BLOCKING_WAIT")),
@@ -124,9 +127,10 @@ def translate_old_names() -> None:
 
 
 def _lower_debug_level(backend: str, say: Callable[[str], None]) -> None:
-    """With torch 2.13, DDP over gloo crashes under DETAIL: its logger mistakes the wrapped group.
+    """Work around a crash of DDP over gloo with debug level DETAIL (torch 2.13).
 
-    It can go when a plain DDP over gloo starts with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    Its logger mistakes the wrapped group. Remove this when plain DDP over gloo starts with
+    TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
     if backend == "gloo" and get_debug_level() == DebugLevel.DETAIL:
         set_debug_level(DebugLevel.INFO)
@@ -143,7 +147,7 @@ def _backend(cuda: bool) -> str:
 
 
 def _local_gpu(backend: str) -> int:
-    """LOCAL_RANK picks the device; over gloo, which allows it, ranks may share one."""
+    """The device index of this rank, by LOCAL_RANK; over gloo, ranks may share a device."""
     local_rank, count = read("LOCAL_RANK"), torch.cuda.device_count()
     if count == 0 or (local_rank >= count and backend == "nccl"):
         raise RunRefused(
@@ -153,5 +157,5 @@ def _local_gpu(backend: str) -> int:
     return int(local_rank % count)
 
 
-def _nothing(text: str) -> None:
-    """The first rank says it."""
+def _silent(text: str) -> None:
+    """Print nothing: rank 0 prints it."""

@@ -1,8 +1,8 @@
-"""How many processes train together, and what they do together: the strategy of a run.
+"""The strategy of a run: how many processes train together, and what they do collectively.
 
-`Strategy` is one process, and the interface of all strategies; `Ddp` (ddp.py) is many with a copy
-of the model each, `Fsdp` (fsdp.py) many that share one out. The loop calls the methods at the same
-places in every case, so nothing in it asks how many ranks there are.
+`Strategy` is one process, and the interface of all strategies; `Ddp` (ddp.py) has a replica of the
+model on each rank, `Fsdp` (fsdp.py) a shard. The training loop calls the same methods in every
+case and never asks how many ranks there are.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from nsa.train.errors import RunRefused
 from nsa.train.runtime import Runtime
 
 if TYPE_CHECKING:
-    from nsa.train.runtime import Runtime
     from nsa.train.stop import Stop
 
 
 AUTO, OFF, ON = -1, 0, 1
-"""The values of --ddp: as the launcher says, never, always."""
+"""Values of --ddp: decide by the launcher's variables, never, always."""
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -43,25 +42,26 @@ Fingerprint = dict[str, str]
 
 
 class Strategy:
-    """One process: everything is decided here, and nobody has to be asked."""
+    """A single process: no communication. Methods marked collective are called by all ranks."""
 
     rank = 0
     world_size = 1
     checkpoint_name = checkpoint_file.NAME
     gathers = False
-    """Whether a forward pass waits for other ranks, whose parts of the weights it needs."""
+    """Whether a forward pass is collective, because it gathers sharded weights."""
     seen = 0
+    """Result of the last `fetching`."""
     timeout_s: float | None = None
-    """After this, waiting for another rank is an error; None where nobody is waited for."""
+    """Timeout of collectives; None with a single process."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the files and talks to the user."""
+        """Whether this is rank 0, which writes the files and prints the messages."""
         return self.rank == 0
 
     @property
     def name(self) -> str:
-        """For lines that every rank prints; empty where there is only one."""
+        """Name for lines that every rank prints; empty with a single process."""
         return ""
 
     def __enter__(self: Self) -> Self:
@@ -73,107 +73,110 @@ class Strategy:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the others."""
+        """Leave the group."""
 
     def adapt(self, cfg: Config) -> Config:
-        """The config as these ranks can train it."""
+        """The config with changes that this strategy requires."""
         return cfg
 
     def place(self, config: RuntimeConfig) -> RuntimeConfig:
-        """The same with the device of this rank."""
+        """The runtime config with the device of this rank."""
         return config
 
     def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
-        """Raise RunRefused where the ranks are about to train different things."""
+        """Raise RunRefused if settings, data or code differ between ranks. Collective."""
 
     def bring(self, model: TinyLM, runtime: Runtime) -> TinyLM:
-        """A new model on its device: all of it, or the part of this rank."""
+        """Move a new model to its device: all of it, or the shard of this rank."""
         return model.to(runtime.device)
 
     def wrap(self, loss: nn.Module, runtime: Runtime) -> nn.Module:
-        """Let the backward pass of a loss give every rank the mean gradient."""
+        """Wrap the loss so that backward leaves the mean gradient on every rank."""
         return loss
 
     def warm_up(self, backward: Callable[[], None]) -> None:
-        """Run a backward pass for nothing before the first update, where ranks need one."""
+        """Run a backward pass without effect before the first update, if the strategy needs it."""
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch; the last one exchanges the gradient."""
+        """Context of forward and backward of a micro-batch; the last one reduces the gradient."""
         return nullcontext()
 
     def share(self, loss: Tensor) -> Tensor:  # [] fp32 -> [] fp32
-        """The mean of the ranks' losses; nobody waits for the device."""
+        """The mean loss over the ranks. Collective; no host sync."""
         return loss
 
     def culprits(self, late: int) -> str:
-        """Whose loss was not finite, `late` updates ago; empty where that is no question."""
+        """Text naming the ranks whose loss was not finite, `late` updates ago; may be empty."""
         return ""
 
     def total(self, *values: Tensor | int) -> list[float]:
-        """The sums over the ranks; waits for the device."""
+        """The sums over the ranks. Collective; synchronizes the device."""
         return [value.item() if isinstance(value, Tensor) else float(value) for value in values]
 
     @contextmanager
     def fetching(
         self, stop: Stop | None = None, *, started: bool = False, seen: int = 0
     ) -> Iterator[None]:
-        """Around the wait for data: on all ranks it succeeds, or on none.
+        """Context of the wait for data: it succeeds on all ranks or raises on all. Collective.
 
-        Then `self.seen` is the highest `seen` of all ranks: what one has to tell the others.
+        Afterwards `self.seen` is the maximum of `seen` over the ranks.
         """
         self.seen = seen
         yield
 
     def patience_s(self, usual_s: float) -> float:
-        """How long this rank may wait for a batch."""
+        """How long this rank may wait for a batch: less than the timeout of collectives."""
         return usual_s
 
     def asked(self, stop: Stop, *, last: bool = False) -> str:
-        """Who wants the run to stop after this step, maybe the last; the same on every rank."""
+        """The source of a request to stop after this step; the same on every rank."""
         return stop.requested()
 
     @property
     def saves(self) -> bool:
-        """Whether this rank takes part in the writing of a checkpoint."""
+        """Whether this rank takes part in writing checkpoints."""
         return self.is_first
 
     def write_checkpoint(self, folder: Path, content: Content) -> Path:
-        """Write a captured state; in a thread of its own, on all ranks that take part."""
+        """Write a captured state; runs in the writer thread, on all ranks that `saves`."""
         return checkpoint_file.write(folder, content)
 
     def load_checkpoint(self, path: Path, content: Content) -> Content:
-        """What shelf.peek has found, with its tensors as this rank trains them."""
+        """Complete the content from find.peek: full tensors, or the shards of this rank."""
         return find.fill(path, content)
 
     def spread(self, weights: dict[str, Tensor], model: TinyLM) -> None:
-        """Give the model on every rank the weights that the first one has read."""
+        """Load weights that rank 0 has read into the model on every rank. Collective."""
         model.load_state_dict(weights, strict=True)
 
     def weights(self, model: TinyLM) -> dict[str, Tensor]:
-        """The whole weights on the host for the first rank; nothing for the others."""
+        """The full weights on the CPU for rank 0, empty for the others. Collective under FSDP."""
         state = model.state_dict() if self.is_first else {}
         return {name: x.detach().cpu() for name, x in state.items()}
 
     def whole(self, model: TinyLM, cfg: Config) -> TinyLM:
-        """The model of the config as one process has it; others than the first keep theirs."""
+        """The unsharded model on rank 0; other ranks return theirs. Collective under FSDP."""
         return model
 
     def from_first(self, make: Callable[[], str | None]) -> str:
-        """What the first rank makes, empty for nothing; where that fails, no rank goes on."""
+        """Run `make` on rank 0 and return its result on all ranks; if it raises, all ranks raise.
+
+        None counts as an empty text. Collective.
+        """
         return make() or ""
 
     def on_first(
         self, do: Callable[Given, Made], *args: Given.args, **options: Given.kwargs
     ) -> Made | None:
-        """Do it on the first rank alone; the others get None, and do not wait."""
+        """Call `do` on rank 0 only; the others return None at once."""
         return do(*args, **options) if self.is_first else None
 
 
 def micro_positions(ranks: Strategy, first: int, batch_size: int, num_micro: int) -> list[int]:
-    """Where the micro-batches of this rank begin, in an update whose rows begin at `first`.
+    """First rows of this rank's micro-batches, in an update whose rows start at `first`.
 
-    Micro-batch after micro-batch, rank after rank: so k ranks with B rows read what one process
-    with k*B rows reads.
+    Within a micro-batch, ranks take consecutive rows: k ranks with batch B read the same rows as
+    one process with batch k*B.
     """
     return [
         first + (micro * ranks.world_size + ranks.rank) * batch_size for micro in range(num_micro)
@@ -181,24 +184,25 @@ def micro_positions(ranks: Strategy, first: int, batch_size: int, num_micro: int
 
 
 def speaks_for_all(error: BaseException) -> bool:
-    """Whether this process should print an error: the first does for all that ended alike."""
+    """Whether this process should print an error; rank 0 prints errors that all ranks share."""
     return read("RANK") == 0 or not getattr(error, "shared", False)
 
 
 def mark_shared(error: Any) -> None:
-    """Note that every rank ends here, so that they can wait for each other."""
+    """Mark an error as raised on every rank, so that they may wait for each other at the end."""
     error.shared = True
 
 
-# What all ranks of a run must have in common, as text by name.
+# --- fingerprint: what must be equal on all ranks ---
 
 
 def fingerprint_of_rank(
     cfg: Config, identity: Identity, runtime: Runtime, world_size: int
 ) -> Fingerprint:
-    """The settings, the data, the variables, the code and its libraries of this process."""
+    """Settings, data, NSA_* variables, code and torch version of this process, as text by name."""
     groups = to_container(cfg).items()
     found = {f"{group}.{key}": str(value) for group, keys in groups for key, value in keys.items()}
+    # Only NSA_*: variables such as RANK differ between ranks by design.
     found |= {name: value for name, value in in_effect().items() if name.startswith("NSA_")}
     found |= {
         "code": source_hash(),
@@ -210,7 +214,7 @@ def fingerprint_of_rank(
 
 
 def refuse_difference(rank: int, theirs: Fingerprint, ours: Fingerprint) -> None:
-    """Raise RunRefused where another rank is not like the first."""
+    """Raise RunRefused if another rank differs from rank 0."""
     for key in sorted(ours.keys() | theirs.keys()):
         if theirs.get(key) != ours.get(key):
             raise RunRefused(
@@ -221,10 +225,11 @@ def refuse_difference(rank: int, theirs: Fingerprint, ours: Fingerprint) -> None
 
 
 def source_hash() -> str:
-    """A hash of every module of the package, tests aside; the version alone says too little."""
+    """A hash of all modules of the package except tests: the version does not show local edits."""
     root, digest = Path(nsa.__file__).parent, hashlib.sha256(nsa.__version__.encode())
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if name.parts[0] != "tests":
+            # Names are hashed too: a renamed module is different code.
             digest.update(f"\n{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
