@@ -214,7 +214,7 @@ class NSAAttention(Rotary):
         else:
             # The torch path. With the reference selection the user asked for it: not a fallback.
             if self._plan_of(cache).selection == "fast":
-                self._count(x, self._decode_obstacle(cache))
+                self._count_fallback(x, self._decode_obstacle(cache))
             with nvtx("projections+rope"):
                 q, k, v, gates = self._in_dtype(cache, *self._project(x, rope))
             # Store first: the token attends to itself.
@@ -241,7 +241,7 @@ class NSAAttention(Rotary):
             return "NSA_SEL_RANGES_V2=0 asks for the reference selection"
         sizes = (self.d_k, self.d_v, self.num_heads // self.num_groups, cache.dtype)
         obstacle = decode_obstacle(*sizes, self.spec, cache.max_len, _capability(cache.device))
-        return self._refused(obstacle)
+        return self._raise_if_named(obstacle)
 
     def _continue_obstacle(self, cache: DecodedCache) -> str:
         """Why chunked prefill cannot run on the Triton kernels; empty when it can."""
@@ -250,15 +250,15 @@ class NSAAttention(Rotary):
             return plan.reason
         per_group = self.num_heads // self.num_groups
         sizes = (self.d_k, self.d_v, per_group, self.spec.l_sel, cache.dtype)
-        return self._refused(query_obstacle(*sizes, _capability(cache.device)))
+        return self._raise_if_named(query_obstacle(*sizes, _capability(cache.device)))
 
-    def _refused(self, obstacle: str) -> str:
+    def _raise_if_named(self, obstacle: str) -> str:
         """The obstacle, or an error if the caller named the Triton backend."""
         if obstacle and self.backend == "triton":
             raise cannot_run(obstacle)
         return obstacle
 
-    def _count(self, like: Tensor, obstacle: str) -> None:
+    def _count_fallback(self, like: Tensor, obstacle: str) -> None:
         """Count a fallback from the kernels, where `auto` on a GPU would have run them."""
         if like.is_cuda and self.backend == "auto":
             record("all", obstacle)
@@ -307,7 +307,7 @@ class NSAAttention(Rotary):
             out = self._continue(q, (k[2], v[2]), gates, cache)
             cache.store_window(k[2], v[2])
         else:
-            self._count(q, obstacle)
+            self._count_fallback(q, obstacle)
             branches = cache.branches_with_window(k[2], v[2], compute_dtype(q.dtype))
             cache.store_window(k[2], v[2])
             out, _ = attend_cached(q, branches, gates, first, self.spec, 1 / math.sqrt(self.d_k))

@@ -86,15 +86,15 @@ class Block(nn.Module):
         attended = self.attn(
             self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=layer
         )
-        return self._feed(x + attended)
+        return self._add_mlp(x + attended)
 
     def prefill(self, x: Tensor, cache: Any) -> Tensor:  # [B, T, dim] -> [B, T, dim]
-        return self._feed(x + self.attn.prefill(self.norm1(x), cache))
+        return self._add_mlp(x + self.attn.prefill(self.norm1(x), cache))
 
     def step(
         self, x: Tensor, cache: Any, rope: Rope | None = None
     ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
-        return self._feed(x + self.attn.step(self.norm1(x), cache, rope))
+        return self._add_mlp(x + self.attn.step(self.norm1(x), cache, rope))
 
-    def _feed(self, x: Tensor) -> Tensor:
+    def _add_mlp(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm2(x))

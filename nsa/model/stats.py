@@ -70,13 +70,13 @@ class AttentionStats:
 
     def send(self) -> None:
         """Start the copy to the host now; a later request then does not wait for newer steps."""
-        self._sent()
+        self._host_copy()
 
     def per_layer(self) -> list[dict[str, float]]:
         """One dictionary per layer, in order (one host sync, shared with `summary`)."""
         if self._layers is None:
             names = GATE_FIELDS + SELECTION_FIELDS
-            table = self._sent().wait()[0].tolist()
+            table = self._host_copy().wait()[0].tolist()
             self._layers = [dict(zip(names, row, strict=True)) for row in table]
         return self._layers
 
@@ -84,10 +84,10 @@ class AttentionStats:
         """What each layer read, in order; None unless `maps` was set."""
         if not self._with_maps:
             return None
-        counts = iter(self._sent().wait()[1:])
+        counts = iter(self._host_copy().wait()[1:])
         return [self._counts[layer].map_of(*islice(counts, 3)) for layer in sorted(self._counts)]
 
-    def _sent(self) -> HostCopy:
+    def _host_copy(self) -> HostCopy:
         """The copy of everything recorded; one for all requests."""
         if not self._rows:
             raise ValueError("no layer was recorded; run model(ids, stats=stats) first")

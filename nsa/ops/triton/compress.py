@@ -83,7 +83,7 @@ def mean_backward(
 
 ROWS = 32
 """Blocks (forward) or tokens (backward) of one program."""
-MAX_KEPT = 1024
+MAX_CACHED = 1024
 """Cached launches; a full cache is cleared."""
 
 _memo: Memo = {}
@@ -92,7 +92,7 @@ _memo_backward: Memo = {}
 
 def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
-    if len(_memo) >= MAX_KEPT:
+    if len(_memo) >= MAX_CACHED:
         _memo.clear()
     batch, _, num_heads, dim = x.shape
     num_cmp = sum(spec.num_cmp(length) for length in doc_lens)
@@ -115,7 +115,7 @@ def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
 
 def backward(dout: Tensor, seq_len: int, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     """Gradient of x: [B, N, H, D] -> [B, S, H, D]."""
-    if len(_memo_backward) >= MAX_KEPT:
+    if len(_memo_backward) >= MAX_CACHED:
         _memo_backward.clear()
     batch, num_cmp, num_heads, dim = dout.shape
     dx = torch.empty(batch, seq_len, num_heads, dim, dtype=dout.dtype, device=dout.device)

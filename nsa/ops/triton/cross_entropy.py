@@ -52,7 +52,7 @@ def softmax_loss(
 # --- Launcher ---
 
 BLOCK, NUM_WARPS = 4096, 8
-MAX_KEPT = 1024
+MAX_CACHED = 1024
 """Cached launches; a full cache is cleared."""
 
 _memo: Memo = {}
@@ -72,7 +72,7 @@ def losses_and_gradient(
     Columns from `vocab` on are padding: they are not read, and their gradient is 0. Loss and
     gradient of a row whose target is `ignored` are 0.
     """
-    if len(_memo) >= MAX_KEPT:
+    if len(_memo) >= MAX_CACHED:
         _memo.clear()
     num_rows, width = logits.shape
     start(

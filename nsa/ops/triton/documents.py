@@ -54,7 +54,7 @@ def finite_rows(
 # --- Index tensors and launchers ---
 
 ROWS_PER_PROGRAM = 16
-MAX_KEPT = 256
+MAX_CACHED = 256
 """Cached launches; a full cache is cleared."""
 
 _memo: Memo = {}
@@ -141,7 +141,7 @@ def _clean_copy(index: Documents, x: Tensor, first_bad: Tensor) -> Tensor:
     _, num_rows, num_heads, dim = x.shape
     copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     compressed = num_rows != len(first_bad)
-    if len(_memo) >= MAX_KEPT:
+    if len(_memo) >= MAX_CACHED:
         _memo.clear()
     start(
         _memo,

@@ -230,7 +230,7 @@ TORCH = Kernel(_torch_forward, _torch_backward)
 def _cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    _without(window)
+    _refuse_window(window)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, True, False, scale=scale
     )
@@ -247,7 +247,7 @@ def _cudnn_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _without(window)
+    _refuse_window(window)
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
     no_bounds = None, None, q.shape[1], k.shape[1]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -258,7 +258,7 @@ def _cudnn_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _without(window: int | None) -> None:
+def _refuse_window(window: int | None) -> None:
     if window is not None:
         raise ValueError(f"cuDNN attention is causal without a window, not of {window} keys")
 

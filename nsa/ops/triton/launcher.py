@@ -94,7 +94,7 @@ def start(
     known = memo.get(place)
     if known is not None:
         if known.compiled is not None:
-            _start_again(known, tensors, addresses)
+            _launch_cached(known, tensors, addresses)
         return
     one = launch()
     device = _device_of(tensors)
@@ -138,7 +138,7 @@ def _is_current(device: int) -> bool:
     return torch._C._cuda_getDevice() == device
 
 
-def _start_again(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+def _launch_cached(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
     """Launch from the memo; switching the device costs time, and is rarely needed."""
     if _is_current(known.device):
         _run(known, tensors, addresses)

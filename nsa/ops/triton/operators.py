@@ -86,11 +86,11 @@ def _attention(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     selection, *static = args[NUM_INPUTS:]
     problem = _problem(inputs, inputs, *static)
-    inputs, _ = _apart(problem, inputs)
+    inputs, _ = _zero_non_finite(problem, inputs)
     return tuple(attention.forward(problem, inputs, selection))
 
 
-def _apart(
+def _zero_non_finite(
     problem: Problem, inputs: Inputs, dout: Tensor | None = None
 ) -> tuple[Inputs, Tensor | None]:
     """Packed documents: replace non-finite values by 0, and mark their rows by a NaN gate.
@@ -135,7 +135,7 @@ def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
     dout, *static = args[NUM_INPUTS + NUM_SAVED :]
     problem = _problem((*inputs, describable(dout)), inputs, *static)
-    inputs, apart = _apart(problem, inputs, describable(dout))
+    inputs, apart = _zero_non_finite(problem, inputs, describable(dout))
     assert apart is not None
     dout = apart
     return tuple(attention.backward(problem, inputs, saved, dout))

@@ -36,7 +36,7 @@ BY_QUERY_FROM = 9
 """Heads per group from which its forward is in query order: they fill a tile of 16 rows."""
 LONG_FROM = 49152
 """Tokens from which cuDNN computes the compressed branch (docs/kernels.md)."""
-MAX_KEPT = 256
+MAX_CACHED = 256
 """Cached problems; a full cache is cleared."""
 
 _kept: dict[tuple[Any, ...], Problem] = {}
@@ -224,7 +224,7 @@ def problem_of(
     key = (form(*tensors), spec, scale)
     problem = _kept.get(key)
     if problem is None:
-        if len(_kept) >= MAX_KEPT:
+        if len(_kept) >= MAX_CACHED:
             _kept.clear()
         problem = _kept[key] = Problem(q, v, spec, scale, doc_lens)
     return problem

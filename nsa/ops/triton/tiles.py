@@ -182,7 +182,7 @@ def needs_words(l_sel: int, *, packed: bool) -> bool:
     return packed or l_sel % 4 != 0
 
 
-def _fitted(
+def _fitted_band_tiles(
     kernel: str,
     tiles: Tiles,
     d_k: int,
@@ -216,7 +216,7 @@ def forward_tiles(
     shortest.
     """
     tiles = _forward_tiles(d_k, d_v, dtype, branch)
-    return _fitted("band_forward", tiles, d_k, d_v, dtype, capability, words)
+    return _fitted_band_tiles("band_forward", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles:
@@ -242,7 +242,7 @@ def dkv_tiles(
 ) -> Tiles:
     """Tiles of band_dkv."""
     tiles = _dkv_tiles(d_k, d_v, dtype)
-    return _fitted("band_dkv", tiles, d_k, d_v, dtype, capability, words)
+    return _fitted_band_tiles("band_dkv", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
@@ -266,7 +266,7 @@ def dq_tiles(
 ) -> Tiles:
     """Tiles of band_dq."""
     tiles = _dq_tiles(d_k, d_v, dtype)
-    return _fitted("band_dq", tiles, d_k, d_v, dtype, capability, words)
+    return _fitted_band_tiles("band_dq", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
@@ -280,7 +280,7 @@ def _dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
 
 def score_tiles(d_k: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
     """Tiles of group_scores."""
-    return _fitted("group_scores", _score_tiles(d_k, dtype), d_k, d_k, dtype, capability)
+    return _fitted_band_tiles("group_scores", _score_tiles(d_k, dtype), d_k, d_k, dtype, capability)
 
 
 def _score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
@@ -376,7 +376,7 @@ def fits_selected(
     purposes = ("dkv",) if by_query else ("forward", "backward")
     blocks = (fitted_block_tiles(*sizes, purpose, capability) for purpose in purposes)
     fits = fits_blocks(d_k, d_v, l_sel, dtype) and None not in blocks
-    queries = (_query(*sizes, capability, backward=back) for back in (False, True))
+    queries = (_fitted_query_tiles(*sizes, capability, backward=back) for back in (False, True))
     return fits and (not by_query or None not in queries)
 
 
@@ -389,7 +389,10 @@ def query_obstacle(
     capability: Capability = H200,
 ) -> str:
     """Why query_forward cannot take such heads; empty when it can."""
-    fits = _query(d_k, d_v, per_group, l_sel, dtype, capability, backward=False) is not None
+    fits = (
+        _fitted_query_tiles(d_k, d_v, per_group, l_sel, dtype, capability, backward=False)
+        is not None
+    )
     return "" if fits else group_obstacle(d_k, d_v, per_group, dtype, capability)
 
 
@@ -415,12 +418,12 @@ def query_tiles(
     backward: bool = False,
 ) -> Tiles:
     """Tiles of query_forward and query_dq: rows are the heads of a group."""
-    tiles = _query(d_k, d_v, per_group, l_sel, dtype, capability, backward=backward)
+    tiles = _fitted_query_tiles(d_k, d_v, per_group, l_sel, dtype, capability, backward=backward)
     assert tiles is not None, group_obstacle(d_k, d_v, per_group, dtype, capability)
     return tiles
 
 
-def _query(
+def _fitted_query_tiles(
     d_k: int,
     d_v: int,
     per_group: int,

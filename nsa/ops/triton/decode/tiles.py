@@ -161,7 +161,7 @@ def decode_tiles(
     # Small tiles for fp32 and heads wider than 128.
     wide = max(sum(parts_of(d_k)), padded(d_v))
     fits = dtype != torch.float32 and wide <= 128
-    cut = _cut(segments < FEW_SEGMENTS, num_cmp > LONG, wide > 64)
+    cut = _cut_of(segments < FEW_SEGMENTS, num_cmp > LONG, wide > 64)
     keys = min(cut.keys, 64) if fits else 32
     strides = spec.l_sel // spec.d
     # Sums by block need tiles that hold whole blocks.
@@ -171,9 +171,9 @@ def decode_tiles(
     # Tokens per part: enough parts for cmp_programs, not shorter than `shortest`, not more than
     # MAX_CMP_PARTS of them, and whole tiles.
     cmp_part = max(num_cmp // max(cut.cmp_programs // segments, 1), cut.shortest)
-    cmp_part = _up(max(cmp_part, _up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
+    cmp_part = _round_up(max(cmp_part, _round_up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
     per_part = max(1, -(-(spec.n_sel - NUM_FORCED) // max(cut.sel_programs // segments - 1, 1)))
-    win_part = max(keys, cut.win_part, _up(-(-window // MAX_WIN_PARTS), keys))
+    win_part = max(keys, cut.win_part, _round_up(-(-window // MAX_WIN_PARTS), keys))
     # Parts of a head, which decide the warps of the merge.
     num_parts = -(-num_cmp // cmp_part) + -(-window // win_part)
     num_parts += -(-NUM_FORCED // per_part) + -(-(spec.n_sel - NUM_FORCED) // per_part)
@@ -230,7 +230,7 @@ def _strides_pad(spec: BlockSpec) -> int:
     return 1 << (spec.l_sel // spec.d - 1).bit_length()
 
 
-def _cut(is_few: bool, is_long: bool, is_wide: bool) -> Cut:
+def _cut_of(is_few: bool, is_long: bool, is_wide: bool) -> Cut:
     if is_few:
         return FEW_LONG if is_long else FEW
     if is_wide:
@@ -238,5 +238,5 @@ def _cut(is_few: bool, is_long: bool, is_wide: bool) -> Cut:
     return NARROW_LONG if is_long else NARROW
 
 
-def _up(size: int, step: int) -> int:
+def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
