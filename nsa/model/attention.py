@@ -57,6 +57,7 @@ class BlockMLP(nn.Module):
     def _one_document(self, x: Tensor) -> Tensor:
         if x.shape[1] < self.spec.l:
             return x[:, :0]
+        # Overlapping windows of l tokens, stride d; unfold puts the window last.
         blocks = x.unfold(1, self.spec.l, self.spec.d).transpose(-1, -2)  # [B, N, H, l, D]
         hidden = self.fc1((blocks + self.place.to(x.dtype)).flatten(-2))
         return self.fc2(nn.functional.silu(hidden)).to(x.dtype)

@@ -328,6 +328,7 @@ def layer_activations(config: Config) -> int:
     model, num_kv = config.model, num_branches(config) * config.model.n_kv_groups
     size, tokens = BYTES[config.runtime.precision], _tokens(config)
     num_keys = model.n_heads + num_kv
+    # Bytes per token: what autograd saves of the norms, the projections, attention and the MLP.
     norms = 2 * (2 * FP32 * model.dim + FP32)  # input, scaled input, 1 / rms; of both norms
     inputs = model.dim * 2  # of qkv and gate, of fc1
     attention = num_keys * model.d_k + num_kv * model.d_v  # as projected

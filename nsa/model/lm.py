@@ -280,6 +280,7 @@ class TinyLM(nn.Module):
         if self.embed.weight.is_meta:
             return  # a meta tensor has no values, and the division would make torch load sympy
         with torch.no_grad():
+            # Two residual branches per layer: attention and MLP.
             for block in self.layers:
                 block.attn.out.weight /= math.sqrt(2 * n_layers)
                 block.mlp.fc2.weight /= math.sqrt(2 * n_layers)

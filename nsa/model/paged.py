@@ -164,6 +164,7 @@ class PagedCache(DecodedCache):
 
     def close(self, place: int) -> None:
         """Drop the sequence at a place; PagedModelCache frees its pages, which all layers share."""
+        # max_len marks the place as empty for the kernels.
         del self.open_lengths[place]
         self.lengths[place] = self.max_len
 

@@ -173,6 +173,7 @@ class SelectionCounts:
 
     def map_of(self, queries: Tensor, reads: Tensor, distances: Tensor) -> LayerMap:
         """Counts as shares, from copies of `tensors` on the host."""
+        # Blocks in each bin: they differ by one where bins do not divide the blocks.
         blocks = torch.bincount(_bins(torch.arange(self.num_blocks), self.num_blocks))
         places = queries[:, None] * blocks  # (query, block) pairs in each cell
         totals = distances.sum(dim=-1, keepdim=True)

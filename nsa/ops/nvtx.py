@@ -9,6 +9,7 @@ import torch
 
 from nsa.config.env import read
 
+# One shared object: a range that is off must cost nothing in every call.
 _OFF = nullcontext()
 
 

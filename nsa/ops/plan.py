@@ -313,6 +313,7 @@ def _interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
     if (_triton_version() or (0, 0)) < TRITON_OLDEST:
         return False
+    # knobs exists only in recent versions of Triton, hence the check above.
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

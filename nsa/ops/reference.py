@@ -207,6 +207,7 @@ def _top_blocks(scores: Tensor, spec: BlockSpec) -> Tensor:
     """Forced blocks, then the best scores, a tie to the lower index; ascending, then -1."""
     batch, seq_len, num_groups, _ = scores.shape
     chosen = torch.full((batch, seq_len, num_groups, spec.n_sel), -1, dtype=torch.int32)
+    # Plain Python over lists: slow, and hard to get wrong. NaN scores rank last.
     table = scores.tolist()
     for b in range(batch):
         for t in range(seq_len):

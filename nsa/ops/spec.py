@@ -25,6 +25,7 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            # bool is a subclass of int and would pass the check.
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
