@@ -1,4 +1,4 @@
-"""NSAAttention, its cache, and the language model around it."""
+"""NSAAttention, its cache, the dense twin, and the language model around them."""
 
 from nsa.model.attention import NSAAttention
 from nsa.model.cache import NSACache

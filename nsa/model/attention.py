@@ -1,4 +1,8 @@
-"""phi: how a block of l raw tokens becomes one compressed token (Eq. 7)."""
+"""NSAAttention: projections, positions, compression and gates around the operator.
+
+`forward` is for training and whole sequences, `prefill` and `step` append to a cache. A learned phi
+(Eq. 7) turns a block of l raw tokens into one compressed token; it comes first.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,13 @@ from nsa.ops.triton.decode.tiles import decode_obstacle
 from nsa.ops.triton.tiles import H200, query_obstacle
 
 PHIS = ("avg", "mlp")
+"""How a block becomes one compressed token: the mean, or a learned MLP."""
 
 
 class BlockMLP(nn.Module):
-    """The learned phi of one branch tensor: a two-layer MLP on a block, shared by the KV heads.
+    """The learned phi of keys or of values: a two-layer MLP on a block, shared by the KV heads.
 
-    Input: the block's l unrotated tokens plus a learned encoding of their place in the block.
+    Its input is the block's l tokens without RoPE, plus a learned encoding of their place in it.
     """
 
     def __init__(self, spec: BlockSpec, dim: int) -> None:
@@ -52,15 +57,17 @@ class BlockMLP(nn.Module):
     def _one_document(self, x: Tensor) -> Tensor:
         if x.shape[1] < self.spec.l:
             return x[:, :0]
+        # Overlapping windows of l tokens, stride d; unfold puts the window last.
         blocks = x.unfold(1, self.spec.l, self.spec.d).transpose(-1, -2)  # [B, N, H, l, D]
         hidden = self.fc1((blocks + self.place.to(x.dtype)).flatten(-2))
         return self.fc2(nn.functional.silu(hidden)).to(x.dtype)
 
 
-# NSAAttention: projections, positions and gates around the operator, for training and decode.
+# --- The attention layer ---
 
 GATES = ("softmax", "sigmoid")
 BRANCHES = ("cmp", "sel", "win")
+"""In the order of the gates."""
 
 
 class NSAAttention(Rotary):
@@ -102,7 +109,7 @@ class NSAAttention(Rotary):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Projections at half of unit gain; gates at zero, so that all branches start equal."""
+        """Projections at half of unit gain; gate weights 0, so that all branches start equal."""
         nn.init.normal_(self.qkv.weight, std=0.5 * self.qkv.in_features**-0.5)
         nn.init.normal_(self.out.weight, std=0.5 * self.out.in_features**-0.5)
         nn.init.zeros_(self.gate.weight)
@@ -113,11 +120,11 @@ class NSAAttention(Rotary):
         x: Tensor,  # [B, S, dim]
         *,
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
-        rope: Rope | None = None,  # tables of all positions, where the caller has them already
+        rope: Rope | None = None,  # tables of all positions; None: computed here
         stats: AttentionStats | None = None,
-        layer: int | None = None,  # where the caller counts its layers
+        layer: int | None = None,  # index of the layer, for stats and fallback counters
     ) -> Tensor:  # [B, S, dim]
-        """Attention over whole sequences; packed documents stay apart."""
+        """Attention over whole sequences; packed documents do not see each other."""
         if not read("NSA_PREFILL_BATCHED"):
             return self._token_by_token(x, cu_seqlens)
         doc_lens = check_documents(cu_seqlens, x.shape[0], x.shape[1], x.device)
@@ -163,7 +170,7 @@ class NSAAttention(Rotary):
         )
 
     def new_paged_cache(self, pages: Pages) -> PagedCache:
-        """An empty cache in pages, for the decode kernels alone."""
+        """An empty paged cache; only the decode kernels can read it."""
         weight = self.qkv.weight
         return PagedCache(
             self.spec,
@@ -188,9 +195,9 @@ class NSAAttention(Rotary):
     def step(
         self, x: Tensor, cache: NSACache | PagedCache, rope: Rope | None = None
     ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
-        """Append one token per sequence; reads only what NSA promises, and counts it.
+        """Append one token per sequence; reads only the tokens that NSA selects, and counts them.
 
-        `rope` are the tables of the positions, where the caller has them already.
+        `rope` are the tables of the positions; None: computed here.
         """
         check_one_token(x)
         cache.check(x)
@@ -206,10 +213,12 @@ class NSAAttention(Rotary):
                 f"use a CUDA device and backend 'auto' or 'triton', or a cache of new_cache()"
             )
         else:
-            if self._plan_of(cache).selection == "fast":  # else somebody asked for this
-                self._count(x, self._decode_obstacle(cache))
+            # The torch path. With the reference selection the user asked for it: not a fallback.
+            if self._plan_of(cache).selection == "fast":
+                self._count_fallback(x, self._decode_obstacle(cache))
             with nvtx("projections+rope"):
                 q, k, v, gates = self._in_dtype(cache, *self._project(x, rope))
+            # Store first: the token attends to itself.
             cache.store_raw(k[0], v[0], self._compress)
             cache.store_selected(k[1], v[1])
             cache.store_window(k[2], v[2])
@@ -221,12 +230,11 @@ class NSAAttention(Rotary):
         return self.out(out.flatten(2))
 
     def decodes_by_kernels(self, cache: DecodedCache) -> bool:
-        """Whether the decode kernels run steps with this cache: where Triton runs attention, and
-        they fit."""
+        """Whether decode steps with this cache run on the Triton kernels."""
         return not self._decode_obstacle(cache)
 
     def _decode_obstacle(self, cache: DecodedCache) -> str:
-        """Why the decode kernels do not run; a backend that was named runs or raises."""
+        """Why the decode kernels do not run; empty when they do. backend="triton" raises."""
         plan = self._plan_of(cache)
         if plan.backend != "triton":
             return plan.reason
@@ -234,24 +242,25 @@ class NSAAttention(Rotary):
             return "NSA_SEL_RANGES_V2=0 asks for the reference selection"
         sizes = (self.d_k, self.d_v, self.num_heads // self.num_groups, cache.dtype)
         obstacle = decode_obstacle(*sizes, self.spec, cache.max_len, _capability(cache.device))
-        return self._refused(obstacle)
+        return self._raise_if_named(obstacle)
 
     def _continue_obstacle(self, cache: DecodedCache) -> str:
-        """Why the kernels cannot continue a cached sequence, many tokens at a time."""
+        """Why chunked prefill cannot run on the Triton kernels; empty when it can."""
         plan = self._plan_of(cache)
         if plan.backend != "triton":
             return plan.reason
         per_group = self.num_heads // self.num_groups
         sizes = (self.d_k, self.d_v, per_group, self.spec.l_sel, cache.dtype)
-        return self._refused(query_obstacle(*sizes, _capability(cache.device)))
+        return self._raise_if_named(query_obstacle(*sizes, _capability(cache.device)))
 
-    def _refused(self, obstacle: str) -> str:
+    def _raise_if_named(self, obstacle: str) -> str:
+        """The obstacle, or an error if the caller named the Triton backend."""
         if obstacle and self.backend == "triton":
             raise cannot_run(obstacle)
         return obstacle
 
-    def _count(self, like: Tensor, obstacle: str) -> None:
-        """Count a way past the kernels that nobody asked for."""
+    def _count_fallback(self, like: Tensor, obstacle: str) -> None:
+        """Count a fallback from the kernels, where `auto` on a GPU would have run them."""
         if like.is_cuda and self.backend == "auto":
             record("all", obstacle)
 
@@ -266,11 +275,13 @@ class NSAAttention(Rotary):
         gates: Tensor,
         cache: DecodedCache,
     ) -> Tensor:  # [B, 1, Hq, Dv]
-        """A step by the decode kernels: no word of it depends on the host's knowledge of lengths,
-        so that it can be captured in a CUDA graph."""
+        """A step on the decode kernels. Lengths are read only on the device, so that a CUDA graph
+        can capture the step."""
         from nsa.ops.triton.decode.launch import Token
 
         made = None
+        # The learned phi runs in every step, on the latest l tokens. The kernel uses its result
+        # only where a block ends; to decide that here, the host would need the length.
         if self.phi == "mlp":
             k_block, v_block = cache.block_ending_here(k[0], v[0])
             start = (cache.lengths + 1 - self.spec.l).clamp(min=0)
@@ -288,6 +299,8 @@ class NSAAttention(Rotary):
         with nvtx("projections+rope"):
             projected = self._project(x, self._rope_from(first, num_tokens, x))
             q, k, v, gates = self._in_dtype(cache, *projected)
+        # Raw and selected tokens are stored before attention, which reads the cache. The
+        # window's are stored after it: the ring would lose tokens that early queries still see.
         cache.store_raw(k[0], v[0], self._compress)
         cache.store_selected(k[1], v[1])
         obstacle = self._continue_obstacle(cache)
@@ -295,7 +308,7 @@ class NSAAttention(Rotary):
             out = self._continue(q, (k[2], v[2]), gates, cache)
             cache.store_window(k[2], v[2])
         else:
-            self._count(q, obstacle)
+            self._count_fallback(q, obstacle)
             branches = cache.branches_with_window(k[2], v[2], compute_dtype(q.dtype))
             cache.store_window(k[2], v[2])
             out, _ = attend_cached(q, branches, gates, first, self.spec, 1 / math.sqrt(self.d_k))
@@ -305,7 +318,7 @@ class NSAAttention(Rotary):
     def _continue(
         self, q: Tensor, window: tuple[Tensor, Tensor], gates: Tensor, cache: NSACache
     ) -> Tensor:  # [B, T, Hq, Dv]
-        """Attention of T new tokens by Triton; the window's keys and values are not stored yet."""
+        """Attention of T new tokens on Triton; the window's keys and values are not stored yet."""
         from nsa.ops.triton.chunked_prefill import attend_continued  # Triton exists for Linux only
 
         first, stop = cache.length, cache.length + q.shape[1]
@@ -315,6 +328,7 @@ class NSAAttention(Rotary):
             for kv, length in ((cache.cmp, num_cmp), (cache.sel, stop))
             for x in (kv.k, kv.v)
         )
+        # An empty cache: an ordinary forward pass.
         if first == 0:
             streams = (cmp_k, cmp_v, sel_k, sel_v, *window)
             return nsa_attention(q, *streams, gates, self.spec, backend=self.backend)
@@ -327,7 +341,7 @@ class NSAAttention(Rotary):
         )
 
     def _token_by_token(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """The slow cross-check behind NSA_PREFILL_BATCHED=0: every token through decode."""
+        """NSA_PREFILL_BATCHED=0, a slow cross-check: every token through a decode step."""
         if torch.is_grad_enabled() and (x.requires_grad or self.qkv.weight.requires_grad):
             raise ValueError(
                 "NSA_PREFILL_BATCHED=0 steps through the decode path, which has no gradient; "
@@ -345,8 +359,8 @@ class NSAAttention(Rotary):
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """q [B, S, Hq, Dk], k and v of cmp, sel, win [B, S, Hkv, D], gates [B, S, Hq, 3].
 
-        One matrix product; its columns are q, k_sel, k_win, k_cmp, then v_cmp, v_sel, v_win, so
-        that everything to be rotated lies together.
+        One matrix product; its columns are q, k_sel, k_win, k_cmp, then v_cmp, v_sel, v_win:
+        everything to be rotated is contiguous. k_cmp is last: a learned phi rotates it later.
         """
         heads, values = self._heads(x)
         rotated = apply_rope(heads[:, :, : self._num_rotated], rope)
@@ -357,7 +371,7 @@ class NSAAttention(Rotary):
     def _project_token(
         self, x: Tensor, rope: Rope
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """The same for one token [B, 1, dim], with a single kernel behind the products."""
+        """The same for one token [B, 1, dim]: RoPE and gates in a single kernel."""
         if read("NSA_FORCE_BRANCH"):
             return self._project(x, rope)
         from nsa.ops.triton.rope_and_gate import rotate_and_gate  # Triton exists for Linux only
@@ -377,7 +391,7 @@ class NSAAttention(Rotary):
         v: tuple[Tensor, ...],
         gates: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """The projections in the dtype of the cache, which attention is then computed in."""
+        """The projections in the dtype of the cache, in which attention is computed."""
         if q.dtype == cache.dtype:
             return q, k, v, gates
         q, *kv, gates = cache.in_dtype(self.qkv.weight, q, *k, *v, gates)
@@ -385,7 +399,7 @@ class NSAAttention(Rotary):
 
     @property
     def _num_rotated(self) -> int:
-        """Heads to be rotated. The learned phi wants unrotated keys; it rotates its output."""
+        """Heads to be rotated. The learned phi takes unrotated keys; its output is rotated."""
         return self.num_heads + (2 if self.phi == "mlp" else 3) * self.num_groups
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,12 +420,12 @@ class NSAAttention(Rotary):
         return q, (k_cmp, k_sel, k_win), v
 
     def _gates(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weights of cmp, sel, win: [B, S, Hq, 3], fp32 beside bf16 and q's dtype otherwise."""
+        """Weights of cmp, sel, win: [B, S, Hq, 3], fp32 for bf16 and q's dtype otherwise."""
         logits = self.gate(x).unflatten(-1, (self.num_heads, 3))
         logits = logits.to(compute_dtype(logits.dtype))
         gates = logits.softmax(dim=-1) if self.gate_kind == "softmax" else logits.sigmoid()
         forced = read("NSA_FORCE_BRANCH")
-        if forced:
+        if forced:  # ablation: one branch alone, whatever the gates say
             gates = torch.zeros_like(gates)
             gates[..., BRANCHES.index(forced)] = 1.0
         return gates if dtype == torch.bfloat16 else gates.to(dtype)
@@ -429,6 +443,7 @@ class NSAAttention(Rotary):
             mean = partial(compress, spec=self.spec, cu_seqlens=cu_seqlens, backend=self.backend)
             return mean(k), mean(v)
         doc_lens = [k.shape[1]] if doc_lens is None else doc_lens
+        # A compressed key gets the position of its block's first token.
         starts = [
             (first_block + torch.arange(self.spec.num_cmp(length), device=k.device)) * self.spec.d
             for length in doc_lens
@@ -441,6 +456,7 @@ class NSAAttention(Rotary):
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; the interpreter has none and uses that of the tile table."""
     return machine_of(device).capability or H200
 
 

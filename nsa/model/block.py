@@ -1,4 +1,4 @@
-"""RMSNorm that always computes in fp32 (or float64), whatever the model's dtype."""
+"""One transformer block: RMSNorm, attention and MLP, each with a residual."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nsa.model.stats import AttentionStats
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, eps 1e-6.
+    """x / rms(x) * weight, eps 1e-6, computed in fp32 (or float64), whatever the model's dtype.
 
-    Under autocast the result has autocast's type: only products read it, and each of them would
-    otherwise make a rounded copy of its own.
+    Under autocast the result has autocast's dtype: only products read it, and each of them would
+    otherwise make its own rounded copy.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         if x.is_cuda and x.dtype == self.weight.dtype and not torch.is_autocast_enabled(kind):
-            # One kernel, which computes in fp32 and rounds once.
+            # torch's fused kernel computes in fp32 and rounds once, without a copy of x.
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         wide = x if x.dtype == torch.float64 else x.float()
         normed = F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps)
@@ -37,13 +37,13 @@ class RMSNorm(nn.Module):
         return normed.to(rounded)
 
 
-# One transformer block: attention and MLP, each behind a norm and a residual.
+# --- The block ---
 
 Attention = NSAAttention | DenseAttention
-"""Both have the same methods; a cache is of the kind of the attention that made it."""
+"""Both have the same methods; each makes caches of its own type."""
 
 MLP_RATIO = 4
-"""Width of the MLP in units of the model's."""
+"""Width of the MLP, as a multiple of the model dim."""
 
 
 class MLP(nn.Module):
@@ -81,20 +81,20 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
         stats: AttentionStats | None = None,
     ) -> Tensor:  # [B, S, dim]
-        # A trace that knew its layer would be compiled again for each one.
+        # The layer index is a constant to Dynamo: passing it would compile every layer anew.
         layer = None if torch.compiler.is_compiling() else self.layer
         attended = self.attn(
             self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=layer
         )
-        return self._feed(x + attended)
+        return self._add_mlp(x + attended)
 
     def prefill(self, x: Tensor, cache: Any) -> Tensor:  # [B, T, dim] -> [B, T, dim]
-        return self._feed(x + self.attn.prefill(self.norm1(x), cache))
+        return self._add_mlp(x + self.attn.prefill(self.norm1(x), cache))
 
     def step(
         self, x: Tensor, cache: Any, rope: Rope | None = None
     ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
-        return self._feed(x + self.attn.step(self.norm1(x), cache, rope))
+        return self._add_mlp(x + self.attn.step(self.norm1(x), cache, rope))
 
-    def _feed(self, x: Tensor) -> Tensor:
+    def _add_mlp(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm2(x))

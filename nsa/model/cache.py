@@ -1,8 +1,8 @@
-"""What decoding remembers of one layer: full selected K/V, compressed K/V, and two short buffers.
+"""Decode cache of one layer: selected K/V of all tokens, compressed K/V, and two short rings.
 
-All buffers are allocated once. Beside the selected branch's full keys and values, a sequence costs
-1/d of them for the compressed branch, a ring of the latest w tokens for the window, and a ring of
-the latest l raw tokens, of which compression blocks are made.
+All buffers are allocated once. Beside the K/V of all tokens for the selected branch, a sequence
+costs 1/d of that for the compressed branch, a ring of the latest w tokens for the window, and a
+ring of the latest l raw tokens, from which compressed tokens are made.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ Phi = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class Cache:
-    """Room for the tokens of `batch` sequences of equal length, at most `max_len`."""
+    """Base of the caches: `batch` sequences of equal length, at most `max_len` tokens."""
 
     def __init__(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         for name, value in (("batch", batch), ("max_len", max_len)):
             if value < 1:
                 raise ValueError(f"cache {name}={value}; give at least 1")
         self.batch, self.max_len, self.dtype = batch, max_len, dtype
-        self.device = torch.empty(0, device=device).device  # with its number
+        self.device = torch.empty(0, device=device).device  # with its index: cuda becomes cuda:0
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        """Tokens of each sequence, as kernels read and advance them."""
+        """Tokens of each sequence, on the device: kernels read and advance them."""
         self.workspace = Workspace()
-        """Memory between the launches of a step, which the layers of a model share."""
+        """Buffers between the launches of a step; the layers of a model share them."""
+        # The host's copy of `lengths`, so that no step needs a host sync.
         self._length = 0
 
     @property
@@ -47,7 +48,7 @@ class Cache:
 
     @length.setter
     def length(self, value: int) -> None:
-        """More tokens than before: whoever says so has filled the buffers."""
+        """Set by the caller, who has filled the buffers up to here."""
         self._check_length(value)
         self._length = value
         self.lengths.fill_(value)
@@ -59,12 +60,12 @@ class Cache:
             )
 
     def clear(self) -> None:
-        """Forget all tokens; the memory can take another prompt."""
+        """Drop all tokens and keep the memory, for another prompt."""
         self._length = 0
         self.lengths.zero_()
 
     def advanced(self) -> None:
-        """Kernels have appended a token to every sequence, and counted it in `lengths`."""
+        """Count a token that the kernels have appended, and counted in `lengths`, on the host."""
         self._length += 1
 
     def check(self, x: Tensor) -> None:
@@ -84,10 +85,11 @@ class Cache:
             raise ValueError(f"tokens on {x.device}, cache on {self.device}; use one device")
 
     def in_dtype(self, weight: Tensor, *projected: Tensor) -> tuple[Tensor, ...]:
-        """What a product with `weight` gave, in the dtype of the cache.
+        """Products with `weight`, converted to the dtype of the cache.
 
         Under autocast a product is narrower than its weight. A cache of the weight's dtype, made
-        outside, takes it without a loss; any other mix is refused, and nothing has changed yet.
+        outside of autocast, holds it without loss; any other mix is refused before anything is
+        stored.
         """
         given = projected[0].dtype
         if given == self.dtype:
@@ -103,8 +105,8 @@ class Cache:
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of products with a weight, hence of a cache that is made here: autocast's, where it
-    is on (it leaves float64 alone), or the weight's."""
+    """The dtype of products with a weight, and so of its cache: autocast's where it is on (it
+    leaves float64 alone), otherwise the weight's."""
     kind = weight.device.type
     if weight.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return weight.dtype
@@ -130,7 +132,7 @@ def check_one_token(x: Tensor) -> None:
 
 
 class DecodedCache(Cache):
-    """The buffers of one layer that the decode kernels read and write."""
+    """A cache that the decode kernels can read and write: the buffers of one layer."""
 
     spec: BlockSpec
     cmp: KeyValues
@@ -154,7 +156,7 @@ class DecodedCache(Cache):
         return sum(x.nbytes for kv in buffers for x in (kv.k, kv.v))
 
     def decoder(self, num_heads: int) -> Decoder:
-        """What runs decode steps over these buffers with Triton; made by the first call."""
+        """The Triton decoder of these buffers; made by the first call."""
         if self._decoder is None:
             from nsa.ops.triton.decode.launch import Caches, Decoder  # Triton exists for Linux only
 
@@ -168,10 +170,11 @@ class DecodedCache(Cache):
         return self._decoder
 
     def block_ending_here(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The latest l raw tokens of every sequence with a new one [B, 1, Hkv, D], in order.
+        """The latest l raw tokens of every sequence, a new one [B, 1, Hkv, D] included, in order.
 
-        Of sequences shorter than l, the first of them are anything. Nothing is read by the host.
+        Sequences shorter than l have undefined tokens in front. No host sync.
         """
+        # With t tokens stored, slot (t + i) % l holds token t + i - l; i = l is the new one's slot.
         size = self.spec.l
         order = torch.arange(1, size + 1, device=self.device)
         slots = (self.lengths[:, None] + order) % size  # [B, l]; the last is the new one's
@@ -235,9 +238,10 @@ class NSACache(DecodedCache):
         self._store_ring(self.win, k, v)
 
     def store_raw(self, k: Tensor, v: Tensor, phi: Phi) -> None:
-        """Add T new raw tokens [B, T, Hkv, D]; compress the blocks that they complete."""
+        """Append T new raw tokens [B, T, Hkv, D]; compress the blocks that they complete."""
         start, end = self.num_cmp, self.spec.num_cmp(self.length + k.shape[1])
-        if end > start:  # the first incomplete block begins less than l tokens ago
+        # The first incomplete block begins less than l tokens ago: the ring still has all of it.
+        if end > start:
             old = ring_slots(self.raw, start * self.spec.d, self.length)
             k_whole, v_whole = (
                 torch.cat([ring[:, :, old].transpose(1, 2), new], dim=1)
@@ -256,14 +260,14 @@ class NSACache(DecodedCache):
         ring.v[:, :, slots] = v[:, -num_new:].transpose(1, 2)
 
     def branches(self) -> Branches:
-        """What a decode step reads, its token stored: one query sees every key it is given, so the
-        ring needs no order and nothing needs a mask."""
+        """Keys and values of a decode step, after its token was stored. One query sees every key it
+        is given, so the ring needs no order and no mask."""
         num_win = min(self.length + 1, self.win.k.shape[2])
         win = KeyValues(self.win.k[:, :, :num_win], self.win.v[:, :, :num_win])
         return Branches(self.cmp, self.sel, win, win_first=self.length + 1 - num_win)
 
     def branches_with_window(self, k_win: Tensor, v_win: Tensor, dtype: torch.dtype) -> Branches:
-        """What T new queries read; selected and raw tokens are stored, the window's not yet."""
+        """Keys and values of T new queries; the window's new tokens are not stored yet."""
         end = self.length + k_win.shape[1]
         k, v, win_first = self.window_with(k_win, v_win)
         num_cmp = self.spec.num_cmp(end)
@@ -275,8 +279,8 @@ class NSACache(DecodedCache):
         )
 
     def window_with(self, k_win: Tensor, v_win: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values [B, ., Hkv, D] that windows of T new tokens reach, these included, in
-        order, and the position of the first."""
+        """Keys and values [B, ., Hkv, D] of the windows of T new tokens, these included, in order,
+        and the position of the first."""
         kept = min(self.length, self.spec.w - 1)
         old = ring_slots(self.win, self.length - kept, self.length)
         k = torch.cat([self.win.k[:, :, old].transpose(1, 2), k_win], dim=1)
@@ -285,14 +289,14 @@ class NSACache(DecodedCache):
 
 
 def ring_slots(ring: KeyValues, start: int, stop: int) -> Tensor:
-    """Places in a ring of the tokens start .. stop - 1."""
+    """Slots in a ring of the tokens start .. stop - 1: token t is at t % size."""
     return torch.arange(start, stop, device=ring.k.device) % ring.k.shape[2]
 
 
 def _readable(k: Tensor, v: Tensor, dtype: torch.dtype) -> KeyValues:
-    """The buffers as they are, without a copy of the whole past; only a NaN in them needs one.
+    """The buffers without a copy of the whole past, unless v holds a non-finite value.
 
-    Smallest and largest value tell of it, and take no memory of the size of v.
+    Minimum and maximum show it, and need no temporary of the size of v.
     """
     low, high = torch.aminmax(v, dim=-1)
     if (low.isfinite() & high.isfinite()).all():

@@ -1,4 +1,4 @@
-"""How large the model is and what a forward pass costs, by part and by attention branch.
+"""What the model costs by formula: parameters, FLOPs, bytes moved, MFU and memory, by part.
 
 Every count is exact for the definition beside it: sums run over the positions and what each of
 them sees, never over S * S. One multiply-add is two FLOPs; exponentials are not counted.
@@ -14,9 +14,11 @@ from nsa.config import Config, parse_layers
 from nsa.ops.spec import BlockSpec
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Size of a number in the precision that the model computes in."""
+"""Bytes of a number in the precision that the model computes in."""
 NO_BACKWARD = ("scores",)
 """Parts without a gradient: they cost nothing in backward."""
+
+# --- Parameters, FLOPs and bytes of a pass ---
 
 
 def block_spec(config: Config) -> BlockSpec:
@@ -35,6 +37,7 @@ def parameter_counts(config: Config) -> dict[str, int]:
         "out": layers * model.n_heads * model.d_v * model.dim,
         "gate": layers * (model.dim + 1) * gates,
         "phi": layers * _phi_weights(config),
+        # fc1 and fc2, dim x 4 dim each.
         "mlp": layers * 8 * model.dim**2,
         "norms": (2 * layers + 1) * model.dim,
         "head": 0 if model.tie_embeddings else config.data.vocab * model.dim,
@@ -42,11 +45,15 @@ def parameter_counts(config: Config) -> dict[str, int]:
 
 
 def forward_flops(config: Config, seq_len: int | None = None) -> dict[str, int]:
-    """Count the FLOPs of one row through the whole model, by part; dense has one branch, all."""
+    """Count the FLOPs of one row through the whole model, by part.
+
+    Dense attention has one branch, named `all`.
+    """
     model = config.model
     seq_len = config.train.seq_len if seq_len is None else seq_len
     per_pair = 2 * model.n_heads * (model.d_k + model.d_v)  # q.k and p.v of all heads
     layer = {
+        # 2 FLOPs * tokens * inputs * outputs of every matrix.
         "projections": 2 * seq_len * model.dim * (_qkv_width(config) + model.n_heads * model.d_v),
         **({} if _is_dense(config) else _nsa_flops(config, seq_len)),
         **{name: per_pair * pairs for name, pairs in _visible_pairs(config, seq_len).items()},
@@ -59,9 +66,9 @@ def forward_flops(config: Config, seq_len: int | None = None) -> dict[str, int]:
 def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> dict[str, int]:
     """Count the bytes that a batch of rows moves through the whole model, by part.
 
-    A branch reads the K and V that each query sees, as if queries shared nothing: that is what
-    decode does; a kernel that shares tiles between queries reads less. A matrix is read once for
-    all rows, and its inputs and outputs move once.
+    A branch reads the K and V that each query sees, as if queries shared nothing: true of decode; a
+    kernel that shares tiles between queries reads less. A matrix is read once for all rows, and its
+    inputs and outputs move once.
     """
     model, size = config.model, BYTES[config.runtime.precision]
     seq_len = config.train.seq_len if seq_len is None else seq_len
@@ -80,14 +87,14 @@ def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> 
 
 
 def training_flops(forward: dict[str, int]) -> dict[str, int]:
-    """Add the backward pass, twice the forward one where there is a gradient."""
+    """Add the backward pass: twice the forward, except for parts without a gradient."""
     return {part: count * (1 if part in NO_BACKWARD else 3) for part, count in forward.items()}
 
 
 def step_flops(config: Config) -> dict[str, int]:
     """Count the FLOPs of an optimizer step on one rank: forward, and twice that in backward.
 
-    Work that is done again, in checkpointed layers or inside a kernel, is not counted.
+    Recomputation, in checkpointed layers or inside a kernel, is not counted.
     """
     rows = config.train.batch_size * config.train.accumulate_grad_batches
     flops = training_flops(forward_flops(config))
@@ -95,7 +102,7 @@ def step_flops(config: Config) -> dict[str, int]:
 
 
 def step_bytes(config: Config) -> dict[str, int]:
-    """Count the bytes of an optimizer step on one rank, by the same rule; without the optimizer."""
+    """Count the bytes of forward and backward of a step on one rank, without the optimizer."""
     train = config.train
     moved = forward_bytes(config, rows=train.batch_size)
     return {part: train.accumulate_grad_batches * 3 * count for part, count in moved.items()}
@@ -110,7 +117,7 @@ class Pairs(NamedTuple):
 
 
 def count_pairs(seq_len: int, spec: BlockSpec) -> Pairs:
-    """Count what each position sees; every legal selection gives the same count."""
+    """Count the keys of all positions; every legal selection gives the same count."""
     ends = range(1, seq_len + 1)  # tokens up to and with the query
     return Pairs(
         cmp=sum(spec.num_cmp(end) for end in ends),
@@ -120,7 +127,7 @@ def count_pairs(seq_len: int, spec: BlockSpec) -> Pairs:
 
 
 def dense_pairs(seq_len: int) -> int:
-    """Count what the queries of a row see in dense causal attention."""
+    """Count the keys of all queries of a row in dense causal attention."""
     return seq_len * (seq_len + 1) // 2
 
 
@@ -141,7 +148,7 @@ def _visible_pairs(config: Config, seq_len: int) -> dict[str, int]:
 
 
 def _nsa_flops(config: Config, seq_len: int) -> dict[str, int]:
-    """What one layer of NSA does beside its branches, for a row."""
+    """FLOPs of one layer of NSA beside its branches, for a row."""
     model, num_cmp = config.model, block_spec(config).num_cmp(seq_len)
     return {
         "gates": 2 * seq_len * 3 * model.n_heads * (model.dim + model.d_v),
@@ -151,7 +158,7 @@ def _nsa_flops(config: Config, seq_len: int) -> dict[str, int]:
 
 
 def _nsa_numbers(config: Config, seq_len: int, rows: int) -> dict[str, int]:
-    """The numbers that it moves beside its branches, for all rows."""
+    """Numbers that one layer of NSA moves beside its branches, for all rows."""
     model, num_cmp = config.model, block_spec(config).num_cmp(seq_len)
     pair = rows * model.n_kv_groups * (model.d_k + model.d_v)
     return {
@@ -168,11 +175,13 @@ def _qkv_width(config: Config) -> int:
 
 
 def _matrix(rows: int, inputs: int, outputs: int) -> int:
+    """Numbers that a matrix product moves: its input, its weight, its output."""
     return rows * inputs + inputs * outputs + rows * outputs
 
 
 def _score_flops(config: Config, seq_len: int) -> int:
-    """Add p_cmp over the heads of a group, then spread it over the blocks that it overlaps."""
+    """Sum p_cmp over the heads of a group, then spread it over the blocks that it overlaps."""
+    # `overlaps` is the number of (compressed token, selection block) pairs that overlap so far.
     model, spec = config.model, block_spec(config)
     overlaps, pairs = 0, 0
     for count in range(1, seq_len + 1):
@@ -206,10 +215,9 @@ def _phi_flops(config: Config) -> int:
     return total
 
 
-# Training FLOPs of the model per token, of the same model with dense attention, and the MFU.
-#
-# These are model FLOPs: forward, and twice that in backward. What a kernel or a checkpointed layer
-# computes again is not in them, so a run that computes more for the same update has a lower MFU.
+# --- Training FLOPs per token, of the model and of its dense twin, and the MFU ---
+# These are model FLOPs: forward, and twice that in backward. Recomputation is not counted, so a run
+# that recomputes has a lower MFU.
 
 TERA = 1e12
 PEAKS = (
@@ -221,9 +229,10 @@ PEAKS = (
     (r"L40S", 362.0),
     (r"L4", 121.0),
 )
-"""Peak of dense 16-bit products in TFLOP/s, as NVIDIA states it; the first whole name counts."""
+"""NVIDIA's peak of dense 16-bit products in TFLOP/s; the first pattern that matches a whole word of
+the device name counts, so special forms come before the general ones."""
 HALF = ("bf16", "fp16")
-"""Precisions that the peaks are for; bf16 and fp16 have the same one on all these devices."""
+"""Precisions of the peaks; bf16 and fp16 have the same one on all these devices."""
 
 
 def training_flops_per_token(config: Config) -> dict[str, float]:
@@ -232,7 +241,7 @@ def training_flops_per_token(config: Config) -> dict[str, float]:
 
 
 def dense_training_flops_per_token(config: Config) -> dict[str, float]:
-    """Count the same for causal attention over every earlier key: one K and V, and no gates."""
+    """The same for the dense twin: causal attention to every earlier key, one K and V, no gates."""
     return _per_token(config, dense_forward_flops(config))
 
 
@@ -242,7 +251,7 @@ def dense_forward_flops(config: Config, seq_len: int | None = None) -> dict[str,
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The FLOP/s that a device can do at most; None for one not in PEAKS, and for fp32."""
+    """Peak FLOP/s of a device; None for one not in PEAKS, and for fp32."""
     if precision not in HALF:
         return None
     found = (peak for name, peak in PEAKS if re.search(rf"\b({name})\b", device_name))
@@ -252,7 +261,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 def utilization(
     flops_per_token: float, toks_per_s: float, peak: float | None, num_devices: int = 1
 ) -> float | None:
-    """MFU: the share, 0 to 1, of the peak of all devices; None where the peak is not known."""
+    """MFU: fraction, 0 to 1, of the peak of all devices; None if the peak is unknown."""
     return None if peak is None else flops_per_token * toks_per_s / (peak * num_devices)
 
 
@@ -270,19 +279,20 @@ def _per_token(config: Config, forward: dict[str, int]) -> dict[str, float]:
     return {part: count / seq_len for part, count in training_flops(forward).items()}
 
 
-# What training and decoding hold in memory, by part, in bytes.
+# --- Memory of training and decoding, by part, in bytes ---
 
 FP32 = 4
+"""Bytes of an fp32 number."""
 PART = 1 << 24
-"""Logits that the loss has at a time, at most, ..."""
+"""Upper bound of the logits that the loss holds at a time, in torch."""
 FUSED_PART = 1 << 27
-"""... and where a kernel computes it, in one copy."""
+"""The same for the fused kernel, which needs one copy of them."""
 
 
 def training_memory(config: Config) -> dict[str, int]:
     """Estimate the memory of training on one rank, at the end of a forward pass.
 
-    What attention holds for a moment, and what the allocator adds, are not in it.
+    Temporary buffers of attention and the allocator's overhead are not included.
     """
     parts = parameter_counts(config)
     weights = FP32 * sum(parts.values())
@@ -291,6 +301,7 @@ def training_memory(config: Config) -> dict[str, int]:
     num_kept = config.model.n_layers - num_checkpointed
     stream = FP32 * _tokens(config) * config.model.dim  # the residual stream is fp32
     layer = layer_activations(config)
+    # AdamW has two moments per weight. Muon has one for the matrices of the layers.
     return {
         "weights": weights,
         "gradients": weights,
@@ -312,11 +323,12 @@ def head_activations(config: Config) -> int:
 def layer_activations(config: Config) -> int:
     """Count what one layer keeps for its backward pass, under the torch backend.
 
-    Dense attention is taken to keep no probabilities, as every backend but the plain-math one.
+    Dense attention is assumed to keep no probabilities, which holds for all but the math backend.
     """
     model, num_kv = config.model, num_branches(config) * config.model.n_kv_groups
     size, tokens = BYTES[config.runtime.precision], _tokens(config)
     num_keys = model.n_heads + num_kv
+    # Bytes per token: what autograd saves of the norms, the projections, attention and the MLP.
     norms = 2 * (2 * FP32 * model.dim + FP32)  # input, scaled input, 1 / rms; of both norms
     inputs = model.dim * 2  # of qkv and gate, of fc1
     attention = num_keys * model.d_k + num_kv * model.d_v  # as projected
@@ -349,7 +361,7 @@ def dense_cache_bytes(config: Config, num_tokens: int, batch: int = 1) -> int:
 
 
 def decode_reads(config: Config, num_tokens: int) -> dict[str, int]:
-    """Count the tokens that each KV head reads to decode one more, at this length."""
+    """Count the tokens that each KV head reads in one decode step at this length."""
     if num_branches(config) == 1:
         return {"all": num_tokens}
     spec = block_spec(config)
@@ -381,7 +393,7 @@ def _num_checkpointed(config: Config) -> int:
 
 
 def _logits(config: Config) -> int:
-    """The larger of both ways: some rows in three copies, or more rows in one."""
+    """Bytes of the logits: the larger of torch's loss (up to three copies) and the fused one."""
     logits, size = _tokens(config) * config.data.vocab, BYTES[config.runtime.precision]
     plain = min(logits, PART) * (2 * FP32 + (size if size < FP32 else 0))
     return max(plain, min(logits, FUSED_PART) * size)

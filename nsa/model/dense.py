@@ -1,7 +1,7 @@
 """DenseAttention: causal attention to every earlier token, with NSAAttention's interface.
 
-The twin that NSA is compared with: the same heads, head dims, positions and initial scales, one K
-and V instead of three, no gates.
+The baseline for NSA: the same heads, head dims, positions and initial scales, but one K and V
+instead of three, and no gates.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DenseCache(Cache):
     def append(
         self, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:  # [B, Hkv, T, D] -> [B, Hkv, all, D]
-        """Add T tokens, and return all there are."""
+        """Append T tokens; return the keys and values of all tokens."""
         end = self.length + k.shape[2]
         self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
         self.length = end
@@ -88,11 +88,11 @@ class DenseAttention(Rotary):
         x: Tensor,  # [B, S, dim]
         *,
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
-        rope: Rope | None = None,  # tables of all positions, where the caller has them already
+        rope: Rope | None = None,  # tables of all positions; None: computed here
         stats: AttentionStats | None = None,
         layer: int | None = None,
     ) -> Tensor:  # [B, S, dim]
-        """Attention over whole sequences; packed documents stay apart.
+        """Attention over whole sequences; packed documents do not see each other.
 
         There are no gates and no selection, so nothing is recorded in `stats`.
         """
@@ -142,16 +142,17 @@ class DenseAttention(Rotary):
         q, k, v = cache.in_dtype(self.qkv.weight, *projected)
         k, v = cache.append(k, v)
         if num_tokens == 1:
-            return self._merge(_attend(q, k, v))  # the newest token sees all
+            return self._merge(_attend(q, k, v))  # the newest token sees every key: no mask
         if first == 0:
             return self._merge(_attend(q, k, v, is_causal=True))
+        # Chunked prefill: is_causal would align the mask with the first key, not with the last.
         seen = torch.arange(cache.length, device=x.device) <= positions[:, None]  # [T, all]
         return self._merge(_attend(q, k, v, attn_mask=seen))
 
     def _project(
         self, x: Tensor, rope: Rope
     ) -> tuple[Tensor, Tensor, Tensor]:  # [B, Hq, S, Dk], [B, Hkv, S, Dk], [B, Hkv, S, Dv]
-        """One matrix product; q and k lie together, to be rotated in one go."""
+        """One matrix product; q and k are adjacent columns, rotated together."""
         num_keys = self.num_heads + self.num_groups
         heads, v = self.qkv(x).split([num_keys * self.d_k, self.num_groups * self.d_v], dim=-1)
         rotated = apply_rope(heads.unflatten(-1, (num_keys, self.d_k)), rope)
@@ -177,14 +178,14 @@ def _attend(
 
 
 def describe_backends() -> str:
-    """What computes dense attention, for the line that a run prints."""
+    """The backends of dense attention, for the line that a run prints."""
     switches = read_switches()
     allowed = "no flash" if switches.no_flash else "flash only" if switches.flash_only else "any"
     return f"scaled_dot_product_attention (backends: {allowed})"
 
 
 def _allowed_backends() -> AbstractContextManager[None]:
-    """NSA_SDPA_NO_FLASH and NSA_SDPA_FLASH_ONLY; unset, whatever the caller allows."""
+    """Apply NSA_SDPA_NO_FLASH and NSA_SDPA_FLASH_ONLY; if unset, whatever the caller allows."""
     switches = read_switches()
     if switches.flash_only:
         return sdpa_kernel(SDPBackend.FLASH_ATTENTION)

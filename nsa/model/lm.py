@@ -1,4 +1,4 @@
-"""TinyLM: a decoder-only language model on NSA, or on dense attention to compare with."""
+"""TinyLM: a decoder-only language model on NSA or, as a baseline, on dense attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from nsa.model.rope import document_positions
 from nsa.model.stats import AttentionStats
 
 EMBED_STD = 0.02
+"""Initial standard deviation of the embedding and of the output head."""
 PREFILL_TILE = 2048
-"""Tokens of a prompt that go through the model at once, unless NSA_PREFILL_TILE says otherwise."""
+"""Tokens of a prompt that go through the model at once; NSA_PREFILL_TILE overrides it."""
 
 
 class ModelCache:
@@ -30,6 +31,7 @@ class ModelCache:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
+        # Layers run one after another: one set of buffers between launches is enough.
         for layer in layers[1:]:
             layer.workspace = layers[0].workspace
 
@@ -40,11 +42,11 @@ class ModelCache:
 
     @property
     def max_len(self) -> int:
-        """Tokens it can hold."""
+        """Capacity in tokens."""
         return self.layers[0].max_len
 
     def clear(self) -> None:
-        """Forget all tokens; the memory can take another prompt."""
+        """Drop all tokens and keep the memory, for another prompt."""
         for layer in self.layers:
             layer.clear()
 
@@ -82,9 +84,9 @@ class TinyLM(nn.Module):
         attention: str = "nsa",
         embed_std: float = EMBED_STD,
     ) -> None:
-        """`attention` "dense" leaves aside what is NSA's alone: blocks, phi, gate and backend.
+        """`attention` "dense" ignores the settings of NSA: blocks, phi, gate and backend.
 
-        `embed_std` is of the embedding alone; a head of its own keeps EMBED_STD.
+        `embed_std` is that of the embedding; an untied head keeps EMBED_STD.
         """
         super().__init__()
         if attention not in ATTENTIONS:
@@ -127,7 +129,7 @@ class TinyLM(nn.Module):
         self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab, bias=False)
         self._scale_init(n_layers, embed_std)
         self.compiled: list[Callable[..., Tensor]] = []
-        """The blocks as torch.compile made them, for training; a list, so that no name changes."""
+        """The compiled blocks, for training. A plain list: parameter names do not change."""
 
     @classmethod
     def from_config(cls, cfg: Config, vocab: int) -> TinyLM:
@@ -176,12 +178,14 @@ class TinyLM(nn.Module):
     ) -> Tensor:  # [B, S, dim]
         """Everything before the output head."""
         x = self._embed(ids)
+        # One RoPE table for all layers.
         positions = document_positions(ids.shape[1], cu_seqlens, ids.device)
         rope = self.layers[0].attn.rope(positions, x.dtype)
         trains = self.training and torch.is_grad_enabled()
         blocks: Sequence[Callable[..., Tensor]] = self.layers
         if self.compiled and trains and stats is None:
             blocks = self.compiled
+        # No dropout anywhere, so recomputation does not need the RNG state.
         for i, block in enumerate(blocks):
             if trains and i in self.checkpointed:
                 x = checkpoint(
@@ -193,11 +197,11 @@ class TinyLM(nn.Module):
 
     @property
     def layers(self) -> list[Block]:
-        """The blocks, with their type."""
+        """The blocks as a typed list; ModuleList hides their type."""
         return cast("list[Block]", list(self.blocks))
 
     def head(self, hidden: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, V]
-        """The output head: its own matrix, or the embedding's where they are tied."""
+        """Logits by the output head: its own matrix, or the tied embedding."""
         return nn.functional.linear(hidden, self.head_weight)
 
     @property
@@ -208,13 +212,13 @@ class TinyLM(nn.Module):
     def new_cache(self, batch: int, max_len: int) -> ModelCache:
         """An empty cache for `batch` sequences of at most `max_len` tokens.
 
-        Its dtype is that of the keys that the model computes: autocast's where it is on.
+        Its dtype is that of the keys which the model computes: autocast's where it is on.
         """
         return ModelCache([block.attn.new_cache(batch, max_len) for block in self.layers])
 
     def new_paged_cache(self, num_places: int, max_len: int, num_pages: int) -> PagedModelCache:
-        """A cache in pages for sequences of different lengths: at most `num_places` at a time, of
-        at most `max_len` tokens, in `num_pages` pages of one selection block."""
+        """A paged cache for sequences of different lengths: at most `num_places` at a time, of at
+        most `max_len` tokens, in `num_pages` pages of one selection block each."""
         first = self.layers[0].attn
         if not isinstance(first, NSAAttention):
             raise ValueError("a dense model has no cache in pages; use new_cache()")
@@ -224,7 +228,7 @@ class TinyLM(nn.Module):
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, T, V]
-        """Append T tokens to the cache; on a filled one this is chunked prefill."""
+        """Append T tokens to the cache; on a cache with tokens this is chunked prefill."""
         x = self._embed(ids)
         for block, layer in zip(self.layers, cache.layers, strict=True):
             x = block.prefill(x, layer)
@@ -232,13 +236,14 @@ class TinyLM(nn.Module):
 
     @torch.no_grad()
     def prefill_last(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, V]
-        """Append a prompt of any length tile by tile; logits of the next token alone.
+        """Append a prompt of any length tile by tile; return the logits of the next token only.
 
-        What it holds at a time, beside the cache, is that of a tile: a prompt of 64k tokens with
-        GPT-2's vocabulary would otherwise have 13 GB of logits.
+        Memory beside the cache is that of one tile: the logits of a prompt of 64k tokens with
+        GPT-2's vocabulary would take 13 GB.
         """
         tile = read("NSA_PREFILL_TILE") or PREFILL_TILE
-        if cache.length + ids.shape[-1] > cache.max_len:  # before the first tile, not at the last
+        # Checked here, so that a prompt that is too long fails before its first tile.
+        if cache.length + ids.shape[-1] > cache.max_len:
             raise ValueError(
                 f"{cache.length} + {ids.shape[-1]} tokens do not fit a cache for {cache.max_len}; "
                 f"make it with max_len >= {cache.length + ids.shape[-1]}"
@@ -253,7 +258,7 @@ class TinyLM(nn.Module):
     def step(
         self, ids: Tensor, cache: ModelCache | PagedModelCache
     ) -> Tensor:  # [B] or [B, 1] -> [B, V]
-        """Append one token per sequence; logits of the next one."""
+        """Append one token per sequence; return the logits of the next one."""
         x = self._embed(ids[:, None] if ids.dim() == 1 else ids)
         rope = self.layers[0].attn.rope_of_each(cache.layers[0].lengths, x.dtype)
         for block, layer in zip(self.layers, cache.layers, strict=True):
@@ -268,13 +273,14 @@ class TinyLM(nn.Module):
         return self.embed(ids)
 
     def _scale_init(self, n_layers: int, embed_std: float) -> None:
-        """A small head (first loss near ln V); residual branches shrink with depth."""
+        """A small head (first loss near ln V); residual branches scaled by 1 / sqrt(2 * layers)."""
         nn.init.normal_(self.embed.weight, std=embed_std)
         if self.lm_head is not None:
             nn.init.normal_(self.lm_head.weight, std=EMBED_STD)
         if self.embed.weight.is_meta:
-            return  # no numbers to scale, and torch would load sympy to say so
+            return  # a meta tensor has no values, and the division would make torch load sympy
         with torch.no_grad():
+            # Two residual branches per layer: attention and MLP.
             for block in self.layers:
                 block.attn.out.weight /= math.sqrt(2 * n_layers)
                 block.mlp.fc2.weight /= math.sqrt(2 * n_layers)

@@ -1,8 +1,8 @@
-"""Caches in pages: sequences of different lengths that share memory, for the decode kernels.
+"""Paged cache: sequences of different lengths that share memory, for the decode kernels.
 
 A page holds one selection block of every KV head, with the compressed tokens that start in it. All
-layers of a model use the same pages, each in buffers of its own; a sequence has a place in the
-batch, with rings for its window and its raw tokens there.
+layers of a model use the same page numbers, each in its own buffers. A sequence has a place in the
+batch, and the rings of its window and its raw tokens are there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from nsa.ops.spec import BlockSpec
 
 
 class OutOfPages(RuntimeError):
-    """No page is free for a sequence that grows; close another one, or make more pages."""
+    """No free page for a sequence that grows; close another one, or make more pages."""
 
 
 class Pages:
-    """Which pages hold the blocks of which place; the layers of a model share it."""
+    """Page table and free list; the layers of a model share it."""
 
     def __init__(
         self, num_pages: int, num_places: int, max_len: int, page_tokens: int, device: torch.device
@@ -37,7 +37,7 @@ class Pages:
 
     @property
     def num_free(self) -> int:
-        """Pages that no sequence holds."""
+        """Number of pages that no sequence holds."""
         return len(self._free)
 
     def held(self, place: int) -> list[int]:
@@ -45,7 +45,7 @@ class Pages:
         return list(self._held[place])
 
     def make_room(self, place: int, length: int) -> None:
-        """Hold as many pages as so many tokens need, or none more where they are not there."""
+        """Allocate the pages that `length` tokens need; all of the missing ones, or none."""
         pages = self._held[place]
         first, missing = len(pages), -(-length // self.page_tokens) - len(pages)
         if missing <= 0:
@@ -66,8 +66,8 @@ class Pages:
 
 
 class PagedCache(DecodedCache):
-    """Keys and values of one layer. A place without a sequence has a full length: kernels pass it
-    over."""
+    """Keys and values of one layer, in pages. A place without a sequence has the length max_len,
+    which the kernels skip."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PagedCache(DecodedCache):
         self._count_reads(num_groups)
         self.lengths.fill_(pages.max_len)
         self.open_lengths: dict[int, int] = {}
-        """Tokens of the sequence at each place that has one."""
+        """Length of the sequence at each open place, on the host."""
 
     @property
     def length(self) -> int:
@@ -106,11 +106,11 @@ class PagedCache(DecodedCache):
         )
 
     def clear(self) -> None:
-        """Not here: the pages belong to all layers."""
+        """Not supported: the pages belong to all layers."""
         raise AttributeError("the sequences of a paged cache end one by one; use close")
 
     def check(self, x: Tensor) -> None:
-        """Refuse another batch or device, and make room for a token of every sequence."""
+        """Refuse another batch or device, and allocate pages for a token of every sequence."""
         if x.shape[0] != self.batch:
             raise ValueError(
                 f"{x.shape[0]} tokens given to a cache with {self.batch} places; give one for each "
@@ -127,12 +127,12 @@ class PagedCache(DecodedCache):
             self.pages.make_room(place, length + 1)
 
     def advanced(self) -> None:
-        """Kernels have appended a token to every sequence, and counted it in `lengths`."""
+        """Count on the host what the kernels have appended, and counted in `lengths`."""
         for place in self.open_lengths:
             self.open_lengths[place] += 1
 
     def open(self, place: int, cache: NSACache) -> None:
-        """Copy the only sequence of a cache to a place."""
+        """Copy a cache of one sequence to a place."""
         length, spec = cache.length, self.spec
         if cache.batch != 1 or place in self.open_lengths:
             raise ValueError(
@@ -144,6 +144,7 @@ class PagedCache(DecodedCache):
                 f"a cache of {cache.dtype} given to pages of {self.dtype}; make both with the same "
                 f"model, under the same autocast"
             )
+        # Pages for all tokens, then copy: selected and compressed by page, rings by slot.
         self.pages.make_room(place, length)
         pages = torch.tensor(self.pages.held(place), dtype=torch.int64, device=self.device)
         for mine, theirs, count in (
@@ -152,6 +153,7 @@ class PagedCache(DecodedCache):
         ):
             for paged, flat in zip(mine[:2], theirs[:2], strict=True):
                 _copy_to_pages(paged, pages, flat[0, :, :count])
+        # Ring sizes may differ: both hold the latest tokens, as many as the smaller one has.
         for ring, theirs in ((self.win, cache.win), (self.raw, cache.raw)):
             kept = min(length, ring.k.shape[2], theirs.k.shape[2])
             to, source = (ring_slots(kv, length - kept, length) for kv in (ring, theirs))
@@ -161,7 +163,8 @@ class PagedCache(DecodedCache):
         self.lengths[place] = length
 
     def close(self, place: int) -> None:
-        """Forget the sequence at a place; its pages are given back by whoever holds all layers."""
+        """Drop the sequence at a place; PagedModelCache frees its pages, which all layers share."""
+        # max_len marks the place as empty for the kernels.
         del self.open_lengths[place]
         self.lengths[place] = self.max_len
 
@@ -171,16 +174,17 @@ class PagedModelCache:
 
     def __init__(self, pages: Pages, layers: list[PagedCache]) -> None:
         self.pages, self.layers = pages, layers
+        # Layers run one after another: one set of buffers between launches is enough.
         for layer in layers[1:]:
             layer.workspace = layers[0].workspace
 
     def open(self, place: int, layers: list[NSACache]) -> None:
-        """Copy a prompt that has gone through a cache of its own (batch 1) to a place."""
+        """Copy a prompt that was prefilled into its own cache (batch 1) to a place."""
         for mine, theirs in zip(self.layers, layers, strict=True):
             mine.open(place, theirs)
 
     def close(self, place: int) -> None:
-        """Forget the sequence at a place, and free its pages."""
+        """Drop the sequence at a place and free its pages."""
         for layer in self.layers:
             layer.close(place)
         self.pages.give_back(place)
@@ -195,7 +199,8 @@ def _copy_to_pages(
     pages: Tensor,  # [n] int64
     flat: Tensor,  # [Hkv, tokens, D]
 ) -> None:
-    """Fill pages in order; the last one as far as there are tokens."""
+    """Fill pages in order; the last one perhaps partly."""
+    # [Hkv, tokens, D] -> [pages, Hkv, tokens of a page, D], whole pages in one copy.
     size = paged.shape[2]
     whole = flat.shape[1] // size
     if whole:

@@ -1,4 +1,4 @@
-"""Rotary positions, per head, in the half-split layout of Llama and Hugging Face models."""
+"""Rotary positions (RoPE) per head, in the half-split layout of Llama and Hugging Face models."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def rope_tables(
     dtype: torch.dtype = torch.float32,
 ) -> Rope:
     """Tables for positions / scale. Angles are formed in float64: fp32 loses them at 64k tokens."""
+    # angle(t, i) = t / scale * base^(-2 i / dim) for the pairs i < dim / 2: [S, dim / 2].
     pair = torch.arange(dim // 2, device=positions.device, dtype=torch.float64)
     frequency = base ** (-2 * pair / dim)
     angle = (positions.double() / scale)[:, None] * frequency
@@ -34,7 +35,7 @@ def rope_tables(
 
 
 class Rotary(nn.Module):
-    """A layer whose heads are rotated by their positions."""
+    """Base of the attention layers: a module whose heads are rotated by position."""
 
     def __init__(self, d_k: int, base: float, scale: float) -> None:
         super().__init__()
@@ -59,14 +60,15 @@ class Rotary(nn.Module):
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate [B, S, H, Dk]; computed in the tables' dtype, returned in x's."""
     cos, sin = rope.cos.unsqueeze(-2), rope.sin.unsqueeze(-2)
-    if torch.compiler.is_compiling():  # it fuses the passes, and the casts cost nothing
+    # A compiler fuses the passes and their casts; it needs no autograd function.
+    if torch.compiler.is_compiling():
         return _rotate(x.to(cos.dtype), cos, sin).to(x.dtype)
     rotated: Tensor = _Rotation.apply(x, cos, sin)
     return rotated
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: one pass, rounded once."""
+    """The gradient of a rotation is the inverse rotation: one pass, rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,7 +82,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """No copy of x in the tables' dtype is made: products read it as it is."""
+    """x1 cos - x2 sin, x2 cos + x1 sin; x is not copied to the tables' dtype, products promote."""
     first, second = x.chunk(2, dim=-1)
     turned = (
         torch.addcmul(first * cos, second, sin, value=-1),
@@ -98,7 +100,8 @@ def document_positions(
     refuse_captured_documents(device)
     token = torch.arange(first, first + seq_len, device=device)
     if device.type == "cuda" and not cu_seqlens.is_cuda:
-        cu_seqlens = cu_seqlens.pin_memory()  # so that the copy does not wait for the device
+        # From pinned memory the copy is asynchronous.
+        cu_seqlens = cu_seqlens.pin_memory()
     cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     document = torch.bucketize(token, cu_seqlens[1:], right=True)
     return token - cu_seqlens[document]

@@ -1,4 +1,7 @@
-"""Tensors on their way from the device to the host."""
+"""Gate and selection statistics of all layers from one forward pass, with one host sync at the end.
+
+AttentionStats first; below it the counts of which blocks are read, and the copy to the host.
+"""
 
 from __future__ import annotations
 
@@ -11,143 +14,10 @@ from torch import Tensor
 
 from nsa.model.rope import document_positions
 
-
-class HostCopy:
-    """Starts to copy; nobody waits before `wait`, and that not for work that was queued later."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        on_gpu = any(x.is_cuda for x in tensors)
-        self._tensors = [_start(x.detach()) for x in tensors]
-        self._arrival = torch.cuda.Event() if on_gpu else None
-        if self._arrival is not None:
-            self._arrival.record()
-
-    def wait(self) -> list[Tensor]:
-        """The tensors, on the host."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return self._tensors
-
-
-def _start(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
-
-
-# Which blocks the queries of a layer read, counted on the device: a small square, and distances.
-#
-# Both axes of the square are the blocks of a sequence, put into at most BINS bins of neighbours. A
-# distance is counted in blocks, from the query's own block back to the one that it reads.
-
-BINS = 32
-"""Along each axis, at most."""
-
-
-@dataclass(frozen=True)
-class SelectionCounts:
-    """What one layer read; all on the device, nobody has waited for it."""
-
-    block_tokens: int
-    num_blocks: int
-    """In the sequence; those of a packed document count from its start."""
-    queries: Tensor  # [bins] int64, of each bin, for one KV head
-    reads: Tensor  # [Hkv, bins of queries, bins of blocks] int64
-    distances: Tensor  # [Hkv, len(distance_edges) + 1] int64; the last: the first block, from afar
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What has to come to the host, for `map_of`."""
-        return self.queries, self.reads, self.distances
-
-    def map_of(self, queries: Tensor, reads: Tensor, distances: Tensor) -> LayerMap:
-        """Counts as shares, from copies of `tensors` on the host."""
-        blocks = torch.bincount(_bins(torch.arange(self.num_blocks), self.num_blocks))
-        places = queries[:, None] * blocks  # (query, block) pairs in each cell
-        totals = distances.sum(dim=-1, keepdim=True)
-        return LayerMap(
-            block_tokens=self.block_tokens,
-            num_blocks=self.num_blocks,
-            edges=distance_edges(self.num_blocks),
-            reads=(reads.double() / places.clamp(min=1)).tolist(),
-            distances=(distances.double() / totals.clamp(min=1)).tolist(),
-        )
-
-
-@dataclass(frozen=True)
-class LayerMap:
-    """What one layer read, as shares."""
-
-    block_tokens: int
-    num_blocks: int
-    edges: list[int]
-    """The largest distance of each bin, as distance_edges gives them."""
-    reads: list[list[list[float]]]
-    """By KV head, bin of queries, bin of blocks: the share of pairs that were read, 0 to 1."""
-    distances: list[list[float]]
-    """By KV head: the share of all reads in each bin of distance; they add up to 1."""
-
-
-def distance_edges(num_blocks: int) -> list[int]:
-    """The largest distance of each bin: 0, 1, 2, 4, 8 ... up to the length of the sequence."""
-    return [0] + [1 << i for i in range(max(1, (num_blocks - 1).bit_length() + 1))]
-
-
-@torch.no_grad()
-def count_reads(
-    selection: Tensor,  # [B, S, Hkv, n_sel] int32, -1 where nothing is read
-    block_tokens: int,
-    cu_seqlens: Tensor | None = None,  # [docs + 1] int32
-) -> SelectionCounts:
-    """Count what a selection reads; no host sync."""
-    batch, seq_len, num_groups, _ = selection.shape
-    device, num_blocks = selection.device, -(-seq_len // block_tokens)
-    own = document_positions(seq_len, cu_seqlens, device) // block_tokens  # [S]
-    bins, edges = min(BINS, num_blocks), len(distance_edges(num_blocks))
-    queries = _count(_bins(own, num_blocks), torch.ones_like(own), bins) * batch
-
-    ids = selection.long()
-    is_read = (ids >= 0).long()
-    group = torch.arange(num_groups, device=device)[:, None]
-    cell = (group * bins + _bins(own, num_blocks)[:, None, None]) * bins + _bins(
-        ids.clamp(min=0), num_blocks
-    )
-    away = own[:, None, None] - ids
-    place = torch.bucketize(away, _edges_on(device, edges))
-    place = torch.where((ids == 0) & (away > 1), edges, place.clamp(max=edges - 1))
-    place = group * (edges + 1) + place
-    return SelectionCounts(
-        block_tokens,
-        num_blocks,
-        queries,
-        _count(cell, is_read, num_groups * bins * bins).view(num_groups, bins, bins),
-        _count(place, is_read, num_groups * (edges + 1)).view(num_groups, edges + 1),
-    )
-
-
-def _bins(blocks: Tensor, num_blocks: int) -> Tensor:
-    return blocks * min(BINS, num_blocks) // num_blocks
-
-
-def _edges_on(device: torch.device, count: int) -> Tensor:
-    """distance_edges, made on the device: copying a list there would wait for it."""
-    edges = 2 ** (torch.arange(count, device=device) - 1).clamp(min=0)
-    return torch.where(torch.arange(count, device=device) == 0, 0, edges)
-
-
-def _count(index: Tensor, weight: Tensor, size: int) -> Tensor:  # [size] int64
-    """Add up the weights at each index; whole numbers, so the order does not matter."""
-    zeros = torch.zeros(size, dtype=torch.int64, device=index.device)
-    return zeros.scatter_add_(0, index.flatten(), weight.flatten())
-
-
-# Gate and selection statistics of all layers from one forward, with one host sync in the end.
-
 COLLAPSE_ENTROPY = 0.1
-"""A gate is collapsed below this entropy, in nats ..."""
+"""A gate is collapsed if its entropy is below this, in nats ..."""
 COLLAPSE_MAX = 0.95
-"""... if its largest branch also weighs more than this."""
+"""... and its largest branch has more than this share."""
 
 GATE_FIELDS = (
     "entropy_mean",
@@ -163,10 +33,10 @@ SELECTION_FIELDS = ("sel_k_mean", "sel_k_max", "sel_pct_at_max")
 
 
 class AttentionStats:
-    """Collects one row of numbers per layer, on the device; `summary` brings them to the host.
+    """Collects one row of numbers per layer on the device; `summary` copies them to the host.
 
-    Pass it to `TinyLM.forward(ids, stats=...)`. A layer that runs twice, as gradient checkpointing
-    makes it, overwrites its own row.
+    Pass it to `TinyLM.forward(ids, stats=...)`. A layer that runs twice, as under gradient
+    checkpointing, overwrites its own row.
     """
 
     def __init__(self, *, maps: bool = False) -> None:
@@ -177,7 +47,7 @@ class AttentionStats:
         self._num_gates: dict[int, int] = {}
         self._num_rows: dict[int, int] = {}
         self._copy: HostCopy | None = None
-        self._layers: list[dict[str, float]] | None = None  # on the host, once asked for
+        self._layers: list[dict[str, float]] | None = None  # on the host, after the first request
 
     @torch.no_grad()
     def record(
@@ -192,31 +62,33 @@ class AttentionStats:
         """Reduce one layer's gates and selection to a row; no host sync."""
         if self._with_maps:
             self._counts[layer] = count_reads(selection, block_tokens, cu_seqlens)
+        # A new record makes an earlier copy stale.
         self._layers = self._copy = None
         self._rows[layer] = torch.cat([_gate_row(gates), _selection_row(selection)])
         self._num_gates[layer] = gates[..., 0].numel()
         self._num_rows[layer] = selection[..., 0].numel()
 
     def send(self) -> None:
-        """Start to copy what was recorded, so that who asks later waits for no step after it."""
-        self._sent()
+        """Start the copy to the host now; a later request then does not wait for newer steps."""
+        self._host_copy()
 
     def per_layer(self) -> list[dict[str, float]]:
         """One dictionary per layer, in order (one host sync, shared with `summary`)."""
         if self._layers is None:
             names = GATE_FIELDS + SELECTION_FIELDS
-            table = self._sent().wait()[0].tolist()
+            table = self._host_copy().wait()[0].tolist()
             self._layers = [dict(zip(names, row, strict=True)) for row in table]
         return self._layers
 
     def selection_maps(self) -> list[LayerMap] | None:
-        """What each layer read, in order; None where it was not asked for."""
+        """What each layer read, in order; None unless `maps` was set."""
         if not self._with_maps:
             return None
-        counts = iter(self._sent().wait()[1:])
+        counts = iter(self._host_copy().wait()[1:])
         return [self._counts[layer].map_of(*islice(counts, 3)) for layer in sorted(self._counts)]
 
-    def _sent(self) -> HostCopy:
+    def _host_copy(self) -> HostCopy:
+        """The copy of everything recorded; one for all requests."""
         if not self._rows:
             raise ValueError("no layer was recorded; run model(ids, stats=stats) first")
         if self._copy is None:
@@ -226,7 +98,10 @@ class AttentionStats:
         return self._copy
 
     def summary(self) -> dict[str, float | list[float]]:
-        """Over all layers, heads and tokens (one host sync); every layer has equally many."""
+        """Statistics over all layers, heads and tokens (one host sync).
+
+        Every layer has as many gates and queries, so means of means are exact.
+        """
         layers = self.per_layer()
 
         def over(field: str, how: str) -> float:
@@ -250,6 +125,7 @@ class AttentionStats:
 
 def _gate_row(gates: Tensor) -> Tensor:
     """Entropy in nats, largest share and collapse of the normalised gates: [len(GATE_FIELDS)]."""
+    # Sigmoid gates do not sum to 1: normalised first.
     shares = gates.float() / gates.float().sum(dim=-1, keepdim=True)
     entropy = torch.special.entr(shares).sum(dim=-1)
     largest = shares.amax(dim=-1)
@@ -265,7 +141,143 @@ def _gate_row(gates: Tensor) -> Tensor:
 
 
 def _selection_row(selection: Tensor) -> Tensor:
-    """Blocks per query: mean, most, and the share of queries that fill all n_sel places."""
+    """Blocks per query: mean, maximum, and the share of queries that fill all n_sel places."""
     num_chosen = (selection >= 0).sum(dim=-1).float()
     full = (num_chosen == selection.shape[-1]).float()
     return torch.stack([num_chosen.mean(), num_chosen.amax(), full.mean()])
+
+
+# --- Which blocks a layer reads, counted on the device: a small map, and distances ---
+# Both axes of the map are the blocks of a sequence, in at most BINS bins of neighbours. A distance
+# is in blocks, from the query's own block back to the block that it reads.
+
+BINS = 32
+"""Upper bound of the bins along each axis."""
+
+
+@dataclass(frozen=True)
+class SelectionCounts:
+    """What one layer read, as counts on the device."""
+
+    block_tokens: int
+    num_blocks: int
+    """Blocks of the sequence; those of a packed document count from its start."""
+    queries: Tensor  # [bins] int64, queries in each bin, for one KV head
+    reads: Tensor  # [Hkv, bins of queries, bins of blocks] int64
+    distances: Tensor  # [Hkv, len(distance_edges) + 1] int64; the last: block 0 from beyond 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `map_of` needs on the host."""
+        return self.queries, self.reads, self.distances
+
+    def map_of(self, queries: Tensor, reads: Tensor, distances: Tensor) -> LayerMap:
+        """Counts as shares, from copies of `tensors` on the host."""
+        # Blocks in each bin: they differ by one where bins do not divide the blocks.
+        blocks = torch.bincount(_bins(torch.arange(self.num_blocks), self.num_blocks))
+        places = queries[:, None] * blocks  # (query, block) pairs in each cell
+        totals = distances.sum(dim=-1, keepdim=True)
+        return LayerMap(
+            block_tokens=self.block_tokens,
+            num_blocks=self.num_blocks,
+            edges=distance_edges(self.num_blocks),
+            reads=(reads.double() / places.clamp(min=1)).tolist(),
+            distances=(distances.double() / totals.clamp(min=1)).tolist(),
+        )
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """What one layer read, as shares."""
+
+    block_tokens: int
+    num_blocks: int
+    edges: list[int]
+    """The largest distance of each bin (distance_edges)."""
+    reads: list[list[list[float]]]
+    """By KV head, bin of queries, bin of blocks: the share of pairs that were read, 0 to 1."""
+    distances: list[list[float]]
+    """By KV head: the share of all reads in each bin of distance; the shares sum to 1."""
+
+
+def distance_edges(num_blocks: int) -> list[int]:
+    """The largest distance of each bin: 0, 1, 2, 4, 8 ... up to the length of the sequence."""
+    return [0] + [1 << i for i in range(max(1, (num_blocks - 1).bit_length() + 1))]
+
+
+@torch.no_grad()
+def count_reads(
+    selection: Tensor,  # [B, S, Hkv, n_sel] int32, -1 where nothing is read
+    block_tokens: int,
+    cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+) -> SelectionCounts:
+    """Count what a selection reads; no host sync."""
+    batch, seq_len, num_groups, _ = selection.shape
+    device, num_blocks = selection.device, -(-seq_len // block_tokens)
+    own = document_positions(seq_len, cu_seqlens, device) // block_tokens  # [S]
+    bins, edges = min(BINS, num_blocks), len(distance_edges(num_blocks))
+    queries = _count(_bins(own, num_blocks), torch.ones_like(own), bins) * batch
+
+    ids = selection.long()
+    is_read = (ids >= 0).long()
+    group = torch.arange(num_groups, device=device)[:, None]
+    # Flat index of (KV head, bin of the query, bin of the block): [B, S, Hkv, n_sel].
+    cell = (group * bins + _bins(own, num_blocks)[:, None, None]) * bins + _bins(
+        ids.clamp(min=0), num_blocks
+    )
+    # Bin of the distance. Block 0 is forced, so its reads from afar get a bin of their own.
+    away = own[:, None, None] - ids
+    place = torch.bucketize(away, _edges_on(device, edges))
+    place = torch.where((ids == 0) & (away > 1), edges, place.clamp(max=edges - 1))
+    place = group * (edges + 1) + place
+    return SelectionCounts(
+        block_tokens,
+        num_blocks,
+        queries,
+        _count(cell, is_read, num_groups * bins * bins).view(num_groups, bins, bins),
+        _count(place, is_read, num_groups * (edges + 1)).view(num_groups, edges + 1),
+    )
+
+
+def _bins(blocks: Tensor, num_blocks: int) -> Tensor:
+    return blocks * min(BINS, num_blocks) // num_blocks
+
+
+def _edges_on(device: torch.device, count: int) -> Tensor:
+    """distance_edges, built on the device: copying a list there would be a host sync."""
+    edges = 2 ** (torch.arange(count, device=device) - 1).clamp(min=0)
+    return torch.where(torch.arange(count, device=device) == 0, 0, edges)
+
+
+def _count(index: Tensor, weight: Tensor, size: int) -> Tensor:  # [size] int64
+    """Sum the weights at each index; integers, so the order of the atomics does not matter."""
+    zeros = torch.zeros(size, dtype=torch.int64, device=index.device)
+    return zeros.scatter_add_(0, index.flatten(), weight.flatten())
+
+
+# --- Copy to the host ---
+
+
+class HostCopy:
+    """Asynchronous device-to-host copy; `wait()` blocks only until this copy has finished."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        on_gpu = any(x.is_cuda for x in tensors)
+        self._tensors = [_start(x.detach()) for x in tensors]
+        self._arrival = torch.cuda.Event() if on_gpu else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def wait(self) -> list[Tensor]:
+        """The tensors on the host."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._tensors
+
+
+def _start(tensor: Tensor) -> Tensor:
+    # Only a copy to pinned memory is asynchronous.
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

@@ -25,7 +25,7 @@ from nsa.ops.spec import BlockSpec
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
 
 PATHS = {"reference": reference, "torch": eager}
-"""Modules with nsa_attention, select_blocks and compress, beside that of Triton."""
+"""Modules that implement nsa_attention, select_blocks and compress; Triton's is imported late."""
 
 
 @overload
@@ -96,6 +96,7 @@ def nsa_attention(
         "v_win": v_win,
         "gates": gates,
     }
+    # Check, plan, run: nothing below this line meets an input that was not checked.
     doc_lens = checks.check_attention(tensors, spec, scale, cu_seqlens, selection)
     head_dims = (q.shape[-1], v_sel.shape[-1])
     plan = _resolve(q.device, q.dtype, backend, head_dims, len(doc_lens) > 1)
@@ -103,6 +104,7 @@ def nsa_attention(
     if selection is not None and read("NSA_STRICT_ASSERTS"):
         positions = torch.cat([torch.arange(n, device=q.device) for n in doc_lens])
         checks.assert_selection(selection.transpose(1, 2), positions, spec)
+    # NSA_SEL_RANGES_V2=0: the oracle chooses the blocks, the backend attends to them.
     if selection is None and plan.backend != "reference" and plan.selection == "reference":
         selection = reference.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
     out, chosen = _path(plan.backend).nsa_attention(
@@ -149,9 +151,9 @@ def _resolve(
     head_dims: tuple[int, ...],
     packed: bool,
 ) -> Plan:
-    """The plan of a call. A compiled graph keeps it."""
+    """The plan of a call; under torch.compile it becomes a constant of the graph."""
     if torch.compiler.is_compiling():
-        from nsa.ops import traced  # while a graph is traced, so that nobody else loads Dynamo
+        from nsa.ops import traced  # only here: it loads torch._dynamo
 
         return traced.plan_call(device, dtype, backend, head_dims, packed)
     return plan_call(device, dtype, backend, head_dims, packed)
@@ -164,7 +166,7 @@ def plan_call(
     head_dims: tuple[int, ...],
     packed: bool,
 ) -> Plan:
-    """The plan of a call; counts what it falls back from."""
+    """The plan of a call; records its fallbacks."""
     plan = plan_attention(device, dtype, backend, head_dims, packed=packed)
     for branch, reason in plan.fallbacks:
         fallbacks.record(branch, reason)
@@ -176,7 +178,7 @@ def plan_call(
 def _backend(
     device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
 ) -> str:
-    """The backend of a call that has no plan. A compiled graph keeps it."""
+    """The backend of a call without a plan; under torch.compile a constant of the graph."""
     if torch.compiler.is_compiling():
         from nsa.ops import traced
 
@@ -192,7 +194,7 @@ def backend_of_call(
 
 
 def _path(backend: str) -> Any:
-    """The module of a backend; Triton, which does not exist everywhere, is imported when used."""
+    """The module of a backend; Triton is optional and imported on first use."""
     if backend == "triton":
         from nsa.ops.triton import operators
 

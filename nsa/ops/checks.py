@@ -1,4 +1,8 @@
-"""What the operator accepts: every refusal says what was given, what is allowed, what to do."""
+"""Input validation of the operator.
+
+Every error says what was given, what is allowed and what to do. Errors for the user's input are
+ValueErrors; `assert_selection` checks our own promise.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,14 @@ def check_attention(
     check_floats(tensors, lenient="gates")
     check_scale(scale)
     batch, seq_len, num_heads, d_k = check_rank(q, "q", "[B, S, Hq, Dk]")
+    # Slices, not indices: a tensor of too few dims gives an empty one, and check_rank names it.
     num_groups, d_v = tensors["k_sel"].shape[2:3], tensors["v_sel"].shape[3:4]
     if not num_groups or not d_v:
         check_rank(tensors["k_sel"], "k_sel", "[B, S, Hkv, Dk]")
         check_rank(tensors["v_sel"], "v_sel", "[B, S, Hkv, Dv]")
     check_heads(num_heads, num_groups[0])
     doc_lens = check_documents(cu_seqlens, batch, seq_len, q.device)
+    # Blocks do not cross documents, so each document has its own number of them.
     num_cmp = sum(spec.num_cmp(length) for length in doc_lens)
     sizes = {
         "k_cmp": (batch, num_cmp, num_groups[0], d_k),
@@ -180,6 +186,7 @@ def check_documents(
             f"cu_seqlens is given with B={batch}; packed documents need B=1: put the rows one "
             f"after another and extend cu_seqlens"
         )
+    # A host sync for bounds on the GPU: every later decision needs the lengths on the host.
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != seq_len:
         raise ValueError(
@@ -199,8 +206,8 @@ def check_documents(
 def refuse_captured_documents(device: torch.device) -> None:
     """Refuse packed documents while a CUDA graph is being captured on a device.
 
-    Their borders are copied from host memory that is given back at once: every replay would copy
-    whatever lies there by then.
+    Their bounds are copied from host memory that is freed at once: every replay would copy whatever
+    is there by then.
     """
     if device.type != "cuda":
         return
@@ -219,9 +226,9 @@ def assert_selection(
     positions: Tensor,  # [T]
     spec: BlockSpec,
 ) -> None:
-    """Our own promise: blocks of the past or present only, ascending, -1 only at the end.
+    """Assert that a selection is causal and ascending, with -1 only at the end.
 
-    Checked under NSA_STRICT_ASSERTS=1; it costs a host sync.
+    Called under NSA_STRICT_ASSERTS=1; it costs a host sync.
     """
     current = (positions // spec.l_sel)[:, None]
     illegal = (selection > current) | (selection < -1)
@@ -229,6 +236,7 @@ def assert_selection(
         f"selection names a block outside [0, t // {spec.l_sel}] at (b, group, row, place) "
         f"{illegal.nonzero()[0].tolist()}: it would read the future"
     )
+    # [..., 1:] and [..., :-1]: each id is larger than the one before, or -1 from there on.
     after, before = selection[..., 1:], selection[..., :-1]
     disorder = ~(((after > before) & (before >= 0)) | (after == -1))
     assert not disorder.any(), (

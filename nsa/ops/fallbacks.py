@@ -1,8 +1,8 @@
-"""Counts of what did not run as it was asked for: by layer, branch and reason.
+"""Fallback counters: calls that did not run as requested, by layer, branch and reason.
 
-Decisions come from static facts, so a count that rises says that a kind of call goes another way,
-not that something failed. Each distinct one is logged once, through the logger `nsa`. In a compiled
-model a call is counted when it is traced, without its layer.
+Decisions come from static facts, so a count that rises means that a kind of call takes another
+path, not that something failed. Each distinct fallback is logged once, through the logger `nsa`. In
+a compiled model a call is counted when it is traced, without its layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOGGER = logging.getLogger("nsa")
 
 
 class Fallback(NamedTuple):
-    """What is counted."""
+    """Key of a counter."""
 
     layer: int | None
     """Index of the layer, where the model gave it."""
@@ -30,9 +30,10 @@ class Fallback(NamedTuple):
     reason: str
 
 
+# A context variable, so that code deep in the operator knows its layer without an argument.
 _layer: ContextVar[int | None] = ContextVar("nsa_layer", default=None)
 _counts: Counter[Fallback] = Counter()
-_lock = threading.Lock()
+_lock = threading.Lock()  # checkpointed layers run again in autograd's threads
 
 
 def record(branch: str, reason: str, layer: int | None = None) -> None:
@@ -53,14 +54,14 @@ def counts() -> dict[Fallback, int]:
 
 
 def reset() -> None:
-    """Forget all counts; what happens again is logged again."""
+    """Reset all counters; a fallback that happens again is logged again."""
     with _lock:
         _counts.clear()
 
 
 def in_layer(layer: int | None) -> AbstractContextManager[None]:
-    """Name the layer of everything recorded within."""
-    if layer is None or torch.compiler.is_compiling():  # a trace cannot set context variables
+    """Context in which fallbacks are recorded for this layer."""
+    if layer is None or torch.compiler.is_compiling():  # Dynamo cannot trace context variables
         return nullcontext()
     return _named(layer)
 

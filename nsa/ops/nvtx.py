@@ -1,4 +1,4 @@
-"""NVTX ranges around the parts of attention, for a profiler; NSA_NVTX=1 turns them on."""
+"""NVTX ranges around the parts of attention, for profilers; NSA_NVTX=1 turns them on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from nsa.config.env import read
 
+# One shared object: a range that is off must cost nothing in every call.
 _OFF = nullcontext()
 
 
@@ -31,7 +32,7 @@ class _Range:
 
 
 def nvtx(name: str) -> AbstractContextManager[None]:
-    """A range of this name; nothing when it is off, without CUDA, or while a graph is traced."""
+    """A range of this name; a no-op when off, without CUDA, or while torch.compile traces."""
     if torch.compiler.is_compiling() or not read("NSA_NVTX") or not _has_cuda():
         return _OFF
     return _Range(name)

@@ -1,4 +1,8 @@
-"""What runs a call, and why: decided from static facts, never from data; printable."""
+"""The plan of a call: which backend and which kernels run, and why.
+
+Decided from static facts (device, dtype, head dims, environment), never from data. str() of
+a plan is one line for people.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +21,24 @@ from nsa.ops.fallbacks import LOGGER
 BACKENDS = ("auto", "reference", "torch", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_DIM = 256
-"""Largest head dim that the kernels take."""
+"""Largest head dim of the kernels."""
 TRITON_OLDEST = (3, 6)
 """Triton 3.3 lacks what the kernels import, and 3.4 fails at the second launch of a kernel."""
 TORCH_OLDEST = (2, 11)
-"""The torch that Triton 3.6 belongs to; pyproject.toml names the same versions."""
+"""The torch that ships Triton 3.6; pyproject.toml names the same versions."""
 TRITON_CAPABILITY = (8, 0)
-"""Oldest GPU that the kernels run on: products of bf16, and copies beside the arithmetic."""
+"""Oldest GPU with what the kernels use: bf16 products and asynchronous copies."""
 OWN, FLASH = "own kernels", "flash: torch"
-"""What computes a branch: this package, or the flash kernels that are built into torch."""
+"""What computes a branch: this package, or torch's built-in flash kernels."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_MAX_DIM = 256
 FLASH_DIM_STEP = 8
-"""Heads of other dims are padded with zeros up to a multiple of this."""
+"""Other head dims are padded with zeros up to a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved choice for one kind of call."""
+    """The resolved choices for calls of one kind."""
 
     requested: str
     """What the caller asked for: one of BACKENDS."""
@@ -55,7 +59,7 @@ class Plan:
     nvtx: bool = False
     """Mark the parts of attention with NVTX ranges."""
     fallbacks: tuple[tuple[str, str], ...] = ()
-    """What does not run as asked for: the branch (`all` is the whole backend), and the reason."""
+    """What does not run as requested: the branch (`all`: the whole backend) and the reason."""
 
     def __str__(self) -> str:
         reasons = dict(self.fallbacks)
@@ -75,21 +79,21 @@ class Plan:
 
 
 class Machine(NamedTuple):
-    """What decides about Triton beside the tensors: the device, and what is installed."""
+    """Facts that decide about Triton beside the tensors: the device and the installed packages."""
 
     kind: str
     """cuda, cpu, ..."""
     capability: tuple[int, int] | None = None
-    """Compute capability of the GPU; None: there is none to ask."""
+    """Compute capability of the GPU; None: no GPU is available."""
     rocm: bool = False
-    """Whether torch is built for AMD's GPUs, which it calls cuda, too."""
+    """Whether torch is built for AMD GPUs, whose device type is cuda, too."""
     torch: tuple[int, int] = TORCH_OLDEST
     triton: tuple[int, int] | None = TRITON_OLDEST
-    """Major and minor version; None: not installed. Only asked for where there is a GPU."""
+    """Major and minor version; None: not installed. Looked up for CUDA devices only."""
 
 
 class Switches(NamedTuple):
-    """The environment variables that a plan depends on, resolved."""
+    """The environment variables that a plan depends on, parsed."""
 
     fast_selection: bool
     flash_cmp: bool
@@ -111,15 +115,16 @@ def plan_attention(
 ) -> Plan:
     """Resolve `backend` for tensors of this kind; an explicit backend runs or raises.
 
-    `head_dims` are Dk and Dv; `packed` says that several documents share a row. `machine` is the
-    one of `device` unless another is given.
+    `head_dims` are Dk and Dv; `packed`: several documents share a row. `machine` defaults to that
+    of `device`; tests pass others.
     """
     machine = machine or machine_of(torch.device(device))
     return _plan(machine, dtype, backend, head_dims, packed, read_switches())
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The facts of a device; looked up once for each."""
+    """The facts of a device, cached per device."""
+    # `cuda` means the current device, which may change: resolved before the cache sees it.
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return _machine_of(device)
@@ -138,7 +143,7 @@ def _machine_of(device: torch.device) -> Machine:
 
 
 def _triton_version() -> tuple[int, int] | None:
-    """Of the package as it would be imported: CUDA builds of torch bring their own."""
+    """Version of the importable package; CUDA builds of torch install their own."""
     if find_spec("triton") is None:
         return None
     import triton
@@ -173,8 +178,9 @@ def read_switches() -> Switches:
 
 
 def flash_asked() -> tuple[bool, bool]:
-    """Whether the compressed and the window branch shall go through flash kernels."""
-    master = raw("NSA_USE_FA2")  # looked at as text: it tells unset from 0, and takes half the time
+    """Whether flash kernels are requested for the compressed and for the window branch."""
+    # The raw text tells unset from 0, and takes half the time of parsing: this runs in every call.
+    master = raw("NSA_USE_FA2")
     if master and not read("NSA_USE_FA2"):
         return False, False
     cmp, win = raw("NSA_USE_FA2_CMP"), raw("NSA_USE_FA2_WIN")
@@ -193,11 +199,13 @@ def _plan(
     packed: bool,
     switches: Switches,
 ) -> Plan:
+    # A named backend runs or raises, so only `auto` can fall back.
     chosen, reason = choose_backend(machine, dtype, backend, head_dims)
     fallbacks = []
     if backend == "auto" and machine.kind == "cuda" and chosen != "triton":
         fallbacks.append(("all", reason))
     obstacle = _flash_obstacle(chosen, machine, dtype, head_dims, packed, switches)
+    # Flash kernels by branch; a branch that cannot use them falls back to OWN.
     asked = {"cmp": switches.flash_cmp, "win": switches.flash_win}
     routes = {name: FLASH if asked[name] and not obstacle else OWN for name in asked}
     for name in (name for name in asked if asked[name] and obstacle):
@@ -251,7 +259,7 @@ def choose_backend(
 
 
 def cannot_run(obstacle: str) -> ValueError:
-    """What a caller gets who has named the Triton backend."""
+    """The error for a caller who named the Triton backend."""
     return ValueError(
         f"backend='triton' cannot run: {obstacle}; use backend='torch', or 'auto' to take "
         f"the best there is"
@@ -277,7 +285,7 @@ def _triton_obstacle(
 
 
 def machine_obstacle(machine: Machine) -> str:
-    """Why no Triton kernel of this package runs here, whatever the tensors; empty when they do."""
+    """Why no Triton kernel of this package runs on this machine; empty when they do."""
     if machine.rocm:
         return "torch is built for ROCm, the kernels are for NVIDIA's GPUs"
     if machine.triton is None:
@@ -305,6 +313,7 @@ def _interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
     if (_triton_version() or (0, 0)) < TRITON_OLDEST:
         return False
+    # knobs exists only in recent versions of Triton, hence the check above.
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
@@ -341,7 +350,7 @@ def _flash_obstacle(
 def audit_sdpa(kind: str, dtype: torch.dtype, head_dims: tuple[int, ...]) -> None:
     """Log, once for each kind of call, which backends of scaled_dot_product_attention can run.
 
-    A warning, because who asks for it wants to see it and nobody has to set up logging for that.
+    Logged as a warning, so that it is shown without any logging setup.
     """
     LOGGER.warning(
         "SDPA on %s, %s, head dims %s: %s",
@@ -355,7 +364,7 @@ def _sdpa_backends(kind: str, dtype: torch.dtype, head_dims: tuple[int, ...]) ->
     q, v = (torch.empty(1, 1, 64, dim, dtype=dtype, device=kind) for dim in _both(head_dims))
     params = torch.backends.cuda.SDPAParams(q, q, v, None, 0.0, True, False)
     found = ["math: yes"]
-    # Reasons are warnings, of Python or, as torch 2.11 does it on a GPU, written to stderr.
+    # torch gives its reasons as Python warnings or, in torch 2.11 on a GPU, writes them to stderr.
     elsewhere = "torch writes the reason to stderr, if any"
     for name in ("flash", "efficient", "cudnn"):
         can_use = getattr(torch.backends.cuda, f"can_use_{name}_attention", None)

@@ -1,7 +1,7 @@
-"""The oracle: NSA from the equations, with explicit masks, in float64, one document at a time.
+"""The oracle: NSA written from the equations, with explicit masks, in float64.
 
-Slow and quadratic on purpose. It shares no code with the fast paths, so that a mistake there
-cannot hide here. Gradients come from autograd.
+Slow and quadratic on purpose. It shares no code with the fast paths, so that a bug there cannot
+hide here. One document at a time; gradients come from autograd.
 """
 
 from __future__ import annotations
@@ -113,13 +113,16 @@ def _one_document(
     selection: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     seq_len, num_groups = q.shape[1], k_sel.shape[2]
+    # Query and key positions, [S, 1] and [1, S].
     t = torch.arange(seq_len, device=q.device)[:, None]
     token = torch.arange(seq_len, device=q.device)[None, :]
 
+    # Compressed branch: p_cmp [B, Hq, S, N].
     cmp_visible = _cmp_visible(seq_len, k_cmp.shape[1], spec, q.device)
     p_cmp = _softmax(q, k_cmp, cmp_visible, scale)
     out_cmp = _weighted_sum(p_cmp, v_cmp, cmp_visible)
 
+    # Selected branch: every token of the chosen blocks up to the query (Eq. 11, 12).
     scores = _scores_from_probs(p_cmp.detach(), num_groups, seq_len, spec)
     chosen = _top_blocks(scores, spec) if selection is None else selection
     block_of_token = token // spec.l_sel
@@ -127,13 +130,15 @@ def _one_document(
     sel_visible = in_chosen.transpose(1, 2) & (token <= t)
     out_sel = _weighted_sum(_softmax(q, k_sel, sel_visible, scale), v_sel, sel_visible)
     if selection is None:
-        # The ranking depends on every head's p_cmp: a NaN there reaches all heads of the group.
+        # The ranking depends on p_cmp of every head: a NaN there makes all heads of the group NaN.
         lost = scores.isnan().any(dim=-1).repeat_interleave(q.shape[2] // num_groups, dim=2)
         out_sel = out_sel.masked_fill(lost[..., None], math.nan)
 
+    # Window branch: the latest w tokens, the query included.
     win_visible = (token <= t) & (token > t - spec.w)
     out_win = _weighted_sum(_softmax(q, k_win, win_visible, scale), v_win, win_visible)
 
+    # Eq. 5.
     branches = torch.stack([out_cmp, out_sel, out_win], dim=3)  # [B, S, Hq, 3, Dv]
     return (gates[..., None] * branches).sum(dim=3), chosen
 
@@ -145,7 +150,7 @@ def _softmax(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
     logits = torch.einsum("bshd,bkhd->bhsk", q, k_per_head) * scale
     visible = _per_head(visible, heads_per_group).expand_as(logits)
     sees_any = visible.any(dim=-1, keepdim=True)
-    # Rows without a key get a dummy one, so that neither their values nor gradients are NaN.
+    # Rows without a visible key keep their logits: neither value nor gradient is NaN; zeroed below.
     probs = logits.masked_fill(~visible & sees_any, -math.inf).softmax(dim=-1)
     return torch.where(visible & sees_any, probs, torch.zeros_like(probs))
 
@@ -153,6 +158,7 @@ def _softmax(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
 def _weighted_sum(probs: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """sum_k p v, [B, S, Hq, Dv]; a row that sees a non-finite value is NaN, no other row is."""
     heads_per_group = probs.shape[1] // v.shape[2]
+    # Non-finite values are taken out of the product: a probability of 0 times NaN would be NaN.
     bad_token = ~v.isfinite().all(dim=-1)  # [B, K, Hkv]
     v_finite = torch.where(bad_token[..., None], torch.zeros_like(v), v)
     out = torch.einsum("bhsk,bkhd->bshd", probs, v_finite.repeat_interleave(heads_per_group, 2))
@@ -181,10 +187,12 @@ def _scores_from_probs(probs: Tensor, num_groups: int, seq_len: int, spec: Block
     The terms are added one by one in the order of i, so that blocks with equal terms tie exactly.
     """
     batch, num_heads, _, num_cmp = probs.shape
+    # Eq. 10: sum over the heads of a group.
     heads = probs.reshape(batch, num_groups, num_heads // num_groups, seq_len, num_cmp)
     group_probs = torch.zeros_like(heads[:, :, 0])  # [B, Hkv, S, N]
     for head in heads.unbind(dim=2):
         group_probs = group_probs + head
+    # Eq. 9: weight = tokens that both blocks share, in units of d.
     scores = probs.new_zeros(batch, num_groups, seq_len, math.ceil(seq_len / spec.l_sel))
     for j in range(scores.shape[-1]):
         for i in range(num_cmp):
@@ -199,6 +207,7 @@ def _top_blocks(scores: Tensor, spec: BlockSpec) -> Tensor:
     """Forced blocks, then the best scores, a tie to the lower index; ascending, then -1."""
     batch, seq_len, num_groups, _ = scores.shape
     chosen = torch.full((batch, seq_len, num_groups, spec.n_sel), -1, dtype=torch.int32)
+    # Plain Python over lists: slow, and hard to get wrong. NaN scores rank last.
     table = scores.tolist()
     for b in range(batch):
         for t in range(seq_len):

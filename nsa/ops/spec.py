@@ -1,11 +1,11 @@
-"""Block arithmetic of NSA: the five sizes, and which blocks exist and are visible where."""
+"""Block arithmetic of NSA: the five sizes, how many blocks exist, how many tokens a query reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 NUM_FORCED = 3
-"""Blocks every query reads: the first of the sequence, the one before its own, its own."""
+"""Blocks that every query reads: the first of the sequence, the previous one, its own."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            # bool is a subclass of int and would pass the check.
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
@@ -40,6 +41,7 @@ class BlockSpec:
         self._check_stride("l_sel", self.l_sel)
 
     def _check_stride(self, name: str, size: int) -> None:
+        """Refuse sizes that d does not divide: blocks would not be a whole number of strides."""
         if size % self.d:
             lower = max(self.d, size - size % self.d)
             choices = f"{lower} or {lower + self.d}" if lower < size else f"{self.d}"
@@ -60,6 +62,7 @@ class BlockSpec:
         """Raw tokens the last of `num_tokens` queries reads in the selected branch."""
         if num_tokens == 0:
             return 0
+        # The own block is read up to the query, all others whole.
         current_block = (num_tokens - 1) // self.l_sel
         tokens_in_current = num_tokens - current_block * self.l_sel
         return min(self.n_sel - 1, current_block) * self.l_sel + tokens_in_current

@@ -1,7 +1,7 @@
-"""What a compiled graph keeps of the choices of a call: they are made once, while it is traced.
+"""Plan and backend of a call under torch.compile: resolved once, as constants of the graph.
 
-Only a trace imports this module. `torch.compiler.assume_constant_result` loads torch._dynamo, which
-takes as long as torch itself, and everybody else can do without it.
+Imported only while a graph is traced: `torch.compiler.assume_constant_result` loads torch._dynamo,
+which takes as long to import as torch itself.
 """
 
 from __future__ import annotations

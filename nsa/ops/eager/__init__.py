@@ -1,1 +1,1 @@
-"""The torch path: any device, any dtype, trainable, memory linear in the sequence."""
+"""The torch path: any device, any dtype, trainable, memory linear in the sequence length."""

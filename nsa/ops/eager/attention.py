@@ -1,7 +1,8 @@
-"""The torch path of nsa_attention: documents, chunks of queries, autograd.
+"""The torch path of nsa_attention, select_blocks and compress: documents, chunks, autograd.
 
-Nothing of size S x S or S x N exists at once: a chunk of queries is processed at a time, and the
-backward pass recomputes its probabilities from the saved log-sum-exps.
+Nothing of size S x S or S x N exists at once: queries are processed a chunk at a time, and the
+backward pass recomputes the probabilities of a chunk from the saved log-sum-exps. The end of the
+file continues cached sequences (prefill, decode) with the same rows, and has mean compression.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from nsa.ops.nvtx import nvtx
 from nsa.ops.spec import BlockSpec
 
 CHUNK_LOGITS = 1 << 21
-"""Logits of one chunk and branch: small enough for the cache of a CPU core, large enough to keep
-the matrix products long."""
+"""Logits of one chunk and branch: few enough for the cache of a CPU core, enough for efficient
+matrix products."""
 MIN_CHUNK, MAX_CHUNK = 32, 128
-"""Queries per chunk, whatever the shape."""
+"""Bounds of the queries per chunk."""
 
 
 class Problem(NamedTuple):
-    """The part of the arguments that is not a tensor."""
+    """The arguments that are not tensors."""
 
     spec: BlockSpec
     scale: float
@@ -42,7 +43,7 @@ class Problem(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Where one document lies in the packed tensors."""
+    """One document's slices of the packed tensors: raw tokens and compressed tokens."""
 
     rows: slice
     blocks: slice
@@ -65,6 +66,7 @@ def nsa_attention(
 ) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
     """Gated sum of the three branches, and the selection used."""
     problem = Problem(spec, scale, doc_lens)
+    # Autocast would round the fp32 products of this path to 16 bit.
     with torch.autocast(q.device.type, enabled=False):
         out, chosen = _Attention.apply(
             q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, selection, problem
@@ -110,6 +112,7 @@ class _Attention(torch.autograd.Function):
         return out, chosen
 
     @staticmethod
+    # A second gradient is refused: backward is not differentiable itself.
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
         *tensors, chosen, lses = ctx.saved_tensors
@@ -122,6 +125,7 @@ def _forward(
     tensors: list[Tensor], selection: Tensor | None, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, selection, and log-sum-exps [3, B, Hkv, S, G]."""
+    # tensors are q, k and v of cmp, sel, win, gates; tensors[4] is v_sel [B, S, Hkv, Dv].
     q, gates = tensors[0], tensors[-1]
     num_groups, d_v = tensors[4].shape[2:]
     batch, seq_len, num_heads, _ = q.shape
@@ -152,6 +156,8 @@ def _backward(
     q, gates = tensors[0], tensors[-1]
     num_groups, dtype = tensors[4].shape[2], compute_dtype(q.dtype)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    # Keys and values are read by many chunks: their gradients are summed over a document, in the
+    # compute dtype, and rounded once. q and gates belong to one chunk and are written directly.
     for doc in documents(problem.doc_lens, problem.spec):
         branches = _branches(tensors, doc, dtype)
         sums = Branches(
@@ -188,7 +194,7 @@ def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
 
 
 def documents(doc_lens: list[int], spec: BlockSpec) -> Iterator[Document]:
-    """The documents one after another, with their raw and their compressed tokens."""
+    """Slices of each document in turn."""
     raw, cmp = 0, 0
     for length in doc_lens:
         doc = Document(slice(raw, raw + length), slice(cmp, cmp + spec.num_cmp(length)))
@@ -197,7 +203,7 @@ def documents(doc_lens: list[int], spec: BlockSpec) -> Iterator[Document]:
 
 
 def chunks(rows: slice, num_heads: int) -> Iterator[tuple[slice, int]]:
-    """Rows of a document a chunk at a time, with the position of the chunk's first query."""
+    """Chunks of a document's rows, with the position of the first query in the document."""
     length = rows.stop - rows.start
     size = chunk_size(length, num_heads)
     for first in range(0, length, size):
@@ -241,7 +247,7 @@ def _zeros_like(kv: KeyValues) -> KeyValues:
     return KeyValues(torch.zeros_like(kv.k), torch.zeros_like(kv.v))
 
 
-# Queries that continue a cached sequence: chunked prefill and decode, by the rows of training.
+# --- Cached sequences: chunked prefill and decode run the same rows as training ---
 
 
 @torch.no_grad()
@@ -279,7 +285,7 @@ def _tokens_read(visible: Tensor, batch: int, num_groups: int) -> Tensor:
     return visible.flatten(2).sum(dim=-1)
 
 
-# Mean compression (phi = avg) with ordinary torch operations.
+# --- Mean compression (phi = avg) ---
 
 
 def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
@@ -293,6 +299,7 @@ def _one_document(x: Tensor, spec: BlockSpec) -> Tensor:
     if num_cmp == 0:
         return x[:, :0]
     strides_per_block = spec.l // spec.d
+    # Sum each stride of d tokens once, then add the l / d strides of every block.
     num_strides = num_cmp + strides_per_block - 1
     strides = x[:, : num_strides * spec.d].to(compute_dtype(x.dtype))
     sums = strides.unflatten(1, (num_strides, spec.d)).sum(dim=2)

@@ -1,8 +1,9 @@
-"""Softmax attention over the visible keys, forward and backward, for one chunk of queries.
+"""Softmax attention over visible keys, and one chunk of queries through all three branches.
 
-The one primitive of the torch path: every branch and order of work, prefill and decode go through
-it. Leading dimensions (written `*`) are batch and KV head, and the query too where every query
-has keys of its own.
+`attend` and `attend_backward` are the one primitive of the torch path: every branch, prefill and
+decode use it. `forward_rows` and `backward_rows` give it the keys of each branch. Leading
+dimensions (written `*`) are batch and KV head, and the query too where every query has keys of its
+own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nsa.ops.nvtx import nvtx
 from nsa.ops.spec import BlockSpec
 
 MANY_ROWS = 64
-"""From here on a copy of the keys costs little beside the product with them."""
+"""From this many rows on, a transposed copy of the keys costs little beside the product."""
 
 
 class KeyValues(NamedTuple):
@@ -32,7 +33,7 @@ class KeyValues(NamedTuple):
 
 
 def clean(k: Tensor, v: Tensor) -> KeyValues:
-    """Take non-finite values out, so that 0 * NaN cannot reach a query that does not see them."""
+    """Replace non-finite values by 0: 0 * NaN would reach queries that do not see them."""
     bad = ~v.isfinite().all(dim=-1)
     return KeyValues(k, v.masked_fill(bad[..., None], 0.0), bad)
 
@@ -46,6 +47,7 @@ def attend(
     """Output, log-sum-exp and probabilities, in q's dtype; a query that sees nothing gets 0."""
     probs, lse = probabilities(q, kv.k, visible, scale)
     out = (_rows(probs) @ kv.v.to(q.dtype)).unflatten(-2, q.shape[-3:-1])
+    # Put NaN back into the rows that saw a token with a non-finite value.
     if kv.bad is not None:
         sees_bad = (visible & kv.bad[..., None, :]).any(dim=-1)  # [*, T]
         out.masked_fill_(sees_bad[..., None, None], math.nan)
@@ -62,6 +64,7 @@ def probabilities(
     logits = _masked_logits(q, k, visible, scale)
     if logits.shape[-1] == 0:
         return logits, logits.new_full(logits.shape[:-1], math.inf)
+    # Clamped: a row that sees nothing has a maximum of -inf, and -inf - -inf is NaN.
     top = logits.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
     probs = logits.sub_(top).exp_()
     total = probs.sum(dim=-1, keepdim=True)
@@ -81,9 +84,12 @@ def attend_backward(
     dout: Tensor,  # [*, T, G, Dv]  gradient of the sum
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dq, dk, dv, dgate with the shapes of q, k, v, gate
     """Gradients of gate * attend(...), with the probabilities recomputed from the log-sum-exp."""
+    # P = exp(s - lse), dP = dout V^T, d gate = <P, dP> = <dout, out>.
     probs = _masked_logits(q, kv.k, visible, scale).sub_(lse[..., None]).exp_()
     dprobs = _times_transposed(_rows(dout), kv.v).view_as(probs)
     dgate = torch.linalg.vecdot(probs, dprobs)
+    # With P' = gate * P: dV = P'^T dout, dS = P' * (dP - d gate), dQ = scale * dS K,
+    # dK = scale * dS^T Q. In place where a tensor is not needed again.
     probs.mul_(gate[..., None])
     dv = _rows(probs).mT @ _rows(dout)
     dlogits = _rows(dprobs.sub_(dgate[..., None]).mul_(probs))
@@ -113,16 +119,15 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(-3, -2)
 
 
-# One chunk of queries of one document: which keys each branch reads, forward and backward.
-#
-# The selected branch has two orders of work, equal in result. `prefix`: all earlier tokens, masked
-# down to the selected blocks; matrix products with many rows, but quadratic. `gather`: the selected
-# tokens only, fetched for each query. The position of the chunk alone decides which one runs
-# (`use_gather`), so that neither data nor the future can change a rounding.
+# --- One chunk of queries of one document ---
+# The selected branch has two orders of work with the same result. Prefix: all earlier tokens,
+# masked down to the selected blocks; large matrix products, but quadratic. Gather: only the
+# selected tokens, fetched for each query. The position of the chunk alone decides (`use_gather`),
+# so that neither data nor the future can change a rounding.
 
 FETCH_COST = 32
-"""Fetching a key for one query costs about as much as masking it in for this many query heads;
-it decides between the two orders (measured on two CPU cores, see docs/torch-path.md)."""
+"""Fetching a key for one query costs about as much as a masked product for this many query heads;
+decides between the two orders (measured on two CPU cores, docs/torch-path.md)."""
 
 
 class Branches(NamedTuple):
@@ -132,16 +137,16 @@ class Branches(NamedTuple):
     sel: KeyValues
     win: KeyValues
     win_first: int = 0
-    """Position of the first key in `win`: a cache keeps the latest w only."""
+    """Position of the first key in `win`: a cache keeps only the latest w."""
 
 
 class Chunk(NamedTuple):
-    """What a chunk's forward leaves: outputs and log-sum-exps by branch, and the selection."""
+    """Results of a chunk: outputs and log-sum-exps by branch, and the selection."""
 
     outs: tuple[Tensor, Tensor, Tensor]  # each [B, Hkv, T, G, Dv]
     lses: tuple[Tensor, Tensor, Tensor]  # each [B, Hkv, T, G]
     chosen: Tensor  # [B, Hkv, T, n_sel] int32
-    visible: tuple[Tensor, Tensor, Tensor]  # which of the keys it was given each branch read
+    visible: tuple[Tensor, Tensor, Tensor]  # by branch: which of its keys were read
 
 
 def forward_rows(
@@ -157,6 +162,7 @@ def forward_rows(
     cmp, cmp_visible = compressed_keys(branches.cmp, first, num_queries, spec)
     with nvtx("pcmp_all"):
         out_cmp, lse_cmp, probs = attend(q, cmp, cmp_visible, scale)
+    # Compressed branch first: its probabilities score the blocks.
     lost = None
     if chosen is None:
         with nvtx("nsa.sel.ranges_v2"):
@@ -168,7 +174,7 @@ def forward_rows(
         win, win_visible = window_keys(branches, first, num_queries, spec)
         out_win, lse_win, _ = attend(q, win, win_visible, scale)
     out_sel, lse_sel = out_sel.view(*q.shape[:-1], -1), lse_sel.view(q.shape[:-1])
-    if lost is not None:
+    if lost is not None:  # a NaN score: no ranking, so the output is NaN as in the oracle
         out_sel.masked_fill_(lost[..., None, None], torch.nan)
     return Chunk(
         outs=(out_cmp, out_sel, out_win),
@@ -340,6 +346,7 @@ def _selected_visible(chosen: Tensor, first: int, spec: BlockSpec) -> Tensor:
     num_queries = chosen.shape[2]
     num_tokens = first + num_queries
     num_blocks = spec.num_blocks(num_tokens)
+    # One column more than blocks: ids that are not legal are scattered there and cut off.
     in_block = chosen.new_zeros((*chosen.shape[:3], num_blocks + 1), dtype=torch.bool)
     current = current_block(first, num_queries, spec, chosen.device)[:, None]
     legal = (chosen >= 0) & (chosen <= current)

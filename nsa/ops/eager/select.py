@@ -1,4 +1,4 @@
-"""Block scores and the choice of blocks (Eq. 9 to 12) for one chunk of queries."""
+"""Block scores and the choice of blocks (Eq. 9 to 12) for one chunk of queries, in torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def score_blocks(
     In units of the stride d, compression block i covers strides i .. i + l/d - 1 and selection
     block j covers l_sel/d strides: add p_cmp to every stride it covers, then add up the strides of
     each selection block. Whole tensors are added one after another, never reduced along a
-    dimension: so equal probabilities give bit-equal scores wherever they stand, and ties are ties.
+    dimension: equal probabilities give bit-equal scores at any index, so ties are exact.
     """
+    # Eq. 10: sum over the heads of a group.
     per_head = probs.unbind(dim=3)
     group_probs = per_head[0].clone()
     for head in per_head[1:]:
         group_probs += head
     *lead, num_cmp = group_probs.shape
+    # Eq. 9, first spread over the strides, then summed by block.
     strides_per_block = spec.l_sel // spec.d
     per_stride = group_probs.new_zeros(*lead, num_blocks * strides_per_block)
     for offset in range(spec.l // spec.d):
@@ -50,7 +52,7 @@ def choose_blocks(
     forced = (block == 0) | (block == current - 1) | (block == current)
     rank = scores.masked_fill(scores.isnan(), -math.inf)
     rank = rank.masked_fill(forced, math.inf).masked_fill(block > current, -math.inf)
-    # Stable: equal scores stay in block order. Blocks of the future come after every candidate.
+    # A stable sort keeps equal scores in block order. Blocks of the future rank last, at -inf.
     best = rank.sort(dim=-1, descending=True, stable=True).indices[..., : spec.n_sel]
     chosen = torch.where(best <= current, best, num_blocks).sort(dim=-1).values
     chosen = chosen.masked_fill(chosen == num_blocks, -1).to(torch.int32)
@@ -61,7 +63,7 @@ def choose_blocks(
 def distinct_blocks(
     selection: Tensor,  # [..., n_sel] int32, in any order
 ) -> Tensor:  # [..., n_sel] int32
-    """A given selection with every block once: what is named again becomes -1."""
+    """A given selection without repeated blocks: repetitions become -1."""
     ordered = selection.sort(dim=-1).values
     again = ordered[..., 1:] == ordered[..., :-1]
     return ordered.masked_fill(torch.nn.functional.pad(again, (1, 0)), -1)

@@ -1,1 +1,1 @@
-"""Triton kernels of the operator, and the code that launches them."""
+"""The operator on a GPU: one file per operation, its Triton kernels first, its launchers below."""

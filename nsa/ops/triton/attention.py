@@ -1,4 +1,8 @@
-"""Order of the kernels of the whole attention, forward and backward."""
+"""Order of the kernels of one attention call, forward and backward.
+
+Branches are numbered 0 compressed, 1 selected, 2 window. The selected branch has three orders of
+work: masked (banded.py), by blocks (by_block.py) and by queries (by_query.py).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tiles import padded
 
 ROWS_PER_GATE_PROGRAM = 16
+"""Rows of [B, S, Hq] that one program of gate_backward takes."""
 
 
 class Inputs(NamedTuple):
@@ -34,7 +39,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output, the selection, and what the backward reads beside the inputs."""
+    """The output, the selection, and what the backward pass needs beside the inputs."""
 
     out: Tensor  # [B, S, Hq, Dv]
     ids: Tensor  # [B, S, Hkv, n_sel] int32
@@ -45,7 +50,7 @@ class Results(NamedTuple):
     num_chosen: Tensor  # [B, Hkv, S] int32
     bits: Tensor  # [B, Hkv, words, S] int32
     before: Tensor  # [B, Hkv, words, S] int16
-    ends: Tensor  # these five: the Inverse of block_index.py, empty where the forward has none
+    ends: Tensor  # from here on: the Inverse of block_index.py, empty if the forward built none
     queries: Tensor
     places: Tensor
     item_block: Tensor
@@ -53,7 +58,7 @@ class Results(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results that the backward reads."""
+    """The results that are saved for the backward pass; shapes as in Results."""
 
     ids: Tensor
     o_cmp: Tensor
@@ -73,6 +78,8 @@ class Saved(NamedTuple):
 def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Results:
     """All three branches and their gated sum."""
     q, gates = inputs.q, inputs.gates
+    # The compressed branch first: its log-sum-exp gives the scores. The selected branch last: its
+    # kernels end with the gated sum of all three.
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
     routes = _routes(problem)
     with nvtx("pcmp_all"):
@@ -92,15 +99,18 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> Inputs:
     """Gradients of all inputs.
 
-    Where sums need a fixed order, every branch takes the kernels of this package.
+    In deterministic mode every branch runs on the kernels of this package.
     """
     q, bits = inputs.q, saved.bits
     ordered = torch.are_deterministic_algorithms_enabled()
     routes = {} if ordered else _routes(problem)
+    # Gates first: their gradient and the row statistics, which all other kernels read.
     dgates, stats, gated = _gate_backward(problem, saved, dout, inputs.gates, routes)
     keys = ((inputs[1], inputs[2]), (inputs[3], inputs[4]), (inputs[5], inputs[6]))
     grads: dict[int, tuple[Tensor, Tensor]] = {}
     dq_more: Tensor | None = None
+    # Keys and values of the compressed and window branch; kernels of another library also return
+    # their dq.
     for branch in (0, 2):
         if branch not in routes:
             grads[branch] = banded.backward_kv(problem, branch, q, *keys[branch], dout, stats, bits)
@@ -111,6 +121,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         )
         grads[branch] = grads_kv[0], grads_kv[1]
         dq_more = dq if dq_more is None else dq_more + dq
+    # Selected branch, in the order of work of the forward. By queries, dq and dk, dv are separate
+    # passes: one pass was slower for large groups (docs/kernels.md).
     dq_sel: Tensor | None = None
     if problem.masked:
         grads[1] = banded.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
@@ -126,17 +138,18 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             dq_sel, *grads_kv = by_block.backward(problem, *rest, chosen, inverse, ordered=ordered)
             grads[1] = grads_kv[0], grads_kv[1]
     if 2 in routes:
-        stats[2, ..., 2] = 0.0  # with a gate of 0 the window adds nothing to the gradient of q
+        stats[2, ..., 2] = 0.0  # gate 0: band_dq still walks the window, and adds nothing
+    # dq last: it walks the bands and adds what the others computed.
     own = (dq_sel, dq_more)
     dq = banded.backward_q(problem, q, keys, dout, stats, bits, *own, skip_cmp=0 in routes)
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 
 def _routes(problem: Problem) -> dict[int, flash.Kernel]:
-    """The branches that kernels of another library compute, and which ones.
+    """The branches that kernels of another library compute, and which kernels.
 
-    The caller has counted those that were asked to and cannot. Without being asked, cuDNN takes
-    the compressed branch of long sequences: there it is faster than banded.py.
+    NSA_USE_FA2 asks for torch's flash kernels; the caller has counted the fallbacks. By default
+    cuDNN computes the compressed branch of long sequences, where it is faster than banded.py.
     """
     routes = {0: flash.CUDNN} if problem.long else {}
     if any(flash_asked()):
@@ -168,6 +181,7 @@ def _band(
 def _selected(
     problem: Problem, inputs: Inputs, chosen: Selection, lse: Tensor, gated: Gated
 ) -> tuple[Tensor, Inverse]:
+    """Output of the selected branch and the inverse selection, which only block order needs."""
     q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
     if problem.masked:
         o_sel = banded.forward(problem, 1, q, k, v, lse, chosen.bits, gated)

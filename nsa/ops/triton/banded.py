@@ -1,7 +1,8 @@
-"""Flash attention over a band of keys, forward: compressed, window, and masked selected branch.
+"""Flash attention over a band of keys: the compressed, the window and the masked selected branch.
 
-tile.py has the names, the band and its letters. Probabilities are formed in base 2; so is the
-log-sum-exp, +inf for a query that sees nothing.
+Forward kernel, gradient of keys and values, gradient of queries, then their launchers. tile.py has
+the names, the band and its letters. Probabilities and the log-sum-exp are in base 2; the
+log-sum-exp is +inf for a query that sees nothing. No sum depends on the order of the programs.
 """
 
 from __future__ import annotations
@@ -40,33 +41,40 @@ def band_forward(
     DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
     UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of BM queries of one head; the selected branch adds up the gated sum.
+    """Output and log-sum-exp of BM queries of one head; SELECT also writes the gated sum.
 
     o, o_cmp, o_win and out are contiguous [B, S, Hq, DV].
     """
-    i_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
+    # Late queries see the most keys. Their programs start first, so that none is left at the end.
+    i_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    # int64: offsets of a batch element or a head may pass 2^31.
     i_b, i_h = (tl.program_id(1) // Hq).to(tl.int64), (tl.program_id(1) % Hq).to(tl.int64)
     i_g = i_h // G
     o_t = i_m * BM + tl.arange(0, BM)
     m_t = o_t < S
     o_n = tl.arange(0, BN)
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    # q: [BM, DK1] and, where the head has a rest, [BM, DK2].
     p_rows = p_q + i_b * s_qb + i_h * s_qh + o_t.to(tl.int64)[:, None] * s_qs
     b_q = _load(p_rows + o_dk[None, :], m_t, o_dk, DK, DK1, True)
     if DK2 > 0:
         o_dk2 = DK1 + tl.arange(0, DK2)
         b_q2 = _load(p_rows + o_dk2[None, :], m_t, o_dk2, DK, DK1 + DK2, True)
+    # [BM]: first and last visible key of each query. Scalars: the ranges of key tiles.
     first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
     start, full, masked, stop = _tile_range(
         i_m, S, K, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS, BM, BN
     )
     p_bits += (i_b * (Hq // G) + i_g) * NUM_WORDS * S
 
+    # Online softmax in base 2, with s' = s * scale_log2 and scale_log2 = scale * log2(e):
+    #   top = max s',  total = sum of exp2(s' - top),  b_out = sum of exp2(s' - top) * v.
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    # The mask is peeled: only the edges of the band need it (parts 0 and 2), the tiles between them
+    # run without. The selected branch has holes everywhere and masks every tile.
     for part in tl.static_range(1 if SELECT else 3):
-        # Only the edges of the band need a mask; the selected branch needs it everywhere.
         if SELECT:
             lo, hi = start, stop
         elif part == 0:
@@ -77,6 +85,7 @@ def band_forward(
             lo, hi = masked, stop
         for k0 in range(lo, hi, BN):
             o_k = k0 + o_n
+            # s = q k^T: [BM, BN], summed over both parts of the head.
             b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
             b_s = _dot(b_q, tl.trans(b_k), UPCAST)
             if DK2 > 0:
@@ -89,21 +98,27 @@ def band_forward(
                         o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S, L_SEL, BN, HAS_DOCS
                     )
                 b_s = tl.where(visible, b_s, float("-inf"))
+            # Scaled after the maximum: a scale that is not positive was moved into q before.
             new_top = tl.maximum(top, tl.max(b_s, axis=1) * scale_log2)
             safe_top = new_top
+            # A row that has seen nothing yet has top -inf; exp2(-inf - -inf) would be NaN.
             if SELECT or part != 1:
                 safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
             b_p = tl.math.exp2(b_s * scale_log2 - safe_top[:, None])
             shrink = tl.math.exp2(top - safe_top)
+            # Rescale what was summed over the old maximum: [BM] and [BM, DV_PAD].
             total = total * shrink + tl.sum(b_p, axis=1)
+            # p v: p is rounded to the dtype of v, the operand of a 16-bit product.
             b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
             b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
             top = new_top
 
+    # out = b_out / total, lse = log2(sum of exp2(s')); a row that sees nothing: 0 and +inf.
     sees_none = total == 0.0
     b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
     lse = tl.where(sees_none, float("inf"), top + tl.math.log2(total))
     tl.store(p_lse + tl.program_id(1).to(tl.int64) * S + o_t, lse, mask=m_t)
+    # Store [BM, DV]; i_b and i_h are int64, and so are the offsets.
     row = (i_b * S + o_t) * Hq + i_h
     at = row[:, None] * DV + o_dv[None, :]
     m_o = m_t[:, None] & (o_dv < DV)[None, :]
@@ -113,9 +128,12 @@ def band_forward(
         _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_t, m_o)
 
 
-# Gradients of the band family: of keys and values by keys, of queries by queries.
-#
-# tile.py has the names, the band and its letters. No sum depends on the order of the programs.
+# --- Gradients: of keys and values by tiles of keys, of queries by tiles of queries ---
+# With P = exp2(s' - lse), dP = dout V^T and dS = gate * P * (dP - delta):
+#   dV = (gate * P)^T dout,  dK = scale * dS^T Q,  dQ = scale * dS K.
+# P is recomputed from the stored log-sum-exp; delta and gate come from tile.gate_backward.
+# One pass for all three was slower: dq by additions in memory costs more than the two products
+# that it saves (docs/kernels.md).
 
 
 @triton.jit
@@ -131,12 +149,14 @@ def band_dkv(
 ):  # fmt: skip
     """Gradients of BN keys and values from HEADS heads of their group and a slice of the queries.
 
-    Sums go to dk, dv [B, parts, K, Hkv, D] with parts = G / HEADS * SLICES. Tiles are [keys,
-    queries], so that probabilities and their gradients are left operands as they are.
+    Partial sums go to dk, dv [B, parts, K, Hkv, D] with parts = G / HEADS * SLICES. Tiles are
+    [keys, queries]: P^T and dS^T are left operands as they are, without a transposition.
     """
+    # Early keys are seen by the most queries. The key tile is the slowest index of the grid, so
+    # that the longest programs start first and none of them is left at the end.
     num_parts = G // HEADS * SLICES
     each = SEGMENTS * num_parts
-    i_n = tl.program_id(0) // each  # early keys are seen by the most queries: they start first
+    i_n = tl.program_id(0) // each
     i_bg, i_part = tl.program_id(0) % each // num_parts, tl.program_id(0) % num_parts
     h0, i_slice = i_part // SLICES * HEADS, i_part % SLICES
     i_b, i_g = (i_bg // Hkv).to(tl.int64), (i_bg % Hkv).to(tl.int64)
@@ -145,6 +165,8 @@ def band_dkv(
     m_k = o_k < K
     keys = o_k.to(tl.int64)[:, None]
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    # k [BN, DK1 (+ DK2)] and v [BN, DV_PAD] stay for the whole program. They are read through
+    # pointers: a descriptor would put them into registers here (docs/kernels.md).
     p_rows = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks
     b_k = _load(p_rows + o_dk[None, :], m_k, o_dk, DK, DK1, True)
     b_dk = tl.zeros([BN, DK1], tl.float32)
@@ -155,7 +177,8 @@ def band_dkv(
     p_rows = p_v + i_b * s_vb + i_g * s_vh + keys * s_vs + o_dv[None, :]
     b_v = _load(p_rows, m_k, o_dv, DV, DV_PAD, True)
     b_dv = tl.zeros([BN, DV_PAD], tl.float32)
-    # Queries that see any of these keys: a contiguous range, as both ends of the band only grow.
+    # Queries that see any of these keys: a contiguous range, as the band is monotonic.
+    # From the band: key n is visible from t = n * STEP + OFF on, and up to n + W - 1 in a window.
     if HAS_DOCS:
         first_query = tl.load(p_key_first + i_n * BN)
         last_query = tl.load(p_key_last + tl.minimum(i_n * BN + BN, K) - 1)
@@ -164,11 +187,13 @@ def band_dkv(
         last_query = S - 1
         if W > 0:
             last_query = tl.minimum(last_query, i_n * BN + BN - 1 + W - 1)
+    # Tiles of queries of this slice.
     per_slice = tl.cdiv(tl.cdiv(S, BM), SLICES)
     first_tile = tl.maximum(first_query // BM, i_slice * per_slice)
     stop_tile = tl.minimum(tl.cdiv(last_query + 1, BM), i_slice * per_slice + per_slice)
     stop_tile = tl.maximum(stop_tile, first_tile)
-    # From tile `full` to tile `masked` every query sees every key, and nothing needs a mask.
+    # From tile `full` to tile `masked` every query sees every key, and no mask is needed. A tile of
+    # keys that is cut off by K is masked throughout; so are packed documents and the selection.
     full = stop_tile
     masked = stop_tile
     if not (SELECT or HAS_DOCS):
@@ -187,18 +212,22 @@ def band_dkv(
             lo, hi = full, masked
         else:
             lo, hi = masked, stop_tile
+        # One flat loop over (tile of queries, head), heads fastest. Addresses are formed inside it:
+        # hoisted by hand they stay in registers and spill (docs/kernels.md).
         for i in range(lo * HEADS, hi * HEADS):
             i_h = i_g * G + h0 + i % HEADS
             t0 = i // HEADS * BM
             o_t = t0 + o_m
             m_t = o_t < S
+            # s^T = k q^T: [BN, BM].
             b_q = _rows(t_q, i_b, t0, i_h, 0, BM, DK1)
             b_s = _dot(b_k, tl.trans(b_q), UPCAST)  # [BN, BM]
             if DK2 > 0:
                 b_q2 = _rows(t_q2, i_b, t0, i_h, DK1, BM, DK2)
                 b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
             lse, delta, gate, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + o_t, m_t)
-            # A gate may be NaN: the mask comes after it, and keeps it in its document.
+            # P^T * gate. A gate may be NaN (a document that holds a NaN): masking after the product
+            # keeps it within its document.
             b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :]) * gate[None, :]
             if part != 1:
                 first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
@@ -210,14 +239,17 @@ def band_dkv(
                     )  # fmt: skip
                     visible = visible & tl.trans(selected)
                 b_p = tl.where(visible, b_p, 0.0)
+            # dV += P^T dout: [BN, DV_PAD].
             b_dout = _rows(t_dout, i_b, t0, i_h, 0, BM, DV_PAD)
             b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
+            # dS^T = P^T * (dP^T - delta), dK += dS^T q: [BN, DK1 (+ DK2)].
             b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)  # [BN, BM]
             b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
             b_dk = _dot_add(b_dk, b_ds, b_q, UPCAST)
             if DK2 > 0:
                 b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
 
+    # Each part has its own rows, so no two programs add to one address. scale is applied once.
     row = ((i_b * num_parts + i_part) * K + keys) * Hkv + i_g
     dtype = p_dk.dtype.element_ty
     m_rows = m_k[:, None]
@@ -238,7 +270,7 @@ def _branch_dq(
     SELECT: tl.constexpr, BOUNDED: tl.constexpr, HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What one branch adds to the gradient of a tile of queries.
+    """What one branch adds to dq / scale of a tile of queries: [BM, DK1] and [BM, DK2].
 
     BOUNDED: the band has a lower end within the sequence.
     """
@@ -247,7 +279,8 @@ def _branch_dq(
     start, full, masked, stop = _tile_range(
         i_m, S, K, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS, BM, BN
     )
-    # Only the edges of the band need a mask; the selected branch needs it everywhere.
+    # Masks are peeled as in band_forward. Without a lower end part 0 is always empty, and it is not
+    # compiled at all: ptxas crashed on the first form, which had it, at D 128 (docs/kernels.md).
     for part in tl.static_range(0 if SELECT or BOUNDED else 1, 1 if SELECT else 3):
         if SELECT:
             lo, hi = start, stop
@@ -258,6 +291,7 @@ def _branch_dq(
         else:
             lo, hi = masked, stop
         for k0 in range(lo, hi, BN):
+            # s = q k^T, P = exp2(s' - lse): [BM, BN].
             b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
             b_s = _dot(b_q, tl.trans(b_k), UPCAST)
             if DK2 > 0:
@@ -273,6 +307,7 @@ def _branch_dq(
                         o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S, L_SEL, BN, HAS_DOCS
                     )
                 b_p = tl.where(visible, b_p, 0.0)
+            # dS = gate * P * (dP - delta), dQ += dS k.
             b_p = b_p * gate[:, None]
             b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
             b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)
@@ -296,16 +331,19 @@ def band_dq(
 ):  # fmt: skip
     """Gradient of BM queries of one head, from all branches: [B, S, Hq, DK].
 
-    The selected branch is walked here (SELECT: the masked past), or its part is read from the fp32
-    dq_sel. What branches got elsewhere is read from dq_more, laid out like dq, where it is given.
-    STATS numbers lie between the stats of two branches.
+    The selected branch is walked here (SELECT: the whole past, masked), or its part is read from
+    the fp32 dq_sel. dq_more, laid out like dq, is what kernels of another library computed. STATS
+    is the stride between the stats of two branches.
     """
-    i_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
+    # One launch for all branches: q and dout are read once, and the final gradient is written
+    # without a pass over partial ones. Late tiles, which see the most keys, start first.
+    i_m = tl.num_programs(0) - 1 - tl.program_id(0)
     i_b, i_h = (tl.program_id(1) // Hq).to(tl.int64), (tl.program_id(1) % Hq).to(tl.int64)
     i_g = i_h // G
     o_t = i_m * BM + tl.arange(0, BM)
     m_t = o_t < S
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    # q: [BM, DK1] and [BM, DK2]. Without a rest, b_q2 and b_dq2 only fill the argument list.
     p_rows = p_q + i_b * s_qb + i_h * s_qh + o_t.to(tl.int64)[:, None] * s_qs
     b_q = _load(p_rows + o_dk[None, :], m_t, o_dk, DK, DK1, True)
     b_dq = tl.zeros([BM, DK1], tl.float32)
@@ -315,10 +353,13 @@ def band_dq(
         o_dk2 = DK1 + tl.arange(0, DK2)
         b_q2 = _load(p_rows + o_dk2[None, :], m_t, o_dk2, DK, DK1 + DK2, True)
         b_dq2 = tl.zeros([BM, DK2], tl.float32)
+    # dout: [BM, DV_PAD].
     p_rows = p_dout + i_b * s_ob + i_h * s_oh + o_t.to(tl.int64)[:, None] * s_os + o_dv[None, :]
     b_dout = _load(p_rows, m_t, o_dv, DV, DV_PAD, True)
+    # Rows of stats [3, B, Hq, S, 4]; int64, because they may pass 2^31.
     rows = tl.program_id(1).to(tl.int64) * S + o_t
     apart = tl.cast(STATS, tl.int64)
+    # Compressed branch: OFF l-1, STEP d, no W; its document index is in compressed tokens.
     if HAS_CMP:
         b_dq, b_dq2 = _branch_dq(
             b_dq, b_dq2, b_q, b_q2, b_dout, t_k_cmp, t_k2_cmp, t_v_cmp, p_stats, p_bits,
@@ -326,6 +367,7 @@ def band_dq(
             CMP_OFF, CMP_STEP, 0,
             DK1, DK2, DV_PAD, L_SEL, False, HAS_DOCS, HAS_DOCS, UPCAST, BM, BN,
         )  # fmt: skip
+    # Window branch.
     b_dq, b_dq2 = _branch_dq(
         b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * apart, p_bits,
         p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S, scale_log2,
@@ -342,6 +384,7 @@ def band_dq(
             scale_log2, 0, 1, 0,
             DK1, DK2, DV_PAD, L_SEL, True, True, HAS_DOCS, UPCAST, BM, BN,
         )  # fmt: skip
+    # Sum of all branches in fp32, rounded once: [BM, DK].
     b_dq = b_dq * scale
     if not SELECT:
         b_dq += tl.load(p_dq_sel + row + o_dk[None, :], mask=m_dq, other=0.0)
@@ -358,11 +401,13 @@ def band_dq(
         tl.store(p_dq + row + o_dk2[None, :], b_dq2.to(p_dq.dtype.element_ty), mask=m_dq)
 
 
-# Sum of the partial gradients that several programs have written.
+# --- Sum of the partial gradients of band_dkv ---
 
 
 @triton.jit
 def _sum(p_parts, p_out, i_b, i_block, SIZE, PARTS, BLOCK: tl.constexpr):
+    """BLOCK numbers of out[b] = sum over parts of parts[b, part], in the order of the parts."""
+    # int64: PARTS * SIZE may pass 2^31.
     o = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = o < SIZE
     total = tl.zeros([BLOCK], tl.float32)
@@ -376,19 +421,21 @@ def sum_parts(p_dk_parts, p_dv_parts, p_dk, p_dv, SIZE_K, SIZE_V, PARTS, BLOCK: 
     """[B, PARTS, SIZE] fp32 -> [B, SIZE], for the gradients of keys and of values, in order."""
     i_b = tl.program_id(1).to(tl.int64)
     num_k = tl.cdiv(SIZE_K, BLOCK)
+    # One launch for both: the first programs sum keys, the others values.
     if tl.program_id(0) < num_k:
         _sum(p_dk_parts, p_dk, i_b, tl.program_id(0), SIZE_K, PARTS, BLOCK)
     else:
         _sum(p_dv_parts, p_dv, i_b, tl.program_id(0) - num_k, SIZE_V, PARTS, BLOCK)
 
 
-# Launching the band kernels: grids, descriptors and partial sums.
+# --- Launchers ---
 
 BUSY = 264
-"""Programs that keep every processor of a large GPU at work: two for each."""
+"""Programs that occupy a large GPU: two for each of 132 multiprocessors."""
 SLICE_TILES = 8
-"""Tiles of queries that a program shall have at least."""
+"""Lower bound of the tiles of queries in a slice."""
 SUM_BLOCK = 1024
+"""Numbers that one program of sum_parts adds up."""
 NONE = (None, None, None)
 """Keys and values of a branch that a kernel does not walk."""
 
@@ -412,9 +459,9 @@ def forward(
     bits: Tensor | None = None,
     gated: Gated | None = None,
 ) -> Tensor:  # [B, S, Hq, Dv]
-    """Output of one branch; the selected one, given bits, also finishes the gated sum."""
+    """Output of one branch. With `bits`, of the selected one, it also writes the gated sum."""
     out = problem.empty(problem.batch, problem.seq_len, problem.num_heads, v.shape[3])
-    if k.shape[1] == 0:  # nobody sees anything
+    if k.shape[1] == 0:  # shorter than one compression block: no query sees a key
         lse.fill_(torch.inf)
         return out.zero_()
     sizes = (problem.d_k, v.shape[3], problem.dtype, branch, problem.capability)
@@ -499,15 +546,16 @@ def backward_q(
     *,
     skip_cmp: bool = False,
 ) -> Tensor:
-    """Gradient of q from all branches; without `dq_sel` the selected one masks the past.
+    """Gradient of q from all branches; without `dq_sel` the selected branch masks the past.
 
-    `dq_more` is what branches got elsewhere; `skip_cmp`: the compressed one did.
+    `dq_more` is the sum of what kernels of another library computed; `skip_cmp`: the compressed
+    branch is part of it.
     """
     words = dq_sel is None and problem.words
     tiles = dq_tiles(*problem.heads, problem.capability, words=words)
     dq = problem.empty(*q.shape)
     has_cmp = keys[0][0].shape[1] > 0 and not skip_cmp
-    # An empty tensor has no descriptor; what stands for it is not read.
+    # An empty tensor has no descriptor. Its placeholder is never read (HAS_CMP is off).
     keys = keys if has_cmp else (keys[1], *keys[1:])
     walked = (keys[0], keys[1] if dq_sel is None else None, keys[2])
     start(
@@ -543,12 +591,14 @@ def _branch_constants(problem: Problem, select: bool) -> dict[str, Any]:
 
 
 def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
-    """Among how many programs the heads of a group are shared out, and in how many the queries.
+    """Programs per key tile: how many share the heads of a group, and how many slices of queries.
 
-    Compressed tokens are few and each is seen by many queries: there, every head gets its own.
+    Compressed tokens are few, and many queries see each of them: there every head has its own
+    program, and slices of queries are added until the GPU is full.
     """
     per_group = problem.per_group
     if branch != 0:
+        # The smallest split that fills the GPU: every part is one more pass over dk and dv.
         divisors = (n for n in range(1, per_group + 1) if per_group % n == 0)
         return next((n for n in divisors if n * num_tiles >= BUSY), per_group), 1
     slices, row_tiles = 1, ceil_div(problem.seq_len, num_rows)

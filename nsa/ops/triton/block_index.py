@@ -1,7 +1,9 @@
 """The inverse of a selection: for each chunk of queries and each block, the queries that chose it.
 
-Read from the bits of the selection, in the order of the queries and without atomics, so the list is
-always the same. A segment is one (batch element, KV head).
+The kernels count and list the queries from the bits of the selection, in the order of the queries
+and without atomics: the list is always the same. A segment is one (batch element, KV head), a bin
+the queries of one chunk that chose one block, an item a piece of a bin: the work of one program of
+by_block.py. Launchers and the chunk sizes are below the kernels.
 """
 
 from __future__ import annotations
@@ -32,15 +34,18 @@ def count_choices(
 ):  # fmt: skip
     """How many of SUB queries chose each of 32 blocks: [segments, chunks, blocks, SUBS].
 
-    A chunk of queries is counted in SUBS parts, so that many programs share the work.
+    A chunk of queries is counted in SUBS parts by as many programs, to fill the GPU.
     """
     i_w, i_sub, i_seg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # bits are [segments, words, S]: one program reads one word of SUB neighbouring queries.
     p_words = p_bits + (i_seg * NUM_WORDS + i_w) * S
     stop = tl.minimum(i_sub * SUB + SUB, S)
+    # count[block] = sum over queries of the block's bit: [32].
     count = tl.zeros([32], tl.int32)
     for t0 in range(i_sub * SUB, stop, BQ):
         o_t = t0 + tl.arange(0, BQ)
         count += tl.sum(_bits(p_words, o_t, o_t < stop), axis=1)
+    # SUBS is the fastest index, so that running sums list a bin's queries in order.
     block = i_w * 32 + tl.arange(0, 32)
     chunk = i_seg * (tl.num_programs(1) // SUBS) + i_sub // SUBS
     at = (chunk * NUM_BLOCKS + block) * SUBS + i_sub % SUBS
@@ -49,7 +54,11 @@ def count_choices(
 
 @triton.jit
 def add_up(p_counts, p_ends, SIZE, BLOCK: tl.constexpr):
-    """Running sums of the SIZE counts of a segment."""
+    """Running sums of the SIZE counts of a segment.
+
+    One program per segment, BLOCK counts at a time: torch.cumsum over a few long rows was much
+    slower (docs/kernels.md).
+    """
     start = tl.program_id(0).to(tl.int64) * SIZE
     total = 0
     for i in range(0, SIZE, BLOCK):
@@ -64,11 +73,11 @@ def list_choices(
     p_bits, p_before, p_counts, p_ends, p_queries, p_places, S, SUB, NUM_BLOCKS, NUM_WORDS,
     NUM_ENTRIES, SUBS: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Write the queries of 32 blocks where the counts say, and each one's place there.
+    """List the queries that chose each of 32 blocks, and the block's place among their choices.
 
-    queries is [segments, NUM_ENTRIES], sorted by chunk, then block, then query; places says which
-    of a query's own choices the block is: [segments, NUM_ENTRIES]. `ends` are the running sums of
-    the counts within a segment.
+    queries is [segments, NUM_ENTRIES], sorted by chunk, then block, then query; places, of the same
+    shape, says which of the query's own choices the block is. `ends` are the running sums of the
+    counts within a segment: the entries of a bin begin at its end minus its count.
     """
     i_w, i_sub, i_seg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     block = i_w * 32 + tl.arange(0, 32)
@@ -77,17 +86,20 @@ def list_choices(
     m_b = block < NUM_BLOCKS
     count = tl.load(p_counts + bin, mask=m_b, other=0)
     if tl.sum(count, axis=0) == 0:
-        return  # nobody chose these blocks
+        return  # no query chose these blocks
+    # [32]: next free entry of each block.
     at = tl.load(p_ends + bin, mask=m_b, other=0) - count
     words = (i_seg * NUM_WORDS + i_w) * S
     stop = tl.minimum(i_sub * SUB + SUB, S)
     for t0 in range(i_sub * SUB, stop, BQ):
         o_t = t0 + tl.arange(0, BQ)
         m_t = o_t < stop
+        # [32, BQ]: bit, place among the query's choices, rank among the block's queries.
         chosen = _bits(p_bits + words, o_t, m_t)
         before = tl.load(p_before + words + o_t, mask=m_t, other=0).to(tl.int32)
         place = before[None, :] + tl.cumsum(chosen, axis=0) - 1
         rank = tl.cumsum(chosen, axis=1) - 1
+        # int64 through i_seg: segments * entries may pass 2^31.
         here = i_seg * NUM_ENTRIES + at[:, None] + rank
         tl.store(p_queries + here, o_t[None, :] + chosen * 0, mask=chosen != 0)
         tl.store(p_places + here, place.to(tl.int16), mask=chosen != 0)
@@ -108,44 +120,49 @@ def cut_bins(
     o_b = tl.arange(0, NB)
     m_b = o_b < NUM_BLOCKS
     bin = (i_seg * NUM_CHUNKS + i_c) * NUM_BLOCKS + o_b
+    # Entries of each bin: from the end of the bin before it to its own last part.
     end = tl.load(p_ends + bin * SUBS + SUBS - 1, mask=m_b, other=0)
     m_before = m_b & (i_c * NUM_BLOCKS + o_b > 0)
     start = tl.load(p_ends + bin * SUBS - 1, mask=m_before, other=0)
+    # Items per bin, and their running sum: item k of bin b is item first[b] + k of the chunk.
     num_items = tl.where(m_b, tl.cdiv(end - start, PIECE), 0)
     item_end = tl.cumsum(num_items, axis=0)
     tl.store(p_item_ends + bin, item_end, mask=m_b)
     p_items += (i_seg * NUM_CHUNKS + i_c) * NUM_ITEMS
     first = item_end - num_items
+    # Write the k-th item of all bins at a time.
     for k in range(0, tl.max(num_items, axis=0)):
         tl.store(p_items + first + k, o_b, mask=k < num_items)
+    # The list is as long as the worst case, so that the host never waits for its length. Unused
+    # items get the block NUM_BLOCKS, at which programs return.
     total = tl.sum(num_items, axis=0)
     for i in range(total, NUM_ITEMS, FILL):
         o_i = i + tl.arange(0, FILL)
         tl.store(p_items + o_i, tl.full([FILL], 0, tl.int32) + NUM_BLOCKS, mask=o_i < NUM_ITEMS)
 
 
-# The inverse of a selection: who chose each block, as chunks of queries and a list of work.
+# --- Launchers, and the sizes of chunks and items ---
 
 CACHE_BYTES = 24 << 20
-"""What the queries of one chunk and KV head may take of the L2 cache, with their gradients."""
+"""L2 cache budget for the queries of one chunk and KV head, with their gradients."""
 BIN_ROWS = 1024
-"""Rows, pairs of a query and a head, that a bin shall have on average, whatever the cache says: a
-bin ends with a pass over the gradients of its block."""
+"""Lower bound of the rows (query, head) in an average bin, even beyond the L2 budget: every bin
+ends with a pass over the gradients of its block."""
 MIN_CHUNK, MAX_CHUNK = 1024, 16384
 PART_BYTES = 2 << 30
-"""Workspace for what queries get from their blocks; longer sequences go in groups of chunks."""
+"""Workspace for partial results of queries; longer sequences are split into groups of chunks."""
 MAX_PIECE, MIN_PIECE = 512, 32
-"""Queries of one item, at most: many for less overhead, fewer where there is little work."""
+"""Bounds of the queries of one item: long items have less overhead, short ones fill the GPU."""
 ITEMS = 2048
-"""Items that keep every processor of a large GPU at work, some of them longer than others."""
+"""Items that occupy a large GPU although their lengths differ."""
 SUBS = 8
 """Parts in which a chunk is counted."""
 COUNT_QUERIES = 128
-"""Queries that the index kernels look at together."""
+"""Queries per tile of the index kernels."""
 ADD_BLOCK = 8192
-"""Counts that are added up together."""
+"""Counts per tile of add_up."""
 FILL = 1024
-"""Items that are marked as unused together."""
+"""Unused items that cut_bins marks with one store."""
 
 
 class Inverse(NamedTuple):
@@ -162,7 +179,7 @@ class Inverse(NamedTuple):
 
 
 def invert(problem: Problem, chosen: Selection) -> Inverse:
-    """List who chose each block, chunk by chunk, in the order of the queries."""
+    """Four launches: count the choices, sum the counts, list the queries, cut bins into items."""
     inverse = empty_inverse(problem, sized=True)
     segments, num_chunks, num_blocks, _ = inverse.ends.shape
     sub = chunk_size(problem) // SUBS
@@ -206,14 +223,14 @@ def invert(problem: Problem, chosen: Selection) -> Inverse:
 
 
 def empty_inverse(problem: Problem, *, sized: bool = False) -> Inverse:
-    """Memory for an inverse, or, not `sized`, five empty tensors that stand for none."""
+    """Memory for an inverse; not `sized`: five empty tensors, for calls that need none."""
     kinds = (torch.int32, torch.int32, torch.int16, torch.int32, torch.int32)
     if not sized:
         return Inverse(*(problem.empty(0, dtype=kind) for kind in kinds))
     segments, num_blocks = problem.num_segments, problem.num_blocks
     chunk, num_entries = chunk_size(problem), problem.seq_len * problem.spec.n_sel
     num_chunks = ceil_div(problem.seq_len, chunk)
-    # At worst every bin ends with an item of its own.
+    # Worst case: besides the full items, every bin has one that is not full.
     num_items = chunk * problem.spec.n_sel // piece_size(problem) + num_blocks
     sizes = (
         (segments, num_chunks, num_blocks, SUBS),
@@ -235,7 +252,8 @@ def piece_size(problem: Problem) -> int:
 def chunk_size(problem: Problem) -> int:
     """Queries of one chunk, a power of two.
 
-    Their rows of one KV head stay in the cache, or, where there are many blocks, fill the bins.
+    The rows of one KV head fit the L2 budget. Where there are many blocks, chunks are longer, so
+    that bins have BIN_ROWS rows on average.
     """
     width = 2 * problem.d_k + 2 * problem.d_v + 4 * problem.d_k
     cached = CACHE_BYTES // (problem.per_group * width)
@@ -249,6 +267,6 @@ def chunk_size(problem: Problem) -> int:
 
 
 def part_bytes(problem: Problem, dim: int) -> int:
-    """What one query's partial results of `dim` numbers take."""
+    """Bytes of the partial results of one query, all heads: n_sel rows of `dim` numbers."""
     num_rows = problem.batch * problem.num_heads * problem.spec.n_sel
     return num_rows * dim * problem.dtype.itemsize

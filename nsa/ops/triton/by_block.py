@@ -1,13 +1,14 @@
 """Selected attention in key-block order: a program takes one block and the queries that chose it.
 
-A query's own blocks lie anywhere, so going by queries reads every block again for each of them;
-going by blocks reads it once for many. `p_queries` lists, chunk by chunk of queries and block by
-block, who chose the block. The rows of a tile are pairs of such a query and a head of the group:
-any group size fills a tile. Chunks keep what is gathered and scattered within the L2 cache.
+The blocks of a query lie anywhere in the sequence: in query order every block is read again for
+each query, in block order once for many. `p_queries` lists, chunk by chunk of queries and block by
+block, who chose the block (block_index.py, which also defines segment, bin and item). The rows of a
+tile are (query, head) pairs, so any group size fills a tile. Chunks keep what is gathered and
+scattered within the L2 cache.
 
-Names as in tile.py. A segment is one (batch element, KV head). An item is a piece of a bin, a bin
-the queries of one chunk that chose one block. What a query gets from its blocks is written to its
-own places and summed by a second kernel, in their order.
+A query's results from its blocks are partial: each goes to a place of its own, [n_sel] per query,
+and a second kernel sums the places in their order. Launchers are below the kernels; names as in
+tile.py.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def _item(
 ):  # fmt: skip
     """Block of a program's item, its first entry, one past its last; block >= NUM_BLOCKS: none."""
     i_item, i_seg = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    # Block of the item, and its bin. min: unused items name a block that does not exist.
     block = tl.load(p_items + (i_seg * num_chunks + chunk) * NUM_ITEMS + i_item)
     bin = (i_seg * num_chunks + chunk) * NUM_BLOCKS + tl.minimum(block, NUM_BLOCKS - 1)
+    # The item is number i_item - first_item of its bin; the bin's entries begin at `start`.
     first_item = tl.load(p_item_ends + bin - 1, mask=block > 0, other=0)
     start = tl.load(p_ends + bin * SUBS - 1, mask=(block > 0) | (chunk > 0), other=0)
     first = start + (i_item - first_item) * PIECE
@@ -58,8 +61,8 @@ def _block_range(
 def _masked_stop(p_queries, first, stop, k0, PER_TILE, ALWAYS: tl.constexpr, BN: tl.constexpr):
     """One past the last entry whose tile needs a mask, a whole number of tiles from `first`.
 
-    Entries are in the order of the queries, so only the first BN of a block's can be queries that
-    lie in the block and do not see all of it. ALWAYS: the block may end before the tile.
+    Entries are in the order of the queries, so only the first BN of a bin can be queries within the
+    block, which do not see all of it. ALWAYS: the block may end before the tile does.
     """
     if ALWAYS:
         return stop
@@ -89,18 +92,21 @@ def block_forward(
         p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
     )
     if block >= NUM_BLOCKS:
-        return  # the list is as long as the worst case; here it has ended
+        return  # the list of items is as long as the worst case; this one is unused
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    # Row r of a tile is entry r // G and head r % G. Rows beyond (BM // G) * G are unused.
     o_r, o_dk, o_dv = tl.arange(0, BM), tl.arange(0, DK1), tl.arange(0, DV_PAD)
     nth, head = o_r // G, (o_r % G).to(tl.int64)
     k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
     o_k = k0 + tl.arange(0, BN)
+    # k [BN, DK1 (+ DK2)] and v [BN, DV_PAD] of the block stay for the whole item.
     b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
     b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
     if DK2 > 0:
         o_dk2 = DK1 + tl.arange(0, DK2)
         b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
     p_qh = p_q + i_b * s_qb + i_g * G * s_qh
+    # The mask is peeled: only queries within their own block need one, and they come first.
     masked_stop = _masked_stop(
         p_queries + i_seg * NUM_ENTRIES, first, stop, k0, BM // G, HAS_DOCS or L_SEL < BN, BN
     )
@@ -110,11 +116,13 @@ def block_forward(
         else:
             lo, hi = masked_stop, stop
         for entry in range(lo, hi, BM // G):
+            # Gather q of the tile's queries: [BM, DK1].
             m_r = (entry + nth < stop) & (nth < BM // G)
             at = i_seg * NUM_ENTRIES + entry + nth
             t = tl.load(p_queries + at, mask=m_r, other=0)
             p_rows = p_qh + _offsets(t, s_qs, head, s_qh, NARROW)[:, None]
             b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+            # s = q k^T: [BM, BN].
             b_s = _dot(b_q, tl.trans(b_k), UPCAST)
             if DK2 > 0:
                 b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
@@ -122,12 +130,15 @@ def block_forward(
             if part == 0:
                 visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= t[:, None])
                 b_s = tl.where(visible, b_s, float("-inf"))
-            # An unused row may see nothing of the block; a chosen block holds a visible token.
+            # Softmax over this block alone: a chosen block holds a visible token, so a row in use
+            # has a finite maximum. Unused rows may see nothing; 0 and 1 keep them finite.
             top = tl.where(m_r, tl.max(b_s, axis=1) * scale_log2, 0.0)
             b_p = tl.math.exp2(b_s * scale_log2 - top[:, None])
             total = tl.where(m_r, tl.sum(b_p, axis=1), 1.0)
+            # out = p v / total: [BM, DV_PAD]. The reciprocal is faster than a division.
             b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST) * (1.0 / total)[:, None]
             place = tl.load(p_places + at, mask=m_r, other=0).to(tl.int32)
+            # The query's own place for this block. int64 through i_seg: may pass 2^31.
             row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + head
             tl.store(p_part_lse + row, top + tl.math.log2(total), mask=m_r)
             m_o = m_r[:, None] & (o_dv < DV)[None, :]
@@ -141,7 +152,7 @@ def merge_parts(
     first_row, num_rows, S, Hkv, G, s_gb, s_gs, s_gh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Selected output of one query and group from its partial ones, and the gated sum."""
+    """Selected output of one query and group from its partial outputs, and the gated sum."""
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = first_row + tl.program_id(0)
@@ -149,7 +160,11 @@ def merge_parts(
     m_h = o_h < G
     m_o = m_h[:, None] & (o_d < DV)[None, :]
     num_chosen = tl.load(p_num_chosen + i_seg * S + t)
+    # First place of the query: part is [segments, num_rows, N_SEL, G, DV], part_lse without DV.
     row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    # With lse_n of each place: top = max lse_n, weight_n = exp2(lse_n - top),
+    # out = sum of weight_n * out_n / sum of weight_n, lse = top + log2(sum of weight_n).
+    # Places are summed in order, so the result does not depend on who wrote them when.
     top = tl.full([G_PAD], float("-inf"), tl.float32)
     for n in tl.range(0, num_chosen, loop_unroll_factor=8):
         lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
@@ -166,6 +181,7 @@ def merge_parts(
         b_out += b_part.to(tl.float32) * weight[:, None]
     b_out = b_out * (1.0 / tl.where(none, 1.0, total))[:, None]
     lse = tl.where(none, float("inf"), top + tl.math.log2(total))
+    # Store lse [B, Hq, S], the branch [G, DV] and the gated sum.
     i_h = i_g * G + o_h
     tl.store(p_lse + (i_b * Hkv * G + i_h) * S + t, lse, mask=m_h)
     at = ((i_b * S + t) * Hkv * G + i_h)[:, None] * DV + o_d[None, :]
@@ -186,19 +202,20 @@ def block_backward(
     HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr, WITH_DQ: tl.constexpr,
     ORDERED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients from one item: of a block's keys and values, and the item's share of its queries'.
+    """Gradients from one item: of its block's keys and values, and partial ones of its queries.
 
-    Those of keys and values are summed in registers and added to fp32 [B, S, Hkv, D] once an item,
-    in no fixed order. ORDERED: they go to the item's own slot, [segments, chunks of this launch,
-    NUM_ITEMS, BN, D] fp32, which sum_items reads.
-    Those of queries, WITH_DQ, go to part [segments, num_rows, N_SEL, G, DK], as in the forward.
-    Tiles are [keys, rows]: probabilities and their gradients are left operands as they are.
+    dk and dv are summed in registers over the item and then added to fp32 [B, S, Hkv, D] with
+    atomics, in no fixed order. ORDERED: they go to the item's own slot, [segments, chunks of this
+    launch, NUM_ITEMS, BN, D] fp32, and sum_items adds the slots in order.
+    dq, WITH_DQ, goes to part [segments, num_rows, N_SEL, G, DK], as the output does in the forward.
+    Tiles are [keys, rows]: P^T and dS^T are left operands as they are.
     """
     i_seg = tl.program_id(2).to(tl.int64)
     chunk = first_chunk + tl.program_id(1)
     block, first, stop = _item(
         p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
     )
+    # An unused item.
     if block >= NUM_BLOCKS:
         return
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -211,6 +228,7 @@ def block_backward(
     o_k = k0 + tl.arange(0, BN)
     m_k = o_k < k_stop
     keys = o_k.to(tl.int64)[:, None]
+    # k [BN, DK1 (+ DK2)], v [BN, DV_PAD], and the sums dk, dv of the same shapes.
     p_rows = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks
     b_k = _load(p_rows + o_dk[None, :], m_k, o_dk, DK, DK1, True)
     b_dk = tl.zeros([BN, DK1], tl.float32)
@@ -221,23 +239,29 @@ def block_backward(
     p_rows = p_v + i_b * s_vb + i_g * s_vh + keys * s_vs + o_dv[None, :]
     b_v = _load(p_rows, m_k, o_dv, DV, DV_PAD, True)
     b_dv = tl.zeros([BN, DV_PAD], tl.float32)
+    # One loop with a mask in every tile: peeled into two it spills more registers than the mask
+    # costs time (docs/kernels.md). Offsets are int32 where they fit (NARROW), for the same reason.
     for entry in range(first, stop, BM // G):
         m_r = (entry + o_r // G < stop) & (o_r // G < BM // G)
         t = tl.load(p_queries + entry + o_r // G, mask=m_r, other=0)
         p_rows_q = p_q + i_b * s_qb + _offsets(t, s_qs, head, s_qh, NARROW)[:, None]
         b_q = _load(p_rows_q + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+        # s^T = k q^T: [BN, BM].
         b_s = _dot(b_k, tl.trans(b_q), UPCAST)  # [BN, BM]
         if DK2 > 0:
             b_q2 = _load(p_rows_q + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
             b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
         p_rows_o = p_dout + i_b * s_ob + _offsets(t, s_os, head, s_oh, NARROW)[:, None]
         b_dout = _load(p_rows_o + o_dv[None, :], m_r, o_dv, DV, DV_PAD, True)
+        # P^T = exp2(s'^T - lse), masked, times the gate. The position of the query comes with the
+        # stats, as fp32, which is exact up to MAX_TOKENS.
         lse, delta, gate, token = _stats(p_stats, (i_b * Hkv * G + head) * S + t, m_r)
         b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :])
         visible = o_k.to(tl.float32)[:, None] <= token[None, :]
         if HAS_DOCS or L_SEL < BN:  # else a key beyond the block is beyond every query, too
             visible = visible & m_k[:, None]
         b_p = tl.where(visible, b_p, 0.0) * gate[None, :]
+        # dV += P^T dout;  dS^T = P^T * (dP^T - delta) with dP^T = v dout^T;  dK += dS^T q.
         b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
         b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)
         b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
@@ -245,10 +269,12 @@ def block_backward(
         if DK2 > 0:
             b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
         if WITH_DQ:
+            # Partial dq of the query from this block, to the query's own place.
             place = tl.load(p_places + entry + o_r // G, mask=m_r, other=0).to(tl.int32)
             row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + o_r % G
             p_row = p_part + row[:, None] * DK
-            # As [DK, rows]: K can be turned as a left operand, dS would have to be moved.
+            # dq^T = scale * k^T dS^T as [DK, rows]: then k is the operand that is transposed. For
+            # dS k, dS would have to be moved.
             b_dq = tl.trans(_dot(tl.trans(b_k), b_ds, UPCAST)) * scale
             m_q = m_r[:, None] & (o_dk < DK)[None, :]
             tl.store(p_row + o_dk[None, :], b_dq.to(p_part.dtype.element_ty), mask=m_q)
@@ -256,6 +282,7 @@ def block_backward(
                 b_dq2 = tl.trans(_dot(tl.trans(b_k2), b_ds, UPCAST)) * scale
                 m_q2 = m_r[:, None] & (o_dk2 < DK)[None, :]
                 tl.store(p_row + o_dk2[None, :], b_dq2.to(p_part.dtype.element_ty), mask=m_q2)
+    # Rows of this item's slot, or of the block's keys.
     if ORDERED:
         slot = (i_seg * tl.num_programs(1) + tl.program_id(1)) * NUM_ITEMS + tl.program_id(0)
         row = slot * BN + tl.arange(0, BN)[:, None]
@@ -272,7 +299,7 @@ def block_backward(
 
 @triton.jit
 def _give(p, b, mask, ORDERED: tl.constexpr):
-    """Write to places of one's own, or add to those that others add to."""
+    """Store to memory that only this program writes (ORDERED), or add atomically."""
     if ORDERED:
         tl.store(p, b, mask=mask)
     else:
@@ -290,10 +317,12 @@ def sum_items(
     block, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
     o_n, o_d = tl.arange(0, BN), tl.arange(0, D_PAD)
+    # [BN, D_PAD] of the block's keys; the sum continues over groups of chunks.
     mask = (k0 + o_n < k_stop)[:, None] & (o_d < D)[None, :]
     row = ((i_seg // Hkv) * S + k0 + o_n) * Hkv + i_seg % Hkv
     p_rows = p_sum + row[:, None] * D + o_d[None, :]
     b_sum = tl.load(p_rows, mask=mask, other=0.0)
+    # Chunks in order, and within a chunk the items of this block in order: a fixed sum.
     for i in range(0, num_together):
         p_ends = p_item_ends + (i_seg * num_chunks + first_chunk + i) * NUM_BLOCKS + block
         first = tl.load(p_ends - 1, mask=block > 0, other=0)
@@ -309,7 +338,7 @@ def sum_places(
     p_part, p_num_chosen, p_dq, first_row, num_rows, S, Hkv, G,
     DK: tl.constexpr, DK_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one query and group from its partial ones: fp32 [B, S, Hq, DK]."""
+    """dq of one query and group: the sum over its places, in order, fp32 [B, S, Hq, DK]."""
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = first_row + tl.program_id(0)
@@ -317,6 +346,7 @@ def sum_places(
     mask = (o_h < G)[:, None] & (o_d < DK)[None, :]
     row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
     b_dq = tl.zeros([G_PAD, DK_PAD], tl.float32)
+    # dq = sum over the places n of part[n]: [G_PAD, DK_PAD].
     for n in tl.range(0, tl.load(p_num_chosen + i_seg * S + t), loop_unroll_factor=8):
         p_rows = p_part + (row + n * G)[:, None] * DK + o_d[None, :]
         b_dq += tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
@@ -324,10 +354,10 @@ def sum_places(
     tl.store(p_dq + at, b_dq, mask=mask)
 
 
-# Launching the selected branch by key blocks: groups of chunks and their partial results.
+# --- Launchers: groups of chunks whose partial results fit the workspace ---
 
 WIDE = 1 << 31
-"""Offsets from here on need 64 bits."""
+"""Offsets from here on need int64."""
 
 
 class Group(NamedTuple):
@@ -349,7 +379,7 @@ def forward(
     lse: Tensor,  # [B, Hq, S] fp32, written
     gated: Gated,
 ) -> Tensor:  # [B, S, Hq, Dv]
-    """Output of the selected branch; finishes the gated sum."""
+    """Output of the selected branch; also writes the gated sum."""
     out = torch.empty_like(gated.out)
     tiles = _tiles(problem)
     groups = _groups(problem, inverse, part_bytes(problem, problem.d_v))
@@ -431,8 +461,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # the first fp32
     """Gradients of q, k and v.
 
-    Those of k and v are sums of several programs, which meet in memory in no fixed order, or,
-    `ordered`, each in a place of its own.
+    Several programs add to those of k and v, atomically and in no fixed order. `ordered`: each
+    writes to its own slot, and a second kernel sums the slots in order (deterministic).
     """
     sums = _zeros(k), _zeros(v)
     dq = problem.empty(*q.shape, dtype=torch.float32)
@@ -459,7 +489,7 @@ def backward_kv(
     *,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v alone."""
+    """Gradients of k and v alone; by_query.backward_q computes that of q."""
     sums = _zeros(k), _zeros(v)
     groups = _groups(problem, inverse, 0, ordered)
     slots = _slots(problem, inverse, groups[0]) if ordered else None
@@ -524,7 +554,7 @@ def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, 
 
 
 def _slots(problem: Problem, inverse: Inverse, group: Group) -> tuple[Tensor, Tensor]:
-    """Memory for the gradients of k and v of every item of a group."""
+    """Memory for the gradients of k and v of every item of a group of chunks."""
     num_items = problem.num_segments * group.num_chunks * inverse.item_block.shape[2]
     keys = padded(problem.spec.l_sel)
     return (
@@ -575,9 +605,9 @@ def _sum_slots_of(
 def _groups(
     problem: Problem, inverse: Inverse, row_bytes: int, ordered: bool = False
 ) -> list[Group]:
-    """Chunks in groups whose partial results fit the workspace.
+    """Chunks in groups whose partial results fit PART_BYTES.
 
-    A query has `row_bytes` of them; an item, `ordered`, its slot.
+    A query position has `row_bytes` of them; with `ordered` an item also has its slot.
     """
     chunk, seq_len = chunk_size(problem), problem.seq_len
     chunk_bytes = row_bytes * chunk
@@ -599,7 +629,7 @@ def _groups(
 
 
 def _sizes(problem: Problem, inverse: Inverse, group: Group) -> tuple[int, ...]:
-    """The numbers that the kernels begin with."""
+    """The sizes that open the argument lists of both kernels."""
     _, num_chunks, num_items = inverse.item_block.shape
     return (
         group.first_chunk, num_chunks, group.first_row, group.num_rows, problem.seq_len,
@@ -615,7 +645,7 @@ def _tiles(problem: Problem, purpose: str = "forward") -> Tiles:
 
 
 def _constants(problem: Problem, *gathered: Tensor) -> dict[str, Any]:
-    """In the order of the kernels, which gather rows of some tensors."""
+    """Constants in the kernels' order; `gathered` are the tensors read with computed offsets."""
     return {
         **problem.dims(),
         "N_SEL": problem.spec.n_sel,
@@ -628,12 +658,12 @@ def _constants(problem: Problem, *gathered: Tensor) -> dict[str, Any]:
 
 
 def _extent(x: Tensor) -> int:
-    """Numbers from the first to the last of one batch element of [B, S, H, D]."""
+    """Largest offset within one batch element of [B, S, H, D]."""
     return sum(
         (size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)
     )
 
 
 def _zeros(x: Tensor) -> Tensor:
-    """Where sums of several programs begin."""
+    """fp32 zeros, to which programs add."""
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
-"""Selected attention in query order: a program takes one query and the heads of a group.
+"""Selected attention in query order: a program takes one query and the heads of its group.
 
-Every selected block is read again for each query, so this is for large groups, whose heads fill a
-tile; by_block.py has the other order. Names as in tile.py.
+Every selected block is read again for each query, so this order is for large groups, whose heads
+fill a tile; by_block.py has the other order. Launchers are below the kernels; names as in tile.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ def query_forward(
     UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one query and the BM >= G heads of its group, and the gated sum."""
+    # int64: offsets of a segment may pass 2^31.
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = tl.program_id(0)
+    # First key of the document, and the last one that the query sees: its own.
     start, last = 0, t
     if HAS_DOCS:
         start = tl.load(p_row_key + t)
@@ -43,6 +45,7 @@ def query_forward(
     m_h = o_h < G
     i_h = i_g * G + o_h
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    # q: [BM, DK1 (+ DK2)], one row per head of the group.
     p_rows = p_q + i_b * s_qb + tl.cast(t, tl.int64) * s_qs + (i_h * s_qh)[:, None]
     b_q = _load(p_rows + o_dk[None, :], m_h, o_dk, DK, DK1, True)
     if DK2 > 0:
@@ -50,15 +53,19 @@ def query_forward(
         b_q2 = _load(p_rows + o_dk2[None, :], m_h, o_dk2, DK, DK1 + DK2, True)
     p_ids = p_selection + ((i_b * S + t) * Hkv + i_g) * N_SEL
     num_chosen = tl.load(p_num_chosen + i_seg * S + t)
+    # Online softmax over the selected keys, base 2, as in band_forward.
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    # One flat loop over (selected block, tile of BN keys of it), so that it is pipelined. A mask in
+    # every tile: two loops, with and without, cost more registers than the mask costs time.
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
     for i in range(0, num_chosen * STEPS):
         k0 = start + tl.load(p_ids + i // STEPS) * L_SEL + i % STEPS * BN
         o_k = k0 + o_n
-        # A block ends with the sequence at the latest, and a query sees nothing beyond itself.
+        # The key lies in the block and not after the query: that also covers the sequence's end.
         m_k = (o_k <= last) & (i % STEPS * BN + o_n < L_SEL)
+        # s = q k^T: [BM, BN].
         b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
         b_s = _dot(b_q, tl.trans(b_k), UPCAST)
         if DK2 > 0:
@@ -66,6 +73,7 @@ def query_forward(
             b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
         b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
         b_s = tl.where(m_k[None, :], b_s, float("-inf"))
+        # The same steps as in band_forward: new maximum, rescale, add p and p v.
         new_top = tl.maximum(top, tl.max(b_s, axis=1) * scale_log2)
         safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         b_p = tl.math.exp2(b_s * scale_log2 - safe_top[:, None])
@@ -73,6 +81,7 @@ def query_forward(
         total = total * shrink + tl.sum(b_p, axis=1)
         b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
         top = new_top
+    # out = b_out / total and lse, then the gated sum, for the G heads in use.
     sees_none = total == 0.0
     b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
     lse = tl.where(sees_none, float("inf"), top + tl.math.log2(total))
@@ -94,6 +103,7 @@ def query_dq(
     UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one query and the BM >= G heads of its group: fp32 dq."""
+    # int64: offsets of a segment may pass 2^31.
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = tl.program_id(0)
@@ -104,6 +114,7 @@ def query_dq(
     m_h = o_h < G
     i_h = i_g * G + o_h
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    # q [BM, DK1 (+ DK2)] and dout [BM, DV_PAD], one row per head of the group.
     p_rows = p_q + i_b * s_qb + tl.cast(t, tl.int64) * s_qs + (i_h * s_qh)[:, None]
     b_q = _load(p_rows + o_dk[None, :], m_h, o_dk, DK, DK1, True)
     b_dq = tl.zeros([BM, DK1], tl.float32)
@@ -116,6 +127,8 @@ def query_dq(
     lse, delta, gate, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + t, m_h)
     p_ids = p_selection + ((i_b * S + t) * Hkv + i_g) * N_SEL
     num_chosen = tl.load(p_num_chosen + i_seg * S + t)
+    # The same flat loop as in the forward: dS = P * (dP - delta), dQ += dS k. The gate is the
+    # same for all keys of a row and is multiplied in at the end.
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
     for i in range(0, num_chosen * STEPS):
         k0 = start + tl.load(p_ids + i // STEPS) * L_SEL + i % STEPS * BN
@@ -132,6 +145,7 @@ def query_dq(
         b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
         if DK2 > 0:
             b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)
+    # dq = gate * scale * sum: fp32, because band_dq adds the other branches to it.
     gate = gate * scale
     p_rows = p_dq + ((i_b * S + t) * Hkv * G + i_h)[:, None] * DK
     m_rows = m_h[:, None] & (o_dk < DK)[None, :]
@@ -141,7 +155,7 @@ def query_dq(
         tl.store(p_rows + o_dk2[None, :], b_dq2 * gate[:, None], mask=m_rows)
 
 
-# Launching the selected branch by queries.
+# --- Launchers ---
 
 
 def forward(
@@ -153,7 +167,7 @@ def forward(
     lse: Tensor,  # [B, Hq, S] fp32, written
     gated: Gated,
 ) -> Tensor:  # [B, S, Hq, Dv]
-    """Output of the selected branch; finishes the gated sum."""
+    """Output of the selected branch; also writes the gated sum."""
     out = torch.empty_like(gated.out)
     tiles = _tiles(problem)
     start(
@@ -215,7 +229,7 @@ def _tiles(problem: Problem, *, backward: bool = False) -> Tiles:
 
 
 def _constants(problem: Problem) -> dict[str, Any]:
-    """In the order of the kernels."""
+    """Constants in the kernels' order."""
     return {
         **problem.dims(),
         "N_SEL": problem.spec.n_sel,

@@ -1,7 +1,7 @@
-"""Queries that continue a cached sequence, many at a time: chunked prefill, forward only.
+"""Chunked prefill: many queries that continue a cached sequence, forward only.
 
-To the kernels the queries are rows of one packed document that began before their first row; where
-its keys begin is said for each branch. The selected branch goes by queries.
+There is no kernel of its own: to the kernels the queries are rows of a packed document that began
+before their first row. The selected branch runs in query order.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class Continued(Problem):
     ) -> None:
         super().__init__(q, v, spec, scale, [first + q.shape[1]])
         self.packed = True
+        # The same for all rows: first key, start of the document, first key of the window.
         rows = (0, -first, -win_first)
         index = torch.tensor(rows, dtype=torch.int32).to(q.device, non_blocking=True)
         self._zero, self._start, self._win = index[:, None].expand(3, q.shape[1]).contiguous()
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The document begins at row -first; its keys at the first of their tensor, except that the
-        window's tensor begins with token win_first."""
+        """The document begins at row -first. Its keys begin with their tensor; only the window's
+        tensor begins with token win_first."""
         return self._start, self._win if branch == 2 else self._zero, self._zero
 
 
@@ -58,6 +59,7 @@ def attend_continued(
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = (
         describable(padded_head(x)) for x in (q, *cmp, *sel, *win)
     )
+    # Head dims were padded to a multiple of 8; the padding of the output is cut off at the end.
     problem = Continued(q, v_sel, spec, scale, first, win_first)
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
     o_cmp = banded.forward(problem, 0, q, k_cmp, v_cmp, lse[0])

@@ -1,4 +1,4 @@
-"""Kernels of mean compression (phi = avg), forward and backward, without atomics."""
+"""Mean compression (phi = avg), forward and backward: kernels and launchers, no atomics."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def mean_forward(
     HAS_DOCS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Means of BLOCKS compression blocks of one head; out is contiguous [B, N, H, D]."""
+    # int64: offsets of a batch element or a head may pass 2^31.
     i_b, i_h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     o_n = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     m_n = o_n < N
+    # [BLOCKS]: first raw token of each block. p_cmp_first holds the first query that sees a
+    # block, which is the block's last token.
     if HAS_DOCS:
         start = tl.load(p_cmp_first + o_n, mask=m_n, other=L - 1) - (L - 1)
     else:
@@ -30,6 +33,7 @@ def mean_forward(
     o_d = tl.arange(0, D_PAD)
     mask = m_n[:, None] & (o_d < D)[None, :]
     p_head = p_x + i_b * s_xb + i_h * s_xh + o_d[None, :]
+    # out[n] = 1/L * sum over i < L of x[start(n) + i]: [BLOCKS, D_PAD], fp32 sums.
     total = tl.zeros([BLOCKS, D_PAD], tl.float32)
     for i in range(0, L):
         rows = (start + i).to(tl.int64)[:, None]
@@ -48,6 +52,7 @@ def mean_backward(
     i_b, i_h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     o_t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_t = o_t < S
+    # [ROWS]: start and length of the token's document, index of its first compressed token.
     if HAS_DOCS:
         start = tl.load(p_row_start + o_t, mask=m_t, other=0)
         base = tl.load(p_row_cmp + o_t, mask=m_t, other=0)
@@ -56,9 +61,12 @@ def mean_backward(
         start = o_t * 0
         base = o_t * 0
         length = start + S
+    # Complete blocks of the document, BlockSpec.num_cmp: floor((length - L) / STRIDE) + 1.
     num_blocks = tl.maximum(length - L + STRIDE, 0) // STRIDE
     o_d = tl.arange(0, D_PAD)
     p_head = p_dout + i_b * s_ob + i_h * s_oh + o_d[None, :]
+    # dx[t] = 1/L * sum of dout[n] over the blocks n that hold t. Those are the L / STRIDE
+    # blocks n = t // STRIDE - back: the token gathers, so that no atomics are needed.
     total = tl.zeros([ROWS, D_PAD], tl.float32)
     for back in range(0, L // STRIDE):
         block = (o_t - start) // STRIDE - back
@@ -71,12 +79,12 @@ def mean_backward(
     tl.store(p_rows, (total / L).to(p_dx.dtype.element_ty), mask=mask)
 
 
-# Launching mean compression and its gradient.
+# --- Launchers ---
 
 ROWS = 32
-"""Blocks or tokens of one program."""
-MAX_KEPT = 1024
-"""Launches remembered; beyond, all are forgotten."""
+"""Blocks (forward) or tokens (backward) of one program."""
+MAX_CACHED = 1024
+"""Cached launches; a full cache is cleared."""
 
 _memo: Memo = {}
 _memo_backward: Memo = {}
@@ -84,7 +92,7 @@ _memo_backward: Memo = {}
 
 def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
-    if len(_memo) >= MAX_KEPT:
+    if len(_memo) >= MAX_CACHED:
         _memo.clear()
     batch, _, num_heads, dim = x.shape
     num_cmp = sum(spec.num_cmp(length) for length in doc_lens)
@@ -107,11 +115,12 @@ def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
 
 def backward(dout: Tensor, seq_len: int, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     """Gradient of x: [B, N, H, D] -> [B, S, H, D]."""
-    if len(_memo_backward) >= MAX_KEPT:
+    if len(_memo_backward) >= MAX_CACHED:
         _memo_backward.clear()
     batch, num_cmp, num_heads, dim = dout.shape
     dx = torch.empty(batch, seq_len, num_heads, dim, dtype=dout.dtype, device=dout.device)
     packed = len(doc_lens) > 1
+    # Without documents the kernel reads no index: any tensor stands for it.
     index: tuple[Tensor, Tensor, Tensor] = (dout, dout, dout)
     if packed:
         docs = index_documents(doc_lens, spec, dout.device)

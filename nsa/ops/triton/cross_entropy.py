@@ -1,4 +1,4 @@
-"""Kernel of the cross-entropy of logits: losses, and the gradient in the logits' own memory."""
+"""Cross-entropy of logits: one kernel for the losses and, in the logits' memory, the gradient."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ def softmax_loss(
     p_logits, p_targets, p_losses, s_logits, V, V_PAD,
     IGNORED: tl.constexpr, BLOCK: tl.constexpr, WITH_GRAD: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss in nats; its V logits become softmax minus one-hot, those behind them 0.
+    """One row: its loss in nats; its V logits become softmax minus one-hot, the padding 0.
 
     Two passes over the row, the second from the cache. A row with a NaN or inf has a NaN loss. A
-    row whose target is IGNORED has neither loss nor gradient, whatever its logits are.
+    row whose target is IGNORED has loss 0 and gradient 0, whatever its logits are.
     """
+    # int64: rows * vocabulary may pass 2^31.
     i_r = tl.program_id(0).to(tl.int64)
     p_row = p_logits + i_r * s_logits
     target = tl.load(p_targets + i_r)
     counts = target != IGNORED
+    # loss = lse - x[target] with lse = log(sum of exp(x)), as an online softmax in base e:
+    # largest = max x, total = sum of exp(x - largest).
     largest = -float("inf")
     total = 0.0
     at_target = 0.0
@@ -35,6 +38,8 @@ def softmax_loss(
         largest = higher
     lse = largest + tl.log(total)
     tl.store(p_losses + i_r, tl.where(counts, lse - at_target, 0.0))
+    # d loss / d x = exp(x - lse) - onehot(target), written over the logits. Columns V .. V_PAD - 1
+    # are read as -inf, so that their gradient is 0.
     if WITH_GRAD:
         for first in range(0, V_PAD, BLOCK):
             o_v = first + tl.arange(0, BLOCK)
@@ -44,11 +49,11 @@ def softmax_loss(
             tl.store(p_row + o_v, b_d.to(p_logits.dtype.element_ty), mask=o_v < V_PAD)
 
 
-# Starts the kernel of the cross-entropy of logits.
+# --- Launcher ---
 
 BLOCK, NUM_WARPS = 4096, 8
-MAX_KEPT = 1024
-"""Launches remembered; beyond, all are forgotten."""
+MAX_CACHED = 1024
+"""Cached launches; a full cache is cleared."""
 
 _memo: Memo = {}
 
@@ -64,10 +69,10 @@ def losses_and_gradient(
 ) -> None:
     """Cross-entropy of every row over its first `vocab` columns, and d loss / d logits in place.
 
-    Columns behind `vocab` are padding: they are not read, and their gradient is 0. Loss and
+    Columns from `vocab` on are padding: they are not read, and their gradient is 0. Loss and
     gradient of a row whose target is `ignored` are 0.
     """
-    if len(_memo) >= MAX_KEPT:
+    if len(_memo) >= MAX_CACHED:
         _memo.clear()
     num_rows, width = logits.shape
     start(

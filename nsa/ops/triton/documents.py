@@ -1,7 +1,8 @@
-"""What is not finite, taken out of packed documents before their tiles meet.
+"""Packed documents: index tensors of their bounds, and the pass that keeps a NaN in its document.
 
-A tile may hold two documents. A mask makes the probabilities between them 0, but 0 * NaN is NaN, so
-the values that they are multiplied by must be finite. Names as in tile.py.
+A tile may hold two documents. A mask makes the probabilities between them 0, but 0 * NaN is NaN.
+So non-finite values are replaced by 0 before the kernels run, and the caller makes the rows that
+saw one NaN. Names as in tile.py.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ def finite_rows(
     p_x, p_clean, p_first_bad, p_row_start, p_seen_from, ROWS, H, s_s, s_h,
     D: tl.constexpr, D_PAD: tl.constexpr, COMPRESSED: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Copy x [ROWS, H, D], contiguous and with 0 for what is not finite.
+    """Copy x [ROWS, H, D], contiguous and with 0 for non-finite values.
 
-    first_bad [S] holds, at the first token of each document, the first query that sees something
-    that was not finite. COMPRESSED: `seen_from` says who first sees a row; others see themselves.
+    first_bad [S] gets, at the first token of each document, the first query that sees a non-finite
+    value. COMPRESSED: `seen_from` holds the first query that sees a row; a raw row is its own.
     """
-    o_r = tl.program_id(0) * BM + tl.arange(0, BM)  # pairs of a row and a head
+    # [BM] rows (token, head).
+    o_r = tl.program_id(0) * BM + tl.arange(0, BM)
     m_r, row = o_r < ROWS * H, (o_r // H).to(tl.int64)
     o_d = tl.arange(0, D_PAD)
     mask = m_r[:, None] & (o_d < D)[None, :]
     p_rows = p_x + (row * s_s + (o_r % H).to(tl.int64) * s_h)[:, None] + o_d[None, :]
     b_x = tl.load(p_rows, mask=mask, other=0.0)
+    # NaN compares false, so NaN and both infinities count as bad. [BM, D_PAD].
     finite = tl.abs(b_x.to(tl.float32)) < float("inf")
     at = o_r.to(tl.int64)[:, None] * D + o_d[None, :]
     tl.store(p_clean + at, tl.where(finite, b_x, 0.0), mask=mask)
     bad = m_r & (tl.min(finite.to(tl.int32), axis=1) == 0)
+    # A minimum does not depend on the order of the programs: the atomics are deterministic.
     query = row.to(tl.int32)
     if COMPRESSED:
         query = tl.load(p_seen_from + row, mask=bad, other=0)
@@ -47,11 +51,11 @@ def finite_rows(
     tl.atomic_min(p_first_bad + document, query, mask=bad)
 
 
-# Packed documents: where they and their blocks start and end, and how a NaN stays in its own.
+# --- Index tensors and launchers ---
 
 ROWS_PER_PROGRAM = 16
-MAX_KEPT = 256
-"""Launches remembered; beyond, all are forgotten and made again."""
+MAX_CACHED = 256
+"""Cached launches; a full cache is cleared."""
 
 _memo: Memo = {}
 
@@ -74,7 +78,7 @@ class Documents(NamedTuple):
 def index_documents(doc_lens: list[int], spec: BlockSpec, device: torch.device) -> Documents:
     """Build the index on the host, where the lengths are, and copy it in one piece.
 
-    The layers of a step ask for the same one; it is kept for them.
+    Cached: all layers of a step use the same index.
     """
     wanted = tuple(doc_lens), spec, device
     if device.type != "cuda":
@@ -87,7 +91,7 @@ def index_documents(doc_lens: list[int], spec: BlockSpec, device: torch.device) 
 def _kept_index(
     doc_lens: tuple[int, ...], spec: BlockSpec, device: torch.device, stream: int
 ) -> Documents:
-    """`stream`: another one could read the index before it has been copied."""
+    """`stream` is part of the key: another stream could read the index before it is copied."""
     lengths = torch.tensor(doc_lens)
     num_cmp = torch.tensor([spec.num_cmp(length) for length in doc_lens])
     num_blocks = torch.tensor([spec.num_blocks(length) for length in doc_lens])
@@ -123,10 +127,10 @@ def finite_only(
     tensors: tuple[Tensor, ...],  # each [1, S or N, H, D]
     num_tokens: int,
 ) -> tuple[list[Tensor], Tensor]:  # the tensors, [S] bool
-    """Copies without what is not finite, and the queries of whose past something was taken out.
+    """Copies with 0 for non-finite values, and the queries that would have seen one.
 
-    These are all queries of a document from the first one on that sees it; the caller makes their
-    results NaN. Nothing waits for the device.
+    These are all queries of a document from the first that sees it on; the caller makes their
+    results NaN. No host sync.
     """
     first_bad = torch.full_like(index.row_start, num_tokens)
     clean = [_clean_copy(index, x, first_bad) for x in tensors]
@@ -137,7 +141,7 @@ def _clean_copy(index: Documents, x: Tensor, first_bad: Tensor) -> Tensor:
     _, num_rows, num_heads, dim = x.shape
     copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     compressed = num_rows != len(first_bad)
-    if len(_memo) >= MAX_KEPT:
+    if len(_memo) >= MAX_CACHED:
         _memo.clear()
     start(
         _memo,

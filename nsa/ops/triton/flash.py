@@ -1,12 +1,13 @@
-"""Window and compressed branch through attention kernels of another library.
+"""Window and compressed branch on attention kernels of torch or cuDNN.
 
-The window is a causal band, which they know. The compressed branch they do not: query t sees the
-compressed tokens i with i*d + l - 1 <= t. With u = t - (l - 1) that is i <= u // d, so that the
-queries of one residue u % d see one token more from each to the next: a causal square. The residues
-become rows of the batch, as views of the tensors; all of them share the keys. What is left at the
-end, less than d queries, sees every key: plain products.
+The window is a causal band, which those kernels support. The compressed branch is not: query t sees
+the compressed tokens i with i*d + l - 1 <= t. With u = t - (l - 1) that is i <= u // d, so among
+the queries of one residue u % d each sees one token more than the one before: a causal square. The
+residues become rows of the batch, as views of the tensors, and share the keys. The last queries,
+fewer than d, see every key: plain products.
 
-Kernels take [B, S, H, D] with fewer heads of keys than of queries; their log-sum-exp is [B, Hq, S].
+Kernels take [B, S, H, D] with fewer heads of keys than of queries; their log-sum-exp is [B, Hq, S],
+base e, while that of this package is base 2.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from nsa.ops.spec import BlockSpec
 
 LOG2_E = math.log2(math.e)
 WIDEST = torch.complex128
+"""A dtype of 16 bytes, to copy as many at a time."""
 RESIDUE_BYTES = 256 << 20
-"""What the queries of the residues in one call may take: kernels need several times as much."""
+"""Limit of the queries in one call; kernels need several times as much memory."""
 
 
 class Kernel(NamedTuple):
-    """Causal attention within a window: `window` keys up to the query's own; None is all."""
+    """Causal attention within a window: the last `window` keys, its own included; None: all."""
 
     forward: Callable[[Tensor, Tensor, Tensor, float, int | None], tuple[Tensor, Tensor]]
     """(q, k, v, scale, window) -> output and log-sum-exp, base e."""
@@ -84,6 +86,7 @@ def _compressed_forward(
 ) -> Tensor:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     first, num_groups = spec.l - 1, (q.shape[1] - spec.l + 1) // spec.d
+    # The first l - 1 queries see nothing.
     out[:, :first], lse[:, :, :first] = 0.0, torch.inf
     for i, some in _calls(q, spec, num_groups):
         square = _square(q[i], k[i], v[i], spec, num_groups, some)
@@ -91,6 +94,7 @@ def _compressed_forward(
         _copy_rows(_by_residue(out[i], spec, num_groups)[some], part)
         by_row = _by_residue(lse[i].t(), spec, num_groups)[some]
         by_row.transpose(1, 2).copy_(natural * LOG2_E)
+    # The rest sees every key: plain products.
     rest = first + num_groups * spec.d
     logits = _logits(q[:, rest:], k, scale)
     lse[:, :, rest:] = logits.logsumexp(dim=-1).flatten(1, 2) * LOG2_E
@@ -112,7 +116,7 @@ def _compressed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     first, num_groups = spec.l - 1, (q.shape[1] - spec.l + 1) // spec.d
     rest = first + num_groups * spec.d
-    # The queries at the end, with plain products.
+    # The rest, with plain products: dS = P * (dP - delta), delta = <dout, out>.
     logits = _logits(q[:, rest:], k, scale)
     wide_q, wide_k, wide_v, wide_out, wide_dout = (
         x.to(logits.dtype) for x in (q[:, rest:], k, v, out[:, rest:], dout[:, rest:])
@@ -125,10 +129,12 @@ def _compressed_backward(
     dlogits = torch.einsum("bthgd,bnhd->bhgtn", wide_dout, wide_v)
     delta = torch.einsum("bthgd,bthgd->bhgt", wide_out, wide_dout)
     dlogits = probs * (dlogits - delta.unsqueeze(-1)) * scale
+    # dq = scale * dS K, dk = scale * dS^T Q; the first l - 1 queries have no gradient.
     dq = q.new_empty(q.shape)
     dq[:, :first] = 0.0
     dq[:, rest:] = torch.einsum("bhgtn,bnhd->bthgd", dlogits, wide_k).flatten(2, 3)
     dk = torch.einsum("bhgtn,bthgd->bnhd", dlogits, wide_q)
+    # Residues share the keys, so their dk and dv are summed, in fp32 or wider.
     for i, some in _calls(q, spec, num_groups):
         square = _square(q[i], k[i], v[i], spec, num_groups, some)
         part_out, part_dout = (_by_residue(x[i], spec, num_groups)[some] for x in (out, dout))
@@ -141,8 +147,8 @@ def _compressed_backward(
 
 
 def _copy_rows(to: Tensor, source: Tensor) -> None:
-    """Copy rows that lie apart, 16 bytes at a time where they allow it: torch copies such tensors
-    number by number.
+    """Copy strided rows, 16 bytes at a time where alignment allows; torch copies them one number
+    at a time.
     """
     step = WIDEST.itemsize // to.element_size()
     places = [n for x in (to, source) for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])]
@@ -152,7 +158,7 @@ def _copy_rows(to: Tensor, source: Tensor) -> None:
 
 
 def _calls(q: Tensor, spec: BlockSpec, num_groups: int) -> Iterator[tuple[int, slice]]:
-    """Batch elements and residues of every call."""
+    """Batch element and residues of every kernel call, within RESIDUE_BYTES."""
     size = num_groups * q.shape[2] * q.shape[3] * q.element_size()
     together = max(min(RESIDUE_BYTES // max(size, 1), spec.d), 1)
     for i in range(q.shape[0] if num_groups else 0):
@@ -163,7 +169,7 @@ def _calls(q: Tensor, spec: BlockSpec, num_groups: int) -> Iterator[tuple[int, s
 def _square(
     q: Tensor, k: Tensor, v: Tensor, spec: BlockSpec, num_groups: int, some: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries of some residues, and the keys that they see, for each residue."""
+    """Queries of some residues, and the keys and values repeated for each: the residues' batch."""
     rows = _by_residue(q, spec, num_groups)[some]
     keys, values = (x[:num_groups].expand(len(rows), -1, -1, -1).contiguous() for x in (k, v))
     return rows, keys, values
@@ -176,7 +182,7 @@ def _by_residue(x: Tensor, spec: BlockSpec, num_groups: int) -> Tensor:
 
 
 def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:  # [B, Hkv, G, S, N]
-    """Of queries that see every key, in fp32 or wider."""
+    """Logits of queries that see every key, in fp32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
     return torch.einsum("bthgd,bnhd->bhgtn", grouped, k.to(dtype)) * scale
@@ -224,7 +230,7 @@ TORCH = Kernel(_torch_forward, _torch_backward)
 def _cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    _without(window)
+    _refuse_window(window)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, True, False, scale=scale
     )
@@ -241,7 +247,7 @@ def _cudnn_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _without(window)
+    _refuse_window(window)
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
     no_bounds = None, None, q.shape[1], k.shape[1]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -252,7 +258,7 @@ def _cudnn_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _without(window: int | None) -> None:
+def _refuse_window(window: int | None) -> None:
     if window is not None:
         raise ValueError(f"cuDNN attention is causal without a window, not of {window} keys")
 

@@ -1,9 +1,9 @@
-"""Starting kernels: a short way past Triton's dispatcher for calls whose like has run before.
+"""Fast launch path: caches the compiled kernel, grid and constants per call signature.
 
-Triton looks at every argument of every launch to find the compiled kernel, and checks every
-descriptor; that would be most of the time of a short sequence. Here calls whose inputs have the
-same form share a memo: whatever follows from the form (grid, numbers, constants, the compiled
-kernel) is worked out once for each place in the code; tensors alone change from call to call.
+Triton inspects every argument of every launch to find the compiled kernel, and checks every
+descriptor; for a short sequence that would be most of the time. Here calls whose inputs have the
+same form share a memo. What follows from the form (grid, numbers, constants, the compiled kernel)
+is computed once for each place in the code; only the tensors change from call to call.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from nsa.ops.triton.tiles import Tiles
 INTERPRETED = not isinstance(tile._dot, triton.runtime.jit.JITFunction)
 """Whether TRITON_INTERPRET=1 was set at import: kernels then run on the CPU, in Python."""
 ALIGNMENT = 16
-"""Bytes of the widest load: kernels are compiled apart for pointers that allow it or not."""
+"""Bytes of the widest load. Triton compiles a kernel separately for pointers that are aligned."""
 
 Memo = dict[Any, "Known"]
-"""By place, how a kernel was started there; apart for addresses that are aligned otherwise."""
+"""Cached launches, by place in the code and by which addresses are misaligned."""
 
 
 class Known(NamedTuple):
@@ -41,7 +41,10 @@ class Known(NamedTuple):
 
 
 class Rows:
-    """Tiles of rows of one head of [B, S, H, D]: a tensor descriptor that is not checked again."""
+    """Tiles of rows of one head of [B, S, H, D]: a tensor descriptor without Triton's checks.
+
+    It has the attributes of TensorDescriptor that the launcher of a compiled kernel reads.
+    """
 
     __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
 
@@ -52,7 +55,7 @@ class Rows:
 
 
 class Launch(NamedTuple):
-    """What a launch needs beside its tensors; numbers and constants are in the kernel's order."""
+    """Arguments of a launch beside its tensors; numbers and constants are in the kernel's order."""
 
     grid: tuple[int, ...]
     numbers: tuple[Any, ...]
@@ -63,7 +66,7 @@ class Launch(NamedTuple):
     def tiled(
         grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any], tiles: Tiles
     ) -> Launch:
-        """With BM and BN as the last constants, and the options of the tiles."""
+        """A kernel with matrix products: BM and BN are its last constants."""
         sized = {**constants, "BM": tiles.BM, "BN": tiles.BN}
         return Launch(grid, numbers, sized, tiles.options)
 
@@ -74,27 +77,29 @@ class Launch(NamedTuple):
         constants: dict[str, Any],
         num_warps: int = 4,
     ) -> Launch:
-        """Without tiles of a matrix product."""
+        """A kernel without matrix products."""
         return Launch(grid, numbers, constants, {"num_warps": num_warps})
 
 
 def start(
     memo: Memo, place: Any, kernel: Any, tensors: tuple[Any, ...], launch: Callable[[], Launch]
 ) -> None:
-    """Start `kernel` on the tensors' device, on the stream that is current there.
+    """Launch `kernel` on the tensors' device, on the stream that is current there.
 
-    `launch` is asked when the place is new to the memo.
+    `launch` is called once, when the place is new to the memo.
     """
+    # Alignment is part of the key: the compiled kernel may use 16-byte loads.
     addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
     place = place, _misaligned(addresses)
     known = memo.get(place)
     if known is not None:
         if known.compiled is not None:
-            _start_again(known, tensors, addresses)
+            _launch_cached(known, tensors, addresses)
         return
     one = launch()
     device = _device_of(tensors)
     first, second, third = (*one.grid, 1, 1)[:3]
+    # First call: through Triton's dispatcher, which compiles. An empty grid launches nothing.
     compiled = None
     if 0 not in one.grid:
         checked = (_descriptor(x) if isinstance(x, Rows) else x for x in tensors)
@@ -107,7 +112,8 @@ def start(
 
 
 def _misaligned(addresses: list[Any]) -> tuple[bool, ...] | None:
-    """Which pointers forbid the widest loads; None if all allow them, as almost always."""
+    """Which pointers are not aligned to 16 bytes; None if all are, the usual case."""
+    # One modulo for all: the low bits of the OR are 0 only if those of every address are.
     bits = 0
     for x in addresses:
         if type(x) is int:
@@ -118,13 +124,13 @@ def _misaligned(addresses: list[Any]) -> tuple[bool, ...] | None:
 
 
 def _device_of(tensors: tuple[Any, ...]) -> int:
-    """Number of the CUDA device that the tensors are on; -1 is the CPU, in the interpreter."""
+    """Index of the CUDA device that the tensors are on; -1 is the CPU, in the interpreter."""
     first = next(x for x in tensors if x is not None)
     return int((first.base if isinstance(first, Rows) else first).get_device())
 
 
 def _current(device: int) -> AbstractContextManager[Any]:
-    """A device made current: Triton, like CUDA, launches on that one, whatever the tensors say."""
+    """Make a device current: Triton launches on the current one, wherever the tensors are."""
     return nullcontext() if INTERPRETED else torch.cuda.device(device)
 
 
@@ -132,8 +138,8 @@ def _is_current(device: int) -> bool:
     return torch._C._cuda_getDevice() == device
 
 
-def _start_again(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
-    """Start what was started before; the usual case, in which its device is current, is quick."""
+def _launch_cached(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+    """Launch from the memo; switching the device costs time, and is rarely needed."""
     if _is_current(known.device):
         _run(known, tensors, addresses)
         return
@@ -142,10 +148,10 @@ def _start_again(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -
 
 
 def _run(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
-    """What `compiled[grid](...)` does, without asking for the device, hooks and pointers anew."""
+    """What `compiled[grid](...)` does, without looking up device, hooks and pointers again."""
     compiled, run, grid, rest, device = known
     if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-        compiled[grid](*tensors, *rest)  # a profiler wants to know
+        compiled[grid](*tensors, *rest)  # a profiler has registered hooks
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     run(
@@ -155,7 +161,7 @@ def _run(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
 
 
 def form(*tensors: Tensor) -> tuple[Any, ...]:
-    """What decides how kernels are compiled for tensors, and called with them."""
+    """Key of a call: what decides how kernels are compiled for these tensors and launched."""
     return (
         tensors[0].device.index,
         *((x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT) for x in tensors),
@@ -163,7 +169,10 @@ def form(*tensors: Tensor) -> tuple[Any, ...]:
 
 
 def describable(x: Tensor) -> Tensor:
-    """x, or a copy of it where a descriptor cannot: rows must be aligned and lie apart."""
+    """x, or a contiguous copy where a descriptor cannot read x.
+
+    Rows must be aligned to 16 bytes and must not overlap (a stride of 0).
+    """
     *outer, last = x.stride()
     step = ALIGNMENT // x.element_size()
     apart = all(stride > 0 and stride % step == 0 for stride in outer)

@@ -1,6 +1,6 @@
-"""The Triton path as operators of torch, with fake implementations and gradients.
+"""The Triton path as torch operators, with fake implementations and gradients.
 
-torch.compile, activation checkpointing, DDP and FSDP meet ordinary operators here:
+torch.compile, activation checkpointing, DDP and FSDP see ordinary operators:
 
     nsa::attention            inputs -> output, selection, and what its backward reads
     nsa::attention_backward   those, and the gradient of the output -> gradients of the inputs
@@ -9,9 +9,9 @@ torch.compile, activation checkpointing, DDP and FSDP meet ordinary operators he
 
 `blocks` are l, d, l_sel, n_sel, w; `doc_lens` the lengths of the packed documents (one: the row).
 
-The dispatcher takes its time, a large part of a short sequence's. Where nobody intercepts operators
-(no compiler, no dispatch mode, no tensor subclass), `call_attention` and `call_mean` run the same
-functions as plain autograd functions.
+For short sequences the dispatcher is a large part of a call. Where nothing intercepts operators (no
+compiler, no dispatch mode, no tensor subclass), `call_attention` and `call_mean` run the same
+functions as plain autograd functions. The public functions of the Triton path are at the end.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ from nsa.ops.triton.documents import finite_only
 from nsa.ops.triton.launcher import describable
 from nsa.ops.triton.problem import Problem, problem_of
 
+# --- Schemas: an argument per field of the named tuples of attention.py ---
+
 _STATIC = "int[] blocks, float scale, int[] doc_lens"
 
 
 def _tensors(kind: Any) -> str:
+    """Arguments of a schema: a tensor for every field of a named tuple."""
     return ", ".join(f"Tensor {name}" for name in kind._fields)
 
 
 def _returns(kind: Any) -> str:
+    """Return values of a schema."""
     return f"({', '.join(['Tensor'] * len(kind._fields))})"
 
 
@@ -59,11 +63,15 @@ for _name, _schema in SCHEMAS.items():
 EVERYWHERE = "default"
 """One implementation for every device: CUDA, and the CPU in Triton's interpreter."""
 PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensor types without a dispatch of their own."""
 NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
 
 
+# --- Implementations, and their fake twins, which only make shapes and dtypes ---
+
+
 def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Kernels start on the current device: make it that of the first tensor."""
+    """Make the device of the first tensor current, as every allocation and launch expects."""
 
     @wraps(function)
     def run(*args: Any) -> Any:
@@ -78,17 +86,17 @@ def _attention(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     selection, *static = args[NUM_INPUTS:]
     problem = _problem(inputs, inputs, *static)
-    inputs, _ = _apart(problem, inputs)
+    inputs, _ = _zero_non_finite(problem, inputs)
     return tuple(attention.forward(problem, inputs, selection))
 
 
-def _apart(
+def _zero_non_finite(
     problem: Problem, inputs: Inputs, dout: Tensor | None = None
 ) -> tuple[Inputs, Tensor | None]:
-    """Inputs of packed documents whose tiles may meet: what is not finite becomes a NaN gate.
+    """Packed documents: replace non-finite values by 0, and mark their rows by a NaN gate.
 
-    A gate belongs to one query, so its NaN reaches nothing but that query's output, and the
-    gradients of what the query sees.
+    A tile may hold two documents, and 0 * NaN would cross. A gate belongs to one query: its NaN
+    reaches only that query's output, and the gradients of what the query sees.
     """
     if problem.documents is None:
         return inputs, dout
@@ -127,7 +135,7 @@ def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
     dout, *static = args[NUM_INPUTS + NUM_SAVED :]
     problem = _problem((*inputs, describable(dout)), inputs, *static)
-    inputs, apart = _apart(problem, inputs, describable(dout))
+    inputs, apart = _zero_non_finite(problem, inputs, describable(dout))
     assert apart is not None
     dout = apart
     return tuple(attention.backward(problem, inputs, saved, dout))
@@ -174,6 +182,9 @@ def _mean_backward_fake(
     dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]
 ) -> Tensor:
     return dout.new_empty(dout.shape[0], seq_len, *dout.shape[2:])
+
+
+# --- Autograd: contexts, gradients, registration ---
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -228,6 +239,9 @@ for _name in ("attention_backward", "mean_backward"):
     torch.library.register_autograd(f"nsa::{_name}", _no_second_gradient)
 
 
+# --- The same functions without the dispatcher ---
+
+
 class _Attention(torch.autograd.Function):
     """nsa::attention without the dispatcher."""
 
@@ -277,7 +291,7 @@ def call_mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
 
 
 def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether somebody wants to see operators: a compiler, a dispatch mode, a kind of tensor."""
+    """Whether a compiler, a dispatch mode or a tensor subclass has to see operators."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return not all(type(x) in PLAIN for x in tensors)
@@ -294,6 +308,7 @@ def _problem(
 
 
 def _inputs(args: tuple[Any, ...]) -> Inputs:
+    """The inputs as the kernels need them: rows for descriptors, gates with a stride of 1."""
     given = Inputs._make(args[:NUM_INPUTS])
     gates = given.gates if given.gates.stride(-1) == 1 else given.gates.contiguous()
     return Inputs._make([*(describable(x) for x in given[:-1]), gates])
@@ -304,12 +319,13 @@ def _spec(*blocks: int) -> BlockSpec:
     return BlockSpec(*blocks)
 
 
-# The Triton path of the public functions: bring the inputs into form, call the operators.
+# --- The public functions of the Triton path ---
+# They pad head dims, make the scale positive and split batches that do not fit a grid.
 
 MAX_GRID = 65535
-"""Largest second and third side of a grid: batch times heads lies there, larger batches are cut."""
+"""CUDA's limit of the second and third grid dimension, which hold batch * heads."""
 DIM_STEP = 8
-"""Head dims that the kernels take are multiples of this, so that rows of 16 bit are aligned."""
+"""Head dims are padded to a multiple of this: rows of 16-bit numbers are then 16-byte aligned."""
 
 
 def nsa_attention(
@@ -383,7 +399,7 @@ def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
 
 
 def _batches(x: Tensor, most: int) -> list[Tensor]:
-    """x, cut along the batch into pieces of at most `most`."""
+    """x, split along the batch into pieces of at most `most`."""
     return [x] if x.shape[0] <= most else list(x.split(most))
 
 
@@ -392,11 +408,11 @@ def _blocks(spec: BlockSpec) -> list[int]:
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernels take the maximum before they scale: a scale that is not positive goes into q."""
+    """The kernels take the maximum before they scale, so a scale <= 0 is multiplied into q."""
     return (q, scale) if scale > 0 else (q * scale, 1.0)
 
 
 def padded_head(x: Tensor) -> Tensor:
-    """Zeros up to the next head dim that the kernels take change no product."""
+    """Pad the head dim with zeros to a multiple of DIM_STEP; that changes no product."""
     missing = -x.shape[-1] % DIM_STEP
     return F.pad(x, (0, missing)) if missing else x

@@ -1,4 +1,7 @@
-"""The part of a call that is not a tensor, and the loop orders that follow from it."""
+"""A call without its tensors: sizes, documents, and the loop orders that follow from them.
+
+Everything here is static: no decision depends on data.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,23 @@ from nsa.ops.triton.tiles import (
 )
 
 MAX_TOKENS = 1 << 24
-"""The index of a row travels beside its statistics as fp32, which is exact up to here."""
+"""The backward kernels read the index of a row as fp32, which is exact up to here."""
 LOG2_E = math.log2(math.e)
 BY_BLOCK_BEYOND = 2
-"""The selected branch leaves the masked past for its own blocks once a document is this many times
-longer than what a query selects (docs/kernels.md)."""
+"""The selected branch masks the whole past up to this many times n_sel * l_sel tokens; beyond, it
+reads the selected blocks only (docs/kernels.md)."""
 BY_QUERY_FROM = 9
-"""Heads per group from which its forward then goes by queries: they fill a tile of 16 rows."""
+"""Heads per group from which its forward is in query order: they fill a tile of 16 rows."""
 LONG_FROM = 49152
-"""Tokens from which the compressed branch goes through cuDNN (docs/kernels.md)."""
-MAX_KEPT = 256
-"""Problems remembered; beyond, all are forgotten and built again."""
+"""Tokens from which cuDNN computes the compressed branch (docs/kernels.md)."""
+MAX_CACHED = 256
+"""Cached problems; a full cache is cleared."""
 
 _kept: dict[tuple[Any, ...], Problem] = {}
 
 
 class Band(NamedTuple):
-    """One branch as the band kernels see it."""
+    """One branch as the band kernels see it; tile.py defines the letters."""
 
     OFF: int
     STEP: int
@@ -49,7 +52,7 @@ class Band(NamedTuple):
 
 
 class Problem:
-    """Sizes, block sizes and documents of one kind of call, and the memo of its launches."""
+    """Sizes, block sizes and documents of calls of one form, and the memo of their launches."""
 
     def __init__(
         self,
@@ -69,9 +72,11 @@ class Problem:
                 f"S={self.seq_len} is beyond the {MAX_TOKENS} tokens of the Triton kernels; "
                 f"split the sequence, or use backend='torch'"
             )
+        # G, and the segments: one per (batch element, KV head).
         self.per_group = self.num_heads // self.num_groups
         self.num_segments = self.batch * self.num_groups
         self.packed = len(doc_lens) > 1
+        # exp(x) = exp2(x * log2(e)): the kernels use base 2.
         self.scale_log2 = scale * LOG2_E
         self.num_blocks = sum(spec.num_blocks(length) for length in doc_lens)
         self.num_words = ceil_div(self.num_blocks, 32)
@@ -89,14 +94,14 @@ class Problem:
 
     @cached_property
     def masked(self) -> bool:
-        """The selected branch masks the whole past instead of going to its blocks."""
+        """Whether the selected branch masks the whole past instead of reading its blocks."""
         if not fits_selected(*self.sizes, self.capability, by_query=self._large):
             return True
         return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
 
     @property
     def long(self) -> bool:
-        """cuDNN takes the compressed branch, and is able to: asked anew by every call."""
+        """Whether cuDNN computes the compressed branch; not cached, see cudnn_runs."""
         if self.packed or self.seq_len < LONG_FROM or self.num_cmp == 0:
             return False
         return cudnn_runs(self.device, self.dtype, self.d_k, self.d_v)
@@ -121,7 +126,7 @@ class Problem:
 
     @property
     def words(self) -> bool:
-        """Whether the mask of the selected branch takes a word for every query and key."""
+        """Whether the mask of the selected branch loads a word for every (query, key) pair."""
         return needs_words(self.spec.l_sel, packed=self.packed)
 
     @cached_property
@@ -133,13 +138,13 @@ class Problem:
         return index_documents(self.doc_lens, self.spec, self.device) if self.packed else None
 
     def dims(self, d_v: int | None = None) -> dict[str, int]:
-        """The constants that open the list of every attention kernel."""
+        """The constants that open the argument list of every attention kernel."""
         d_v = d_v or self.d_v
         d_k1, d_k2 = parts_of(self.d_k)
         return {"DK": self.d_k, "DV": d_v, "DK1": d_k1, "DK2": d_k2, "DV_PAD": padded(d_v)}
 
     def rows_k(self, x: Tensor, num_rows: int) -> tuple[Rows, Rows | None]:
-        """Tiles of q or of keys, for the two parts of a head; None for a part that is not there."""
+        """Tiles of q or of keys, for the two parts of a head; None: the head has no rest."""
         main, rest = parts_of(self.d_k)
         return Rows(x, num_rows, main), Rows(x, num_rows, rest) if rest else None
 
@@ -155,7 +160,7 @@ class Problem:
         return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Start of each row's document, of its keys, of its blocks; without documents unread."""
+        """Start of each row's document, of its keys, of its blocks; unread without documents."""
         docs = self.documents
         if docs is None:
             return placeholder, placeholder, placeholder
@@ -183,15 +188,15 @@ class Problem:
 
 
 def capability_of(device: torch.device) -> Capability:
-    """Of the GPU; in the interpreter, which has none, that of the table of tiles."""
+    """Compute capability of the GPU; the interpreter has none and uses that of the tile table."""
     return machine_of(device).capability or H200
 
 
 def cudnn_runs(device: torch.device, dtype: torch.dtype, d_k: int, d_v: int) -> bool:
-    """Whether cuDNN has faster attention kernels for such heads here: for D=64 it has not.
+    """Whether cuDNN has faster attention kernels for such heads here; for D=64 it does not.
 
-    The answer also depends on switches of torch that a caller may turn between two calls
-    (torch.backends.cuda.enable_cudnn_sdp, sdpa_kernel), so it is never kept.
+    The answer also depends on switches of torch that a caller may change between two calls
+    (torch.backends.cuda.enable_cudnn_sdp, sdpa_kernel), so it is never cached.
     """
     if device.type != "cuda" or capability_of(device) < (9, 0):
         return False
@@ -210,16 +215,16 @@ def problem_of(
     scale: float,
     doc_lens: list[int],
 ) -> Problem:
-    """The problem of a call, the same object for calls whose tensors have the same form.
+    """The problem of a call; cached, so that calls of the same form share their launches.
 
-    Packed documents differ from batch to batch, and their index takes memory: they are not kept.
+    Packed documents differ from batch to batch, and their index takes memory: not cached.
     """
     if len(doc_lens) > 1:
         return Problem(q, v, spec, scale, doc_lens)
     key = (form(*tensors), spec, scale)
     problem = _kept.get(key)
     if problem is None:
-        if len(_kept) >= MAX_KEPT:
+        if len(_kept) >= MAX_CACHED:
             _kept.clear()
         problem = _kept[key] = Problem(q, v, spec, scale, doc_lens)
     return problem

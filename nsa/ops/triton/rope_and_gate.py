@@ -1,4 +1,4 @@
-"""What a new token needs before attention: its heads rotated, and its gates."""
+"""Rotary positions and gates of one new token per sequence, in one launch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ def rotate_and_gate_kernel(
     half: tl.constexpr = D // 2
     o_d = tl.arange(0, HALF_PAD)
     m_d = o_d < half
+    # Both halves of the head, [D / 2] each: the half-split layout of nsa/model/rope.py.
     p_row = p_heads + i_b * s_b + i_h * s_h + o_d
     b_first = tl.load(p_row, mask=m_d, other=0.0).to(tl.float32)
     b_second = tl.load(p_row + half, mask=m_d, other=0.0).to(tl.float32)
+    # x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin. Heads from NUM_ROTATED on are copied.
     if i_h < NUM_ROTATED:
         b_cos = tl.load(p_cos + i_b * s_table + o_d, mask=m_d, other=1.0)
         b_sin = tl.load(p_sin + i_b * s_table + o_d, mask=m_d, other=0.0)
@@ -34,6 +36,8 @@ def rotate_and_gate_kernel(
     p_row = p_rotated + (i_b * NUM_HEADS + i_h) * D + o_d
     tl.store(p_row, b_first.to(p_rotated.dtype.element_ty), mask=m_d)
     tl.store(p_row + half, b_second.to(p_rotated.dtype.element_ty), mask=m_d)
+    # Query heads come first: head i_h has the gate logits 3 i_h .. 3 i_h + 2 (cmp, sel, win). The
+    # fourth lane only fills a power of two; -inf makes it 0 in the softmax.
     if i_h < NUM_GATED:
         o_g = tl.arange(0, 4)
         m_g = o_g < 3
@@ -48,7 +52,7 @@ def rotate_and_gate_kernel(
         tl.store(p_out, b_gates.to(p_gates.dtype.element_ty), mask=m_g)
 
 
-# Launching what a new token needs before attention.
+# --- Launcher ---
 
 _memo: Memo = {}
 
@@ -61,9 +65,9 @@ def rotate_and_gate(
     *,
     softmax: bool,  # else sigmoid
 ) -> tuple[Tensor, Tensor]:  # [B, 1, H, D], [B, 1, Hq, 3]
-    """The heads, the first of them rotated, and the gates of the query heads, in one launch.
+    """All heads, the first `num_rotated` of them rotated, and the gates of the query heads.
 
-    Gates are fp32 beside bf16, of the heads' dtype otherwise.
+    Gates are fp32 for bf16 heads, of the heads' dtype otherwise.
     """
     batch, _, num_heads, dim = heads.shape
     num_gated = logits.shape[2] // 3

@@ -1,10 +1,12 @@
-"""Block scores from the compressed branch, and the choice of blocks (Eq. 9 to 12).
+"""Block scores from the compressed branch and the choice of blocks (Eq. 9 to 12).
 
-Probabilities are recomputed from the log-sum-exp, a tile at a time, summed over the heads of a
-group and, where blocks of one document lie in step with the tiles, folded into blocks at once. A
-block hears the compressed tokens that start in it and the last ones that start before it, so it
-adds LEVELS parts: level k of block j is what the tokens of block j give to block j + k. All sums
-are fp32, in an order that is the same for every block, so that equal scores tie exactly.
+group_scores recomputes the probabilities from the log-sum-exp, a tile at a time, sums them over the
+heads of a group and folds them into selection blocks in registers. choose_blocks takes the best.
+pack_selection does the same for ids that the caller gives. Launchers are below the kernels.
+
+A compressed token counts for every block that it overlaps: its own, in which it starts, and later
+ones. So a block adds LEVELS parts: level k of block j is what the tokens that start in block j give
+to block j + k. All sums are fp32, in the same order for every block: equal scores tie exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from nsa.ops.triton.tile import FORCED, _band, _dot, _dot_add, _rows
 from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles
 
 FIRST_GUESS = tl.constexpr(2 << 23)
-"""Two in the exponent of an fp32 number: a factor of 4."""
+"""2 in the exponent field of fp32: subtracted from the bits of a number, it divides by 4."""
 
 
 @triton.jit
@@ -37,12 +39,15 @@ def _group_probs(
     """p_cmp of a tile, summed over the G heads from h0 on: [BM, BN]."""
     b_sum = tl.zeros([BM, BN], tl.float32)
     for g in range(0, G):
+        # p_cmp = exp2(q k^T * scale_log2 - lse): [BM, BN]. The keys stay, the heads change.
         b_q = _rows(t_q, i_b, t0, h0 + g, 0, BM, DK1)
         b_s = _dot(b_q, tl.trans(b_k), UPCAST)
         if DK2 > 0:
             b_q2 = _rows(t_q2, i_b, t0, h0 + g, DK1, BM, DK2)
             b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        # int64: heads * S may pass 2^31.
         p_lse_rows = p_lse + tl.cast(g, tl.int64) * S + o_t
+        # A constant: tiles that every query sees whole are compiled without a mask.
         if EDGE:
             lse = tl.load(p_lse_rows, mask=m_t, other=float("inf"))
             b_p = tl.math.exp2(b_s * scale_log2 - lse[:, None])
@@ -62,10 +67,10 @@ def group_scores(
     STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr,
     HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Scores of BM queries and BN compressed tokens, for the rows first_row .. stop_row.
+    """Scores of BM queries and BN compressed tokens, for the rows first_row .. stop_row - 1.
 
-    LEVELS > 0: parts of the blocks, fp32 [B * Hkv, LEVELS, rows, WIDTH]. LEVELS = 0: the
-    probabilities themselves, [B * Hkv, rows, WIDTH]. What nobody reads is not written.
+    LEVELS > 0: parts of the block scores, fp32 [B * Hkv, LEVELS, rows, WIDTH]. LEVELS = 0: the
+    probabilities, [B * Hkv, rows, WIDTH]. Tiles that no query sees are neither read nor written.
     """
     i_bg = tl.program_id(2).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
@@ -75,18 +80,21 @@ def group_scores(
     m_t = o_t < stop_row
     k0 = tl.program_id(0) * BN
     o_k = k0 + tl.arange(0, BN)
+    # Last visible token of the first and of the last row, as scalars.
     t = first_row + r0
     begin, reach = _band(t, t < S, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
     t = tl.minimum(first_row + r0 + BM, stop_row) - 1
     _, last_reach = _band(t, t < S, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
     if (k0 > last_reach) | (k0 + BN <= begin):
-        return  # nobody sees these tokens, and nobody will read this part
+        return  # no row sees these tokens, and choose_blocks does not read this part
+    # k: [BN, DK1] and [BN, DK2], read once for all heads of the group.
     b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
     b_k2 = b_k
     if DK2 > 0:
         b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
     p_lse += i_bg * G * S
     t0, h0 = first_row + r0, i_g * G
+    # All rows exist and see all BN tokens: the mask is not needed.
     inside = (k0 + BN - 1 <= reach) & (first_row + r0 + BM <= stop_row)
     if inside and not HAS_DOCS:
         b_sum = _group_probs(
@@ -100,6 +108,7 @@ def group_scores(
             t_q, t_q2, b_k, b_k2, p_lse, i_b, t0, h0, o_t, m_t, visible, S, G, scale_log2,
             DK1, DK2, UPCAST, True, BM, BN,
         )  # fmt: skip
+    # Store [BM, BN] probabilities, or fold them into [BM, BLOCKS] for each level.
     num_rows = stop_row - first_row
     if LEVELS == 0:
         p_rows = p_scores + (i_bg * num_rows + r0 + o_m[:, None]) * WIDTH
@@ -108,9 +117,12 @@ def group_scores(
         BLOCKS: tl.constexpr = BN // STRIDES
         o_s = tl.arange(0, STRIDES)
         o_j = k0 // STRIDES + tl.arange(0, BLOCKS)
+        # Eq. 9: the score of block j is the sum of p_cmp * overlap / d. In strides of d tokens, a
+        # block is STRIDES long and a compressed token OVERLAP.
         b_tokens = tl.reshape(b_sum, [BM, BLOCKS, STRIDES])
         for level in tl.static_range(LEVELS):
-            # Token s of a block lies in the strides s .. s + OVERLAP - 1 after the block's start.
+            # Token s of a block covers the strides s .. s + OVERLAP - 1 after the block's start;
+            # its weight is how many of them lie in the block `level` further on.
             stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
             weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
             b_part = tl.sum(b_tokens * weight[None, None, :], axis=2)
@@ -123,17 +135,20 @@ def _chosen(scores, o_j, current, N_SEL: tl.constexpr):
     """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
 
     The n-th best score is found by bisection of its bits: scores are not negative, so their bits
-    are ordered like them. Of equal scores the lower block goes first.
+    as integers have the same order. Of equal scores the lower block wins.
     """
+    # The first, the previous and the own block are always read (Eq. 11 ranks the others).
     forced = (o_j == 0) | (o_j == current - 1) | (o_j == current)
     legal = (o_j >= 0) & (o_j <= current)
     ranked = legal & (forced == 0)
     scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
     key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
+    # How many blocks are left to rank: n_sel minus the forced ones, or all there are.
     num_forced = tl.minimum(current + 1, FORCED)
     need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
-    # The largest `low` that at least `need` keys reach; of all candidates, 0 will do. It is likely
-    # to lie above a quarter of the largest, which is tried first.
+    # Bisection for the largest `low` that at least `need` keys reach. Where every candidate is
+    # taken, 0 is enough and the loop does not run. The n-th score is likely to lie above a quarter
+    # of the largest one, so that is the first guess. An exact hit ends the loop early.
     low = 0
     high = 0
     if current + 1 > N_SEL:
@@ -144,10 +159,11 @@ def _chosen(scores, o_j, current, N_SEL: tl.constexpr):
         low = tl.where(reached >= need, middle, low)
         high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
         middle = low + (high - low + 1) // 2
+    # Keys above `low` are taken; those equal to it share the places that are left.
     above = key > low
     equal = key == low
     spare = need - tl.sum(above.to(tl.int32), axis=0)
-    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks go first
+    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks win
         equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
     return ((forced & legal) | above | equal).to(tl.int32)
 
@@ -164,24 +180,29 @@ def choose_blocks(
     """The choice of one query, as ids (ascending, then -1), their number, and bits.
 
     STRIDES = l_sel / d and OVERLAP = l / d. Bits count from the first block of all documents, ids
-    from the row's document; `before` holds, for each word of 32 bits, how many blocks were chosen
-    in earlier words.
+    from the first block of the row's document. `before` holds, for each word of 32 bits, how many
+    blocks were chosen in earlier words.
     """
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
     t = first_row + tl.program_id(0)
+    # Position in the document, first compressed token and first block of the document.
     position, base, base_block = t, 0, 0
     if HAS_DOCS:
         position = t - tl.load(p_row_start + t)
         base = tl.load(p_row_key + t)
         base_block = tl.load(p_row_block + t)
+    # Compressed tokens that the query sees, the band of tile.py.
     num_visible = tl.maximum((position - OFF + STEP) // STEP, 0)
     current = position // L_SEL
+    # [NB] blocks, aligned to the words of the bits: a document may begin within a word, and
+    # blocks before it have negative ids.
     first_word = base_block // 32
     o_j = first_word * 32 + tl.arange(0, NB) - base_block
     scores = tl.zeros([NB], tl.float32)
     if LEVELS > 0:
-        # Tokens up to num_visible - 1 lie in the blocks before this one; others were not written.
+        # score[j] = sum over levels of part[level, j - level]. Visible tokens lie in the first
+        # num_written blocks; group_scores did not write the others.
         num_written = tl.cdiv(num_visible, STRIDES)
         for level in tl.static_range(LEVELS):
             p_row = p_scores + ((i_bg * LEVELS + level) * num_rows + tl.program_id(0)) * WIDTH
@@ -189,6 +210,7 @@ def choose_blocks(
             written = (from_block >= 0) & (from_block < num_written)
             scores += tl.load(p_row + from_block, mask=written, other=0.0)
     else:
+        # Eq. 9 token by token: i runs over the tokens that overlap each stride of the block.
         p_row = p_scores + (i_bg * num_rows + tl.program_id(0)) * WIDTH + base
         for stride in range(0, STRIDES):
             for back in range(0, OVERLAP):
@@ -196,6 +218,7 @@ def choose_blocks(
                 scores += tl.load(p_row + i, mask=(i >= 0) & (i < num_visible), other=0.0)
     chosen = _chosen(scores, o_j, current, N_SEL)
 
+    # ids [N_SEL]: the running count of chosen blocks is the place of each one; then -1.
     row = (i_b * S + t) * Hkv + i_g
     place = tl.cumsum(chosen, axis=0) - 1
     tl.store(p_selection + row * N_SEL + place, o_j, mask=chosen != 0)
@@ -204,6 +227,7 @@ def choose_blocks(
     tl.store(p_num_chosen + i_bg * S + t, num_chosen)
     unused = (o_n >= num_chosen) & (o_n < N_SEL)
     tl.store(p_selection + row * N_SEL + o_n, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+    # bits and counts of [NW] words; layout [words, S], so that a tile of queries loads rows.
     o_w = tl.arange(0, NW)
     words = tl.sum(tl.reshape(chosen << (tl.arange(0, NB) % 32), [NW, 32]), axis=1)
     counts = tl.sum(tl.reshape(chosen, [NW, 32]), axis=1)
@@ -215,6 +239,7 @@ def choose_blocks(
 
 @triton.jit
 def _or(a, b):
+    """For tl.reduce."""
     return a | b
 
 
@@ -225,7 +250,7 @@ def pack_selection(
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     NW: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One query's given ids, in any order, as a selection: each block once, none of the future."""
+    """One query's given ids, in any order, as a selection: no repeated and no future blocks."""
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
     t = tl.program_id(0)
@@ -233,19 +258,21 @@ def pack_selection(
     if HAS_DOCS:
         position = t - tl.load(p_row_start + t)
         base_block = tl.load(p_row_block + t)
+    # ids [N_SEL_PAD] of the row; ids of the future and -1 are dropped.
     o_n, o_w, o_bit = tl.arange(0, N_SEL_PAD), tl.arange(0, NW), tl.arange(0, 32)
     row = ((i_b * S + t) * Hkv + i_g) * N_SEL
     ids = tl.load(p_selection + row + o_n, mask=o_n < N_SEL, other=-1)
     legal = (ids >= 0) & (ids <= position // L_SEL)
     block = base_block + tl.where(legal, ids, 0)
     here = legal[None, :] & ((block // 32)[None, :] == o_w[:, None])
-    # Or-ed, not added: a block may be named twice. All else is read from the bits.
+    # Or-ed, not added: an id may be repeated. Everything below is derived from the words.
     words = tl.reduce(tl.where(here, 1 << (block % 32)[None, :], 0), 1, _or)  # [NW]
     chosen = (words[:, None] >> o_bit[None, :]) & 1  # [NW, 32]
     counts = tl.sum(chosen, axis=1)
     before = tl.cumsum(counts, axis=0) - counts
     num_chosen = tl.sum(counts, axis=0)
     tl.store(p_num_chosen + i_bg * S + t, num_chosen)
+    # The sorted, distinct ids, then -1.
     place = before[:, None] + tl.cumsum(chosen, axis=1) - 1
     id = o_w[:, None] * 32 + o_bit[None, :] - base_block
     tl.store(p_legal + row + place, id, mask=chosen != 0)
@@ -257,12 +284,12 @@ def pack_selection(
     tl.store(p_before + at, before.to(tl.int16), mask=m_w)
 
 
-# Launching the scores and the choice of blocks, a bounded chunk of queries at a time.
+# --- Launchers: a chunk of queries at a time, so that the scores have a bounded workspace ---
 
 SCORE_BYTES = 256 << 20
-"""Workspace for the scores; longer sequences go in chunks of queries."""
+"""Limit of the workspace for scores; longer sequences are split into chunks of queries."""
 ROWS = 128
-"""Chunks are multiples of this, so that their tiles are whole."""
+"""Chunk lengths are multiples of this, so that no chunk ends within a tile."""
 
 
 class Selection(NamedTuple):
@@ -345,7 +372,7 @@ def _choose(
 ) -> None:
     spec = problem.spec
     num_blocks = spec.num_blocks(max(problem.doc_lens) if problem.packed else chunk.stop)
-    # A document may begin in the middle of a word.
+    # A document may begin within a word: up to 31 more bits.
     num_blocks = padded(max(num_blocks + 31 * problem.packed, 32))
     start(
         problem.memo,
@@ -367,7 +394,7 @@ def _choose(
 
 
 def given(problem: Problem, selection: Tensor) -> Selection:
-    """A selection from outside, without repeated blocks and blocks of the future."""
+    """A selection that the caller gave, without repeated blocks and blocks of the future."""
     selection = selection.contiguous()
     chosen = _empty(problem, zero=False)
     row_start, _, row_block = problem.row_index(1, selection)
@@ -398,9 +425,9 @@ def _strides(problem: Problem, levels: int) -> dict[str, int]:
 
 
 def _num_levels(problem: Problem) -> int:
-    """Into how many parts a tile of scores is added up by blocks; 0: it is kept as it is.
+    """Levels of the block scores (module docstring); 0: the probabilities are stored unfolded.
 
-    Blocks must lie in step with the tiles, so documents behind each other cannot be added up.
+    Folding needs blocks that are aligned with the tiles, which those of packed documents are not.
     """
     spec = problem.spec
     strides, overlap = spec.l_sel // spec.d, spec.l // spec.d
@@ -428,7 +455,7 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
 
 
 def _empty(problem: Problem, *, zero: bool) -> Selection:
-    """Memory for a choice; `zero` where no kernel writes every word."""
+    """Memory for a choice; `zero` where the kernels do not write every word of the bits."""
     batch, groups, seq_len = problem.batch, problem.num_groups, problem.seq_len
     make = torch.zeros if zero else torch.empty
     words = (batch, groups, problem.num_words, seq_len)

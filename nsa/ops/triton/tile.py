@@ -1,21 +1,21 @@
-"""What the attention kernels share: products, tiles of rows, and the band of keys a query sees.
+"""Device functions of the attention kernels: products, tile loads, the band, the gated sum.
 
 Names in all kernels: i_ index of a program, o_ offsets, m_ masks, b_ blocks of values, p_ pointers,
 t_ tensor descriptors, s_ strides. Tensors are [B, S, H, D] with a stride of 1 in D; lse and delta
-are [B, Hq, S] fp32. What a descriptor reads outside of its tensor is 0.
+are [B, Hq, S] fp32. A descriptor reads 0 outside of its tensor.
 
 A head of DK numbers is read in two parts, DK1 = the largest power of two in it and DK2 = a power of
-two that holds the rest (0: nothing): 192 is 128 + 64, not 256.
+two that holds the rest (0: no rest): 192 is 128 + 64, not 256.
 
 Query t of a document sees the keys lo(t) .. hi(t) of that document, with
 
     hi(t) = floor((t - OFF) / STEP)      window, selected: OFF 0, STEP 1; compressed: l-1 and d
-    lo(t) = t - W + 1, or 0 if W is 0    the window has a W
+    lo(t) = t - W + 1, or 0 if W is 0    only the window has a W
 
 and, in the selected branch, only the keys in blocks whose bit is set in the query's column of
-`bits`. Positions count from the start of the document: with packed documents, `row_start` holds it
-for every query, `row_key` the index of the document's first key and `row_block` the number of its
-first selection block.
+`bits`. Positions count from the start of the document. With packed documents, `row_start` holds
+that start for every query, `row_key` the index of the document's first key and `row_block` the
+index of its first selection block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ FORCED = tl.constexpr(NUM_FORCED)
 
 @triton.jit
 def _dot(a, b, UPCAST: tl.constexpr):
-    """Product with fp32 sums; fp32 inputs are not rounded. The interpreter cannot multiply bf16."""
+    """a @ b with fp32 accumulation.
+
+    "ieee": fp32 inputs are not rounded to TF32. UPCAST: the interpreter cannot multiply bf16.
+    """
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
@@ -39,6 +42,7 @@ def _dot(a, b, UPCAST: tl.constexpr):
 
 @triton.jit
 def _dot_add(acc, a, b, UPCAST: tl.constexpr):
+    """acc + a @ b; see _dot."""
     if UPCAST:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -47,13 +51,14 @@ def _dot_add(acc, a, b, UPCAST: tl.constexpr):
 @triton.jit
 def _rows(t, i_b, row, i_h, column: tl.constexpr, BM: tl.constexpr, D: tl.constexpr):
     """BM rows of one head from `row` on, D numbers each from `column` on: [BM, D]."""
+    # Coordinates are int32, whatever the size of the tensor: no address lives in a register.
     b = t.load([tl.cast(i_b, tl.int32), tl.cast(row, tl.int32), tl.cast(i_h, tl.int32), column])
     return tl.reshape(b, [BM, D])
 
 
 @triton.jit
 def _offsets(o_t, s_t, o_h, s_h, NARROW: tl.constexpr):
-    """Where rows of [S, H, D] begin; NARROW: nothing lies beyond 2^31, which saves registers."""
+    """Offsets of rows of [S, H, D]. NARROW: all are below 2^31, and int32 saves registers."""
     dtype: tl.constexpr = tl.int32 if NARROW else tl.int64
     return o_t.to(dtype) * s_t + o_h.to(dtype) * s_h
 
@@ -61,6 +66,7 @@ def _offsets(o_t, s_t, o_h, s_h, NARROW: tl.constexpr):
 @triton.jit
 def _load(p, m_rows, o_d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
     """A [rows, D_PAD] tile; columns from D on read as 0, and so do rows outside of the mask."""
+    # D and D_PAD are constants: a mask that is never needed is not compiled in.
     if D >= D_PAD:
         if MASKED:
             return tl.load(p, mask=m_rows[:, None], other=0.0)
@@ -73,14 +79,17 @@ def _load(p, m_rows, o_d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.const
 @triton.jit
 def _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS: tl.constexpr):
     """First and last visible key of each query (last < first: none)."""
+    # [queries]: position within the document, and index of the document's first key.
     if HAS_DOCS:
         position = o_t - tl.load(p_row_start + o_t, mask=m_t, other=0)
         base = tl.load(p_row_key + o_t, mask=m_t, other=0)
     else:
         position = o_t
         base = o_t * 0
-    # Not less than 0: the ends of the band must not shrink where the next document begins.
+    # hi(t) as a count of visible keys, floor((t - OFF) / STEP) + 1, clamped at 0. Without the clamp
+    # `last` would drop where the next document begins; _tile_range needs it to be monotonic.
     last = base + tl.maximum((position - OFF + STEP) // STEP, 0) - 1
+    # lo(t)
     first = base
     if W > 0:
         first = base + tl.maximum(position - W + 1, 0)
@@ -94,12 +103,14 @@ def _tile_range(
 ):  # fmt: skip
     """Keys that a tile of queries visits: start, full, masked, stop, all but stop multiples of BN.
 
-    From `full` to `masked` every query of the tile sees every key. Both ends of the band only grow
-    with the query, so the first and the last query decide. They are scalars: a bound that is a
-    reduction would keep the loop from being pipelined.
+    From `full` to `masked` every query of the tile sees every key, so that no mask is needed. Both
+    ends of the band are monotonic in the query: the first and the last query of the tile decide.
+    They are read as scalars, because a loop bound that is a reduction is not pipelined.
     """
+    # First query: lo gives the first key of the tile, hi the last key that all queries see.
     t = i_m * BM
     start, first_last = _band(t, t < S, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
+    # Last query: lo gives the first key that all queries see, hi the last key of the tile.
     t = tl.minimum(t + BM, S) - 1
     last_start, last = _band(t, t < S, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
     start = start // BN * BN
@@ -114,19 +125,26 @@ def _is_selected(
     o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S,
     L_SEL: tl.constexpr, BN: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
-    """[queries, keys]: whether the key's block is chosen; `p_bits` is at the segment's words."""
-    if (32 * L_SEL) % BN == 0 and not HAS_DOCS:  # the keys of a tile share a word
+    """[queries, keys]: whether the key's block is chosen; `p_bits` is at the segment's words.
+
+    Words are [words, S]: the word of neighbouring queries is one contiguous load.
+    """
+    # 32 blocks of L_SEL keys share a word. Where a tile of BN keys lies within one word, a query
+    # needs a single word [queries, 1]; otherwise every pair of query and key loads its own.
+    if (32 * L_SEL) % BN == 0 and not HAS_DOCS:
         p_words = p_bits + tl.cast(k0 // (32 * L_SEL), tl.int64) * S + o_t
         word = tl.load(p_words, mask=m_t, other=0)[:, None]
         bit = (o_k // L_SEL % 32)[None, :]
     else:
+        # [queries, keys]: block of the key, counted over all documents.
         if HAS_DOCS:
             start = tl.load(p_row_start + o_t, mask=m_t, other=0)
             base = tl.load(p_row_block + o_t, mask=m_t, other=0)
             block = base[:, None] + tl.maximum(o_k[None, :] - start[:, None], 0) // L_SEL
         else:
             block = (o_k // L_SEL)[None, :] + (o_t * 0)[:, None]
-        # A key beyond the query is masked by the band; its word may not exist and is not read.
+        # A key after the query is masked by the band. Its word may lie outside of the tensor, so
+        # the load is masked, too. int64: words * S may pass 2^31.
         inside = m_t[:, None] & (o_k[None, :] <= o_t[:, None])
         p_words = p_bits + (block // 32).to(tl.int64) * S + o_t[:, None]
         word = tl.load(p_words, mask=inside, other=0)
@@ -138,10 +156,11 @@ def _is_selected(
 def _stats(p_stats, rows, m_r):
     """Log-sum-exp, delta, gate and index of rows of a branch's stats [B, Hq, S, 4]; masked: 0.
 
-    One wide load: three narrow ones would be done again by every thread that holds the row.
+    One 16-byte load per row: narrow loads would be repeated by every thread that holds the row.
     """
     o_4 = tl.arange(0, 4)
     b_4 = tl.load(p_stats + (rows * 4)[:, None] + o_4[None, :], mask=m_r[:, None], other=0.0)
+    # Each column of [rows, 4] is taken as a sum over a one-hot mask: exact, three terms are 0.
     lse = tl.sum(tl.where(o_4[None, :] == 0, b_4, 0.0), axis=1)
     delta = tl.sum(tl.where(o_4[None, :] == 1, b_4, 0.0), axis=1)
     gate = tl.sum(tl.where(o_4[None, :] == 2, b_4, 0.0), axis=1)
@@ -151,27 +170,29 @@ def _stats(p_stats, rows, m_r):
 
 @triton.jit
 def _wait(EARLY: tl.constexpr):
-    """Wait for what earlier kernels wrote."""
+    """Programmatic dependent launch: block until the previous kernel's writes are visible."""
     if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def _let_next_come(EARLY: tl.constexpr):
-    """Let the next kernel start, as soon as all programs have come here."""
+    """Programmatic dependent launch: the next kernel may start once all programs got here."""
     if EARLY:
         gdc_launch_dependents()
 
 
-# The gated sum of the three branches, as the selected branch ends with it, and its gradient.
+# --- The gated sum of the three branches and its gradient ---
+# The selected branch runs last, and its kernels end with the sum: it needs no pass of its own.
 
 
 @triton.jit
 def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
     """out = sum of gate * branch (Eq. 5) at the offsets `at`; p_gate is at each row's gates."""
-    # Rounded like the stored branch, so that the gradient of the gate is that of this sum.
+    # Rounded like the stored branch: the backward reads that one, so d gate fits this sum exactly.
     b_sel = b_sel.to(p_out.dtype.element_ty).to(tl.float32)
     b_sum = b_sel * tl.load(p_gate + 1, mask=m_rows, other=0.0).to(tl.float32)[:, None]
+    # gates are [..., 3] in the order cmp, sel, win.
     b_o = tl.load(p_o_cmp + at, mask=m_o, other=0.0).to(tl.float32)
     b_sum += b_o * tl.load(p_gate, mask=m_rows, other=0.0).to(tl.float32)[:, None]
     b_o = tl.load(p_o_win + at, mask=m_o, other=0.0).to(tl.float32)
@@ -187,32 +208,39 @@ def gate_backward(
 ):  # fmt: skip
     """delta = <dout, branch> of each row: the gradient of its gate, and what its softmax subtracts.
 
-    dgates is [B, S, Hq, 3]; stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
-    of a row: log-sum-exp, delta, gate, and its own index in the sequence. Where they are asked for,
-    the gradients of branches with their gates, gate * dout, are written: [B, S, Hq, DV].
+    dgates is [B, S, Hq, 3]. stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
+    of a row: log-sum-exp, delta, gate, and its own index in the sequence. p_dcmp and p_dwin, where
+    given, get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another library.
     """
+    # [ROWS] rows of [B, S, Hq], in that order. int64: rows * DV may pass 2^31.
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_r = o_r < NUM_ROWS
     o_d = tl.arange(0, DV_PAD)
     i_b, i_s, i_h = o_r // (Hq * S), o_r // Hq % S, o_r % Hq
     mask = m_r[:, None] & (o_d < DV)[None, :]
+    # [ROWS, DV_PAD]: dout, read once for all three branches.
     p_rows = p_dout + (i_b * s_ob + i_s * s_os + i_h * s_oh)[:, None] + o_d[None, :]
     dout = tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
     at = o_r[:, None] * DV + o_d[None, :]
     p_gate = p_gates + i_b * s_gb + i_s * s_gs + i_h * s_gh
     for branch in tl.static_range(3):
+        # static_range unrolls: `branch` is a constant, and the pointers stay three arguments.
         if branch == 0:
             p_o = p_o_cmp
         elif branch == 1:
             p_o = p_o_sel
         else:
             p_o = p_o_win
+        # d gate = <dout, o>. With dO = gate * dout, softmax's backward is
+        # dS = gate * P * (dP - <dout, o>) with dP = dout V^T: the same number serves both.
         delta = tl.sum(dout * tl.load(p_o + at, mask=mask, other=0.0).to(tl.float32), axis=1)
+        # stats are by head, [B, Hq, S]: the kernels that read them take tiles of one head.
         row = branch * NUM_ROWS + (i_b * Hq + i_h) * S + i_s
         gate = tl.load(p_gate + branch, mask=m_r, other=0.0).to(tl.float32)
         tl.store(p_stats + row * 4, tl.load(p_lse + row, mask=m_r, other=0.0), mask=m_r)
         tl.store(p_stats + row * 4 + 1, delta, mask=m_r)
         tl.store(p_stats + row * 4 + 2, gate, mask=m_r)
+        # The index as fp32 is exact up to 2^24 tokens (MAX_TOKENS in problem.py).
         tl.store(p_stats + row * 4 + 3, i_s.to(tl.float32), mask=m_r)
         if branch == 0 and p_dcmp is not None:
             b_gated = (dout * gate[:, None]).to(p_dcmp.dtype.element_ty)

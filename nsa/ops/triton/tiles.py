@@ -25,19 +25,20 @@ SHARED_KIB = {
     (12, 0): 99,
     (12, 1): 99,
 }
-"""Shared memory that a program can ask for, by compute capability; others count as the smallest."""
+"""Shared memory per program, by compute capability; unknown GPUs count as the smallest."""
 SPARE_BYTES = 3072
-"""Barriers, and what sums and maxima over a tile pass between warps."""
+"""Barriers, and what reductions over a tile exchange between warps."""
 TENSOR_MEMORY = (10, 11)
 """Major capabilities whose tensor cores keep results in a memory of their own."""
 SMALLEST = 16
-"""Sides of a tile are at least this: the tensor cores take no less."""
+"""Lower bound of both sides of a tile: the smallest product of the tensor cores."""
 
 
 class Tiles(NamedTuple):
-    """Rows and keys of a tile, warps of a program, stages of its pipeline, registers of a thread.
+    """Rows and keys of a tile, warps of a program, pipeline stages, register limit of a thread.
 
-    Without a limit (0) the compiler takes what it likes, at the price of fewer programs at a time.
+    A limit lets more programs run at a time, at the price of spilled registers; it is set where
+    that was measured to be faster. 0: no limit.
     """
 
     BM: int
@@ -48,13 +49,13 @@ class Tiles(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """As Triton calls them."""
+        """Launch options under Triton's names."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 def padded(size: int) -> int:
-    """Next power of two, at least 16: what a matrix product of the tensor cores needs."""
+    """Next power of two, at least 16, as products of the tensor cores need."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -65,12 +66,16 @@ def parts_of(d_k: int) -> tuple[int, int]:
 
 
 def _wide(d_k: int, d_v: int) -> int:
+    """The wider of both heads as it is read; rows of the tables below depend on it."""
     return max(sum(parts_of(d_k)), padded(d_v))
 
 
 def room_of(capability: Capability) -> int:
-    """Bytes of shared memory that a program can have."""
+    """Bytes of shared memory that a program can use."""
     return SHARED_KIB.get(capability, min(SHARED_KIB.values())) << 10
+
+
+# --- Shared memory: an upper bound by formula, and tiles reduced until they fit ---
 
 
 def shared_bytes(
@@ -83,13 +88,15 @@ def shared_bytes(
     *,
     words: bool = False,
 ) -> int:
-    """Upper bound of the shared memory that a kernel asks for, found by compiling for these GPUs.
+    """Upper bound of a kernel's shared memory; tests compile for these GPUs and compare.
 
-    Some tiles stay, others come in by the loop and are there once for every stage. The tensor cores
-    of sm_90 and sm_100 read them where they lie, which takes one more than the older ones, whose
-    operands are in registers while the next tile arrives. Products pass from one to the other.
-    `words`: a mask of the selected branch with a word for every pair of a query and a key.
+    Some tiles stay for the whole program, others are loaded by its loop and exist once per stage.
+    The tensor cores of sm_90 and sm_100 read operands from shared memory, which takes one stage
+    more than older ones, whose operands are in registers while the next tile arrives. A product
+    that is an operand of the next one passes through shared memory, too.
+    `words`: the mask of the selected branch loads a word for every (query, key) pair.
     """
+    # Bytes of one tile of k, v (BN rows), q and out (BM rows).
     keys, rows = tiles.BN * dtype.itemsize, tiles.BM * dtype.itemsize
     k, v = keys * sum(parts_of(d_k)), keys * padded(d_v)
     q, o = rows * sum(parts_of(d_k)), rows * padded(d_v)
@@ -106,19 +113,19 @@ def shared_bytes(
         "decode": (q, k + v),
     }[kernel]
     in_place = capability[0] in (9, *TENSOR_MEMORY) or dtype == torch.float32
-    if kernel == "decode":  # by pointers, and rarely with the 64 rows that it takes
+    if kernel == "decode":  # through pointers, and in place only with 64 rows or more
         in_place = in_place and dtype != torch.float32 and tiles.BM >= 64
     copies = tiles.num_stages if in_place else max(tiles.num_stages - 1, 1)
     products = tiles.BM * keys
     if kernel == "decode" and in_place:  # the logits are kept, as fp32
         products = 4 * tiles.BM * tiles.BN
     if capability[0] in TENSOR_MEMORY:
-        # What stays is there in a second arrangement; results come back as fp32.
+        # What stays exists in a second layout; results come back from tensor memory as fp32.
         sums = tiles.BN * max(parts_of(d_k)[0], padded(d_v)) if stays == k + v else 0
         products = stays + 4 * max(tiles.BM * tiles.BN, sums)
-        copies *= 2 if kernel == "group_scores" else 1  # its two loops share nothing
+        copies *= 2 if kernel == "group_scores" else 1  # its two loops do not share buffers
     if kernel == "block_backward":
-        # The gradient of q is turned, and so are the keys, unless wgmma reads them as they lie.
+        # dq is transposed, and so are the keys unless wgmma reads them in place.
         turned = 0 if (in_place and parts_of(d_k)[0] >= 64) or dtype == torch.float32 else k
         products += max(4 * tiles.BM * sum(parts_of(d_k)), turned)
     if words:
@@ -137,11 +144,13 @@ def fitting(
     *,
     words: bool = False,
 ) -> Tiles | None:
-    """The tiles, made smaller until they fit, but not below `least`; None: they never do.
+    """The tiles, reduced until they fit, but not below `least`; None: they never fit.
 
-    First a third stage goes, then the longer side is halved down to 32, then the second stage.
+    In this order: drop the third stage, halve the longer side down to 32, drop the second stage,
+    halve further.
     """
     room = room_of(capability)
+    # Each step is repeated until it changes nothing more, then the next one begins.
     steps: tuple[Callable[[Tiles], Tiles], ...] = (
         lambda t: t._replace(num_stages=max(min(t.num_stages, 2), least.num_stages)),
         lambda t: _halved(t, max(least.BM, 32), max(least.BN, 32)),
@@ -160,7 +169,7 @@ def fitting(
 
 
 def _halved(tiles: Tiles, least_rows: int, least_keys: int) -> Tiles:
-    """Half of the longer side of the tiles, unless that would be too short."""
+    """The tiles with the longer side halved; unchanged if that would be too short."""
     rows, keys = tiles.BM // 2, tiles.BN // 2
     if rows >= least_rows and (rows >= keys or keys < least_keys):
         return tiles._replace(BM=rows)
@@ -168,12 +177,12 @@ def _halved(tiles: Tiles, least_rows: int, least_keys: int) -> Tiles:
 
 
 def needs_words(l_sel: int, *, packed: bool) -> bool:
-    """Whether the keys of a tile may lie in several words of a query's selection, or in others than
-    those of its neighbours: a word has 32 blocks, a tile up to 128 keys."""
+    """Whether the keys of a tile may need several words of a query's bits, or other words than its
+    neighbours: a word has 32 blocks, a tile up to 128 keys (tile._is_selected)."""
     return packed or l_sel % 4 != 0
 
 
-def _fitted(
+def _fitted_band_tiles(
     kernel: str,
     tiles: Tiles,
     d_k: int,
@@ -182,11 +191,16 @@ def _fitted(
     capability: Capability,
     words: bool = False,
 ) -> Tiles:
-    """Tiles of a band kernel, which fit every GPU once they are small enough."""
+    """Tiles of a band kernel; small enough ones fit every GPU."""
     least = Tiles(SMALLEST, SMALLEST, tiles.num_warps, 1)
     fitted = fitting(kernel, tiles, d_k, d_v, dtype, capability, least, words=words)
     assert fitted is not None, (kernel, tiles, d_k, d_v, capability)
     return fitted
+
+
+# --- The table: band kernels ---
+# Registers limit most kernels at D 128, so tiles shrink as heads grow. fp32 products use no tensor
+# cores and have small tiles. docs/kernels.md lists the alternatives that were timed.
 
 
 def forward_tiles(
@@ -198,12 +212,11 @@ def forward_tiles(
     *,
     words: bool = False,
 ) -> Tiles:
-    """Tiles of band_forward; measured on an H200, docs/kernels.md has the alternatives.
-
-    Branch 0 is the compressed one, with the longest loops, 2 the window with the shortest.
+    """Tiles of band_forward. The compressed branch (0) has the longest loops, the window (2) the
+    shortest.
     """
     tiles = _forward_tiles(d_k, d_v, dtype, branch)
-    return _fitted("band_forward", tiles, d_k, d_v, dtype, capability, words)
+    return _fitted_band_tiles("band_forward", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _forward_tiles(d_k: int, d_v: int, dtype: torch.dtype, branch: int) -> Tiles:
@@ -229,7 +242,7 @@ def dkv_tiles(
 ) -> Tiles:
     """Tiles of band_dkv."""
     tiles = _dkv_tiles(d_k, d_v, dtype)
-    return _fitted("band_dkv", tiles, d_k, d_v, dtype, capability, words)
+    return _fitted_band_tiles("band_dkv", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _dkv_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
@@ -253,7 +266,7 @@ def dq_tiles(
 ) -> Tiles:
     """Tiles of band_dq."""
     tiles = _dq_tiles(d_k, d_v, dtype)
-    return _fitted("band_dq", tiles, d_k, d_v, dtype, capability, words)
+    return _fitted_band_tiles("band_dq", tiles, d_k, d_v, dtype, capability, words)
 
 
 def _dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
@@ -267,7 +280,7 @@ def _dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
 
 def score_tiles(d_k: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
     """Tiles of group_scores."""
-    return _fitted("group_scores", _score_tiles(d_k, dtype), d_k, d_k, dtype, capability)
+    return _fitted_band_tiles("group_scores", _score_tiles(d_k, dtype), d_k, d_k, dtype, capability)
 
 
 def _score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
@@ -279,8 +292,11 @@ def _score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
     return Tiles(64, 128, 4, 2, 168) if wide <= 128 else Tiles(64, 64, 4, 2)
 
 
+# --- The table: kernels that read selected blocks ---
+
+
 def fits_blocks(d_k: int, d_v: int, l_sel: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels that go to the selected blocks take them: larger tiles spill registers.
+    """Whether the block and query kernels take such blocks; larger tiles would spill registers.
 
     A tile holds a whole block, so long blocks need narrow heads.
     """
@@ -291,7 +307,7 @@ def fits_blocks(d_k: int, d_v: int, l_sel: int, dtype: torch.dtype) -> bool:
 
 
 def fits_dq(d_k: int, d_v: int) -> bool:
-    """Whether block_backward has room for the gradient of q, too."""
+    """Whether block_backward has registers for the gradient of q, too."""
     return _wide(d_k, d_v) <= 128
 
 
@@ -300,9 +316,9 @@ def block_tiles(
 ) -> Tiles:
     """Tiles of block_forward and block_backward (purpose: forward, backward, dkv alone).
 
-    Rows are (query, head) pairs, keys one selection block. Products of 16 bit need two stages or
-    more: with one, two operands may share an address, and ptxas compiles that to wrong code
-    (docs/kernels.md). Those of fp32 use no tensor cores.
+    Rows are (query, head) pairs, keys one selection block. 16-bit products need two stages or more:
+    with one, two operands may share an address, which ptxas miscompiles (docs/kernels.md). fp32
+    products use no tensor cores and are not affected.
     """
     wide, keys = _wide(d_k, d_v), padded(l_sel)
     if dtype == torch.float32:
@@ -329,13 +345,14 @@ def fitted_block_tiles(
     purpose: str,
     capability: Capability = H200,
 ) -> Tiles | None:
-    """The block tiles on this GPU, with fewer rows where they must; None: they do not fit.
+    """The block tiles on this GPU, with fewer rows where necessary; None: they do not fit.
 
-    Forms that were never checked are not entered: docs/kernels.md, wrong code.
+    Only rows and the third stage are reduced: other forms were not checked for the ptxas bug
+    (docs/kernels.md, wrong code).
     """
     tiles = block_tiles(d_k, d_v, per_group, l_sel, dtype, purpose)
     if capability[0] in TENSOR_MEMORY and tiles.BM > 64:
-        return None  # four results of that many rows may be more than the tensor memory holds
+        return None  # four results of that many rows may exceed the tensor memory
     kernel = f"block_{purpose}"
     least = tiles
     if tiles.num_stages > 1:
@@ -354,12 +371,12 @@ def fits_selected(
     *,
     by_query: bool,
 ) -> bool:
-    """Whether the selected branch can go to its blocks on this GPU, forward and backward."""
+    """Whether the selected branch can read its blocks on this GPU, forward and backward."""
     sizes = (d_k, d_v, per_group, l_sel, dtype)
     purposes = ("dkv",) if by_query else ("forward", "backward")
     blocks = (fitted_block_tiles(*sizes, purpose, capability) for purpose in purposes)
     fits = fits_blocks(d_k, d_v, l_sel, dtype) and None not in blocks
-    queries = (_query(*sizes, capability, backward=back) for back in (False, True))
+    queries = (_fitted_query_tiles(*sizes, capability, backward=back) for back in (False, True))
     return fits and (not by_query or None not in queries)
 
 
@@ -372,14 +389,17 @@ def query_obstacle(
     capability: Capability = H200,
 ) -> str:
     """Why query_forward cannot take such heads; empty when it can."""
-    fits = _query(d_k, d_v, per_group, l_sel, dtype, capability, backward=False) is not None
+    fits = (
+        _fitted_query_tiles(d_k, d_v, per_group, l_sel, dtype, capability, backward=False)
+        is not None
+    )
     return "" if fits else group_obstacle(d_k, d_v, per_group, dtype, capability)
 
 
 def group_obstacle(
     d_k: int, d_v: int, per_group: int, dtype: torch.dtype, capability: Capability
 ) -> str:
-    """Why kernels that take a whole group at a time cannot; the sentence for the caller."""
+    """Why kernels that take a whole group at a time cannot run, as a sentence for the caller."""
     major, minor = capability
     return (
         f"{per_group} query heads to a KV head, with Dk={d_k} and Dv={d_v} in {dtype}, do not fit "
@@ -398,12 +418,12 @@ def query_tiles(
     backward: bool = False,
 ) -> Tiles:
     """Tiles of query_forward and query_dq: rows are the heads of a group."""
-    tiles = _query(d_k, d_v, per_group, l_sel, dtype, capability, backward=backward)
+    tiles = _fitted_query_tiles(d_k, d_v, per_group, l_sel, dtype, capability, backward=backward)
     assert tiles is not None, group_obstacle(d_k, d_v, per_group, dtype, capability)
     return tiles
 
 
-def _query(
+def _fitted_query_tiles(
     d_k: int,
     d_v: int,
     per_group: int,
@@ -413,7 +433,7 @@ def _query(
     *,
     backward: bool,
 ) -> Tiles | None:
-    """The same, or None where no tiles fit."""
+    """Tiles of query_forward or query_dq on this GPU; None where none fit."""
     tiles = _query_tiles(d_k, d_v, per_group, l_sel, dtype, backward)
     kernel = "query_dq" if backward else "query_forward"
     least = Tiles(tiles.BM, SMALLEST, tiles.num_warps, 1)

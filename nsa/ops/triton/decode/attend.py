@@ -1,20 +1,21 @@
-"""One new token per sequence: append it, attend in all branches, merge; in four launches.
+"""Decode attention of one new token per sequence: the compressed branch, then window and blocks.
 
-Names as in tile.py; a segment is a sequence and a KV head. Where a sequence ends is read on the
+Names as in tile.py; a segment is a sequence and a KV head. The length of a sequence is read on the
 device, so that a captured CUDA graph can be replayed as it grows. Work is split over the keys into
 parts of fixed size, merged in the order of their index: results repeat bit for bit. A part holds
-its output [G, DV] and its log-sum-exp (base 2), parts of one segment lie together: those of the
-compressed branch first, then the window's, those of the forced blocks, and those of the others.
+its output [G, DV] and its log-sum-exp (base 2). The parts of a segment are contiguous: compressed
+branch, window, forced blocks, other blocks.
 
 The caches are [B, Hkv, tokens, D]; the window's is a ring. With a page table, the selected and the
-compressed cache are [pages, Hkv, tokens of a page, D], and the table [B, pages of a sequence] says
-which page holds each block.
+compressed cache are [pages, Hkv, tokens of a page, D], and the table [B, pages of a sequence] holds
+the page of each block.
 
-EARLY (from sm_90 on): a kernel may start while the one before it ends, and waits for its results
-where it begins to read them. What was there before that one began is taken before the wait, from
-the L2 cache, since it is the wait that makes the L1 cache forget. The window and the forced blocks
-need no score: they are read while the others are being scored or, BESIDE, already beside the end of
-the compressed branch. The new token, which that branch stores, they take from where it came.
+EARLY (from sm_90 on): programmatic dependent launch. A kernel may start while the previous one
+ends, and waits where it begins to read that one's results. What is older is read before the wait,
+through the L2 cache (.cg), since it is the wait that invalidates the L1 cache. The window and the
+forced blocks need no score: they are read while the others are being scored or, BESIDE, already
+beside the end of the compressed branch. That branch stores the new token, so here it is taken from
+its source and never from the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ AVERAGED = tl.constexpr(32)
 
 @triton.jit
 def _base(p_table, i_b, o_token, s_page, s_table, D: tl.constexpr, PER_PAGE: tl.constexpr):
-    """Where tokens of a sequence begin in a cache; PER_PAGE = 0: it is not paged."""
+    """Offsets of a sequence's tokens in a cache; PER_PAGE = 0: it is not paged."""
+    # int64 through i_b or the page: caches may pass 2^31 numbers.
     if PER_PAGE == 0:
         return (i_b * s_page + o_token) * D
     page = tl.load(p_table + i_b * s_table + o_token // PER_PAGE).to(tl.int64)
@@ -40,14 +42,14 @@ def _base(p_table, i_b, o_token, s_page, s_table, D: tl.constexpr, PER_PAGE: tl.
 
 @triton.jit
 def _new(p, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
-    """A head of the new token, where the program stores it."""
+    """A head of the new token [D_PAD]; 0 in programs that do not store it."""
     o_d = tl.arange(0, D_PAD)
     return tl.load(p + o_d, mask=(o_d < D) & is_mine, other=0.0)
 
 
 @triton.jit
 def _new_row(p, is_mine, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Columns of a head of the new token from `column` on, fp32 [1, D_PAD]; 0 where not mine."""
+    """Columns of a head of the new token from `column` on, fp32 [1, D_PAD]; 0 if not `is_mine`."""
     o_d = column + tl.arange(0, D_PAD)
     b = tl.load(p + o_d, mask=(o_d < D) & is_mine, other=0.0, cache_modifier=".cg")
     return b.to(tl.float32)[None, :]
@@ -55,6 +57,7 @@ def _new_row(p, is_mine, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.conste
 
 @triton.jit
 def _put(p, at, b, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Store a head [D] at offset `at`, in the program that `is_mine` names."""
     o_d = tl.arange(0, D_PAD)
     tl.store(p + at + o_d, b, mask=(o_d < D) & is_mine)
 
@@ -66,17 +69,19 @@ def _completed(
 ):  # fmt: skip
     """Compressed token of the block that ends at t, columns from `column` on, as it is stored.
 
-    That is the mean of the ring of raw tokens with the new one, or what the caller has made of it.
+    It is the mean of the ring of raw tokens with the new one, or, MADE, what the caller computed.
     """
     o_d = column + tl.arange(0, D_PAD)
     m_d = o_d < D
     if MADE:
         return tl.load(p_made + i_seg * D + o_d, mask=m_d, other=0.0)
+    # mean = (new + sum of the other L - 1 raw tokens) / L, fp32 sums: [D_PAD].
     b_new = tl.load(p_new + o_d, mask=m_d, other=0.0)
     b_sum = b_new.to(tl.float32)
     for first in tl.static_range(0, L, AVERAGED):
         o_l = first + tl.arange(0, AVERAGED)
-        m_l = (o_l < L) & (o_l != t % L)  # the place of the new one may be written at this moment
+        # Another program may be writing the new token's slot right now: it is not read.
+        m_l = (o_l < L) & (o_l != t % L)
         p_rows = p_raw + (i_seg * L + o_l)[:, None] * D + o_d[None, :]
         b_old = tl.load(p_rows, mask=m_l[:, None] & m_d[None, :], other=0.0)
         b_sum += tl.sum(b_old.to(tl.float32), axis=0)
@@ -97,7 +102,7 @@ def _query(p_q, i_b, i_g, G, s_qb, s_qh, DK: tl.constexpr, D1: tl.constexpr, D0:
 
 @triton.jit
 def _stream(p, m_rows, o_d, D: tl.constexpr, D_PAD: tl.constexpr):
-    """A [rows, D_PAD] tile that is read once: it leaves the L2 cache to what is read again."""
+    """A [rows, D_PAD] tile that is read once: evicted from the L2 cache before what is reused."""
     mask = m_rows[:, None]
     if D < D_PAD:
         mask = mask & (o_d < D)[None, :]
@@ -110,11 +115,13 @@ def _tile(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys in the running softmax; also its scaled logits [BM, BN], and exp2 of them.
+    """One tile of keys in the online softmax.
 
-    The latter over the running maximum, which is returned.
+    Returns the updated b_out, top and total, the tile's scaled logits [BM, BN], and
+    exp2(logits - top) over the returned maximum.
     """
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    # s' = q k^T * scale_log2: [BM, BN]. Rows are the heads of the group.
     b_k = _stream(p_k + base_k[:, None] + o_dk[None, :], m_k, o_dk, DK, DK1)
     b_s = _dot(b_q, tl.trans(b_k), UPCAST)
     if DK2 > 0:
@@ -123,6 +130,7 @@ def _tile(
         b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
     b_v = _stream(p_v + base_v[:, None] + o_dv[None, :], m_k, o_dv, DV, DV_PAD)
     b_s = tl.where(m_k[None, :], b_s * scale_log2, float("-inf"))
+    # While no key was visible, top is -inf; 0 in its place avoids NaN.
     new_top = tl.maximum(top, tl.max(b_s, axis=1))
     safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     b_p = tl.math.exp2(b_s - safe_top[:, None])
@@ -140,6 +148,7 @@ def _store_part(
     """The output of a part and its log-sum-exp; -inf, and zeros, where it saw nothing."""
     o_h, o_dv = tl.arange(0, BM), tl.arange(0, DV_PAD)
     m_h = o_h < G
+    # out / total [G, DV] and lse [G], base 2; both are fp32 until merge_parts.
     sees_none = total == 0.0
     b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
     lse = tl.where(sees_none, float("-inf"), top + tl.math.log2(tl.where(sees_none, 1.0, total)))
@@ -162,30 +171,35 @@ def attend_compressed(
     LEVELS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A part of the compressed branch, whose logits [segments, G, tokens] are kept.
+    """A part of the compressed branch; keeps its logits [segments, G, tokens] for the scores.
 
-    SUMS: instead of the logits their sums by block are kept (_store_sums).
+    SUMS: keeps sums by block instead of the logits (_store_sums).
 
-    The query sees every compressed token: neither an order nor a mask is needed, only their count.
-    One that the new token completes is not in the cache yet: whoever needs it makes it, and stores
-    it. The first part stores the new token. s_cmp and s_sel are the tokens of all heads of a page,
-    or of a sequence, and s_head_* those of a head: times D, they keep the alignment of a row.
+    The query sees every compressed token, so only their count is needed. The one that the new token
+    completes is not in the cache yet: the part that needs it computes and stores it. The first part
+    stores the new token. s_cmp and s_sel are the tokens of all heads of a page, or of a sequence,
+    and s_head_* those of a head: times D, they keep the alignment of a row.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     part = tl.program_id(0)
     _wait(EARLY)
     _let_next_come(EARLY)
+    # t: position of the new token. p_current keeps it for merge_parts, which advances p_lengths.
     t = tl.load(p_lengths + i_b)
     stores = part == 0
     tl.store(p_current + i_b, t, mask=stores)
+    # A full sequence, or a place without one (paged.py), is skipped.
     if t >= MAX_LEN:
         return
+    # Compressed tokens with the new one, and the range of this part. Part 0 always runs: it
+    # stores the new token.
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
     first = part * CMP_PART
     if (first >= num_cmp) & (part > 0):
         return
     stop = tl.minimum(first + CMP_PART, num_cmp)
+    # Index of the compressed token that ends at t; -1: none does.
     completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
     newest = tl.where(completes, num_cmp - 1, -1)
     new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
@@ -199,7 +213,7 @@ def attend_compressed(
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
-    # The new token is loaded here and stored at the end: nobody waits for it in between.
+    # The new token is loaded here and stored at the end: no instruction waits for it in between.
     DK_PAD: tl.constexpr = DK1 if DK2 == 0 else 2 * DK1
     b_k_sel = _new(p_k_sel_new + new_k, stores, DK, DK_PAD)
     b_v_sel = _new(p_v_sel_new + new_v, stores, DV, DV_PAD)
@@ -209,6 +223,7 @@ def attend_compressed(
     b_v_raw = _new(p_v_cmp_new + new_v, stores, DV, DV_PAD)
     p_k_cmp += i_g * s_head_cmp * DK
     p_v_cmp += i_g * s_head_cmp * DV
+    # The completed token opens the online softmax: top = its logit, total = 1, out = its value.
     if (newest >= first) & (newest < stop):
         p_k = p_k_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DK, per_page)
         p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DV, per_page)
@@ -226,10 +241,12 @@ def attend_compressed(
         top = top * scale_log2
         total += 1.0
         b_out += b_v.to(tl.float32)[None, :]
+    # Kept, because the loop masks this token out: -inf where it is not in this part.
     logit = top
     if not PAGED:
         p_k_cmp += i_b * s_cmp * DK
         p_v_cmp += i_b * s_cmp * DV
+    # Online softmax over the cached tokens of the part, BN at a time.
     for k0 in range(first, stop, BN):
         o_k = k0 + o_n
         m_k = (o_k < stop) & (o_k != newest)
@@ -249,11 +266,13 @@ def attend_compressed(
             tile = i_seg * tl.cdiv(NUM_CMP, BN) + k0 // BN
             _store_sums(p_logits, p_tops, b_p, top, tile, m_h, G, L, STEP, L_SEL, LEVELS, BM, BN)
         else:
-            # In whole tiles, which are stored in wide pieces: what lies beyond is never read.
+            # Whole tiles, without a mask by token: stores are then 16 bytes wide. What lies beyond
+            # the part's end is never read.
             b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s)
             p_rows = p_logits + (i_seg * G + o_h)[:, None] * s_logits + o_k[None, :]
             tl.store(p_rows, b_s, mask=m_h[:, None])
     _store_part(p_part, p_part_lse, b_out, top, total, i_seg * NUM_PARTS + part, G, DV, DV_PAD, BM)
+    # Append the new token: selected cache at t, the rings at t % their size.
     at = _base(p_table, i_b, t, s_sel, s_table, DK, L_SEL if PAGED else 0)
     _put(p_k_sel, at + i_g * s_head_sel * DK, b_k_sel, stores, DK, DK_PAD)
     at = _base(p_table, i_b, t, s_sel, s_table, DV, L_SEL if PAGED else 0)
@@ -278,14 +297,15 @@ def attend_tokens(
 ):  # fmt: skip
     """A part of the window, or PER_PART of the forced or of the other blocks of a segment.
 
-    Every part of the last kind chooses by itself, and all of a segment choose the same. The first
-    WIN_PARTS of the grid are those of the window; all of the first AHEAD_PARTS need no score and,
-    where they are read AHEAD, do not wait. The first part of either takes the new token from its
-    source, and no part takes it from the cache. What was read is counted here, and nowhere else:
-    tokens of the compressed, selected and window branch.
+    Every part with other blocks makes the choice by itself; all of a segment choose the same. The
+    first WIN_PARTS of the grid are the window's; the first AHEAD_PARTS need no score and, AHEAD, do
+    not wait. The first part of the window and of the forced blocks takes the new token from its
+    source; no part reads it from the cache. Reads are counted here and nowhere else: tokens of the
+    compressed, selected and window branch.
     """
     i_seg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    # Which kind of part this is, and its index among its kind. Segments are the fast grid index.
     in_win, in_sel = tl.program_id(1) < WIN_PARTS, tl.program_id(1) >= WIN_PARTS
     in_free = tl.program_id(1) >= AHEAD_PARTS
     part = tl.program_id(1) - tl.where(in_win, 0, tl.where(in_free, AHEAD_PARTS, WIN_PARTS))
@@ -295,6 +315,7 @@ def attend_tokens(
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    # Parts that need no score read older data only and do not wait (module docstring).
     if AHEAD:
         if in_free:
             _wait(EARLY)
@@ -304,20 +325,24 @@ def attend_tokens(
         _let_next_come(EARLY)
     if length > MAX_LEN:
         return
+    # Keys of the window, blocks of this kind of part.
     num_win = tl.minimum(length, WIN)
     current = t // L_SEL
     num_forced = tl.minimum(current + 1, FORCED)
     num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
     p_ids = p_selection + i_seg * N_SEL
     counts = (part == 0) & in_free
+    # Every free part repeats the choice and stores the same ids: cheaper than a ticket, for which
+    # one program would read in sequence what all read at once (docs/kernels.md).
     if in_free:
         p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
         _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
-        tl.debug_barrier()  # the ids are read by other threads than wrote them
+        tl.debug_barrier()  # the ids are read by other threads than the ones that wrote them
     o_s, o_c, o_n = tl.arange(0, N_SEL_PAD), tl.arange(0, 4), tl.arange(0, BN)
     p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
     ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
     b_sums = tl.load(p_sums, mask=m_c, other=0)
+    # The new token opens the online softmax of its part: top = logit, total = 1, out = v.
     has_new = (part == 0) & (tl.program_id(1) < AHEAD_PARTS)
     p_k_new = tl.where(in_win, p_k_win_new, p_k_sel_new) + i_b * s_kb + i_g * s_kh
     p_v_new = tl.where(in_win, p_v_win_new, p_v_sel_new) + i_b * s_vb + i_g * s_vh
@@ -327,23 +352,28 @@ def attend_tokens(
     top = tl.where(has_new, top * scale_log2, float("-inf"))
     total = tl.where(has_new, tl.full([BM], 1.0, tl.float32), 0.0)
     b_out = tl.zeros([BM, DV_PAD], tl.float32) + _new_row(p_v_new, has_new, 0, DV, DV_PAD)
+    # Its slot in the cache is masked below: it may be written at the same time.
     newest = tl.where(in_win, t % WIN, t)
+    # Base pointers of the segment in the selected cache, or in the window's ring.
     own = 0 if PER_PAGE > 0 else i_b
     p_k = p_k_sel + (own * s_sel + i_g * s_head_sel) * DK
     p_v = p_v_sel + (own * s_sel + i_g * s_head_sel) * DV
     p_k = tl.where(in_win, p_k_win + i_seg * WIN * DK, p_k)
     p_v = tl.where(in_win, p_v_win + i_seg * WIN * DV, p_v)
     num_keys = tl.where(in_win, num_win, length)
-    # One loop for both: two would each get shared memory of their own.
+    # One loop for window and blocks: two would each get shared memory of their own. Step i is tile
+    # i of the ring, or tile i % STEPS of block i // STEPS.
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
     size = tl.where(in_win, WIN_PART // BN, PER_PART * STEPS)
     end = tl.where(in_win, tl.cdiv(num_win, BN), num_blocks * STEPS)
     for i in range(part * size, tl.minimum(part * size + size, end)):
-        # In ascending order, the forced blocks are the first of all and the last ones.
+        # The ids are ascending: the forced blocks are the first id and the last ones, the others
+        # lie between, from id 1 on.
         place = i // STEPS
         block = tl.where(place == 0, 0, current + 1 - num_forced + place)
         block = tl.load(p_ids + 1 + place, mask=in_free, other=block)
         in_block = i % STEPS * BN + o_n
+        # [BN] tokens of the tile; the mask: within sequence and block, and not the new token.
         o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)
         m_k = (o_k < num_keys) & (o_k != newest) & (in_win | (in_block < L_SEL))
         if PER_PAGE > 0:
@@ -360,6 +390,7 @@ def attend_tokens(
         )  # fmt: skip
     part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
     _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
+    # Count what this step read: one part per segment adds to the running counters.
     num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
     num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
     num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))

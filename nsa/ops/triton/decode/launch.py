@@ -1,7 +1,7 @@
-"""Launching a decode step: one new token per sequence, in four launches.
+"""Decoder: one decode step of a layer, one new token per sequence, in four launches.
 
-Nothing is read back to the host and no size depends on data, so that a step can be captured in a
-CUDA graph and replayed while the sequences grow up to the length that their caches were made for.
+No host sync, and no size depends on data: a step can be captured in a CUDA graph and replayed while
+the sequences grow, up to the length that their caches were allocated for.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nsa.ops.triton.problem import LOG2_E, capability_of
 from nsa.ops.triton.tiles import padded, parts_of
 
 LOGITS_STEP = 32
-"""Rows of logits are multiples of this, so that wide loads and stores are aligned."""
+"""Row lengths of the logits are multiples of this, so that 16-byte accesses are aligned."""
 
 
 class Caches(NamedTuple):
-    """What one layer remembers, where it lies; `table` None: nothing is paged."""
+    """The caches of one layer; `table` None: not paged."""
 
     cmp: KeyValues  # [B, Hkv, N, D], or [pages, Hkv, l_sel / d, D]
     sel: KeyValues  # [B, Hkv, tokens, D], or [pages, Hkv, l_sel, D]
@@ -41,7 +41,7 @@ class Caches(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What the projections give for the new token of each sequence."""
+    """The projections of the new token of each sequence."""
 
     q: Tensor  # [B, 1, Hq, Dk]
     k: Sequence[Tensor]  # of cmp (raw), sel, win: [B, 1, Hkv, Dk], of equal strides
@@ -52,7 +52,7 @@ class Token(NamedTuple):
 
 
 class Decoder:
-    """Decode steps of one layer."""
+    """Decode steps of one layer: `step` appends a token to every sequence and attends."""
 
     def __init__(
         self, caches: Caches, spec: BlockSpec, max_len: int, num_heads: int, scale: float,
@@ -69,14 +69,16 @@ class Decoder:
         self.num_blocks = spec.num_blocks(max_len)
         self.window = caches.win.k.shape[2]
         self.tiles = self._tiles()
+        # Parts of a segment, in the order in which they are stored and merged.
         self.cmp_parts = ceil_div(self.num_cmp, self.tiles.CMP_PART)
         self.win_parts = ceil_div(self.window, self.tiles.WIN_PART)
         self.forced_parts = ceil_div(NUM_FORCED, self.tiles.PER_PART)
         num_free = min(spec.n_sel, self.num_blocks) - NUM_FORCED
-        # One even where all are forced: it counts what was read.
+        # At least one, even where all blocks are forced: it counts the reads.
         self.free_parts = max(ceil_div(num_free, self.tiles.PER_PART), 1)
         self.token_parts = self.win_parts + self.forced_parts + self.free_parts
         self.num_parts = self.cmp_parts + self.token_parts
+        # A token that starts in block j reaches up to block j + levels - 1.
         self.levels = 1 + ceil_div(spec.l // spec.d - 1, spec.l_sel // spec.d)
         self.memo: Memo = {}
         self._allocate(workspace)
@@ -88,6 +90,8 @@ class Decoder:
         )  # fmt: skip
 
     def _allocate(self, workspace: Workspace) -> None:
+        """Buffers between the launches: parts, scores, choice. Layers share them by name."""
+
         def wide(name: str, *size: int) -> Tensor:
             return workspace.get(name, *size, dtype=torch.float32, device=self.device)
 
@@ -103,7 +107,7 @@ class Decoder:
         """Blocks that the latest step has read, ascending, then -1."""
 
     def _score_buffers(self, wide: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits, or sums by block and the tops of their tiles; score.py."""
+        """Logits, or sums by block and the maxima of their tiles (score.py)."""
         tiles, strides = self.tiles, self.spec.l_sel // self.spec.d
         assert tiles.CMP_PART % tiles.BN == 0 and tiles.WIN_PART % tiles.TOKENS == 0, tiles
         if tiles.SUMS:
@@ -111,19 +115,20 @@ class Decoder:
             size = self.segments, ceil_div(self.num_cmp, tiles.BN), self.levels, self.per_group
             tops = wide("tops", *size[:2], self.per_group)
             return wide("sums", *size, tiles.BN // strides), tops
-        # Rows hold whole tiles of all who write or read them.
+        # Rows hold whole tiles of every kernel that writes or reads them: no mask by token.
         scored = ceil_div(self.num_blocks, tiles.BLOCKS) * tiles.BLOCKS * strides
         row = max(scored, self.cmp_parts * tiles.CMP_PART)
         row = ceil_div(row, LOGITS_STEP) * LOGITS_STEP
         logits = wide("logits", self.segments, self.per_group, row)
-        return logits, logits  # nobody reads tops
+        return logits, logits  # the second is a placeholder: tops are not read
 
     def step(self, token: Token, *, advance: bool = True) -> Tensor:  # [B, 1, Hq, Dv]
-        """Append the token of every sequence and attend; `advance`: it then counts as theirs."""
+        """Append the token of every sequence and attend; `advance`: lengths grow by one."""
         out = torch.empty(
             self.batch, 1, self.num_groups * self.per_group, self.d_v,
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
+        # Part of every launch key: the same decoder may see tensors of another form.
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
         self._attend_compressed(token, key)
         self._score(key)
@@ -135,6 +140,7 @@ class Decoder:
         return out
 
     def _attend_compressed(self, token: Token, key: Any) -> None:
+        # Without MADE the kernel does not read the last two pointers; any tensor stands for them.
         made = token.made or (token.k[0], token.v[0])
         news = (x for pair in zip(token.k, token.v, strict=True) for x in pair)
         caches, tiles, spec = self.caches, self.tiles, self.spec
@@ -239,11 +245,11 @@ class Decoder:
 
     @cached_property
     def early(self) -> bool:
-        """Whether a kernel can start before the one before it has ended."""
+        """Whether programmatic dependent launch is available (sm_90 and later)."""
         return not INTERPRETED and capability_of(self.device) >= (9, 0)
 
     def _options(self, num_warps: int, num_stages: int = 1) -> dict[str, int]:
-        """As Triton calls them."""
+        """Launch options under Triton's names."""
         return {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": self.early}
 
     @cached_property
@@ -253,7 +259,7 @@ class Decoder:
 
     @property
     def _strides_pad(self) -> int:
-        """Compressed tokens that start in a block, as a power of two."""
+        """Compressed tokens that start in a block, rounded up to a power of two."""
         return 1 << (self.spec.l_sel // self.spec.d - 1).bit_length()
 
     def _dims(self) -> dict[str, Any]:
@@ -267,7 +273,7 @@ class Decoder:
 
     @property
     def _table(self) -> Tensor:
-        """The page table; without one the kernels get memory that they do not read."""
+        """The page table; without one, a placeholder that the kernels do not read."""
         return self.caches.lengths if self.caches.table is None else self.caches.table
 
     @property

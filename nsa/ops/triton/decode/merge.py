@@ -1,6 +1,6 @@
-"""Parts of a decode step to its output: weighed within their branch, gated, added in their order.
+"""Merge the parts of a decode step into its output: softmax weights per branch, gates, sum.
 
-Names as in decode.py.
+Parts are added in the order of their index. Names as in attend.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def _num_parts(
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     PER_PART: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the token at t: of the compressed branch, window, forced blocks, other blocks."""
+    """Number of parts of the token at t: compressed branch, window, forced and other blocks."""
+    # The same counts as in attend.py, from the position alone: nothing is read back.
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
     num_win = tl.minimum(t + 1, WIN)
     num_forced = tl.minimum(t // L_SEL + 1, FORCED)
@@ -30,12 +31,13 @@ def _num_parts(
 
 @triton.jit
 def _among(o_p, first, num):
+    """Whether parts o_p are among the `num` parts from `first` on."""
     return (o_p >= first) & (o_p < first + num)
 
 
 @triton.jit
 def _parts(p_part, p_part_lse, rows, m_rows, DV: tl.constexpr, DV_PAD: tl.constexpr):
-    """Outputs [PARTS, 1, DV_PAD] and log-sum-exps of some parts; 0 and -inf for others."""
+    """Outputs [PARTS, 1, DV_PAD] and log-sum-exps of the parts m_rows; 0 and -inf for others."""
     o_dv = tl.arange(0, DV_PAD)
     p, mask = p_part + rows[:, :, None] * DV + o_dv[None, None, :], m_rows[:, :, None]
     if DV < DV_PAD:
@@ -47,7 +49,8 @@ def _parts(p_part, p_part_lse, rows, m_rows, DV: tl.constexpr, DV_PAD: tl.conste
 
 @triton.jit
 def _weights_in(lse, p_gate, m_h, mine):
-    """Of the parts of one branch in the gated sum [PARTS, HEADS]; all 0 where it saw nothing."""
+    """Weights of one branch's parts in the gated sum [PARTS, HEADS]; 0 if it saw nothing."""
+    # weight_p = gate * exp2(lse_p - top) / sum over the branch's parts of exp2(lse - top).
     gate = tl.load(p_gate, mask=m_h, other=0.0).to(tl.float32)
     lse = tl.where(mine[:, None], lse, float("-inf"))
     top = tl.max(lse, axis=0)
@@ -58,7 +61,7 @@ def _weights_in(lse, p_gate, m_h, mine):
 
 @triton.jit
 def _weights(lse, p_gate, m_h, in_cmp, in_sel, in_win):
-    """Of all parts in the gated sum [PARTS, HEADS]."""
+    """Weights of all parts in the gated sum [PARTS, HEADS]; gates are cmp, sel, win."""
     weight = _weights_in(lse, p_gate, m_h, in_cmp)
     weight += _weights_in(lse, p_gate + 1, m_h, in_sel)
     return weight + _weights_in(lse, p_gate + 2, m_h, in_win)
@@ -74,9 +77,10 @@ def merge_parts(
     CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr, ADVANCE: tl.constexpr,
 ):  # fmt: skip
-    """The gated sum of a head over the branches. ADVANCE: the sequence is then a token longer.
+    """The gated sum of one head over the branches. ADVANCE: the sequence is then a token longer.
 
-    What the compressed branch has given is taken before the wait.
+    One head per program: four were slower (docs/kernels.md). The parts of the compressed branch
+    are read before the wait, while attend_tokens still runs.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -84,10 +88,12 @@ def merge_parts(
     num_cmp, num_win, num_forced, num_free = _num_parts(
         t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
     )
+    # [PARTS] masks by branch.
     o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
     in_cmp, in_win = _among(o_p, 0, num_cmp), _among(o_p, FIRST_WIN, num_win)
     in_sel = _among(o_p, FIRST_FORCED, num_forced) | _among(o_p, FIRST_FREE, num_free)
     o_h = tl.program_id(0) + tl.arange(0, 1)
+    # Rows of part [segments, NUM_PARTS, G, DV]; int64 through i_seg.
     rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
     m_rows = in_cmp[:, None] & (t < MAX_LEN)
     b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
@@ -95,12 +101,15 @@ def merge_parts(
     _let_next_come(EARLY)
     if t >= MAX_LEN:
         return
+    # The other parts. Masked ones are 0 and -inf, so sum and maximum join both reads.
     b_more, more_lse = _parts(p_part, p_part_lse, rows, (in_sel | in_win)[:, None], DV, DV_PAD)
     b_parts, lse = b_parts + b_more, tl.maximum(lse, more_lse)
     p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
     weight = _weights(lse, p_gate, o_h < G, in_cmp, in_sel, in_win)
+    # out = sum over parts of weight * part: [1, DV], rounded once.
     b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)
     p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
     tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=(o_dv < DV)[None, :])
+    # One program per sequence counts the token, after all kernels of the step have read the length.
     if ADVANCE:
         tl.store(p_lengths + i_b, t + 1, mask=(tl.program_id(0) == 0) & (i_g == 0))

@@ -1,11 +1,10 @@
-"""Scores of the blocks of a segment from its compressed branch, and the choice.
+"""Block scores of a decode step from its compressed branch, and the choice of blocks.
 
-They are made from logits [segments, G, tokens] or, where tiles of BN tokens hold whole blocks, from
-sums: of exp2(logit - top) over the tokens of a block by level, fp32 [segments, tiles, LEVELS, G,
-blocks of a tile], with the top of each tile, [segments, tiles, G]. Level k of block j is what the
-tokens that start in block j give to block j + k.
-
-Names as in decode.py.
+The scores come from logits [segments, G, tokens] or, where tiles of BN tokens hold whole blocks,
+from sums: of exp2(logit - top) over the tokens of a block by level, fp32 [segments, tiles, LEVELS,
+G, blocks of a tile], with the top of each tile, [segments, tiles, G]. Sums are half the bytes and
+need no exponential per token afterwards. Level k of block j is what the tokens that start in block
+j give to block j + k. Names as in attend.py.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ def _lse_of_parts(p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr):
     mask = (o_h < G)[:, None] & (o_p < num_parts)[None, :]
     p = p_lse + o_p[None, :] * G + o_h[:, None]
     b_lse = tl.load(p, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    # lse = log2(sum over parts of exp2(lse_part)): [BM], without overflow.
     top = tl.max(b_lse, axis=1)
     safe_top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.math.exp2(b_lse - safe_top[:, None]), axis=1)
@@ -32,9 +32,9 @@ def _lse_of_parts(p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _weights_of(o_s, level, STRIDES: tl.constexpr, OVERLAP: tl.constexpr):
-    """How often token s of a block counts at a level.
+    """Weight of token s of a block at a level: strides that it shares with the later block.
 
-    It lies in the strides s .. s + OVERLAP - 1 after the block's start.
+    It covers the strides s .. s + OVERLAP - 1 after the start of its own block.
     """
     stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
     return tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
@@ -46,10 +46,11 @@ def _store_sums(
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, LEVELS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of one tile of exp2(logit - top) [BM, BN], where m_h; 0 stands for what is not seen."""
+    """Sums by block of a tile of exp2(logit - top) [BM, BN], for heads m_h; 0: unseen tokens."""
     STRIDES: tl.constexpr = L_SEL // STEP
     BLOCKS: tl.constexpr = BN // STRIDES
     o_h, o_c, o_s = tl.arange(0, BM), tl.arange(0, BLOCKS), tl.arange(0, STRIDES)
+    # sum[level, block] = sum over the block's tokens s of weight(s, level) * exp2(logit - top).
     b_tokens = tl.reshape(b_p, [BM, BLOCKS, STRIDES])
     for level in tl.static_range(LEVELS):
         weight = _weights_of(o_s, level, STRIDES, L // STEP)
@@ -69,6 +70,7 @@ def _score_sums(
     BLOCKS: tl.constexpr = BN // (L_SEL // STEP)
     TILES: tl.constexpr = NB // BLOCKS
     o_h, o_c = tl.arange(0, BM), tl.arange(0, BLOCKS)
+    # [TILES, BM]: exp2(top - lse) turns a tile's sums into probabilities.
     o_tile = first // BLOCKS + tl.arange(0, TILES)
     tile = i_seg * tl.cdiv(NUM_CMP, BN) + o_tile
     mask = (o_tile * BN < num_cmp)[:, None] & (o_h < G)[None, :]
@@ -76,6 +78,7 @@ def _score_sums(
     b_top = tl.load(p, mask=mask, other=float("-inf"), cache_modifier=".cg")
     factor = tl.math.exp2(b_top - lse[None, :])  # [TILES, BM]
     o_j = o_tile[:, None] * BLOCKS + o_c[None, :]
+    # part[level, j] = sum over heads of sum * factor: [TILES, BLOCKS].
     for level in tl.static_range(LEVELS):
         rows = ((tile * LEVELS + level) * G)[:, None] + o_h[None, :]
         p = p_sums + rows[:, :, None] * BLOCKS + o_c[None, None, :]
@@ -94,13 +97,16 @@ def _score_logits(
     STRIDES: tl.constexpr = L_SEL // STEP
     o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
     o_j = first + tl.arange(0, NB)
+    # Compressed tokens that start in each block: [NB, STRIDES_PAD].
     o_i = o_j[:, None] * STRIDES + o_s[None, :]
     p = p_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
-    # Rows are long enough for whole tiles: without a mask by token, loads are wide.
+    # Rows are long enough for whole tiles. Without a mask by token, loads are 16 bytes wide; unseen
+    # tokens are masked afterwards.
     mask = ((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :]
     b_s = tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
     seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
     b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
+    # p_cmp = exp2(logit - lse), summed over the heads: [NB, STRIDES_PAD].
     b_tokens = tl.sum(tl.math.exp2(b_s - lse[:, None, None]), axis=0)
     for level in tl.static_range(LEVELS):
         weight = _weights_of(o_s, level, STRIDES, L // STEP)
@@ -115,7 +121,7 @@ def _score_tile(
     LEVELS: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the scores of NB blocks of a segment; SUMS: p_logits are sums."""
+    """Parts of the scores of NB blocks of a segment, from logits or, SUMS, from sums."""
     p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
     if SUMS:
         _score_sums(
@@ -137,6 +143,7 @@ def _choose(
     """Ids of the blocks that a query in block `current` reads: ascending, then -1."""
     o_j, o_s = tl.arange(0, NB), tl.arange(0, N_SEL_PAD)
     b_scores = tl.zeros([NB], tl.float32)
+    # score[j] = sum over levels of part[level, j - level]: [NB].
     for level in tl.static_range(LEVELS):
         p_row = p_scores + level * NUM_BLOCKS - level
         mask = (o_j >= level) & (o_j <= current)
@@ -156,11 +163,12 @@ def score_blocks(
     EARLY: tl.constexpr, BESIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the scores of NB blocks up to the end: fp32 [segments, LEVELS, NUM_BLOCKS]."""
+    """Parts of the scores of NB blocks of a segment: fp32 [segments, LEVELS, NUM_BLOCKS]."""
     i_seg = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * NB
     length = tl.load(p_lengths + i_seg // Hkv, cache_modifier=".cg") + 1
-    # What the next one reads before it waits in turn was there before this step.
+    # BESIDE: attend_tokens may start before this kernel has waited. What it reads before its own
+    # wait is older than this step.
     _let_next_come(EARLY and BESIDE)
     _wait(EARLY)
     _let_next_come(EARLY and not BESIDE)

@@ -1,4 +1,7 @@
-"""Memory that is needed between the launches of a step, and by every step again."""
+"""Tiles and parts of a decode step by static shape, and the workspace between its launches.
+
+As in ops/triton/tiles.py, the table is fixed: measured on an H200, never tuned at run time.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +25,30 @@ from nsa.ops.triton.tiles import (
 
 
 class Workspace:
-    """Buffers by name and size; layers that run one after another can share them."""
+    """Buffers by name and size; layers that run one after another share them."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], Tensor] = {}
 
     def get(self, name: str, *size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The same memory for the same name and size."""
+        """The buffer of this name, size, dtype and device; allocated once."""
         key = (name, size, dtype, device)
         if key not in self._kept:
             self._kept[key] = torch.empty(size, dtype=dtype, device=device)
         return self._kept[key]
 
 
-# How a decode step is cut, by static shape: as tiles.py, a fixed table.
+# --- How a decode step is split ---
 
 
 class DecodeTiles(NamedTuple):
-    """Tiles, tokens of a part by branch, blocks of a program, warps and stages of each kernel."""
+    """Tiles, tokens per part of each branch, blocks per program, warps and stages per kernel."""
 
     BM: int
     BN: int
-    """Compressed tokens at a time."""
+    """Compressed tokens of a tile."""
     TOKENS: int
-    """Tokens of the window, or of a block, at a time."""
+    """Tokens of a tile of the window or of a block."""
     CMP_PART: int
     WIN_PART: int
     PER_PART: int
@@ -53,10 +56,10 @@ class DecodeTiles(NamedTuple):
     BLOCKS: int
     """Blocks that a program scores."""
     SUMS: bool
-    """What is kept of the compressed branch: sums of blocks (tiles hold whole ones), or logits."""
+    """The compressed branch stores sums by block (tiles hold whole blocks) instead of logits."""
     BESIDE: bool
-    """Whether window and forced blocks are read beside the end of the compressed branch, or after
-    it, beside the scoring."""
+    """Window and forced blocks are read beside the end of the compressed branch, not only beside
+    the scoring."""
     cmp_warps: int
     cmp_stages: int
     tok_warps: int
@@ -65,7 +68,7 @@ class DecodeTiles(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How many programs each branch gets, at most, and how its tokens are read."""
+    """Upper bounds of the programs of each branch, and how its tokens are read."""
 
     cmp_programs: int
     shortest: int
@@ -85,27 +88,28 @@ NARROW = Cut(512, 64, 512, 128, 64, 2, 3, token_warps=2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3, beside=True)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)
-"""Best of those that were timed on an H200 (132 processors); docs/kernels.md has the others.
+"""The fastest of those timed on an H200 (132 multiprocessors); docs/kernels.md has the others.
 
-A GPU that is full at once, with programs that end together, beats several rounds: two or three
-programs of the compressed branch on each processor.
+Programs that fill the GPU once and end together are faster than several waves: two or three
+programs of the compressed branch per multiprocessor.
 """
 FEW_SEGMENTS = 64
+"""Below this, a step has too few segments to fill the GPU and is split more finely."""
 LONG = 1024
 """Compressed tokens from which a sequence is long."""
 
 SUMS_AT_A_TIME = 4096
-"""Heads times blocks whose sums a program loads at a time."""
+"""Heads * blocks whose sums a program of score_blocks loads."""
 MERGED_BY_A_WARP = 2048
-"""Numbers of all parts of a head."""
+"""Numbers (parts * Dv) that a warp of merge_parts takes."""
 MAX_CMP_PARTS = 128
-"""Parts whose log-sum-exp a program can hold at a time."""
+"""Parts of the compressed branch whose log-sum-exps a program holds."""
 MAX_WIN_PARTS = 128
-"""Parts of the window that a program merges at a time, beside those of the other branches."""
+"""Parts of the window that a program merges, beside those of the other branches."""
 MAX_SCORED = 1 << 17
-"""Logits that a program scores at a time: heads times compressed tokens of its blocks."""
+"""Logits (heads * compressed tokens of its blocks) that a program scores."""
 MAX_BLOCKS = 16384
-"""Selection blocks of a sequence that fit the registers of the program that chooses among them."""
+"""Selection blocks of a sequence: one program holds all their scores in registers."""
 
 
 @lru_cache(maxsize=256)
@@ -137,7 +141,7 @@ def decode_obstacle(
 
 
 COPIED_BYTES = 16
-"""What a thread copies at a time past the L1 cache."""
+"""Size of the asynchronous copies that can bypass the L1 cache."""
 THREADS_PER_WARP = 32
 
 
@@ -153,23 +157,28 @@ def decode_tiles(
     window: int,
     spec: BlockSpec,
 ) -> DecodeTiles:
-    """Tiles of the decode kernels, for what `decode_obstacle` lets pass."""
+    """Tiles of the decode kernels, for shapes that `decode_obstacle` accepts."""
+    # Small tiles for fp32 and heads wider than 128.
     wide = max(sum(parts_of(d_k)), padded(d_v))
     fits = dtype != torch.float32 and wide <= 128
-    cut = _cut(segments < FEW_SEGMENTS, num_cmp > LONG, wide > 64)
+    cut = _cut_of(segments < FEW_SEGMENTS, num_cmp > LONG, wide > 64)
     keys = min(cut.keys, 64) if fits else 32
     strides = spec.l_sel // spec.d
+    # Sums by block need tiles that hold whole blocks.
     sums = segments >= FEW_SEGMENTS and keys % strides == 0
     rows = padded(per_group)
     tile = cut.keys if fits and (not sums or 64 * strides >= cut.keys) else keys
+    # Tokens per part: enough parts for cmp_programs, not shorter than `shortest`, not more than
+    # MAX_CMP_PARTS of them, and whole tiles.
     cmp_part = max(num_cmp // max(cut.cmp_programs // segments, 1), cut.shortest)
-    cmp_part = _up(max(cmp_part, _up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
+    cmp_part = _round_up(max(cmp_part, _round_up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
     per_part = max(1, -(-(spec.n_sel - NUM_FORCED) // max(cut.sel_programs // segments - 1, 1)))
-    win_part = max(keys, cut.win_part, _up(-(-window // MAX_WIN_PARTS), keys))
+    win_part = max(keys, cut.win_part, _round_up(-(-window // MAX_WIN_PARTS), keys))
+    # Parts of a head, which decide the warps of the merge.
     num_parts = -(-num_cmp // cmp_part) + -(-window // win_part)
     num_parts += -(-NUM_FORCED // per_part) + -(-(spec.n_sel - NUM_FORCED) // per_part)
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
-    # Halved as often as they must be, the tiles still divide the parts.
+    # Tiles are only ever halved to fit, so they still divide the parts.
     sizes = (d_k, d_v, dtype, capability)
     cmp = Tiles(rows, tile, cut.warps if fits else 4, cut.stages if fits else 3)
     whole = _fitting(cmp, *sizes, max(strides, SMALLEST)) if sums else None
@@ -196,12 +205,11 @@ def decode_tiles(
 
 
 def reads_pass_l1(d_k: int, d_v: int, dtype: torch.dtype, tiles: DecodeTiles) -> bool:
-    """Whether keys and values of the window and of blocks are read past the L1 cache.
+    """Whether reads of the window and of blocks bypass the L1 cache, so that they need no wait.
 
-    They are copied asynchronously; only copies of 16 bytes can be asked to come from L2, and the
-    compiler makes them of that size where rows are multiples of it and every thread has as much to
-    copy in each tile. Shorter copies come through L1, which may still hold an earlier step's bytes
-    where nobody has waited.
+    They are asynchronous copies. Only 16-byte copies can bypass L1; the compiler makes them that
+    wide where rows are multiples of 16 bytes and every thread has as much to copy in each tile.
+    Shorter copies go through L1, which may hold stale bytes of an earlier step before the wait.
     """
     rows = all(size * dtype.itemsize % COPIED_BYTES == 0 for size in (d_k, d_v))
     widths = (width for width in (*parts_of(d_k), padded(d_v)) if width)
@@ -212,17 +220,17 @@ def reads_pass_l1(d_k: int, d_v: int, dtype: torch.dtype, tiles: DecodeTiles) ->
 def _fitting(
     tiles: Tiles, d_k: int, d_v: int, dtype: torch.dtype, capability: Capability, least_keys: int
 ) -> Tiles | None:
-    """Tiles of the two kernels that attend, as small as this GPU wants them; None: never."""
+    """Tiles of the two attention kernels, reduced to fit this GPU; None: they never fit."""
     least = Tiles(tiles.BM, least_keys, tiles.num_warps, 1)
     return fitting("decode", tiles, d_k, d_v, dtype, capability, least)
 
 
 def _strides_pad(spec: BlockSpec) -> int:
-    """Compressed tokens that start in a selection block, as a power of two."""
+    """Compressed tokens that start in a selection block, rounded up to a power of two."""
     return 1 << (spec.l_sel // spec.d - 1).bit_length()
 
 
-def _cut(is_few: bool, is_long: bool, is_wide: bool) -> Cut:
+def _cut_of(is_few: bool, is_long: bool, is_wide: bool) -> Cut:
     if is_few:
         return FEW_LONG if is_long else FEW
     if is_wide:
@@ -230,5 +238,5 @@ def _cut(is_few: bool, is_long: bool, is_wide: bool) -> Cut:
     return NARROW_LONG if is_long else NARROW
 
 
-def _up(size: int, step: int) -> int:
+def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
