@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.cli import prove_resume
 from nsa.cli.main import main
 from nsa.config import load_config
 from nsa.records.metrics import read_config
@@ -25,7 +24,7 @@ from nsa.tests.conftest import REPOSITORY
 from nsa.tests.conftest import TINY as SETTINGS
 from nsa.tests.effects import TINY
 from nsa.tests.nursery import Nursery
-from nsa.train import run
+from nsa.train import prove_resume, run
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint.model_file import read_safetensors, write_safetensors
 from nsa.train.checkpoint.writer import num_tensor_bytes
