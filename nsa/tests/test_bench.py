@@ -32,6 +32,7 @@ from bench.train_cases import GOALS, NAMES, Cell, Variant, config_of
 from nsa.model.cost import training_flops_per_token
 from nsa.ops import reference
 from nsa.tests.conftest import REPOSITORY
+from nsa.tests.test_profiler_comparison import run_here
 
 SPEC = nsa.BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
 TINY = Case(Shape(4, 2, 8, 16), batch=2, length=75, repeats=1)
@@ -574,7 +575,8 @@ def test_overhead_is_telemetry_and_the_share_of_a_checkpoint():
 OVERHEAD_FACTS = ("num_params", "tokens_per_step", "device", "torch", "commit")
 
 
-def test_overhead_is_measured_by_real_runs(tmp_path, capsys):
+def test_overhead_is_measured_by_real_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_overhead, "run_variant", run_here)
     config = tmp_path / "tiny.yaml"
     config.write_text(
         "model: {dim: 32, n_layers: 1, n_heads: 4, n_kv_groups: 2, d_k: 8, d_v: 8}\n"

@@ -44,9 +44,9 @@ class Heads(NamedTuple):
 
 
 TINY_HEADS = {
-    "small": Heads(SMALL, 2, 3, 8, 8, (0, 1, 7, 8, 11, 50)),
+    "small": Heads(SMALL, 2, 3, 8, 8, (0, 1, 7, 8, 11, 51)),
     "odd heads": Heads(SMALL, 1, 2, 24, 20, (0, 11, 40)),
-    "many blocks": Heads(BlockSpec(l=16, d=8, l_sel=16, n_sel=12, w=11), 2, 2, 8, 8, (0, 31, 200)),
+    "many blocks": Heads(BlockSpec(l=16, d=8, l_sel=16, n_sel=12, w=11), 2, 2, 8, 8, (0, 31, 199)),
     "three strides": Heads(BlockSpec(l=12, d=4, l_sel=12, n_sel=3, w=5), 1, 2, 8, 8, (23, 100)),
     "long overlap": Heads(BlockSpec(l=16, d=4, l_sel=8, n_sel=3, w=5), 1, 2, 8, 8, (31, 99)),
 }
