@@ -149,7 +149,7 @@ def _to_stderr(text: str) -> None:
 # lets a resumed run continue under the same id; tracker.log holds the library's output.
 
 VERSION = 1
-NAME, LOG = "tracker.json", "tracker.log"
+TRACKER, LOG = "tracker.json", "tracker.log"
 NO_TRACKER = "none"
 PROJECT = "nsa"
 CHILD = Path(__file__).with_name("tracker_process.py")
@@ -319,7 +319,7 @@ def _tracked_before(folder: Path, say: Callable[[str], None]) -> Tracked | None:
 
 def write_tracked(folder: Path, tracked: Tracked) -> Path:
     """Write tracker.json; on a full disk, warn and continue."""
-    path = folder / NAME
+    path = folder / TRACKER
     with best_effort(path):
         write_text(path, json.dumps({"version": VERSION, **tracked._asdict()}, indent=2) + "\n")
     return path
@@ -327,7 +327,7 @@ def write_tracked(folder: Path, tracked: Tracked) -> Path:
 
 def read_tracked(folder: Path) -> Tracked | None:
     """Read tracker.json of a run folder; None if the run had no tracker."""
-    path = folder / NAME
+    path = folder / TRACKER
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError:

@@ -277,7 +277,7 @@ def read_fallback_counters(out_dir: Path | str) -> list[FallbackRow]:
 # every query reads, where it is at least two blocks away.
 
 SCHEMA = 1
-NAME = "selection.jsonl"
+SELECTION = "selection.jsonl"
 MOST_CELLS = 4_000_000
 """Upper limit of numbers per line: a line with more was not written by this program."""
 
@@ -303,7 +303,7 @@ class SelectionFile:
     """Appends the lines of a run; the file is opened at the first one."""
 
     def __init__(self, out_dir: Path | str) -> None:
-        self.path = Path(out_dir) / NAME
+        self.path = Path(out_dir) / SELECTION
         self._file: LineFile | None = None
 
     def append(self, step: int, maps: Sequence[LayerMap], now: float | None = None) -> None:
@@ -345,7 +345,7 @@ def _percent_row(shares: Sequence[float]) -> list[int]:
 
 def read_selection(out_dir: Path | str) -> list[SelectionRecord]:
     """All records; those of steps that a resume or rollback repeated are replaced by later ones."""
-    path = Path(out_dir) / NAME
+    path = Path(out_dir) / SELECTION
     kept: list[SelectionRecord] = []
     for line in complete_lines(path):
         record = parse_selection(line.text, f"{path}, {line.where}")
@@ -368,7 +368,7 @@ def parse_selection(text: str, where: str) -> SelectionRecord:
         _check(record)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{where}: not a line of {NAME} ({type(error).__name__}: {error}): {text[:60]!r}; "
+            f"{where}: not a line of {SELECTION} ({type(error).__name__}: {error}): {text[:60]!r}; "
             "remove that line, or use the program that wrote it"
         ) from None
     return record

@@ -13,7 +13,7 @@ import torch
 
 from nsa.config import Config
 from nsa.model.stats import BINS, LayerMap, count_reads, distance_edges
-from nsa.records.tables import NAME, SelectionFile, read_selection
+from nsa.records.tables import SELECTION, SelectionFile, read_selection
 from nsa.train import run
 
 BuildConfig = Callable[..., Config]
@@ -98,7 +98,7 @@ def test_no_statistics_no_file(
     if switch != "dense":
         monkeypatch.setenv(switch, "1")
     run(cfg, config_path="tiny", out=io.StringIO())
-    assert not (Path(cfg.train.out_dir) / NAME).exists()
+    assert not (Path(cfg.train.out_dir) / SELECTION).exists()
 
 
 def layer_map(share: float) -> LayerMap:

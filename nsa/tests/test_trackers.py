@@ -84,7 +84,7 @@ def test_a_broken_tracker_file_costs_the_id_and_not_the_run(
     folder = Path(cfg.train.out_dir)
     folder.mkdir()
     for text in ("{", "[]", '{"version": 9}'):
-        (folder / sinks.NAME).write_text(text)
+        (folder / sinks.TRACKER).write_text(text)
         open_tracker(cfg, folder, resumed=True, say=said.append).close()
 
         assert "under a new id" in said[-2]

@@ -18,7 +18,7 @@ from nsa.files import open_binary
 from nsa.operate.run_folder import heartbeat_files, number
 from nsa.records import TRAINING, VAL, Beat, FallbackRow, TrainingRow, ValRow
 from nsa.records.heartbeat import BOOT, PROGRESS, BrokenHeartbeat, parse_beat, parse_head
-from nsa.records.tables import NAME, parse_row, parse_selection
+from nsa.records.tables import SELECTION, parse_row, parse_selection
 from nsa.tail import Follower, Line, sample_lines
 from nsa.web.table import LayerTable, Table
 from nsa.web.timeline import Timeline
@@ -41,7 +41,7 @@ class SelectionIndex:
     """Byte offsets of the selection maps, by rising step."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
+        self.path = folder / SELECTION
         self.problems: list[str] = []
         self._follower = Follower(self.path, MOST_BACK)
         self._entries: list[_Entry] = []
@@ -86,7 +86,7 @@ class SelectionIndex:
             if type(step) is not int:
                 raise ValueError("it has no step")
         except (ValueError, RecursionError) as error:
-            self.problems = [f"{where}: not a line of {NAME} ({error})"]
+            self.problems = [f"{where}: not a line of {SELECTION} ({error})"]
             return
         while self._entries and self._entries[-1].step >= step:
             self._entries.pop()

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_heartbeat
 from nsa.records.heartbeat import BEAT, NAME, PROGRESS, Beat
-from nsa.records.tables import NAME as SELECTION
-from nsa.records.tables import read_rows, read_selection
+from nsa.records.tables import SELECTION, read_rows, read_selection
 
 MOST_POINTS = 400
 MOST_GATES = 60

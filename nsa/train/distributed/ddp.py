@@ -294,7 +294,7 @@ class Group(Strategy):
         if self.is_first:
             try:
                 made = make() or ""
-            except Exception as error:
+            except Exception as error:  # re-raised; the other ranks must not wait for an answer
                 code = getattr(
                     error, "exit_code", BAD_INPUT if isinstance(error, ValueError) else 1
                 )
