@@ -18,13 +18,13 @@ from torch import Tensor
 
 from nsa.config.env import read
 from nsa.ops import checks, fallbacks, reference
-from nsa.ops.eager import attention as eager
+from nsa.ops.eager import attention as torch_path
 from nsa.ops.plan import Plan, audit_sdpa, choose_backend, machine_of, plan_attention
 from nsa.ops.spec import BlockSpec
 
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
 
-PATHS = {"reference": reference, "torch": eager}
+PATHS = {"reference": reference, "torch": torch_path}
 """Modules that implement nsa_attention, select_blocks and compress; Triton's is imported late."""
 
 

@@ -64,7 +64,7 @@ def train(trouble: str, arguments: list[str]) -> int:
     from scripts import train_showcase
 
     # A sample takes longer than all updates of such a run.
-    with mock.patch.object(train_showcase, "sample_text", None):
+    with mock.patch("nsa.generate.sample_text", None):
         return train_showcase.main(arguments)
 
 
