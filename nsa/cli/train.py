@@ -1,4 +1,7 @@
-"""`nsa train`, `generate` and `prove-resume`; scripts/train_showcase.py shares `train`."""
+"""`nsa train`, `generate`, `prove-resume` and `checkpoint`.
+
+scripts/train_showcase.py shares the flags and the call of `train`.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="of the whole run (8)")
     parser.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
     parser.set_defaults(command=_prove_resume)
+    _add_checkpoint_commands(commands)
 
 
 # --- train ---
@@ -189,3 +193,36 @@ def _prove_resume(args: argparse.Namespace) -> int:
     verdict = "equal bit by bit" if holds else "NOT equal"
     print(f"{steps} steps in one piece, and stopped at {stop_at}: {verdict}; proof in {folder}")
     return 0 if holds else 1
+
+
+# --- checkpoint ---
+
+
+def _add_checkpoint_commands(commands: Any) -> None:
+    text = "verify, show, copy or convert checkpoints"
+    parser = commands.add_parser("checkpoint", help=text, description=text)
+    actions = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text in (
+        ("verify", "hold checkpoints to their manifests; exit code 0 or 1"),
+        ("show", "print what a checkpoint holds"),
+        ("backup", "copy a checkpoint elsewhere, and verify the copy"),
+        ("export", "write the weights as safetensors"),
+        ("convert", "write a checkpoint as a single file, or as a folder of parts"),
+    ):
+        parsed = actions.add_parser(name, help=text, description=text)
+        parsed.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a run folder")
+        if name == "convert":
+            named = "a new checkpoint_step{N}.pt or checkpoint_step{N}"
+            parsed.add_argument("to", type=Path, metavar="DST", help=named)
+        if name in ("backup", "export"):
+            parsed.add_argument("--to", type=Path, required=True, metavar="PATH")
+        parsed.set_defaults(command=_checkpoint, action=name)
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.train.checkpoint import commands
+
+    paths = [args.path, args.to] if args.action in ("backup", "export", "convert") else [args.path]
+    code: int = getattr(commands, args.action)(*paths)
+    return code

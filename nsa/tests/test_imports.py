@@ -33,7 +33,11 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 GROUPS = {
-    "trainer": ["scripts.train_showcase", "nsa.train.prove_resume", "nsa.cli.checkpoint"],
+    "trainer": [
+        "scripts.train_showcase",
+        "nsa.train.prove_resume",
+        "nsa.train.checkpoint.commands",
+    ],
     "benches": [f"bench.{file.stem}" for file in sorted((REPOSITORY / "bench").glob("*.py"))],
     "gpu-tests": [
         f"nsa.tests.{file.stem}"

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from nsa.config.env import check_environment
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint import folder as checkpoint_folder
 from nsa.train.checkpoint.file import BadCheckpoint
-
-
-def register(commands: Any) -> None:
-    """Add the commands to the `nsa` parser."""
-    text = "verify, show, copy or convert checkpoints"
-    parser = commands.add_parser("checkpoint", help=text, description=text)
-    actions = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, text in (
-        ("verify", "hold checkpoints to their manifests; exit code 0 or 1"),
-        ("show", "print what a checkpoint holds"),
-        ("backup", "copy a checkpoint elsewhere, and verify the copy"),
-        ("export", "write the weights as safetensors"),
-        ("convert", "write a checkpoint as a single file, or as a folder of parts"),
-    ):
-        parsed = actions.add_parser(name, help=text, description=text)
-        parsed.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a run folder")
-        if name == "convert":
-            named = "a new checkpoint_step{N}.pt or checkpoint_step{N}"
-            parsed.add_argument("to", type=Path, metavar="DST", help=named)
-        if name in ("backup", "export"):
-            parsed.add_argument("--to", type=Path, required=True, metavar="PATH")
-        parsed.set_defaults(command=_run, action=name)
-
-
-def _run(args: argparse.Namespace) -> int:
-    check_environment()
-    if args.action in ("verify", "show"):
-        return (verify if args.action == "verify" else show)(args.path)
-    copies = {"backup": backup, "export": export, "convert": convert}
-    return copies[args.action](args.path, args.to)
 
 
 def verify(path: Path) -> int:
