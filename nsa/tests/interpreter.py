@@ -1,7 +1,7 @@
-"""Triton's interpreter, made three times faster: what it repeats for every operation is kept.
+"""Triton's interpreter, made more than twice as fast: what it repeats for every operation is kept.
 
-The results are the same. conftest.py calls `speed_up` where TRITON_INTERPRET=1. Written for
-Triton 3.6 and 3.7; a version without these names fails here, at once.
+Results are the same; overflow of integers is no longer checked. conftest.py calls `speed_up` where
+TRITON_INTERPRET=1. It replaces private names of Triton: a version without them fails here, at once.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ WIDEST = {
             *some_of(ROWS_FIRST, (128, 128, 64), 64, torch.bfloat16),
         ]
     ),
-    # ptxas takes minutes over wide heads in fp32; `make sweep` compiles those.
+    # Wide heads in fp32 take the longest to compile; `make sweep` has them.
     "fp32": named(
         [
             *some_of(BANDS[:2], (256, 256, 8), 128, torch.float32),
