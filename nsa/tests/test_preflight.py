@@ -248,6 +248,7 @@ def test_a_run_that_is_still_at_work_is_no_go(
         ("python -u scripts/train_showcase.py --steps 3", True),
         ("/usr/bin/python3.11 /x/bin/torchrun --nproc_per_node=2 scripts/train_showcase.py", True),
         ("python -m nsa.cli.main train --config x", True),
+        ("python -m nsa.cli train", True),
         ("python /x/.venv/bin/nsa train", True),
         ("python -m nsa.cli.main preflight --config train", False),
         ("vim scripts/train_showcase.py", False),

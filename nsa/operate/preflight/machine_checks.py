@@ -156,9 +156,8 @@ def is_trainer(words: Sequence[str]) -> bool:
         return False
     if any(Path(word).name == "train_showcase.py" for word in words[1:]):
         return True
-    entries = [
-        i for i, word in enumerate(words) if word == "nsa.cli.main" or Path(word).name == "nsa"
-    ]
+    modules = ("nsa.cli", "nsa.cli.main")
+    entries = [i for i, word in enumerate(words) if word in modules or Path(word).name == "nsa"]
     return any(words[i + 1 : i + 2] == ["train"] for i in entries)
 
 
