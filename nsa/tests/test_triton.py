@@ -201,7 +201,7 @@ def test_a_planted_future_block_raises_under_strict_asserts(monkeypatch):
 
     def read_the_future(memo, place, kernel, tensors, one):
         run_kernel(memo, place, kernel, tensors, one)
-        if kernel is select.score.choose_blocks:
+        if kernel is select.choose_blocks:
             tensors[1][0, 9, 0, -1] = 2
 
     monkeypatch.setattr(select, "start", read_the_future)
