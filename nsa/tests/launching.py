@@ -46,7 +46,8 @@ def start_script(
     """Start a script of the repository, with its own Python or another one."""
     root = REPOSITORY
     if python is not None:
-        root, environ = cwd / "checkout", {"PYTHON": str(python)} | environ  # without a .venv
+        # A checkout without a .venv, beside that Python: its folder goes when the tests end.
+        root, environ = python.parent / "checkout", {"PYTHON": str(python)} | environ
         root.mkdir(exist_ok=True)
         if not (root / "scripts").exists():
             (root / "scripts").symlink_to(REPOSITORY / "scripts")
