@@ -222,12 +222,17 @@ def test_a_copy_from_far_beyond_the_window_is_learned():
         half = torch.randint(0, 8, (num_rows, 16), generator=generator)
         return torch.cat([half, half], dim=1)
 
-    _train(model, [twice(16) for _ in range(150)], lr=1e-2)
-    with torch.no_grad():
+    def accuracy() -> float:
         ids = twice(64)
-        logits = model(ids[:, :-1])[:, 16:]
-    accuracy = (logits.argmax(-1) == ids[:, 17:]).float().mean().item()
-    assert accuracy > 0.5  # chance is 0.125
+        with torch.no_grad():
+            guesses = model(ids[:, :-1])[:, 16:].argmax(-1)
+        return (guesses == ids[:, 17:]).float().mean().item()
+
+    for _ in range(8):  # when the copy is found depends on rounding: mostly after 100 to 150 steps
+        _train(model, [twice(16) for _ in range(50)], lr=1e-2)
+        if accuracy() > 0.5:  # chance is 0.125
+            return
+    pytest.fail("no copy was learned in 400 steps")
 
 
 class HostSyncs(TorchDispatchMode):
