@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nsa.config.check import ConfigError, nearest
 from nsa.config.env import BOOLEANS, config_overrides
 from nsa.config.schema import Config
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 
 # --- command-line parsing ---
 
@@ -65,7 +60,8 @@ MOST_BYTES, MOST_DEPTH, MOST_NODES, MOST_HEIRS = 1 << 18, 16, 10_000, 16
 """Limits of a config: bytes per file, nesting depth, number of values, length of the chain."""
 
 
-GROUPS = tuple(field.name for field in dataclasses.fields(Config))
+GROUPS: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+"""The groups of the tree by name, each a class."""
 KNOWN_LINE = re.compile(
     rf"(?:^|[{{,])[ \t]*[\"']?({'|'.join((INHERITS, *GROUPS))})[\"']?[ \t]*:", re.MULTILINE
 )
@@ -95,22 +91,17 @@ def load_config(
 
 def build(settings: Sequence[Setting]) -> Config:
     """Apply settings to the defaults in order (last wins), then validate the whole tree."""
-    from omegaconf import OmegaConf  # slow import: half the start-up time of a small command
-
-    tree = OmegaConf.structured(Config)
-    OmegaConf.set_readonly(tree, False)  # OmegaConf makes frozen dataclasses read-only
-    for group in tree:
-        OmegaConf.set_readonly(tree[group], False)
+    values: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for setting in settings:
-        _apply(tree, setting)
+        value = _convert(setting)
+        group, _, key = setting.key.partition(".")
+        values[group][key] = value
     try:
-        config = OmegaConf.to_object(tree)
+        return Config(**{group: kind(**values[group]) for group, kind in GROUPS.items()})
     except ConfigError as error:
         # The later setting wins here as well, so the error names the source that took effect.
         origins = {setting.key: setting.origin for setting in settings}
         raise ConfigError(f"{error} ({origins.get(error.key, 'default')})", key=error.key) from None
-    assert isinstance(config, Config)
-    return config
 
 
 def to_container(config: Config) -> dict[str, dict[str, Any]]:
@@ -175,17 +166,33 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     For a file that is not a config, the error shows none of its content: it may be a file that the
     reader of the message must not see.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    import yaml  # here, because what needs no config starts faster without it
+
+    class Loader(_safe_loader()):  # type: ignore[misc]  # one of two classes
+        """Refuses a key that is given twice, where YAML would take the last; a date is text."""
+
+        yaml_implicit_resolvers = {  # noqa: RUF012  as the base class has it
+            first: [pair for pair in pairs if not pair[0].endswith(":timestamp")]
+            for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key in names:
+                if key.value in [other.value for other in names if other is not key]:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"duplicate key {key.value!r:.80}", problem_mark=key.start_mark
+                    )
+            return dict(super().construct_mapping(node, deep=deep))
 
     try:
         _limit_nesting(text)
-        # resolve=False: ${...} must not read the environment or other keys.
-        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-    except (YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
+        content = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError) as error:
         reason = f": {_reason(error)}" if KNOWN_LINE.search(text) else ""
         raise ConfigError(f"{origin}: cannot be read as YAML{reason}; correct the file") from None
+    if content is None:
+        content = {}
     if not isinstance(content, dict):
         raise ConfigError(
             f"{origin}: holds a {type(content).__name__}; it must hold groups of keys"
@@ -197,6 +204,13 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     if not any(get_close_matches(key, (INHERITS, *GROUPS), n=1) for key in keys):
         raise ConfigError(f"{origin}: is no config, it has none of the groups; {WRITE}")
     return dict(zip(keys, content.values(), strict=True))
+
+
+def _safe_loader() -> Any:
+    """PyYAML's SafeLoader, the C one where it was built: ten times as fast."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _reason(error: Exception) -> str:
@@ -219,7 +233,7 @@ def _limit_nesting(text: str) -> None:
 
     sizes: dict[str, int] = {}  # nodes below each anchor, with aliases expanded
     open_nodes: list[tuple[str | None, int]] = [(None, 0)]
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=_safe_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append((event.anchor, 1))
         elif isinstance(event, yaml.ScalarEvent | yaml.AliasEvent | yaml.CollectionEndEvent):
@@ -267,10 +281,8 @@ def _split(text: str, origin: str) -> Setting:
     return Setting(key.strip(), value.strip(), origin)
 
 
-def _apply(tree: DictConfig, setting: Setting) -> None:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+def _convert(setting: Setting) -> bool | int | float | str:
+    """The value as its key's type. Text is parsed; nothing else turns into another type."""
     kinds = known_keys()
     if setting.key not in kinds:
         known = nearest(setting.key, kinds)
@@ -278,22 +290,20 @@ def _apply(tree: DictConfig, setting: Setting) -> None:
             f"{setting.origin}: unknown key {setting.key!r}; the nearest known is {known!r}; "
             "correct it or remove it"
         )
-    kind = kinds[setting.key]
-    if not _fits(kind, setting.value):
-        raise _wrong_type(setting, kind)
-    try:
-        OmegaConf.update(tree, setting.key, setting.value)
-    except OmegaConfBaseException:
-        raise _wrong_type(setting, kind) from None
-
-
-def _fits(kind: type, value: Any) -> bool:
-    """Reject values that OmegaConf would convert silently: 2 to True, 5 to "5", ${...}."""
-    if kind is bool:
-        return str(value).lower() in BOOLEANS
-    if isinstance(value, str):
-        return "${" not in value
-    return kind is not str
+    kind, value = kinds[setting.key], setting.value
+    if kind is bool and str(value).lower() in BOOLEANS:
+        return BOOLEANS[str(value).lower()]
+    if kind is str and isinstance(value, str) and "${" not in value:
+        return value
+    # type(), because isinstance would take True for the number 1.
+    if (kind is int and type(value) in (int, str)) or (
+        kind is float and type(value) in (int, float, str)
+    ):
+        try:
+            return int(value) if kind is int else float(value)
+        except (ValueError, OverflowError):
+            pass
+    raise _wrong_type(setting, kind)
 
 
 def _wrong_type(setting: Setting, kind: type) -> ConfigError:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions
@@ -147,8 +146,6 @@ def _follow_lines(look: Callable[[], Report], console: Console, interval_s: floa
 
 GOOD, WARN, BAD, PLAIN = "green", "yellow", "bold red", ""
 NOT_MEASURED = "not measured"
-RECENT = 10
-"""Logged steps that the ETA is computed from."""
 SHOWN_ALARMS = 3
 STATUS_STYLES = {"running": GOOD, "finished": GOOD, "halted": WARN, "interrupted": WARN}
 
@@ -216,18 +213,8 @@ def _progress(run: Run, width: int, unicode: bool) -> Iterator[Part]:
     bar = progress_bar(step / steps, max(10, width // 4), **marks)
     yield Part(f"{bar} {step / steps:.1%}")
     yield Part(f"step {step:,} of {steps:,}")
-    if (eta_s := eta(run, step)) is not None and not run.over:
+    if (eta_s := run.eta_s(step)) is not None and not run.over:
         yield Part(f"eta {duration(eta_s)}")
-
-
-def eta(run: Run, step: int) -> float | None:
-    """Seconds to the last step at the recent median step time, plus evaluations and saves."""
-    times = [t for beat in run.progress[-RECENT:] if (t := number(beat, "step_time_s")) is not None]
-    if run.metrics is None or not times:
-        return None
-    # Evaluations and saves are not in step_time_s: add their share of the time so far.
-    pauses = run.metrics.eval_and_save_s / run.metrics.train_s if run.metrics.train_s else 0.0
-    return (run.metrics.steps - step) * median(times) * (1 + pauses)
 
 
 def _loss(run: Run, width: int, bars: str) -> Iterator[Part]:

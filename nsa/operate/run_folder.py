@@ -51,6 +51,8 @@ ROWS = 20_000
 """Lines read from the end of training.csv."""
 RECENT_GAPS = 200
 """Intervals between beats that define the usual interval."""
+RECENT_STEPS = 10
+"""Logged steps that the ETA is computed from."""
 SHOWN_ALARMS = 20
 DIED = "died"
 """Status of a run whose metrics.json says `running` but whose processes are gone."""
@@ -207,6 +209,17 @@ class Run:
     def usual_gap_s(self) -> float:
         """Median interval between beats of the slowest rank; 0 while unknown."""
         return max((median(rank.gaps) for rank in self.ranks if rank.gaps), default=0.0)
+
+    def eta_s(self, step: int) -> float | None:
+        """Seconds from `step` to the last one, at the recent median step time."""
+        recent = self.progress[-RECENT_STEPS:]
+        times = [t for beat in recent if (t := number(beat, "step_time_s")) is not None]
+        if self.metrics is None or not times:
+            return None
+        # Evaluations and saves are not in step_time_s: add their share of the time so far.
+        train_s = self.metrics.train_s
+        pauses = self.metrics.eval_and_save_s / train_s if train_s else 0.0
+        return (self.metrics.steps - step) * median(times) * (1 + pauses)
 
 
 def read_run(

@@ -17,7 +17,7 @@ from rich.console import Console
 from nsa.cli.main import main
 from nsa.config import Config
 from nsa.files import size, write_text
-from nsa.operate.monitor import Report, eta, monitor
+from nsa.operate.monitor import Report, monitor
 from nsa.operate.report.command import judge_evidence
 from nsa.operate.report.evidence import read_evidence
 from nsa.operate.run_folder import read_run
@@ -225,7 +225,7 @@ def test_a_dead_run_is_not_called_running_by_any_reader(
 def test_the_time_left_counts_evaluations_and_checkpoints(recorder: Recorder) -> None:
     recorder.metrics.train_s, recorder.metrics.eval_and_save_s = 1000.0, 250.0
     recorder.status("running")
-    left_s = eta(read_run(recorder.folder), 400)
+    left_s = read_run(recorder.folder).eta_s(400)
     assert left_s == pytest.approx(1.25 * 2.0 * (50_000 - 400))
 
 

@@ -9,18 +9,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, TextIO
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from nsa.config import Config, to_container
 from nsa.data import Data, Rows
 from nsa.model.stats import LayerMap
 from nsa.records import Folder, GpuReading, Metrics, TrainingRow
 from nsa.train.runtime import Runtime
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
 
 MIB_PER_GIB = 1024
 
@@ -117,17 +116,11 @@ class Progress:
 
     def __init__(self, out: TextIO, steps: int, *, quiet: bool = False) -> None:
         """`quiet`: for ranks above 0, which print only with `say_from_each`."""
+        from rich.console import Console  # here: a refused run starts faster without rich
+
         self._quiet = quiet
         self._console = Console(file=out, highlight=False, emoji=False, soft_wrap=True)
-        self._bar = _BarAndNumbers(
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=self._console,
-            expand=True,
-            disable=quiet or not self._console.is_terminal,
-        )
+        self._bar = _build_bar(self._console, shown=not quiet and self._console.is_terminal)
         self._task = self._bar.add_task("starting", total=steps)
 
     def __enter__(self) -> Progress:
@@ -215,18 +208,33 @@ class _Numbers:
         self._parts = parts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
         for line in fill_lines(self._parts, options.max_width):
             yield Text(line, no_wrap=True)
 
 
-class _BarAndNumbers(Bar):
-    """The bar on one line, and the numbers of the last logged step below it."""
+def _build_bar(console: Console, *, shown: bool) -> Any:
+    """The bar on one line, and below it `numbers`, those of the last logged step."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
 
-    numbers: _Numbers = _Numbers(())
+    class BarAndNumbers(Bar):
+        numbers = _Numbers(())
 
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield self.numbers
+        def get_renderables(self) -> Iterable[RenderableType]:
+            yield self.make_tasks_table(self.tasks)
+            yield self.numbers
+
+    return BarAndNumbers(
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        expand=True,
+        disable=not shown,
+    )
 
 
 def fill_lines(parts: Iterable[str], width: int) -> list[str]:

@@ -13,7 +13,6 @@ import yaml
 
 from nsa.files import read_text
 from nsa.operate.limits import HALTING, Limits, limits_for
-from nsa.operate.monitor import eta
 from nsa.operate.run_folder import Rank, Run, number
 from nsa.operate.text import printable
 from nsa.operate.watch.rules import allowed_silence, judge
@@ -196,7 +195,7 @@ def _numbers(run: Run) -> dict[str, Any]:
         "loss": losses[-1] if losses else None,
         "val_loss": _finite(run.metrics.val_loss) if run.metrics else None,
         "fallbacks": number(last, "fb_total_fallbacks") if last else None,
-        "eta_s": None if run.over else _finite(eta(run, step)),
+        "eta_s": None if run.over else _finite(run.eta_s(step)),
         "beat_age_s": None if not ages else max(ages),
     }
 

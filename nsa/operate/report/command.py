@@ -11,7 +11,6 @@ from pathlib import Path
 from nsa.config.env import check_environment
 from nsa.files import write_text
 from nsa.operate.limits import Limits, limits_for, with_values
-from nsa.operate.monitor import eta
 from nsa.operate.report import criteria_run as course
 from nsa.operate.report import criteria_run as files
 from nsa.operate.report import criteria_run as start
@@ -172,7 +171,7 @@ def _facts(evidence: Evidence) -> dict[str, str]:
         facts["config"] = f"{metrics.config_file}, {metrics.num_params / 1e6:.1f}M parameters"
         facts["device"] = f"{metrics.world_size} x {metrics.device}, {metrics.dtype}"
         facts["attention"] = " ".join(metrics.attention.split())
-        left_s = None if run.over else eta(run, evidence.step)
+        left_s = None if run.over else run.eta_s(evidence.step)
         if left_s is not None:
             facts["time left"] = duration(left_s)
     if (env := run.env) is not None:
