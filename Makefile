@@ -19,8 +19,8 @@ train: $(VENV)/.installed-plot  ## train configs/quickstart.yaml (or CONFIG=...)
 	$(VENV)/bin/nsa train --config $(CONFIG)
 
 # Every path equals the oracle; nothing reads the future; configs; a resumed run is exact.
-CHECKED := $(patsubst %,nsa/tests/test_%.py,equiv_small paths masks causality config) \
-  nsa/tests/test_resume.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit
+CHECKED := $(patsubst %,nsa/tests/%.py,test_equiv_small test_masks ops/test_paths ops/test_causality config/test_config) \
+  nsa/tests/train/test_resume.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit
 
 check: lint  ## lint and the tests of the first promises, in under a minute
 	$(PY) -m pytest -n 2 --timeout 60 -q $(CHECKED) -k "not bit_for_bit or plain"
@@ -34,10 +34,10 @@ sweep: $(VENV)/.installed-dev  ## compile every shape for every GPU; slow
 browser: $(VENV)/.installed-browser  ## test the dashboard in Chromium, which is installed by apt where that can be
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends chromium fonts-dejavu-core; } \
 	  || { echo "make browser: no Chromium here, and apt cannot install it; install chromium and repeat" >&2; exit 2; }
-	$(PY) -m pytest --timeout 300 -m browser nsa/tests/test_dashboard_browser.py
+	$(PY) -m pytest --timeout 300 -m browser nsa/tests/web/test_dashboard_browser.py
 
 chaos: $(VENV)/.installed-dev  ## break two real ranks in many ways and see that the promises hold
-	$(PY) -m pytest --timeout 300 -m chaos nsa/tests/test_chaos.py
+	$(PY) -m pytest --timeout 300 -m chaos nsa/tests/distributed/test_chaos.py
 
 lint: $(VENV)/.installed-dev  ## check style and formatting
 	$(VENV)/bin/ruff check .

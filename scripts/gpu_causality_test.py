@@ -35,7 +35,7 @@ EXTENDED = (
     *("selection_packed", "decode_step", "masked_tiny", "rope_dtype", "long_context_smoke"),
     "routes",
 )
-"""Test files, nsa/tests/test_*.py; the second ones with --full: packed selections, decode, masks,
+"""Test files, test_*.py in nsa/tests; the second ones with --full: packed selections, decode, masks,
 positions, a long context, and the FlashAttention routes.
 """
 Run = Callable[[Tensor], Tensor]
@@ -99,9 +99,15 @@ def main(arguments: list[str] | None = None) -> int:
     return run_tests(CORE + EXTENDED * flags.full, x.device)
 
 
+def find_test(name: str) -> Path:
+    """The one file test_NAME.py below nsa/tests."""
+    (path,) = (REPOSITORY / "nsa" / "tests").rglob(f"test_{name}.py")
+    return path
+
+
 def run_tests(names: tuple[str, ...], device: torch.device) -> int:
     """Run test files of the repository in a process of their own; its exit code."""
-    files = [f"nsa/tests/test_{name}.py" for name in names]
+    files = [str(find_test(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     code = subprocess.run(command, cwd=REPOSITORY).returncode
     where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"

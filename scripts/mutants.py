@@ -353,13 +353,19 @@ def _run(mutant: Mutant) -> Result:
         shutil.copytree(REPOSITORY / "configs", copy / "configs")
         shutil.copy(REPOSITORY / "pyproject.toml", copy)
         _plant(mutant, copy / "nsa")
-        files = [name if "::" in name else f"{name}.py" for name in mutant.tests]
-        tests = [f"nsa/tests/{name}" for name in files]
+        tests = [_find(name, copy) for name in mutant.tests]
         # The copy is imported, not the installed package: `-m pytest` puts its folder first.
         command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest", "-x", "-q", *tests]
         command += ["-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     return Result(mutant.name, _verdict(mutant, done), time.monotonic() - start)
+
+
+def _find(test: str, copy: Path) -> str:
+    """The path of a test file by its name, `test_x` or `test_x.py::test_y`."""
+    name, colons, case = test.partition("::")
+    (path,) = (copy / "nsa/tests").rglob(f"{name.removesuffix('.py')}.py")
+    return f"{path.relative_to(copy)}{colons}{case}"
 
 
 def _plant(mutant: Mutant, package: Path) -> None:
@@ -381,7 +387,7 @@ def _verdict(mutant: Mutant, done: subprocess.CompletedProcess[str]) -> str:
     failed = re.search(r"^FAILED (\S+)", done.stdout, flags=re.MULTILINE)
     if done.returncode != 1 or failed is None:
         raise SystemExit(f"mutant {mutant.name}: pytest broke\n{done.stdout}\n{done.stderr}")
-    return failed[1].removeprefix("nsa/tests/")
+    return failed[1].rpartition("/")[2]
 
 
 if __name__ == "__main__":

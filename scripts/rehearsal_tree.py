@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from nsa.tests.hub import Hub, parquet_bytes
-from nsa.tests.test_tokenizers import write_gpt2
+from nsa.tests.data.test_tokenizers import write_gpt2
+from nsa.tests.support.hub import Hub, parquet_bytes
 from scripts.surface import REPOSITORY, load
 
 DOCUMENT_LINES = 40

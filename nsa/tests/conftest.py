@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nsa.config import Config, load_config
-from nsa.tests import quick
-from nsa.tests.nursery import Nursery
+from nsa.tests.support import quick
+from nsa.tests.support.nursery import Nursery
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from nsa.tests.interpreter import speed_up
+        from nsa.tests.support.interpreter import speed_up
 
         speed_up()
 

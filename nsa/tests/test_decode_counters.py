@@ -7,7 +7,7 @@ from nsa import BlockSpec
 from nsa.model.cache import NSACache
 from nsa.ops.eager import rows
 from nsa.ops.eager.select import choose_blocks
-from nsa.tests.helpers import make_module
+from nsa.tests.support.helpers import make_module
 
 VARIANTS = {
     "default": {},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa import TinyLM, compress
-from nsa.tests.helpers import assert_near, make_module
+from nsa.tests.support.helpers import assert_near, make_module
 
 MODEL = dict(vocab=50, dim=32, n_layers=3, n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
 BLOCKS = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)

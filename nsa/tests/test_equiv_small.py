@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa import BlockSpec, compress, select_blocks
-from nsa.tests.helpers import (
+from nsa.tests.support.helpers import (
     NAMES,
     Case,
     assert_fair_selection,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa import BlockSpec, select_blocks
-from nsa.tests.helpers import BACKENDS, Case, make_inputs, run
+from nsa.tests.support.helpers import BACKENDS, Case, make_inputs, run
 
 CASE = Case(BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11), S=120, Hkv=2, G=3)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa import TinyLM
 from nsa.model.block import Block
-from nsa.tests.gpu import needs_gpu
+from nsa.tests.support.gpu import needs_gpu
 
 NUM_VALUES = 60
 DIM, D_HEAD, HEADS, GROUPS = 64, 64, 4, 2

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa import BlockSpec
-from nsa.tests.helpers import Case, make_inputs, make_module, run, torch_path
+from nsa.tests.support.helpers import Case, make_inputs, make_module, run, torch_path
 
 
 class LargestTensor(TorchDispatchMode):

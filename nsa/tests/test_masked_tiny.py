@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from nsa import BlockSpec
-from nsa.tests.helpers import NAMES, Case, assert_near, make_inputs, run_with_gradients, torch_path
+from nsa.tests.support.helpers import (
+    NAMES,
+    Case,
+    assert_near,
+    make_inputs,
+    run_with_gradients,
+    torch_path,
+)
 
 SPEC = BlockSpec(l=4, d=2, l_sel=4, n_sel=3, w=2)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa import BlockSpec, select_blocks
-from nsa.tests.helpers import BACKENDS, Case, make_inputs, run, torch_path
+from nsa.tests.support.helpers import BACKENDS, Case, make_inputs, run, torch_path
 
 CASE = Case(BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11), S=80, Hkv=2, G=2)
 ROWS = (0, 6, 7, 8, 10, 11, 12, 31, 39, 40, 63, 79)

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from nsa import BlockSpec, compress, nsa_attention, select_blocks
 from nsa.ops import plan_attention
-from nsa.tests.gpu import DEVICE, needs_gpu, on_gpu
-from nsa.tests.helpers import Case, make_inputs, run
+from nsa.tests.support.gpu import DEVICE, needs_gpu, on_gpu
+from nsa.tests.support.helpers import Case, make_inputs, run
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 MIN_SPEEDUP = 1.5

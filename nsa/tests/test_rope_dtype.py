@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa.model.rope import apply_rope, document_positions, rope_tables
-from nsa.tests.helpers import make_module
+from nsa.tests.support.helpers import make_module
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

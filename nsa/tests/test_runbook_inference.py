@@ -20,8 +20,8 @@ from nsa.config.env import changed
 from nsa.data import ByteTokenizer
 from nsa.model import TinyLM
 from nsa.tests.conftest import REPOSITORY
-from nsa.tests.gpu import needs_gpu
-from nsa.tests.test_tokenizers import write_gpt2
+from nsa.tests.data.test_tokenizers import write_gpt2
+from nsa.tests.support.gpu import needs_gpu
 from nsa.train import save_model
 
 MODEL = """\

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa import BlockSpec, select_blocks
-from nsa.tests.helpers import (
+from nsa.tests.support.helpers import (
     BACKENDS,
     NAMES,
     Case,

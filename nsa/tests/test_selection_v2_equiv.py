@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nsa import BlockSpec, select_blocks
-from nsa.tests.gpu import needs_gpu
-from nsa.tests.helpers import Case, assert_fair_selection, make_inputs
+from nsa.tests.support.gpu import needs_gpu
+from nsa.tests.support.helpers import Case, assert_fair_selection, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 SHAPES = [

@@ -1,0 +1,121 @@
+"""However a decode step is cut, it is the same: on a GPU, or interpreted.
+
+test_triton_on_cpu.py runs this file with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from nsa import BlockSpec
+from nsa.ops.eager.rows import KeyValues
+from nsa.ops.triton.decode import launch
+from nsa.ops.triton.decode.launch import Caches, Decoder, Token
+from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles
+from nsa.tests.support.gpu import DEVICE
+
+pytestmark = pytest.mark.gpu
+
+SPECS = {
+    "small": BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=20),
+    "three strides": BlockSpec(l=12, d=4, l_sel=12, n_sel=3, w=20),
+    "long overlap": BlockSpec(l=16, d=4, l_sel=8, n_sel=3, w=20),
+}
+LENGTHS = (6, 93, 128)
+"""Of three sequences; the last is full."""
+MAX_LEN, HKV, G, D, TILE, STEPS = 128, 2, 3, 16, 16, 2
+PLAIN: dict[str, Any] = dict(
+    BN=TILE, TOKENS=TILE, CMP_PART=TILE, WIN_PART=TILE, PER_PART=2, BLOCKS=8, SUMS=False
+)
+WAYS: dict[str, dict[str, Any]] = {
+    "sums": dict(SUMS=True),
+    "long parts": dict(CMP_PART=3 * TILE, WIN_PART=2 * TILE, PER_PART=3, BLOCKS=16),
+    "sums of long parts": dict(SUMS=True, CMP_PART=3 * TILE, WIN_PART=2 * TILE, PER_PART=1),
+    "large tiles": dict(BN=2 * TILE, CMP_PART=2 * TILE, BLOCKS=16, SUMS=True),
+}
+
+
+def random(*size: int, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def new_caches(spec: BlockSpec) -> Caches:
+    def kv(num_tokens: int, seed: int) -> KeyValues:
+        k, v = random(2, len(LENGTHS), HKV, num_tokens, D, seed=seed)
+        return KeyValues(k, v)
+
+    num_tokens = spec.num_blocks(MAX_LEN) * spec.l_sel
+    reads = torch.zeros(len(LENGTHS), HKV, 3, dtype=torch.int64, device=DEVICE)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    return Caches(
+        *(kv(num_tokens // spec.d, 0), kv(num_tokens, 1), kv(spec.w, 2), kv(spec.l, 3)),
+        *(lengths, None, reads, torch.zeros_like(reads)),
+    )
+
+
+def in_pages(caches: Caches, spec: BlockSpec) -> Caches:
+    """The same, with the compressed and the selected tokens in pages that lie in no order."""
+    num_blocks = spec.num_blocks(MAX_LEN)
+    num_pages = num_blocks * len(LENGTHS)
+    page = torch.randperm(num_pages, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+
+    def paged(x: Tensor) -> Tensor:  # [B, Hkv, tokens, D] -> [pages, Hkv, tokens of a page, D]
+        pages = x.unflatten(2, (num_blocks, -1)).transpose(1, 2).flatten(0, 1)
+        return torch.empty_like(pages).index_copy_(0, page, pages)
+
+    table = page.to(torch.int32).view(len(LENGTHS), num_blocks)
+    cmp, sel = (KeyValues(paged(kv.k), paged(kv.v)) for kv in (caches.cmp, caches.sel))
+    return caches._replace(cmp=cmp, sel=sel, table=table)
+
+
+def steps(spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch) -> list[Tensor]:
+    """Outputs and choices of the first steps, what was read, and the lengths after them."""
+
+    def cut(*given: Any, **named: Any) -> DecodeTiles:
+        return decode_tiles(*given, **named)._replace(**(PLAIN | way))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "decode_tiles", cut)
+        decoder = Decoder(caches, spec, MAX_LEN, HKV * G, D**-0.5, Workspace())
+    for x in (decoder.part, decoder.part_lse, decoder.logits, decoder.tops, decoder.scores):
+        x.fill_(torch.nan)  # nothing is read that a step has not written
+    found = []
+    for step in range(STEPS):
+        heads = random(len(LENGTHS), 1, 6 * HKV + HKV * G, D, seed=5 + step)
+        *new, q = heads.split([HKV] * 6 + [HKV * G], dim=2)
+        gates = random(len(LENGTHS), 1, HKV * G, 3, seed=99 + step).softmax(dim=-1)
+        out = decoder.step(Token(q, new[:3], new[3:], gates))
+        is_open = torch.tensor(LENGTHS) + step < MAX_LEN
+        found += [out[is_open.to(DEVICE)], decoder.selection[is_open.to(DEVICE)]]
+    return [x.clone() for x in (*found, caches.reads, caches.last_reads, caches.lengths)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_step_is_the_same_however_it_is_cut(name, monkeypatch):
+    """Choices, counts and lengths are equal, outputs up to the rounding of another compilation.
+
+    Sequences have different lengths, one of them is full; several steps in a row.
+    """
+    spec = SPECS[name]
+    expected = steps(spec, new_caches(spec), PLAIN, monkeypatch)
+    assert expected[-1].tolist() == [min(n + STEPS, MAX_LEN) for n in LENGTHS]
+    for way, fields in WAYS.items():
+        if name == "long overlap" and "SUMS" not in fields:
+            continue  # the overlap is of sums
+        if "SUMS" in fields and TILE % (spec.l_sel // spec.d):
+            continue  # tiles do not hold whole blocks
+        for paged in (False, True) if way == "sums of long parts" else (False,):
+            caches = in_pages(new_caches(spec), spec) if paged else new_caches(spec)
+            found = steps(spec, caches, fields, monkeypatch)
+            for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+                what = f"{way}, {'paged' if paged else 'in order'}, result {i}"
+                if mine.is_floating_point():
+                    assert (mine - theirs).abs().max() <= 1e-6, what
+                else:
+                    assert torch.equal(mine, theirs), what

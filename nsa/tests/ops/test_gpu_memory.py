@@ -1,0 +1,250 @@
+"""Where the kernels read and write: nothing but their own tensors, however far apart these lie."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import BlockSpec, compress
+from nsa.tests.support.gpu import (
+    DEVICE,
+    ROUNDING,
+    TOLERANCE,
+    assert_near_gradients,
+    device_dout,
+    device_inputs,
+    forward_backward,
+    needs_gpu,
+    on_device,
+)
+from nsa.tests.support.helpers import NAMES, Case, assert_near, run
+
+pytestmark = needs_gpu
+
+NAN_WORD = 0x7FFF7FFF
+"""A NaN as one float32, as two bfloat16 and as two float16; as an int32 far out of any range."""
+FEW = BlockSpec(n_sel=4)
+SURROUNDED = [
+    (torch.bfloat16, Case(FEW, S=3000, Hkv=2, G=6, Dk=64, Dv=64)),
+    (torch.bfloat16, Case(FEW, S=1500, B=2, Hkv=1, G=16, Dk=128, Dv=128)),
+    (torch.float16, Case(BlockSpec(l_sel=48, n_sel=5, w=70), S=2001, Hkv=2, G=3, Dk=80, Dv=48)),
+    (torch.bfloat16, Case(BlockSpec(), S=1100, Hkv=2, G=5, Dk=96, Dv=32, docs=(1, 65, 1034))),
+    (torch.float32, Case(FEW, S=1600, Hkv=1, G=4, Dk=64, Dv=128)),
+    (torch.float32, Case(BlockSpec(), S=7, B=2, Hkv=3, G=2, Dk=16, Dv=16)),
+]
+FAR = Case(BlockSpec(l=32, d=16, l_sel=32, n_sel=3, w=40), S=500, B=2, Hkv=2, G=3, Dk=64, Dv=32)
+DIMS = {"batch": 0, "token": 1, "head": 2}
+INDEX_LIMIT = 1 << 31
+"""The first element that an int32 cannot point at."""
+
+
+@pytest.mark.parametrize(("dtype", "case"), SURROUNDED, ids=str)
+def test_fresh_memory_full_of_nan_changes_nothing(dtype, case, monkeypatch):
+    """Memory that torch.empty hands out inside the operator."""
+    case = on_device(case)
+    inputs, dout = device_inputs(case, dtype), device_dout(case, dtype)
+    clean = forward_backward(case, inputs, dout)
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
+    monkeypatch.setattr(Tensor, "new_empty", _poisoning(Tensor.new_empty))
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    _assert_same(forward_backward(case, inputs, dout), clean, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "case"), SURROUNDED, ids=str)
+def test_free_memory_full_of_nan_changes_nothing(dtype, case):
+    """Memory beside every tensor, and what libraries take from the allocator."""
+    case = on_device(case)
+    inputs, dout = device_inputs(case, dtype), device_dout(case, dtype)
+    clean = forward_backward(case, inputs, dout)
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    _fill_free_memory()
+    out = run(case, leaves, "triton")
+    _fill_free_memory()
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    _assert_same((out.detach(), dict(zip(leaves, grads, strict=True))), clean, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "case"), SURROUNDED, ids=str)
+def test_views_into_a_buffer_of_nan_are_read_and_nothing_beside_them(dtype, case):
+    case = on_device(case)
+    inputs, dout = device_inputs(case, dtype), device_dout(case, dtype)
+    clean = forward_backward(case, inputs, dout)
+    views = {name: _inside_nan(x) for name, x in inputs.items()}
+    _assert_same(forward_backward(case, views, _inside_nan(dout)), clean, dtype)
+    for name in ("k_sel", "v_sel"):
+        args = dict(spec=case.spec, cu_seqlens=case.cu_seqlens, backend="triton")
+        assert torch.equal(compress(views[name], **args), compress(inputs[name], **args))
+
+
+@pytest.mark.parametrize(
+    ("dim", "names"),
+    [
+        *[("token", kind) for kind in ("q", "k", "v", "gates", "dout", "all")],
+        ("batch", "all"),
+        ("head", "all"),
+    ],
+)
+def test_strides_that_reach_beyond_int32(dim, names):
+    """The last index of `dim` lies beyond 2^31 elements from the first, in these tensors."""
+    dtype = torch.bfloat16
+    tensors = device_inputs(FAR, dtype) | {"dout": device_dout(FAR, dtype)}
+    far = {
+        name: _far(x, DIMS[dim]) if names in ("all", name.split("_")[0]) else x
+        for name, x in tensors.items()
+    }
+    dout, far_dout = tensors.pop("dout"), far.pop("dout")
+    clean = forward_backward(FAR, tensors, dout)
+    _assert_same(forward_backward(FAR, far, far_dout), clean, dtype)
+
+
+@pytest.mark.parametrize("dim", ["batch", "token", "head"])
+def test_compression_takes_strides_that_reach_beyond_int32(dim):
+    x = device_inputs(FAR, torch.bfloat16)["k_sel"]
+    near, far = (y.detach().requires_grad_() for y in (x, _far(x, DIMS[dim])))
+    expected, actual = (compress(y, FAR.spec, backend="triton") for y in (near, far))
+    dout = torch.cos(torch.arange(expected.numel(), device=DEVICE)).view_as(expected)
+    dout = dout.to(x.dtype)
+    assert torch.equal(actual, expected)
+    (expected_grad,) = torch.autograd.grad(expected, near, dout)
+    (grad,) = torch.autograd.grad(actual, far, _far(dout, DIMS[dim]))
+    assert torch.equal(grad, expected_grad)
+
+
+def test_tensors_of_more_than_2_to_the_31_elements():
+    """Some rows from the start to the end, each against its own exact value and gradient."""
+    spec = BlockSpec(n_sel=4, w=64)
+    case = Case(spec, S=(1 << 18) + 100, Hkv=4, G=16, Dk=128, Dv=128)
+    inputs, dout = _large_inputs(case)
+    assert inputs["q"].numel() > INDEX_LIMIT and dout.numel() > INDEX_LIMIT
+    selection = _spread_selection(case)
+    out, grads = forward_backward(case, inputs, dout, selection=selection)
+    rows = [0, 1, 64, 1000, case.S // 2, (1 << 18) - 1, 1 << 18, case.S - 2, case.S - 1]
+    exact = [_exact_row(case, inputs, selection, t, dout[0, t]) for t in rows]
+    actual = {"out": out, "q": grads["q"], "gates": grads["gates"]}
+    for name, x in actual.items():
+        expected = torch.stack([row[name] for row in exact])
+        assert_near(x[0, rows], expected, 2 * TOLERANCE[x.dtype], name)
+    for name in ("k_sel", "v_sel", "k_win", "v_win"):  # the last query alone sees the last token
+        assert_near(grads[name][0, -1], exact[-1][name], 2 * TOLERANCE[torch.bfloat16], name)
+    for name, grad in grads.items():
+        assert all(part.isfinite().all() for part in grad.split(1 << 14, dim=1)), name
+
+
+def _assert_same(
+    actual: tuple[Tensor, dict[str, Tensor]],
+    expected: tuple[Tensor, dict[str, Tensor]],
+    dtype: torch.dtype,
+) -> None:
+    """Outputs bit for bit; gradients but for the order of sums."""
+    assert torch.equal(actual[0], expected[0])
+    assert_near_gradients(actual[1], expected[1], ROUNDING[dtype])
+
+
+def _poisoning(make):
+    def make_and_fill(*args, **options):
+        x = make(*args, **options)
+        return x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+    return make_and_fill
+
+
+def _fill_free_memory() -> None:
+    """Make the allocator's free blocks NaN, in its pool of small blocks and in that of large."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    options: dict[str, Any] = dict(dtype=torch.int32, device=DEVICE)
+    small = [torch.full((1 << 18,), NAN_WORD, **options) for _ in range(64)]  # 1 MiB each
+    large = torch.full((1 << 30,), NAN_WORD, **options)
+    del small, large
+    torch.cuda.synchronize()
+
+
+def _inside_nan(x: Tensor) -> Tensor:
+    """The same values with NaN before and after the sequence, between heads, and after each."""
+    batch, length, heads, dim = x.shape
+    buffer = x.new_full((batch, length + 10, 2 * heads + 1, dim + 8), torch.nan)
+    view = buffer[:, 5 : 5 + length, 1::2, :dim]
+    view.copy_(x)
+    return view
+
+
+def _far(x: Tensor, dim: int) -> Tensor:
+    """The same values, with a stride of `dim` by which its last index lies beyond INDEX_LIMIT."""
+    stride = INDEX_LIMIT // (x.shape[dim] - 1) // 16 * 16 + 16  # aligned as rows usually are
+    sizes = [size for i, size in enumerate(x.shape) if i != dim]
+    inner = list(x.new_empty(sizes).stride())
+    assert inner[0] * sizes[0] <= stride, "the rows would overlap"
+    strides = inner[:dim] + [stride] + inner[dim:]
+    num_elements = 1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
+    view = x.new_full((num_elements,), torch.nan).as_strided(x.shape, strides)
+    return view.copy_(x)
+
+
+def _large_inputs(case: Case) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs and dout in bf16, made on the device."""
+    torch.manual_seed(0)
+    heads = case.Hkv * case.G
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(1, *size, dtype=torch.bfloat16, device=DEVICE)
+
+    inputs = {"q": normal(case.S, heads, case.Dk)}
+    for branch, length in (("cmp", case.spec.num_cmp(case.S)), ("sel", case.S), ("win", case.S)):
+        inputs[f"k_{branch}"] = normal(length, case.Hkv, case.Dk)
+        inputs[f"v_{branch}"] = normal(length, case.Hkv, case.Dv)
+    inputs["gates"] = normal(case.S, heads, 3).softmax(dim=-1)
+    return inputs, normal(case.S, heads, case.Dv)
+
+
+def _spread_selection(case: Case) -> Tensor:  # [1, S, Hkv, 4] int32
+    """The forced blocks and the one in the middle of the past."""
+    current = torch.arange(case.S, device=DEVICE) // case.spec.l_sel
+    ids = torch.stack([torch.zeros_like(current), current // 2, current - 1, current], dim=-1)
+    ids = ids.clamp(min=0)
+    for place, before in reversed(list(pairwise(range(4)))):
+        ids[:, before] = torch.where(ids[:, before] == ids[:, place], -1, ids[:, before])
+    far = case.spec.num_blocks(case.S)
+    ids = torch.where(ids < 0, far, ids).sort(dim=-1).values
+    ids = torch.where(ids == far, -1, ids).to(torch.int32)
+    return ids[None, :, None].expand(-1, -1, case.Hkv, -1).contiguous()
+
+
+def _exact_row(
+    case: Case, inputs: dict[str, Tensor], selection: Tensor, t: int, dout: Tensor
+) -> dict[str, Any]:
+    """Output and gradients of query t in float64, from the tokens that it sees and no others.
+
+    The gradients of keys and values are those of token t itself, in the selected branch and in
+    the window: complete where no later query exists.
+    """
+    spec = case.spec
+    q = inputs["q"][0, t].double().requires_grad_()
+    gates = inputs["gates"][0, t].double().requires_grad_()
+    inside = torch.arange(spec.l_sel, device=q.device)
+    outs = []
+    leaves: dict[str, Any] = {name: [] for name in NAMES}
+    for group in range(case.Hkv):
+        blocks = selection[0, t, group]
+        tokens = (blocks[blocks >= 0, None] * spec.l_sel + inside).flatten()
+        seen = {
+            "cmp": torch.arange(spec.num_cmp(t + 1), device=q.device),
+            "sel": tokens[tokens <= t],
+            "win": torch.arange(max(t + 1 - spec.w, 0), t + 1, device=q.device),
+        }
+        heads = slice(group * case.G, (group + 1) * case.G)
+        branches = []
+        for branch, index in seen.items():
+            k, v = (inputs[f"{x}_{branch}"][0, index, group].double() for x in "kv")
+            leaves[f"k_{branch}"].append(k.requires_grad_())
+            leaves[f"v_{branch}"].append(v.requires_grad_())
+            branches.append((q[heads] @ k.T * case.Dk**-0.5).softmax(dim=-1) @ v)
+        outs.append((gates[heads, :, None] * torch.stack(branches, dim=1)).sum(dim=1))
+    out = torch.cat(outs)
+    out.backward(dout.double())
+    exact = {"out": out.detach(), "q": q.grad, "gates": gates.grad}
+    for name in ("k_sel", "v_sel", "k_win", "v_win"):
+        exact[name] = torch.stack([x.grad[-1] for x in leaves[name]])
+    return exact

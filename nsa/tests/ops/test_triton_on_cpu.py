@@ -1,0 +1,267 @@
+"""The Triton kernels without a GPU: run by Triton's interpreter, compiled for sm_80 and sm_90."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton import banded, block_index, by_block, by_query, cross_entropy, documents, tile
+from nsa.ops.triton import compress as compression
+from nsa.ops.triton import select as scoring
+from nsa.ops.triton.tiles import (
+    block_tiles,
+    dkv_tiles,
+    dq_tiles,
+    fits_blocks,
+    fits_dq,
+    forward_tiles,
+    padded,
+    parts_of,
+    query_tiles,
+    score_tiles,
+)
+from nsa.tests.conftest import REPOSITORY
+from nsa.tests.support.compiling import (
+    MAX_SHARED_BYTES,
+    compile_kernel,
+    shared_addresses,
+    stack_bytes,
+)
+
+MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
+"""Registers that do not fit and live in slow memory, per thread: measured limits, not wishes."""
+
+
+INTERPRETED = {
+    "training": ["test_triton.py"],
+    "decode, loss and routes": [
+        "test_triton_decode.py",
+        "test_decode_ways.py",
+        "test_launch_device.py",
+        "test_loss_kernel.py",
+        "test_routes.py",
+    ],
+}
+
+
+@pytest.mark.parametrize("files", INTERPRETED.values(), ids=INTERPRETED)
+def test_kernels_equal_the_oracle_in_the_interpreter(files):
+    """A process of its own: the switch counts at import, and a bad pointer would be a crash."""
+    paths = [f"nsa/tests/ops/{file}" for file in files]
+    command = ["env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest"]
+    command += ["-q", "-rp", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    # Division by zero in numpy is how the interpreter computes log2(0) = -inf.
+    command += ["-W", "ignore::RuntimeWarning", *paths]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in paths:
+        assert f"PASSED {path}::" in done.stdout, f"no test of {path} ran"
+
+
+def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)):
+    """Kernel, constants and tiles of the attention kernels for (Dk, Dv, G)."""
+    for d_k, d_v, per_group in heads:
+        main, rest = parts_of(d_k)
+        dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
+        for select in selects:
+            branch = dims | dict(L_SEL=l_sel, SELECT=select, HAS_DOCS=False, UPCAST=False)
+            for number in (1,) if select else (0, 2):
+                yield banded.band_forward, branch, forward_tiles(d_k, d_v, dtype, number)
+            yield banded.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
+            yield banded.band_dq, branch | dict(HAS_CMP=True), dq_tiles(d_k, d_v, dtype)
+        flags = dict(HAS_DOCS=False, UPCAST=False)
+        scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
+        yield scoring.group_scores, scores, score_tiles(d_k, dtype)
+        if not fits_blocks(d_k, d_v, l_sel, dtype):
+            continue
+        sizes = (d_k, d_v, per_group, l_sel, dtype)
+        chosen = dims | dict(N_SEL=16, L_SEL=l_sel)
+        if per_group < 9 and fits_dq(d_k, d_v):
+            blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True)
+            yield by_block.block_forward, blocks, block_tiles(*sizes, "forward")
+            for ordered in (False, True):
+                flagged = blocks | dict(WITH_DQ=True, ORDERED=ordered)
+                yield by_block.block_backward, flagged, block_tiles(*sizes, "backward")
+        else:
+            yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
+            yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
+            blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
+            yield by_block.block_backward, blocks, block_tiles(*sizes, "dkv")
+
+
+def named(cases):
+    return {
+        f"{kernel.__name__}-{tiles.BM}x{tiles.BN}-" + "-".join(map(str, constants.values())): case
+        for case in cases
+        for kernel, constants, tiles in [case]
+    }
+
+
+CASES = named(
+    [
+        *attention_cases(((64, 64, 6),), selects=(False,)),
+        *attention_cases(((128, 128, 4), (128, 128, 16))),
+        *attention_cases(((192, 128, 16),), selects=(True,)),
+    ]
+)
+"""The heads of the paper, of the 125M model and of 192 and 128 numbers."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_kernels_compile_and_fit(name):
+    """For sm_90; test_triton_fits.py has the other GPUs."""
+    kernel, constants, tiles = CASES[name]
+    sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
+    compiled = compile_kernel(kernel, 90, sized, **tiles.options)
+    assert compiled.metadata.shared <= MAX_SHARED_BYTES[90]
+    instruction = "mma.sync" if tiles.BM < 64 and kernel in ROWS_FIRST else "wgmma.mma_async"
+    assert instruction in compiled.asm["ptx"]
+    assert not shared_addresses(compiled)
+    dims = (constants.get("DK", 64), constants.get("DV", 64))
+    allowed = MAX_STACK_BYTES.get(dims, 512)
+    assert stack_bytes(compiled) <= max(allowed, 256 if tiles.max_registers else 0)
+
+
+def once_each(cases):
+    """The first form of each kernel."""
+    first = {}
+    for case in cases:
+        first.setdefault(case[0], case)
+    return named(first.values())
+
+
+@pytest.mark.parametrize("name", OLDER := once_each(CASES.values()))
+def test_attention_kernels_compile_for_the_oldest_gpu(name):
+    kernel, constants, tiles = OLDER[name]
+    sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
+    compiled = compile_kernel(kernel, 80, sized, **tiles.options)
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= MAX_SHARED_BYTES[80]
+
+
+def some_of(kernels, heads, l_sel, kind):
+    """Of the forms of these heads, those of some kernels; sums in a fixed order in bf16 alone."""
+    cases = attention_cases((heads,), kind, l_sel, selects=(True,))
+    ordered = kind == torch.bfloat16
+    return [case for case in cases if case[0] in kernels and case[1].get("ORDERED", 0) <= ordered]
+
+
+BANDS = (banded.band_forward, banded.band_dkv, banded.band_dq, scoring.group_scores)
+BLOCKS = (by_block.block_forward, by_block.block_backward)
+ROWS_FIRST = (by_query.query_forward, by_query.query_dq)
+"""Kernels whose products have the rows first: fewer than 64 take the older instruction."""
+WIDEST = {
+    "bf16": named(
+        [
+            *some_of(BANDS, (256, 256, 8), 128, torch.bfloat16),
+            *some_of(BLOCKS, (64, 64, 8), 128, torch.bfloat16),
+            *some_of(ROWS_FIRST, (128, 128, 64), 64, torch.bfloat16),
+        ]
+    ),
+    # Wide heads in fp32 take the longest to compile; `make sweep` has them.
+    "fp32": named(
+        [
+            *some_of(BANDS[:2], (256, 256, 8), 128, torch.float32),
+            *some_of((*BANDS[2:], *BLOCKS), (32, 32, 4), 128, torch.float32),
+            *some_of(ROWS_FIRST, (64, 64, 64), 64, torch.float32),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(dtype, name) for dtype, cases in WIDEST.items() for name in cases]
+)
+def test_the_widest_heads_and_blocks_fit_shared_memory(dtype, name):
+    kernel, constants, tiles = WIDEST[dtype][name]
+    sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
+    compiled = compile_kernel(kernel, 90, sized, dtype, **tiles.options)
+    assert compiled.metadata.shared <= MAX_SHARED_BYTES[90]
+    assert not shared_addresses(compiled)
+    assert dtype != "fp32" or "wgmma" not in compiled.asm["ptx"]
+
+
+UNEQUAL = named(
+    (kernel, constants | dict(HAS_DOCS=True), tiles)
+    for case in attention_cases(((16, 64, 4), (40, 128, 4)), selects=(False,))
+    for kernel, constants, tiles in [case]
+    if kernel in (banded.band_dkv, banded.band_dq, by_block.block_backward)
+)
+"""Operands of several layouts in one kernel."""
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_operands_of_two_layouts_never_share_an_address(name):
+    kernel, constants, tiles = UNEQUAL[name]
+    sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
+    assert not shared_addresses(compile_kernel(kernel, 90, sized, **tiles.options))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def one_pass_backward(
+    p_q, p_k, p_v, p_dout, p_dq, p_dk, p_dv, N,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Gradients of attention to BN keys, as small as shows what ptxas 12.8 does to it."""
+    o_d = tl.arange(0, D)
+    at = tl.arange(0, BN)[:, None] * D + o_d[None, :]
+    b_k, b_v = tl.load(p_k + at), tl.load(p_v + at)
+    b_dk, b_dv = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
+    for i in range(0, N, BM):
+        row = (i + tl.arange(0, BM))[:, None] * D + o_d[None, :]
+        b_q = tl.load(p_q + row)
+        b_p = tl.math.exp2(tl.dot(b_k, tl.trans(b_q)))
+        b_dout = tl.load(p_dout + row)
+        b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv)
+        b_ds = (b_p * tl.dot(b_v, tl.trans(b_dout))).to(b_q.dtype)  # at the address of dout
+        b_dk = tl.dot(b_ds, b_q, b_dk)
+        tl.store(p_dq + row, tl.trans(tl.dot(tl.trans(b_k), b_ds)).to(b_q.dtype))
+    tl.store(p_dk + at, b_dk)
+    tl.store(p_dv + at, b_dv)
+
+
+def test_the_check_finds_what_ptxas_compiles_to_wrong_code():
+    sizes = dict(BM=16, BN=128, D=64)
+    once, twice = (
+        compile_kernel(one_pass_backward, 90, sizes, num_warps=4, num_stages=stages)
+        for stages in (1, 2)
+    )
+    assert len(shared_addresses(once)) == 1
+    assert not shared_addresses(twice)
+
+
+SMALL_KERNELS = [
+    (
+        scoring.choose_blocks,
+        dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
+        | dict(HAS_DOCS=True),
+    ),
+    (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True)),
+    (by_block.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
+    (by_block.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
+    (by_block.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
+    (block_index.count_choices, dict(SUBS=8, BQ=128)),
+    (block_index.add_up, dict(BLOCK=8192)),
+    (block_index.list_choices, dict(SUBS=8, BQ=128)),
+    (block_index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
+    (banded.sum_parts, dict(BLOCK=1024)),
+    (cross_entropy.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
+    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
+    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
+    (documents.finite_rows, dict(D=80, D_PAD=128, COMPRESSED=True, BM=16)),
+    (compression.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
+    (compression.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("kernel", "constants"), SMALL_KERNELS, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_small_kernels_compile(kernel, constants, capability):
+    assert compile_kernel(kernel, capability, constants).asm["cubin"]
