@@ -35,7 +35,7 @@ EXTENDED = (
     *("selection_packed", "decode_step", "masked_tiny", "rope_dtype", "long_context_smoke"),
     "routes",
 )
-"""Test files, test_*.py in nsa/tests; the second ones with --full: packed selections, decode, masks,
+"""Test files in nsa/tests; the second ones with --full: packed selections, decode, masks,
 positions, a long context, and the FlashAttention routes.
 """
 Run = Callable[[Tensor], Tensor]
