@@ -136,7 +136,7 @@ def test_gpu_file_lists_what_its_packages_need() -> None:
 
 def test_core_dependencies_are_small_and_cover_the_imports() -> None:
     names = {Requirement(text).name for text in PROJECT["project"]["dependencies"]}
-    assert names == {"torch", "numpy", "omegaconf", "pyyaml", "rich"}
+    assert names == {"torch", "numpy", "omegaconf", "pyyaml", "rich", "safetensors"}
     assert PROJECT["project"]["requires-python"] == ">=3.11"
 
 

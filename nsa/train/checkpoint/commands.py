@@ -56,14 +56,11 @@ def backup(path: Path, to: Path) -> int:
 
 def export(path: Path, to: Path) -> int:
     """Export the weights of a checkpoint or model.pt as safetensors, with the config."""
-    from nsa.train.checkpoint.model_file import (
-        read_weights,
-        write_safetensors,
-    )
+    from nsa.train.checkpoint.model_file import export_safetensors, read_weights
 
     content = read_weights(_paths(path)[0])
     metadata = {"format": "pt", "cfg": json.dumps(content["cfg"])}
-    write_safetensors(to, content["state_dict"], metadata)
+    export_safetensors(to, content["state_dict"], metadata)
     print(f"{to}: {len(content['state_dict'])} tensors, {to.stat().st_size:,} bytes")
     return 0
 

@@ -8,7 +8,6 @@ of it loads with `torch.load(..., weights_only=True)`.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -153,56 +152,15 @@ def _check_shapes(weights: dict[str, Any], expected: dict[str, Any], path: Path)
             )
 
 
-# --- safetensors: a JSON header and raw data; no code to run ---
-# Layout: header length (8 bytes, little endian); header (dtype, shape and byte range per tensor;
-# texts under `__metadata__`), padded with spaces to 8 bytes; data.
+def export_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Path:
+    """Write tensors and texts as a safetensors file, atomically."""
+    from safetensors.torch import save_file  # here: only the export needs it
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-ALIGNMENT = 8
-
-
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Path:
-    """Write tensors, sorted by name."""
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    offset = 0
-    names = sorted(tensors)
-    for name in names:
-        tensor = tensors[name]
-        if tensor.dtype not in DTYPES:
-            allowed = ", ".join(str(dtype) for dtype in DTYPES)
-            raise ValueError(f"{name} is {tensor.dtype}; safetensors files here hold {allowed}")
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            flat = tensors[name].detach().cpu().contiguous().flatten()
-            file.write(flat.view(torch.uint8).numpy().tobytes())
+    # Copies, because safetensors refuses tensors that share memory, as tied weights do.
+    copies = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    with replacing(path) as temporary:
+        save_file(copies, temporary, metadata)
     return path
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read tensors and metadata; raise ValueError if the file is truncated."""
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or size > len(content) - 8:
-        raise ValueError(f"{path} is too short for its header of {size} bytes; it was cut")
-    header = json.loads(content[8 : 8 + size])
-    metadata = header.pop("__metadata__", {})
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    tensors = {}
-    for name, entry in header.items():
-        first, end = entry["data_offsets"]
-        if end > len(content) - 8 - size:
-            raise ValueError(f"{path} ends before {name}; it was cut")
-        data = bytearray(content[8 + size + first : 8 + size + end])
-        flat = torch.frombuffer(data, dtype=dtypes[entry["dtype"]]) if data else torch.empty(0)
-        tensors[name] = flat.reshape(entry["shape"])
-    return tensors, metadata
