@@ -19,7 +19,7 @@ from nsa.generate.complete import Completion, Completions, Limits
 from nsa.generate.sampling import Sampling
 from nsa.train import load_model
 from nsa.train.checkpoint.model_file import find_model
-from nsa.train.runtime import resolve_runtime
+from nsa.train.runtime import Runtime, resolve_runtime
 
 STDIN = "-"
 NO_MEMORY = "can't allocate memory"
@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     )
     prompts = read_prompts(args, limits)
     try:
-        _complete(args, prompts, _load(args, sampling, limits))
+        completions, runtime = _load(args, sampling, limits)
+        with runtime.sdpa_kernels():
+            _complete(args, prompts, completions)
     except KeyboardInterrupt:  # the usual way to stop a long text
         _write("\n")
         return INTERRUPTED
@@ -85,23 +87,30 @@ def read_prompts(args: argparse.Namespace, limits: Limits) -> list[str]:
             f"{len(given)} sources of prompts are given; use one of PROMPT, --file and --prompts"
         )
     if args.prompts is not None:
-        text = _read(args.prompts, limits.max_prompt_bytes)
-        # Only "\n" separates prompts: splitlines would also split at U+2028 and form feeds.
-        lines = text.removesuffix("\n").split("\n")
-        return [line.removesuffix("\r") for line in lines]
+        return _read_lines(args.prompts, limits.max_prompt_bytes)
     if args.prompt is not None and args.prompt != STDIN:
         return [args.prompt]
     return [_read(args.file or STDIN, limits.max_prompt_bytes)]
 
 
 def _read(source: str, limit: int) -> str:
-    """Read at most `limit` bytes of UTF-8."""
-    name = "stdin" if source == STDIN else source
-    try:
-        with _opened(source) as file:
-            content = file.read(limit + 1)
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read ({error.strerror}); name a text file") from None
+    """Read one prompt of at most `limit` bytes."""
+    with _opened(source) as (file, name):
+        return _decode(file.read(limit + 1), limit, name)
+
+
+def _read_lines(source: str, limit: int) -> list[str]:
+    """Read one prompt per line, each of at most `limit` bytes."""
+    prompts: list[str] = []
+    with _opened(source) as (file, name):
+        # Only "\n" separates prompts: splitlines would also split at U+2028 and form feeds.
+        for line in iter(lambda: file.readline(limit + len("\r\n") + 1), b""):
+            content = line.removesuffix(b"\n").removesuffix(b"\r")
+            prompts.append(_decode(content, limit, f"{name}, line {len(prompts) + 1}"))
+    return prompts or [""]
+
+
+def _decode(content: bytes, limit: int, name: str) -> str:
     if len(content) > limit:
         raise ValueError(
             f"{name} has more than {limit:,} bytes; that many cannot fit the cache; shorten it, or "
@@ -117,15 +126,22 @@ def _read(source: str, limit: int) -> str:
 
 
 @contextmanager
-def _opened(source: str) -> Iterator[BinaryIO]:
-    if source == STDIN:
-        yield sys.stdin.buffer
-        return
-    with Path(source).open("rb") as file:
-        yield file
+def _opened(source: str) -> Iterator[tuple[BinaryIO, str]]:
+    """The file and its name in messages."""
+    name = "stdin" if source == STDIN else source
+    try:
+        if source == STDIN:
+            yield sys.stdin.buffer, name
+            return
+        with Path(source).open("rb") as file:
+            yield file, name
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read ({error.strerror}); name a text file") from None
 
 
-def _load(args: argparse.Namespace, sampling: Sampling, limits: Limits) -> Completions:
+def _load(
+    args: argparse.Namespace, sampling: Sampling, limits: Limits
+) -> tuple[Completions, Runtime]:
     model, config = load_model(find_model(Path(args.model)))
     heads = (config.model.d_k, config.model.d_v)
     runtime = resolve_runtime(_runtime(args, config.runtime), heads, config.model.attention)
@@ -133,13 +149,16 @@ def _load(args: argparse.Namespace, sampling: Sampling, limits: Limits) -> Compl
     precision = args.precision or ("fp32" if runtime.device.type == "cpu" else runtime.precision)
     runtime = replace(runtime, precision=precision)
     model = model.to(device=runtime.device, dtype=runtime.dtype)
-    return Completions(model, _tokenizer(args, config), sampling, limits)
+    return Completions(model, _tokenizer(args, config), sampling, limits), runtime
 
 
 def _runtime(args: argparse.Namespace, config: RuntimeConfig) -> RuntimeConfig:
     """The config's runtime on the requested device, without training-only settings."""
     return RuntimeConfig(
-        device=args.device, precision=args.precision or config.precision, backend=config.backend
+        device=args.device,
+        precision=args.precision or config.precision,
+        backend=config.backend,
+        use_flash=config.use_flash,
     )
 
 

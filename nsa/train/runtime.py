@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,12 @@ class Runtime:
         """The context of every forward pass: autocast and the choice of SDPA kernels."""
         half = self.precision != "fp32"
         kind = self.dtype if half else torch.bfloat16  # autocast checks it even if disabled
-        with torch.autocast(self.device.type, dtype=kind, enabled=half):
-            if self.use_flash:
-                yield
-            else:
-                with sdpa_kernel(SDPBackend.MATH):
-                    yield
+        with torch.autocast(self.device.type, dtype=kind, enabled=half), self.sdpa_kernels():
+            yield
+
+    def sdpa_kernels(self) -> AbstractContextManager[None]:
+        """Within it, SDPA may use every kernel, or its math alone with runtime.use_flash=false."""
+        return nullcontext() if self.use_flash else sdpa_kernel(SDPBackend.MATH)
 
     @property
     def device_name(self) -> str:

@@ -310,9 +310,37 @@ def test_an_empty_line_of_a_file_of_prompts_is_refused(nsa: Nsa, tmp_path: Path)
     assert code == 2 and "prompt 2 is empty" in err
 
 
-def test_a_file_that_cannot_fit_is_not_read_whole(nsa: Nsa) -> None:
-    code, _, err = nsa("--file", "/dev/zero", "--max-len", "50", "--max-new-tokens", "1")
-    assert code == 2 and "/dev/zero has more than 12,800 bytes" in err
+def test_a_prompt_that_cannot_fit_is_not_read_whole(nsa: Nsa) -> None:
+    short = ("--max-len", "50", "--max-new-tokens", "1")
+    for flag, name in (("--file", "/dev/zero"), ("--prompts", "/dev/zero, line 1")):
+        code, _, err = nsa(flag, "/dev/zero", *short)
+        assert code == 2 and f"{name} has more than 12,800 bytes" in err
+
+
+def test_a_file_of_prompts_may_be_longer_than_one_prompt(nsa: Nsa, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"ab\r\n" * 100)  # 400 bytes; a prompt may have 256
+    few = ("--max-len", "1", "--max-new-tokens", "1")
+    code, _, err = nsa("--prompts", str(tmp_path / "p.txt"), *few)
+    assert code == 2 and "bytes" not in err  # tokens are too many; the file was read
+    code, out, _ = nsa("--prompts", str(tmp_path / "p.txt"), "--max-len", "3", *few[2:])
+    assert code == 0 and len(out.splitlines()) >= 100
+
+
+def test_a_model_without_flash_generates_without_it(
+    nsa: Nsa, tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = []
+
+    def complete(self: Completions, prompts: list[str], **_: Any) -> list[Completion]:
+        allowed.append(torch.backends.cuda.flash_sdp_enabled())
+        return []
+
+    monkeypatch.setattr(Completions, "complete", complete)
+    for use_flash in ("true", "false"):
+        config = tiny_config(f"runtime.use_flash={use_flash}")
+        model = TinyLM.from_config(config, vocab=256)
+        assert nsa("a", model=save_model(tmp_path / use_flash / "model.pt", model, config))[0] == 0
+    assert allowed == [True, False]
 
 
 def test_a_tokenizer_of_another_size_is_refused(nsa: Nsa, tmp_path: Path) -> None:
