@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,3 +86,11 @@ def nursery() -> Iterator[Nursery]:
     """Processes of the trainer without the time of imports; one server for all tests."""
     with Nursery() as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def forked_python(nursery: Nursery) -> Iterator[None]:
+    """Whatever starts sys.executable forks from the nursery instead."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(nursery.python))
+        yield

@@ -15,6 +15,8 @@ from nsa.records import Heartbeat, read_metrics, write_config
 from scripts import train_showcase
 from scripts.profiler_comparison import main
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 STEPS, WARMUP = 4, 1
 
 

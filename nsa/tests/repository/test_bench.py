@@ -34,6 +34,8 @@ from nsa.ops import reference
 from nsa.tests.cli.test_profiler_comparison import run_here
 from nsa.tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SPEC = nsa.BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
 TINY = Case(Shape(4, 2, 8, 16), batch=2, length=75, repeats=1)
 G16 = Shape(64, 4, 128, 128)

@@ -21,6 +21,8 @@ from nsa.ops.eager.attention import attend_cached
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.support.helpers import assert_near
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SPEC = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
 CELL = Cell(Shape(4, 2, 8, 16), SPEC, 3, 75, 1, "cpu", torch.float32)
 

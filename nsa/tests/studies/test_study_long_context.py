@@ -45,6 +45,8 @@ from studies.long_context.train import stage_folder
 from studies.long_context.training_rows import Mixture, make_row
 from studies.long_context.vocabulary import Words, find_words
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 EOS = 0
 WORDS = Words(
     keys=np.arange(100, 140),

@@ -27,6 +27,8 @@ from studies.nsa_vs_dense.processes import CHILD
 from studies.nsa_vs_dense.results import gap, merge, read_arm, read_results, write_results
 from studies.nsa_vs_dense.train_arm import Task
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 FOLDER = REPOSITORY / "studies" / "nsa_vs_dense"
 BESIDE = "tiny-dense-s1,tiny-nsa-s1,tiny-nsa-s2"
 TABLE = """
