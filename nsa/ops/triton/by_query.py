@@ -1,7 +1,8 @@
 """Selected attention in query order: a program takes one query and the heads of its group.
 
 Every selected block is read again for each query, so this order is for large groups, whose heads
-fill a tile; by_block.py has the other order. Launchers are below the kernels; names as in tile.py.
+fill a tile; by_block_forward.py has the other order. Launchers are below the kernels; names as in
+tile.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.banded import Gated
+from nsa.ops.triton.banded_forward import Gated
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection

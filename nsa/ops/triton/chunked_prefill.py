@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import banded, by_query, select
-from nsa.ops.triton.banded import Gated
+from nsa.ops.triton import banded_forward, by_query, select
+from nsa.ops.triton.banded_forward import Gated
 from nsa.ops.triton.launcher import describable
 from nsa.ops.triton.operators import padded_head
 from nsa.ops.triton.problem import Problem
@@ -62,9 +62,9 @@ def attend_continued(
     # Head dims were padded to a multiple of 8; the padding of the output is cut off at the end.
     problem = Continued(q, v_sel, spec, scale, first, win_first)
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    o_cmp = banded.forward(problem, 0, q, k_cmp, v_cmp, lse[0])
+    o_cmp = banded_forward.forward(problem, 0, q, k_cmp, v_cmp, lse[0])
     chosen = select.choose(problem, q, k_cmp, lse[0])
-    o_win = banded.forward(problem, 2, q, k_win, v_win, lse[2])
+    o_win = banded_forward.forward(problem, 2, q, k_win, v_win, lse[2])
     gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
     by_query.forward(problem, q, k_sel, v_sel, chosen, lse[1], gated)
     return gated.out[..., :d_v]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import attention, banded, select
+from nsa.ops.triton import attention, banded_forward, select
 from nsa.ops.triton import compress as compression
 from nsa.ops.triton.attention import Inputs, Results, Saved
 from nsa.ops.triton.block_index import empty_inverse
@@ -152,7 +152,7 @@ def _select(
     q, k_cmp = describable(q), describable(k_cmp)
     problem = problem_of((q, k_cmp), q, k_cmp, _spec(*blocks), scale, doc_lens)
     lse = problem.empty(problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    banded.forward(problem, 0, q, k_cmp, k_cmp, lse)
+    banded_forward.forward(problem, 0, q, k_cmp, k_cmp, lse)
     return select.choose(problem, q, k_cmp, lse).ids
 
 

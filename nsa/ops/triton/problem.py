@@ -143,6 +143,15 @@ class Problem:
         d_k1, d_k2 = parts_of(self.d_k)
         return {"DK": self.d_k, "DV": d_v, "DK1": d_k1, "DK2": d_k2, "DV_PAD": padded(d_v)}
 
+    def branch_constants(self, select: bool) -> dict[str, Any]:
+        """The constants that follow them in the band kernels; `select`: the selected branch."""
+        return {
+            "L_SEL": self.spec.l_sel,
+            "SELECT": select,
+            "HAS_DOCS": self.packed,
+            "UPCAST": self.upcast,
+        }
+
     def rows_k(self, x: Tensor, num_rows: int) -> tuple[Rows, Rows | None]:
         """Tiles of q or of keys, for the two parts of a head; None: the head has no rest."""
         main, rest = parts_of(self.d_k)
