@@ -22,9 +22,9 @@ from nsa.ops.checks import check_documents
 from nsa.ops.eager.attention import attend_cached, compute_dtype
 from nsa.ops.fallbacks import in_layer, record
 from nsa.ops.nvtx import nvtx
-from nsa.ops.plan import Plan, cannot_run, machine_of, plan_attention
+from nsa.ops.plan import Plan, cannot_run, plan_attention
 from nsa.ops.triton.decode.tiles import decode_obstacle
-from nsa.ops.triton.tiles import H200, query_obstacle
+from nsa.ops.triton.tiles import capability_of, query_obstacle
 
 PHIS = ("avg", "mlp")
 """How a block becomes one compressed token: the mean, or a learned MLP."""
@@ -241,7 +241,7 @@ class NSAAttention(Rotary):
         if plan.selection != "fast":
             return "NSA_SEL_RANGES_V2=0 asks for the reference selection"
         sizes = (self.d_k, self.d_v, self.num_heads // self.num_groups, cache.dtype)
-        obstacle = decode_obstacle(*sizes, self.spec, cache.max_len, _capability(cache.device))
+        obstacle = decode_obstacle(*sizes, self.spec, cache.max_len, capability_of(cache.device))
         return self._raise_if_named(obstacle)
 
     def _continue_obstacle(self, cache: DecodedCache) -> str:
@@ -251,7 +251,7 @@ class NSAAttention(Rotary):
             return plan.reason
         per_group = self.num_heads // self.num_groups
         sizes = (self.d_k, self.d_v, per_group, self.spec.l_sel, cache.dtype)
-        return self._raise_if_named(query_obstacle(*sizes, _capability(cache.device)))
+        return self._raise_if_named(query_obstacle(*sizes, capability_of(cache.device)))
 
     def _raise_if_named(self, obstacle: str) -> str:
         """The obstacle, or an error if the caller named the Triton backend."""
@@ -453,11 +453,6 @@ class NSAAttention(Rotary):
 
     def _rope_from(self, first: int, num_tokens: int, x: Tensor) -> Rope:
         return self.rope(document_positions(num_tokens, None, x.device, first), x.dtype)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; the interpreter has none and uses that of the tile table."""
-    return machine_of(device).capability or H200
 
 
 def check_sizes(

@@ -19,7 +19,8 @@ from torch import Tensor
 from nsa.config.env import read
 from nsa.ops import checks, fallbacks, reference
 from nsa.ops.eager import attention as torch_path
-from nsa.ops.plan import Plan, audit_sdpa, choose_backend, machine_of, plan_attention
+from nsa.ops.machine import machine_of
+from nsa.ops.plan import Plan, audit_sdpa, choose_backend, plan_attention
 from nsa.ops.spec import BlockSpec
 
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.plan import machine_of
+from nsa.ops.machine import interpreted
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
-from nsa.ops.triton.launcher import INTERPRETED, Memo, Rows, ceil_div, form
+from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form
 from nsa.ops.triton.tiles import (
-    H200,
     Capability,
+    capability_of,
     fits_dq,
     fits_selected,
     needs_words,
@@ -193,12 +193,7 @@ class Problem:
     @property
     def upcast(self) -> bool:
         """The interpreter cannot multiply bf16."""
-        return INTERPRETED
-
-
-def capability_of(device: torch.device) -> Capability:
-    """Compute capability of the GPU; the interpreter has none and uses that of the tile table."""
-    return machine_of(device).capability or H200
+        return interpreted()
 
 
 def cudnn_runs(device: torch.device, dtype: torch.dtype, d_k: int, d_v: int) -> bool:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from nsa.ops.machine import machine_of
+
 Capability = tuple[int, int]
 H200: Capability = (9, 0)
 SHARED_KIB = {
@@ -68,6 +70,11 @@ def parts_of(d_k: int) -> tuple[int, int]:
 def _wide(d_k: int, d_v: int) -> int:
     """The wider of both heads as it is read; rows of the tables below depend on it."""
     return max(sum(parts_of(d_k)), padded(d_v))
+
+
+def capability_of(device: torch.device) -> Capability:
+    """Compute capability of the GPU; the interpreter has none and uses that of the tile table."""
+    return machine_of(device).capability or H200
 
 
 def room_of(capability: Capability) -> int:

@@ -16,12 +16,13 @@ from torch import Tensor
 from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.rows import KeyValues
+from nsa.ops.machine import interpreted
 from nsa.ops.spec import NUM_FORCED, BlockSpec
 from nsa.ops.triton.decode import attend, merge, score
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles, reads_pass_l1
-from nsa.ops.triton.launcher import INTERPRETED, Launch, Memo, ceil_div, form, start
-from nsa.ops.triton.problem import LOG2_E, capability_of
-from nsa.ops.triton.tiles import padded, parts_of
+from nsa.ops.triton.launcher import Launch, Memo, ceil_div, form, start
+from nsa.ops.triton.problem import LOG2_E
+from nsa.ops.triton.tiles import capability_of, padded, parts_of
 
 LOGITS_STEP = 32
 """Row lengths of the logits are multiples of this, so that 16-byte accesses are aligned."""
@@ -165,7 +166,7 @@ class Decoder:
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
                 | {"MADE": token.made is not None}
                 | {"CMP_PART": tiles.CMP_PART, "LEVELS": self.levels, "SUMS": tiles.SUMS}
-                | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM, "BN": tiles.BN},
+                | {"EARLY": self.early, "UPCAST": interpreted(), "BM": tiles.BM, "BN": tiles.BN},
                 self._options(tiles.cmp_warps, tiles.cmp_stages),
             ),
         )  # fmt: skip
@@ -216,7 +217,7 @@ class Decoder:
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
                 | {"NB": padded(self.num_blocks), "AHEAD": self.reads_ahead}
-                | {"EARLY": self.early, "UPCAST": INTERPRETED}
+                | {"EARLY": self.early, "UPCAST": interpreted()}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
                 self._options(tiles.tok_warps, tiles.tok_stages),
             ),
@@ -246,7 +247,7 @@ class Decoder:
     @cached_property
     def early(self) -> bool:
         """Whether programmatic dependent launch is available (sm_90 and later)."""
-        return not INTERPRETED and capability_of(self.device) >= (9, 0)
+        return not interpreted() and capability_of(self.device) >= (9, 0)
 
     def _options(self, num_warps: int, num_stages: int = 1) -> dict[str, int]:
         """Launch options under Triton's names."""
