@@ -190,8 +190,8 @@ DECODE = (
         EAGER,
         (
             (
-                "scale, None)\n            gate = split_heads(gates[:, rows], num_groups, dtype)",
-                "scale, None)\n"
+                "None, flags)\n            gate = split_heads(gates[:, rows], num_groups, dtype)",
+                "None, flags)\n"
                 "            gate = split_heads(gates[:, rows].flip(-1), num_groups, dtype)",
             ),
         ),

@@ -308,9 +308,9 @@ def test_chunked_prefill_by_kernels_is_that_of_the_torch_path(shape, sizes, monk
     ids = torch.cat(chosen, dim=1).transpose(1, 2)
     assert ids.shape[2] == sum(sizes)
 
-    def given_rows(q, branches, first, spec, scale, _):
+    def given_rows(q, branches, first, spec, scale, _, flags):
         rows = ids[:, :, first : first + q.shape[2]]
-        return forward_rows(q, branches, first, spec, scale, rows)
+        return forward_rows(q, branches, first, spec, scale, rows, flags)
 
     monkeypatch.setattr(attention, "forward_rows", given_rows)
     assert_near(torch.cat(outs, dim=1), wide.prefill(x.double(), wide_cache), 1e-4)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.nvtx import nvtx
-from nsa.ops.plan import FLASH, flash_asked, plan_attention
+from nsa.ops.plan import nvtx
 from nsa.ops.triton import (
     banded_backward,
     banded_forward,
@@ -90,15 +89,15 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     # The compressed branch first: its log-sum-exp gives the scores. The selected branch last: its
     # kernels end with the gated sum of all three.
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    routes = _routes(problem)
-    with nvtx("pcmp_all"):
+    routes, marked = _routes(problem), problem.flags.nvtx
+    with nvtx("pcmp_all", marked):
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
     if selection is None:
-        with nvtx("nsa.sel.ranges_v2"):
+        with nvtx("nsa.sel.ranges_v2", marked):
             chosen = select.choose(problem, q, inputs.k_cmp, lse[0])
     else:
         chosen = select.given(problem, selection)
-    with nvtx("branch_attn+gate"):
+    with nvtx("branch_attn+gate", marked):
         o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
         gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
         o_sel, inverse = _selected(problem, inputs, chosen, lse[1], gated)
@@ -161,16 +160,12 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
 def _routes(problem: Problem) -> dict[int, flash.Kernel]:
     """The branches that kernels of another library compute, and which kernels.
 
-    NSA_USE_FA2 asks for torch's flash kernels; the caller has counted the fallbacks. By default
+    The plan sends branches to torch's flash kernels (NSA_USE_FA2). By default
     cuDNN computes the compressed branch of long sequences, where it is faster than our kernels.
     """
     routes = {0: flash.CUDNN} if problem.long else {}
-    if any(flash_asked()):
-        dims, packed = (problem.d_k, problem.d_v), problem.packed
-        plan = plan_attention(problem.device, problem.dtype, "triton", dims, packed=packed)
-        routes |= {
-            branch: flash.TORCH for branch, how in ((0, plan.cmp), (2, plan.win)) if how == FLASH
-        }
+    asked = {0: problem.flags.flash_cmp, 2: problem.flags.flash_win}
+    routes |= {branch: flash.TORCH for branch in asked if asked[branch]}
     if problem.num_cmp == 0:
         routes.pop(0, None)
     return routes

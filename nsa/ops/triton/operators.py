@@ -7,7 +7,8 @@ torch.compile, activation checkpointing, DDP and FSDP see ordinary operators:
     nsa::select               q, k_cmp -> selection
     nsa::mean, nsa::mean_backward   mean compression
 
-`blocks` are l, d, l_sel, n_sel, w; `doc_lens` the lengths of the packed documents (one: the row).
+`blocks` are the sizes of a BlockSpec, `doc_lens` the lengths of the packed documents (one: the
+row), `flags` those of a plan. Static turns them into arguments of operators and back.
 
 For short sequences the dispatcher is a large part of a call. Where nothing intercepts operators (no
 compiler, no dispatch mode, no tensor subclass), `call_attention` and `call_mean` run the same
@@ -17,13 +18,14 @@ functions as plain autograd functions. The public functions of the Triton path a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import attention, banded_forward, select
 from nsa.ops.triton import compress as compression
@@ -35,7 +37,25 @@ from nsa.ops.triton.problem import Problem, problem_of
 
 # --- Schemas: an argument per field of the named tuples of attention.py ---
 
-_STATIC = "int[] blocks, float scale, int[] doc_lens"
+_STATIC = "int[] blocks, float scale, int[] doc_lens, bool[] flags"
+
+
+class Static(NamedTuple):
+    """The arguments of attention and selection that are not tensors."""
+
+    spec: BlockSpec
+    scale: float
+    doc_lens: list[int]
+    flags: Flags
+
+    def plain(self) -> tuple[list[int], float, list[int], list[bool]]:
+        """The arguments _STATIC of an operator."""
+        return self.spec.to_ints(), self.scale, self.doc_lens, list(self.flags)
+
+    @staticmethod
+    def of(blocks: list[int], scale: float, doc_lens: list[int], flags: list[bool]) -> Static:
+        """The inverse of `plain`."""
+        return Static(BlockSpec.from_ints(blocks), scale, doc_lens, Flags(*flags))
 
 
 def _tensors(kind: Any) -> str:
@@ -65,6 +85,8 @@ EVERYWHERE = "default"
 PLAIN = (Tensor, torch.nn.Parameter)
 """Tensor types without a dispatch of their own."""
 NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
+NO_GRADIENTS = (None,) * (1 + len(Static._fields))
+"""Of the selection and of what is not a tensor."""
 
 
 # --- Implementations, and their fake twins, which only make shapes and dtypes ---
@@ -85,31 +107,27 @@ def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 def _attention(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     selection, *static = args[NUM_INPUTS:]
-    problem = _problem(inputs, inputs, *static)
-    inputs, _ = _zero_non_finite(problem, inputs)
+    problem = problem_of(inputs, inputs.q, inputs.v_sel, *Static.of(*static))
+    (inputs,) = _zero_non_finite(problem, inputs)
     return tuple(attention.forward(problem, inputs, selection))
 
 
-def _zero_non_finite(
-    problem: Problem, inputs: Inputs, dout: Tensor | None = None
-) -> tuple[Inputs, Tensor | None]:
+def _zero_non_finite(problem: Problem, inputs: Inputs, *more: Tensor) -> tuple[Any, ...]:
     """Packed documents: replace non-finite values by 0, and mark their rows by a NaN gate.
 
     A tile may hold two documents, and 0 * NaN would cross. A gate belongs to one query: its NaN
     reaches only that query's output, and the gradients of what the query sees.
     """
     if problem.documents is None:
-        return inputs, dout
-    tensors = inputs[:-1] if dout is None else (*inputs[:-1], dout)
-    clean, is_bad = finite_only(problem.documents, tensors, problem.seq_len)
+        return inputs, *more
+    clean, is_bad = finite_only(problem.documents, (*inputs[:-1], *more), problem.seq_len)
     gates = inputs.gates.masked_fill(is_bad[None, :, None, None], torch.nan)
-    return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), None if dout is None else clean[-1]
+    return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), *clean[NUM_INPUTS - 1 :]
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs = Inputs(*args[:NUM_INPUTS])
-    blocks, scale, doc_lens = args[NUM_INPUTS + 1 :]
-    problem = Problem(inputs.q, inputs.v_sel, _spec(*blocks), scale, doc_lens)
+    problem = Problem(inputs.q, inputs.v_sel, *Static.of(*args[NUM_INPUTS + 1 :]))
     batch, seq_len, num_heads, _ = inputs.q.shape
     groups = problem.num_groups
     out = (batch, seq_len, num_heads, problem.d_v)
@@ -134,10 +152,9 @@ def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
     dout, *static = args[NUM_INPUTS + NUM_SAVED :]
-    problem = _problem((*inputs, describable(dout)), inputs, *static)
-    inputs, apart = _zero_non_finite(problem, inputs, describable(dout))
-    assert apart is not None
-    dout = apart
+    dout = describable(dout)
+    problem = problem_of((*inputs, dout), inputs.q, inputs.v_sel, *Static.of(*static))
+    inputs, dout = _zero_non_finite(problem, inputs, dout)
     return tuple(attention.backward(problem, inputs, saved, dout))
 
 
@@ -146,36 +163,32 @@ def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 @_on_device
-def _select(
-    q: Tensor, k_cmp: Tensor, blocks: list[int], scale: float, doc_lens: list[int]
-) -> Tensor:
+def _select(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
     q, k_cmp = describable(q), describable(k_cmp)
-    problem = problem_of((q, k_cmp), q, k_cmp, _spec(*blocks), scale, doc_lens)
+    problem = problem_of((q, k_cmp), q, k_cmp, *Static.of(*static))
     lse = problem.empty(problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
     banded_forward.forward(problem, 0, q, k_cmp, k_cmp, lse)
     return select.choose(problem, q, k_cmp, lse).ids
 
 
-def _select_fake(
-    q: Tensor, k_cmp: Tensor, blocks: list[int], scale: float, doc_lens: list[int]
-) -> Tensor:
-    size = (*q.shape[:2], k_cmp.shape[2], blocks[3])
+def _select_fake(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
+    size = (*q.shape[:2], k_cmp.shape[2], Static.of(*static).spec.n_sel)
     return torch.empty(size, dtype=torch.int32, device=q.device)
 
 
 @_on_device
 def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.forward(describable(x), _spec(*blocks), doc_lens)
+    return compression.forward(describable(x), BlockSpec.from_ints(blocks), doc_lens)
 
 
 def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    num_cmp = sum(_spec(*blocks).num_cmp(length) for length in doc_lens)
+    num_cmp = sum(BlockSpec.from_ints(blocks).num_cmp(length) for length in doc_lens)
     return x.new_empty(x.shape[0], num_cmp, *x.shape[2:])
 
 
 @_on_device
 def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.backward(describable(dout), seq_len, _spec(*blocks), doc_lens)
+    return compression.backward(describable(dout), seq_len, BlockSpec.from_ints(blocks), doc_lens)
 
 
 def _mean_backward_fake(
@@ -201,9 +214,9 @@ def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _attention_gradients(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * (NUM_INPUTS + 4)
+        return (None,) * NUM_INPUTS + NO_GRADIENTS
     grads = torch.ops.nsa.attention_backward(*ctx.saved_tensors, dout, *ctx.static)
-    return (*grads, None, None, None, None)
+    return (*grads, *NO_GRADIENTS)
 
 
 def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
@@ -256,9 +269,9 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * (NUM_INPUTS + 4)
+            return (None,) * NUM_INPUTS + NO_GRADIENTS
         grads = _attention_backward(*ctx.saved_tensors, dout, *ctx.static)
-        return (*grads, None, None, None, None)
+        return (*grads, *NO_GRADIENTS)
 
 
 class _Mean(torch.autograd.Function):
@@ -283,11 +296,11 @@ def call_attention(*args: Any) -> tuple[Tensor, Tensor]:
     return _Attention.apply(*args)
 
 
-def call_mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
+def call_mean(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     """nsa::mean."""
     if _intercepted((x,)):
-        return torch.ops.nsa.mean(x, blocks, doc_lens)
-    return _Mean.apply(x, blocks, doc_lens)
+        return torch.ops.nsa.mean(x, spec.to_ints(), doc_lens)
+    return _Mean.apply(x, spec.to_ints(), doc_lens)
 
 
 def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
@@ -297,26 +310,11 @@ def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
     return not all(type(x) in PLAIN for x in tensors)
 
 
-def _problem(
-    tensors: tuple[Tensor, ...],
-    inputs: Inputs,
-    blocks: list[int],
-    scale: float,
-    doc_lens: list[int],
-) -> Problem:
-    return problem_of(tensors, inputs.q, inputs.v_sel, _spec(*blocks), scale, doc_lens)
-
-
 def _inputs(args: tuple[Any, ...]) -> Inputs:
     """The inputs as the kernels need them: rows for descriptors, gates with a stride of 1."""
     given = Inputs._make(args[:NUM_INPUTS])
     gates = given.gates if given.gates.stride(-1) == 1 else given.gates.contiguous()
     return Inputs._make([*(describable(x) for x in given[:-1]), gates])
-
-
-@lru_cache
-def _spec(*blocks: int) -> BlockSpec:
-    return BlockSpec(*blocks)
 
 
 # --- The public functions of the Triton path ---
@@ -342,34 +340,33 @@ def nsa_attention(
     scale: float,
     doc_lens: list[int],
     selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
+    flags: Flags = NO_FLAGS,
 ) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
     """Gated sum of the three branches, and the selection used."""
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     most = MAX_GRID // q.shape[2]
     if q.shape[0] <= most:
-        return _attend(tensors, spec, scale, doc_lens, selection)
+        return _attend(tensors, selection, Static(spec, scale, doc_lens, flags))
     outs, chosen = [], []
     for first in range(0, q.shape[0], most):
         part = slice(first, first + most)
         ids = None if selection is None else selection[part]
-        out, used = _attend(tuple(x[part] for x in tensors), spec, scale, doc_lens, ids)
+        some = tuple(x[part] for x in tensors)
+        out, used = _attend(some, ids, Static(spec, scale, doc_lens, flags))
         outs.append(out)
         chosen.append(used)
     return torch.cat(outs), torch.cat(chosen)
 
 
 def _attend(
-    tensors: tuple[Tensor, ...],
-    spec: BlockSpec,
-    scale: float,
-    doc_lens: list[int],
-    selection: Tensor | None,
+    tensors: tuple[Tensor, ...], selection: Tensor | None, static: Static
 ) -> tuple[Tensor, Tensor]:
     q, *keys, gates = tensors
     d_v = keys[1].shape[3]
-    q, scale = _positive_scale(q, scale)
+    q, scale = _positive_scale(q, static.scale)
     aligned = (padded_head(x) for x in (q, *keys))
-    out, chosen = call_attention(*aligned, gates, selection, _blocks(spec), scale, doc_lens)
+    static = static._replace(scale=scale)
+    out, chosen = call_attention(*aligned, gates, selection, *static.plain())
     out = out if out.shape[3] == d_v else out[..., :d_v]
     return out, chosen if selection is None else selection
 
@@ -382,29 +379,27 @@ def select_blocks(
     *,
     scale: float,
     doc_lens: list[int],
+    flags: Flags = NO_FLAGS,
 ) -> Tensor:  # [B, S, Hkv, n_sel] int32
     """The blocks each KV head reads."""
     q, scale = _positive_scale(q, scale)
+    static = Static(spec, scale, doc_lens, flags).plain()
     most = MAX_GRID // q.shape[2]
     pairs = zip(_batches(padded_head(q), most), _batches(padded_head(k_cmp), most), strict=True)
-    done = [torch.ops.nsa.select(*pair, _blocks(spec), scale, doc_lens) for pair in pairs]
+    done = [torch.ops.nsa.select(*pair, *static) for pair in pairs]
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
 def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
     """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
     batches = _batches(x, MAX_GRID // x.shape[2])
-    done = [call_mean(part, _blocks(spec), doc_lens) for part in batches]
+    done = [call_mean(part, spec, doc_lens) for part in batches]
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
 def _batches(x: Tensor, most: int) -> list[Tensor]:
     """x, split along the batch into pieces of at most `most`."""
     return [x] if x.shape[0] <= most else list(x.split(most))
-
-
-def _blocks(spec: BlockSpec) -> list[int]:
-    return [spec.l, spec.d, spec.l_sel, spec.n_sel, spec.w]
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops.machine import interpreted
+from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
 from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form
@@ -61,8 +62,10 @@ class Problem:
         spec: BlockSpec,
         scale: float,
         doc_lens: list[int],
+        flags: Flags = NO_FLAGS,
     ) -> None:
         self.memo: Memo = {}
+        self.flags = flags
         self.spec, self.scale, self.doc_lens = spec, scale, doc_lens
         self.batch, self.seq_len, self.num_heads, self.d_k = q.shape
         self.num_groups, self.d_v = v.shape[2:]
@@ -218,17 +221,18 @@ def problem_of(
     spec: BlockSpec,
     scale: float,
     doc_lens: list[int],
+    flags: Flags,
 ) -> Problem:
     """The problem of a call; cached, so that calls of the same form share their launches.
 
     Packed documents differ from batch to batch, and their index takes memory: not cached.
     """
     if len(doc_lens) > 1:
-        return Problem(q, v, spec, scale, doc_lens)
-    key = (form(*tensors), spec, scale)
+        return Problem(q, v, spec, scale, doc_lens, flags)
+    key = (form(*tensors), spec, scale, flags)
     problem = _kept.get(key)
     if problem is None:
         if len(_kept) >= MAX_CACHED:
             _kept.clear()
-        problem = _kept[key] = Problem(q, v, spec, scale, doc_lens)
+        problem = _kept[key] = Problem(q, v, spec, scale, doc_lens, flags)
     return problem

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.rows import KeyValues
 from nsa.ops.machine import interpreted
+from nsa.ops.plan import read_switches
 from nsa.ops.spec import NUM_FORCED, BlockSpec
 from nsa.ops.triton.decode import attend, merge, score
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles, reads_pass_l1
@@ -82,6 +82,7 @@ class Decoder:
         # A token that starts in block j reaches up to block j + levels - 1.
         self.levels = 1 + ceil_div(spec.l // spec.d - 1, spec.l_sel // spec.d)
         self.memo: Memo = {}
+        self.strict = read_switches().strict
         self._allocate(workspace)
 
     def _tiles(self) -> DecodeTiles:
@@ -134,7 +135,7 @@ class Decoder:
         self._attend_compressed(token, key)
         self._score(key)
         self._attend_tokens(token, key)
-        if read("NSA_STRICT_ASSERTS") and not torch.cuda.is_current_stream_capturing():
+        if self.strict and not torch.cuda.is_current_stream_capturing():
             for i, length in enumerate(self.current):
                 assert_selection(self.selection[i : i + 1, :, None], length[None], self.spec)
         self._merge(token.gates, out, key, advance)
