@@ -255,7 +255,7 @@ class NSAAttention(Rotary):
         if plan.backend != "triton":
             return plan.reason
         per_group = self.num_heads // self.num_groups
-        sizes = (self.d_k, self.d_v, per_group, self.spec.l_sel, cache.dtype)
+        sizes = (self.d_k, self.d_v, per_group, self.spec, cache.dtype)
         return self._raise_if_named(query_obstacle(*sizes, capability_of(cache.device)))
 
     def _raise_if_named(self, obstacle: str) -> str:

@@ -198,12 +198,12 @@ def test_tiles_of_an_h200_are_those_that_were_measured():
                 found = tables.dq_tiles(*heads, (9, 0), words=words)
                 assert found == tables._dq_tiles(*heads)
             for group in (1, 4, 6, 8, 16, 64):
-                sizes = (d_k, d_v, group, 64, torch.bfloat16)
+                sizes = (d_k, d_v, group, BlockSpec(), torch.bfloat16)
                 for backward in (False, True):
                     found = tables.query_tiles(*sizes, (9, 0), backward=backward)
                     assert found == tables._query_tiles(*sizes, backward)
                 for purpose in ("forward", "backward", "dkv"):
-                    if tables.fits_blocks(d_k, d_v, 64, torch.bfloat16):
+                    if tables.fits_blocks(d_k, d_v, BlockSpec(), torch.bfloat16):
                         found = tables.fitted_block_tiles(*sizes, purpose, (9, 0))
                         assert found == tables.block_tiles(*sizes, purpose)
 

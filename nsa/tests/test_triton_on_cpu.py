@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton
 import triton.language as tl
 
+from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import (
     banded_backward,
     banded_forward,
@@ -71,6 +72,7 @@ def test_kernels_equal_the_oracle_in_the_interpreter(files):
 
 def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)):
     """Kernel, constants and tiles of the attention kernels for (Dk, Dv, G)."""
+    spec = BlockSpec(l_sel=l_sel)
     for d_k, d_v, per_group in heads:
         main, rest = parts_of(d_k)
         dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
@@ -83,9 +85,9 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
         flags = dict(HAS_DOCS=False, UPCAST=False)
         scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
         yield scoring.group_scores, scores, score_tiles(d_k, dtype)
-        if not fits_blocks(d_k, d_v, l_sel, dtype):
+        if not fits_blocks(d_k, d_v, spec, dtype):
             continue
-        sizes = (d_k, d_v, per_group, l_sel, dtype)
+        sizes = (d_k, d_v, per_group, spec, dtype)
         chosen = dims | dict(N_SEL=16, L_SEL=l_sel)
         if per_group < 9 and fits_dq(d_k, d_v):
             blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True)

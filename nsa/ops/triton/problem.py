@@ -118,9 +118,9 @@ class Problem:
         return self.per_group >= BY_QUERY_FROM or not fits_dq(self.d_k, self.d_v)
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, torch.dtype]:
+    def sizes(self) -> tuple[int, int, int, BlockSpec, torch.dtype]:
         """What the tiles of the selected branch depend on, beside the GPU."""
-        return self.d_k, self.d_v, self.per_group, self.spec.l_sel, self.dtype
+        return self.d_k, self.d_v, self.per_group, self.spec, self.dtype
 
     @property
     def heads(self) -> tuple[int, int, torch.dtype]:
@@ -130,7 +130,7 @@ class Problem:
     @property
     def words(self) -> bool:
         """Whether the mask of the selected branch loads a word for every (query, key) pair."""
-        return needs_words(self.spec.l_sel, packed=self.packed)
+        return needs_words(self.spec, packed=self.packed)
 
     @cached_property
     def capability(self) -> Capability:
