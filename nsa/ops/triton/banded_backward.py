@@ -93,6 +93,8 @@ def band_dkv(
     full = stop_tile
     masked = stop_tile
     if not (SELECT or HAS_DOCS):
+        # From `full` on all queries see the tile's last key. From `masked` on some no longer have
+        # its first key in their window, or lie beyond S.
         if i_n * BN + BN <= K:
             full = tl.cdiv((i_n * BN + BN - 1) * STEP + OFF, BM)
             masked = S // BM
@@ -100,6 +102,7 @@ def band_dkv(
                 masked = tl.minimum(masked, (i_n * BN + W) // BM)
         full = tl.minimum(tl.maximum(full, first_tile), stop_tile)
         masked = tl.minimum(tl.maximum(masked, full), stop_tile)
+    # Words of this segment; int64 through i_b and i_g. Then the three parts, as in band_forward.
     p_bits += (i_b * Hkv + i_g) * NUM_WORDS * S
     for part in tl.static_range(1 if SELECT or HAS_DOCS else 3):
         if part == 0:
@@ -225,6 +228,7 @@ def _branch_dq(
                 b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
             b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
             b_p = tl.math.exp2(b_s * scale_log2 - lse[:, None])
+            # Edges of the band and holes of the selection: P = 0.
             if SELECT or part != 1:
                 o_k = k0 + tl.arange(0, BN)
                 visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
@@ -317,6 +321,7 @@ def band_dq(
     if p_dq_more is not None:
         b_dq += tl.load(p_dq_more + row + o_dk[None, :], mask=m_dq, other=0.0).to(tl.float32)
     tl.store(p_dq + row + o_dk[None, :], b_dq.to(p_dq.dtype.element_ty), mask=m_dq)
+    # The rest of the head: [BM, DK2].
     if DK2 > 0:
         b_dq2 = b_dq2 * scale
         m_dq = m_t[:, None] & (o_dk2 < DK)[None, :]

@@ -153,6 +153,7 @@ def merge_parts(
     safe_top = tl.where(none, 0.0, top)
     total = tl.zeros([G_PAD], tl.float32)
     b_out = tl.zeros([G_PAD, DV_PAD], tl.float32)
+    # Second pass over the places. Unrolled, so that the loads of eight places overlap.
     for n in tl.range(0, num_chosen, loop_unroll_factor=8):
         lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
         b_part = tl.load(p_part + (row + n * G)[:, None] * DV + o_d[None, :], mask=m_o, other=0.0)

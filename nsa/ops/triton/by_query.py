@@ -140,6 +140,7 @@ def query_dq(
             b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
             b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
         b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+        # P = exp2(s' - lse), dP = dout v^T, dS = P * (dP - delta): [BM, BN].
         b_p = tl.where(m_k[None, :], tl.math.exp2(b_s * scale_log2 - lse[:, None]), 0.0)
         b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
         b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)

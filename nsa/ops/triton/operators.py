@@ -12,7 +12,8 @@ row), `flags` those of a plan. Static turns them into arguments of operators and
 
 For short sequences the dispatcher is a large part of a call. Where nothing intercepts operators (no
 compiler, no dispatch mode, no tensor subclass), `call_attention` and `call_mean` run the same
-functions as plain autograd functions. The public functions of the Triton path are at the end.
+functions as plain autograd functions. Below in the order of a call: public functions, operators,
+implementations, gradients; registration is last.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ from nsa.ops.triton.documents import finite_only
 from nsa.ops.triton.launcher import describable
 from nsa.ops.triton.problem import Problem, problem_of
 
-# --- Schemas: an argument per field of the named tuples of attention.py ---
-
-_STATIC = "int[] blocks, float scale, int[] doc_lens, bool[] flags"
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensor types without a dispatch of their own."""
+NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
+MAX_GRID = 65535
+"""CUDA's limit of the second and third grid dimension, which hold batch * heads."""
+DIM_STEP = 8
+"""Head dims are padded to a multiple of this: rows of 16-bit numbers are then 16-byte aligned."""
 
 
 class Static(NamedTuple):
@@ -58,272 +63,12 @@ class Static(NamedTuple):
         return Static(BlockSpec.from_ints(blocks), scale, doc_lens, Flags(*flags))
 
 
-def _tensors(kind: Any) -> str:
-    """Arguments of a schema: a tensor for every field of a named tuple."""
-    return ", ".join(f"Tensor {name}" for name in kind._fields)
-
-
-def _returns(kind: Any) -> str:
-    """Return values of a schema."""
-    return f"({', '.join(['Tensor'] * len(kind._fields))})"
-
-
-SCHEMAS = {
-    "attention": f"({_tensors(Inputs)}, Tensor? selection, {_STATIC}) -> {_returns(Results)}",
-    "attention_backward": (
-        f"({_tensors(Inputs)}, {_tensors(Saved)}, Tensor dout, {_STATIC}) -> {_returns(Inputs)}"
-    ),
-    "select": f"(Tensor q, Tensor k_cmp, {_STATIC}) -> Tensor",
-    "mean": "(Tensor x, int[] blocks, int[] doc_lens) -> Tensor",
-    "mean_backward": "(Tensor dout, SymInt seq_len, int[] blocks, int[] doc_lens) -> Tensor",
-}
-for _name, _schema in SCHEMAS.items():
-    torch.library.define(f"nsa::{_name}", _schema)
-
-EVERYWHERE = "default"
-"""One implementation for every device: CUDA, and the CPU in Triton's interpreter."""
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Tensor types without a dispatch of their own."""
-NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
 NO_GRADIENTS = (None,) * (1 + len(Static._fields))
 """Of the selection and of what is not a tensor."""
 
 
-# --- Implementations, and their fake twins, which only make shapes and dtypes ---
-
-
-def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the device of the first tensor current, as every allocation and launch expects."""
-
-    @wraps(function)
-    def run(*args: Any) -> Any:
-        with torch.cuda.device_of(args[0]):
-            return function(*args)
-
-    return run
-
-
-@_on_device
-def _attention(*args: Any) -> tuple[Tensor, ...]:
-    inputs = _inputs(args)
-    selection, *static = args[NUM_INPUTS:]
-    problem = problem_of(inputs, inputs.q, inputs.v_sel, *Static.of(*static))
-    (inputs,) = _zero_non_finite(problem, inputs)
-    return tuple(attention.forward(problem, inputs, selection))
-
-
-def _zero_non_finite(problem: Problem, inputs: Inputs, *more: Tensor) -> tuple[Any, ...]:
-    """Packed documents: replace non-finite values by 0, and mark their rows by a NaN gate.
-
-    A tile may hold two documents, and 0 * NaN would cross. A gate belongs to one query: its NaN
-    reaches only that query's output, and the gradients of what the query sees.
-    """
-    if problem.documents is None:
-        return inputs, *more
-    clean, is_bad = finite_only(problem.documents, (*inputs[:-1], *more), problem.seq_len)
-    gates = inputs.gates.masked_fill(is_bad[None, :, None, None], torch.nan)
-    return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), *clean[NUM_INPUTS - 1 :]
-
-
-def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
-    inputs = Inputs(*args[:NUM_INPUTS])
-    problem = Problem(inputs.q, inputs.v_sel, *Static.of(*args[NUM_INPUTS + 1 :]))
-    batch, seq_len, num_heads, _ = inputs.q.shape
-    groups = problem.num_groups
-    out = (batch, seq_len, num_heads, problem.d_v)
-    return tuple(
-        Results(
-            problem.empty(*out),
-            problem.empty(batch, seq_len, groups, problem.spec.n_sel, dtype=torch.int32),
-            problem.empty(*out),
-            problem.empty(*out),
-            problem.empty(*out),
-            problem.empty(3, batch, num_heads, seq_len, dtype=torch.float32),
-            problem.empty(batch, groups, seq_len, dtype=torch.int32),
-            problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int32),
-            problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int16),
-            *empty_inverse(problem, sized=not (problem.masked or problem.by_query)),
-        )
-    )
-
-
-@_on_device
-def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
-    inputs = _inputs(args)
-    saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
-    dout, *static = args[NUM_INPUTS + NUM_SAVED :]
-    dout = describable(dout)
-    problem = problem_of((*inputs, dout), inputs.q, inputs.v_sel, *Static.of(*static))
-    inputs, dout = _zero_non_finite(problem, inputs, dout)
-    return tuple(attention.backward(problem, inputs, saved, dout))
-
-
-def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in args[:NUM_INPUTS])
-
-
-@_on_device
-def _select(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
-    q, k_cmp = describable(q), describable(k_cmp)
-    problem = problem_of((q, k_cmp), q, k_cmp, *Static.of(*static))
-    lse = problem.empty(problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    banded_forward.forward(problem, 0, q, k_cmp, k_cmp, lse)
-    return select.choose(problem, q, k_cmp, lse).ids
-
-
-def _select_fake(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
-    size = (*q.shape[:2], k_cmp.shape[2], Static.of(*static).spec.n_sel)
-    return torch.empty(size, dtype=torch.int32, device=q.device)
-
-
-@_on_device
-def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.forward(describable(x), BlockSpec.from_ints(blocks), doc_lens)
-
-
-def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    num_cmp = sum(BlockSpec.from_ints(blocks).num_cmp(length) for length in doc_lens)
-    return x.new_empty(x.shape[0], num_cmp, *x.shape[2:])
-
-
-@_on_device
-def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.backward(describable(dout), seq_len, BlockSpec.from_ints(blocks), doc_lens)
-
-
-def _mean_backward_fake(
-    dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]
-) -> Tensor:
-    return dout.new_empty(dout.shape[0], seq_len, *dout.shape[2:])
-
-
-# --- Autograd: contexts, gradients, registration ---
-
-
-def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    _attention_context(ctx, inputs, output)
-
-
-def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    results = Results(*output)
-    ctx.set_materialize_grads(False)  # only the output has a gradient
-    ctx.save_for_backward(*inputs[:NUM_INPUTS], *(getattr(results, x) for x in Saved._fields))
-    ctx.static = inputs[NUM_INPUTS + 1 :]
-
-
-def _attention_gradients(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * NUM_INPUTS + NO_GRADIENTS
-    grads = torch.ops.nsa.attention_backward(*ctx.saved_tensors, dout, *ctx.static)
-    return (*grads, *NO_GRADIENTS)
-
-
-def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
-    ctx.seq_len = inputs[0].shape[1]
-    ctx.static = inputs[1:]
-
-
-def _mean_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.nsa.mean_backward(dout, ctx.seq_len, *ctx.static), None, None
-
-
-def _no_second_gradient(ctx: Any, *_: Tensor) -> None:
-    raise NotImplementedError(
-        "the Triton path has no second gradient; use backend='reference' for create_graph=True"
-    )
-
-
-IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "attention": (_attention, _attention_fake),
-    "attention_backward": (_attention_backward, _attention_backward_fake),
-    "select": (_select, _select_fake),
-    "mean": (_mean, _mean_fake),
-    "mean_backward": (_mean_backward, _mean_backward_fake),
-}
-for _name, (_real, _fake) in IMPLEMENTATIONS.items():
-    torch.library.impl(f"nsa::{_name}", EVERYWHERE, _real)
-    torch.library.register_fake(f"nsa::{_name}", _fake)
-torch.library.register_autograd(
-    "nsa::attention", _attention_gradients, setup_context=_attention_setup
-)
-torch.library.register_autograd("nsa::mean", _mean_gradients, setup_context=_mean_context)
-for _name in ("attention_backward", "mean_backward"):
-    torch.library.register_autograd(f"nsa::{_name}", _no_second_gradient)
-
-
-# --- The same functions without the dispatcher ---
-
-
-class _Attention(torch.autograd.Function):
-    """nsa::attention without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        results = _attention(*args)
-        _attention_context(ctx, args, results)
-        ctx.mark_non_differentiable(results[1])
-        return results[0], results[1]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * NUM_INPUTS + NO_GRADIENTS
-        grads = _attention_backward(*ctx.saved_tensors, dout, *ctx.static)
-        return (*grads, *NO_GRADIENTS)
-
-
-class _Mean(torch.autograd.Function):
-    """nsa::mean without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        _mean_context(ctx, args)
-        return _mean(*args)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _mean_backward(dout, ctx.seq_len, *ctx.static), None, None
-
-
-def call_attention(*args: Any) -> tuple[Tensor, Tensor]:
-    """Output and selection of nsa::attention."""
-    if _intercepted(args[:NUM_INPUTS]):
-        out, ids, *_ = torch.ops.nsa.attention(*args)
-        return out, ids
-    return _Attention.apply(*args)
-
-
-def call_mean(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
-    """nsa::mean."""
-    if _intercepted((x,)):
-        return torch.ops.nsa.mean(x, spec.to_ints(), doc_lens)
-    return _Mean.apply(x, spec.to_ints(), doc_lens)
-
-
-def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a compiler, a dispatch mode or a tensor subclass has to see operators."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return not all(type(x) in PLAIN for x in tensors)
-
-
-def _inputs(args: tuple[Any, ...]) -> Inputs:
-    """The inputs as the kernels need them: rows for descriptors, gates with a stride of 1."""
-    given = Inputs._make(args[:NUM_INPUTS])
-    gates = given.gates if given.gates.stride(-1) == 1 else given.gates.contiguous()
-    return Inputs._make([*(describable(x) for x in given[:-1]), gates])
-
-
 # --- The public functions of the Triton path ---
 # They pad head dims, make the scale positive and split batches that do not fit a grid.
-
-MAX_GRID = 65535
-"""CUDA's limit of the second and third grid dimension, which hold batch * heads."""
-DIM_STEP = 8
-"""Head dims are padded to a multiple of this: rows of 16-bit numbers are then 16-byte aligned."""
 
 
 def nsa_attention(
@@ -411,3 +156,260 @@ def padded_head(x: Tensor) -> Tensor:
     """Pad the head dim with zeros to a multiple of DIM_STEP; that changes no product."""
     missing = -x.shape[-1] % DIM_STEP
     return F.pad(x, (0, missing)) if missing else x
+
+
+# --- Operators, or the same functions without the dispatcher ---
+
+
+def call_attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """Output and selection of nsa::attention."""
+    if _intercepted(args[:NUM_INPUTS]):
+        out, ids, *_ = torch.ops.nsa.attention(*args)
+        return out, ids
+    return _Attention.apply(*args)
+
+
+def call_mean(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
+    """nsa::mean."""
+    if _intercepted((x,)):
+        return torch.ops.nsa.mean(x, spec.to_ints(), doc_lens)
+    return _Mean.apply(x, spec.to_ints(), doc_lens)
+
+
+def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a compiler, a dispatch mode or a tensor subclass has to see operators."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return not all(type(x) in PLAIN for x in tensors)
+
+
+class _Attention(torch.autograd.Function):
+    """nsa::attention without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        results = _attention(*args)
+        _attention_context(ctx, args, results)
+        ctx.mark_non_differentiable(results[1])
+        return results[0], results[1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * NUM_INPUTS + NO_GRADIENTS
+        grads = _attention_backward(*ctx.saved_tensors, dout, *ctx.static)
+        return (*grads, *NO_GRADIENTS)
+
+
+class _Mean(torch.autograd.Function):
+    """nsa::mean without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        _mean_context(ctx, args)
+        return _mean(*args)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return _mean_backward(dout, ctx.seq_len, *ctx.static), None, None
+
+
+# --- Implementations, and their fake twins, which only make shapes and dtypes ---
+
+
+def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the device of the first tensor current, as every allocation and launch expects."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with torch.cuda.device_of(args[0]):
+            return function(*args)
+
+    return run
+
+
+@_on_device
+def _attention(*args: Any) -> tuple[Tensor, ...]:
+    inputs = _inputs(args)
+    selection, *static = args[NUM_INPUTS:]
+    problem = problem_of(inputs, inputs.q, inputs.v_sel, *Static.of(*static))
+    (inputs,) = _zero_non_finite(problem, inputs)
+    return tuple(attention.forward(problem, inputs, selection))
+
+
+def _inputs(args: tuple[Any, ...]) -> Inputs:
+    """The inputs as the kernels need them: rows for descriptors, gates with a stride of 1."""
+    given = Inputs._make(args[:NUM_INPUTS])
+    gates = given.gates if given.gates.stride(-1) == 1 else given.gates.contiguous()
+    return Inputs._make([*(describable(x) for x in given[:-1]), gates])
+
+
+def _zero_non_finite(problem: Problem, inputs: Inputs, *more: Tensor) -> tuple[Any, ...]:
+    """Packed documents: replace non-finite values by 0, and mark their rows by a NaN gate.
+
+    A tile may hold two documents, and 0 * NaN would cross. A gate belongs to one query: its NaN
+    reaches only that query's output, and the gradients of what the query sees.
+    """
+    if problem.documents is None:
+        return inputs, *more
+    clean, is_bad = finite_only(problem.documents, (*inputs[:-1], *more), problem.seq_len)
+    gates = inputs.gates.masked_fill(is_bad[None, :, None, None], torch.nan)
+    return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), *clean[NUM_INPUTS - 1 :]
+
+
+def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs = Inputs(*args[:NUM_INPUTS])
+    problem = Problem(inputs.q, inputs.v_sel, *Static.of(*args[NUM_INPUTS + 1 :]))
+    batch, seq_len, num_heads, _ = inputs.q.shape
+    groups = problem.num_groups
+    out = (batch, seq_len, num_heads, problem.d_v)
+    return tuple(
+        Results(
+            problem.empty(*out),
+            problem.empty(batch, seq_len, groups, problem.spec.n_sel, dtype=torch.int32),
+            problem.empty(*out),
+            problem.empty(*out),
+            problem.empty(*out),
+            problem.empty(3, batch, num_heads, seq_len, dtype=torch.float32),
+            problem.empty(batch, groups, seq_len, dtype=torch.int32),
+            problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int32),
+            problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int16),
+            *empty_inverse(problem, sized=not (problem.masked or problem.by_query)),
+        )
+    )
+
+
+@_on_device
+def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
+    inputs = _inputs(args)
+    saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
+    dout, *static = args[NUM_INPUTS + NUM_SAVED :]
+    dout = describable(dout)
+    problem = problem_of((*inputs, dout), inputs.q, inputs.v_sel, *Static.of(*static))
+    inputs, dout = _zero_non_finite(problem, inputs, dout)
+    return tuple(attention.backward(problem, inputs, saved, dout))
+
+
+def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in args[:NUM_INPUTS])
+
+
+@_on_device
+def _select(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
+    q, k_cmp = describable(q), describable(k_cmp)
+    problem = problem_of((q, k_cmp), q, k_cmp, *Static.of(*static))
+    lse = problem.empty(problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
+    banded_forward.forward(problem, 0, q, k_cmp, k_cmp, lse)
+    return select.choose(problem, q, k_cmp, lse).ids
+
+
+def _select_fake(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
+    size = (*q.shape[:2], k_cmp.shape[2], Static.of(*static).spec.n_sel)
+    return torch.empty(size, dtype=torch.int32, device=q.device)
+
+
+@_on_device
+def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    return compression.forward(describable(x), BlockSpec.from_ints(blocks), doc_lens)
+
+
+def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    num_cmp = sum(BlockSpec.from_ints(blocks).num_cmp(length) for length in doc_lens)
+    return x.new_empty(x.shape[0], num_cmp, *x.shape[2:])
+
+
+@_on_device
+def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    return compression.backward(describable(dout), seq_len, BlockSpec.from_ints(blocks), doc_lens)
+
+
+def _mean_backward_fake(
+    dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]
+) -> Tensor:
+    return dout.new_empty(dout.shape[0], seq_len, *dout.shape[2:])
+
+
+# --- Autograd: contexts and gradients ---
+
+
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    _attention_context(ctx, inputs, output)
+
+
+def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    results = Results(*output)
+    ctx.set_materialize_grads(False)  # only the output has a gradient
+    ctx.save_for_backward(*inputs[:NUM_INPUTS], *(getattr(results, x) for x in Saved._fields))
+    ctx.static = inputs[NUM_INPUTS + 1 :]
+
+
+def _attention_gradients(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * NUM_INPUTS + NO_GRADIENTS
+    grads = torch.ops.nsa.attention_backward(*ctx.saved_tensors, dout, *ctx.static)
+    return (*grads, *NO_GRADIENTS)
+
+
+def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+    ctx.seq_len = inputs[0].shape[1]
+    ctx.static = inputs[1:]
+
+
+def _mean_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.nsa.mean_backward(dout, ctx.seq_len, *ctx.static), None, None
+
+
+def _no_second_gradient(ctx: Any, *_: Tensor) -> None:
+    raise NotImplementedError(
+        "the Triton path has no second gradient; use backend='reference' for create_graph=True"
+    )
+
+
+# --- Registration: an argument per field of the named tuples of attention.py ---
+
+_STATIC = "int[] blocks, float scale, int[] doc_lens, bool[] flags"
+EVERYWHERE = "default"
+"""One implementation for every device: CUDA, and the CPU in Triton's interpreter."""
+
+
+def _tensors(kind: Any) -> str:
+    """Arguments of a schema: a tensor for every field of a named tuple."""
+    return ", ".join(f"Tensor {name}" for name in kind._fields)
+
+
+def _returns(kind: Any) -> str:
+    """Return values of a schema."""
+    return f"({', '.join(['Tensor'] * len(kind._fields))})"
+
+
+SCHEMAS = {
+    "attention": f"({_tensors(Inputs)}, Tensor? selection, {_STATIC}) -> {_returns(Results)}",
+    "attention_backward": (
+        f"({_tensors(Inputs)}, {_tensors(Saved)}, Tensor dout, {_STATIC}) -> {_returns(Inputs)}"
+    ),
+    "select": f"(Tensor q, Tensor k_cmp, {_STATIC}) -> Tensor",
+    "mean": "(Tensor x, int[] blocks, int[] doc_lens) -> Tensor",
+    "mean_backward": "(Tensor dout, SymInt seq_len, int[] blocks, int[] doc_lens) -> Tensor",
+}
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"nsa::{_name}", _schema)
+
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "attention": (_attention, _attention_fake),
+    "attention_backward": (_attention_backward, _attention_backward_fake),
+    "select": (_select, _select_fake),
+    "mean": (_mean, _mean_fake),
+    "mean_backward": (_mean_backward, _mean_backward_fake),
+}
+for _name, (_real, _fake) in IMPLEMENTATIONS.items():
+    torch.library.impl(f"nsa::{_name}", EVERYWHERE, _real)
+    torch.library.register_fake(f"nsa::{_name}", _fake)
+torch.library.register_autograd(
+    "nsa::attention", _attention_gradients, setup_context=_attention_setup
+)
+torch.library.register_autograd("nsa::mean", _mean_gradients, setup_context=_mean_context)
+for _name in ("attention_backward", "mean_backward"):
+    torch.library.register_autograd(f"nsa::{_name}", _no_second_gradient)
