@@ -43,6 +43,8 @@ class Mutant(NamedTuple):
     edits: tuple[tuple[str, str], ...]
     tests: tuple[str, ...] = TESTS
     """Files under nsa/tests, or single tests of them as FILE.py::NAME."""
+    interpreted: bool = False
+    """The tests run kernels, in Triton's interpreter."""
 
 
 ROWS, SELECT, EAGER = (f"ops/eager/{name}.py" for name in ("rows", "select", "attention"))
@@ -190,8 +192,8 @@ DECODE = (
         EAGER,
         (
             (
-                "scale, None)\n            gate = split_heads(gates[:, rows], num_groups, dtype)",
-                "scale, None)\n"
+                "None, flags)\n            gate = split_heads(gates[:, rows], num_groups, dtype)",
+                "None, flags)\n"
                 "            gate = split_heads(gates[:, rows].flip(-1), num_groups, dtype)",
             ),
         ),
@@ -230,6 +232,16 @@ DECODE = (
         "decode-reads-beyond-selection",
         ROWS,
         (("torch.where(used, token, t), used", "token.clamp(min=0), used"),),
+    ),
+)
+
+KERNELS = (
+    Mutant(
+        "decode-scores-a-token-late",
+        "ops/triton/decode/score.py",
+        (('cache_modifier=".cg") + 1\n', 'cache_modifier=".cg")\n'),),
+        ("test_triton_decode.py::test_a_token_that_ends_here_is_scored_in_the_same_step",),
+        interpreted=True,
     ),
 )
 
@@ -311,7 +323,10 @@ OPERATION = (
 )
 """Bugs that would lose a run, or tell its operator what is not so."""
 
-MUTANTS = TORCH_PATH + ROTATION + DECODE + OPERATION
+MUTANTS = TORCH_PATH + ROTATION + DECODE + KERNELS + OPERATION
+
+
+UNTOUCHED = "(none)"
 
 
 class Result(NamedTuple):
@@ -331,17 +346,23 @@ def main(names: list[str]) -> int:
             print(f"mutants: no mutant {name!r}; the known ones are {', '.join(known)}")
             return 2
     planned = [known[name] for name in names or known]
-    tests = tuple(dict.fromkeys(name for mutant in planned for name in mutant.tests))
-    mutants = [Mutant("(none)", "", (), tests), *planned]
+    untouched = [_untouched(planned, interpreted) for interpreted in (False, True)]
+    mutants = [*(mutant for mutant in untouched if mutant.tests), *planned]
     with ThreadPoolExecutor(NUM_PARALLEL) as pool:
         results = list(pool.map(_run, mutants))
     for result in results:
         verdict = f"caught by {result.caught_by}" if result.caught_by else "all tests pass"
         print(f"{result.name:36s} {verdict}  ({result.seconds:.0f} s)")
-    untouched, planted = results[0], results[1:]
-    num_caught = sum(bool(result.caught_by) for result in planted)
-    print(f"{num_caught} of {len(planted)} mutants caught")
-    return 0 if not untouched.caught_by and num_caught == len(planted) else 1
+    broken = [result for result in results if result.name == UNTOUCHED and result.caught_by]
+    num_caught = sum(bool(result.caught_by) for result in results if result.name != UNTOUCHED)
+    print(f"{num_caught} of {len(planned)} mutants caught")
+    return 0 if not broken and num_caught == len(planned) else 1
+
+
+def _untouched(planned: list[Mutant], interpreted: bool) -> Mutant:
+    """No bug at all: every test of these mutants must pass on it."""
+    tests = (name for one in planned if one.interpreted == interpreted for name in one.tests)
+    return Mutant(UNTOUCHED, "", (), tuple(dict.fromkeys(tests)), interpreted)
 
 
 def _run(mutant: Mutant) -> Result:
@@ -355,8 +376,12 @@ def _run(mutant: Mutant) -> Result:
         _plant(mutant, copy / "nsa")
         tests = [_find(name, copy) for name in mutant.tests]
         # The copy is imported, not the installed package: `-m pytest` puts its folder first.
-        command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest", "-x", "-q", *tests]
-        command += ["-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        interpreter = ["TRITON_INTERPRET=1"] if mutant.interpreted else []
+        command = ["env", "OMP_NUM_THREADS=1", *interpreter, sys.executable, "-m", "pytest"]
+        command += ["-x", "-q", *tests, "-m", "gpu" if mutant.interpreted else "not gpu"]
+        command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+        # Division by zero in numpy is how the interpreter computes log2(0) = -inf.
+        command += ["-W", "ignore::RuntimeWarning"] if mutant.interpreted else []
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     return Result(mutant.name, _verdict(mutant, done), time.monotonic() - start)
 

@@ -306,6 +306,11 @@ def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     return _environ(environ).get(name)
 
 
+def texts(names: Sequence[str]) -> tuple[str | None, ...]:
+    """The raw texts of several variables: a cheap key for what was parsed from them."""
+    return tuple(map(os.environ.get, names))
+
+
 def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """Reject unknown NSA_* names, values that do not parse, and variables not implemented yet."""
     environ = _environ(environ)

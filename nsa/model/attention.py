@@ -21,10 +21,9 @@ from nsa.ops import BlockSpec, compress, nsa_attention
 from nsa.ops.checks import check_documents
 from nsa.ops.eager.attention import attend_cached, compute_dtype
 from nsa.ops.fallbacks import in_layer, record
-from nsa.ops.nvtx import nvtx
-from nsa.ops.plan import Plan, cannot_run, machine_of, plan_attention
+from nsa.ops.plan import Plan, cannot_run, nvtx, plan_attention, read_switches
 from nsa.ops.triton.decode.tiles import decode_obstacle
-from nsa.ops.triton.tiles import H200, query_obstacle
+from nsa.ops.triton.tiles import capability_of, query_obstacle
 
 PHIS = ("avg", "mlp")
 """How a block becomes one compressed token: the mean, or a learned MLP."""
@@ -100,6 +99,9 @@ class NSAAttention(Rotary):
                 raise ValueError(f"{name}={choice!r} is not known; use one of {', '.join(known)}")
         self.num_heads, self.num_groups, self.d_v = n_heads, n_kv_groups, d_v
         self.phi, self.gate_kind, self.backend = phi, gate, backend
+        # The environment as it is now: no later change reaches this module's own switches.
+        self._batched, self._tile = read("NSA_PREFILL_BATCHED"), read("NSA_PREFILL_TILE")
+        self._forced_branch, self._nvtx = read("NSA_FORCE_BRANCH"), read_switches().nvtx
         self.qkv = nn.Linear(dim, n_heads * d_k + 3 * n_kv_groups * (d_k + d_v), bias=False)
         self.gate = nn.Linear(dim, 3 * n_heads)
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
@@ -125,12 +127,12 @@ class NSAAttention(Rotary):
         layer: int | None = None,  # index of the layer, for stats and fallback counters
     ) -> Tensor:  # [B, S, dim]
         """Attention over whole sequences; packed documents do not see each other."""
-        if not read("NSA_PREFILL_BATCHED"):
+        if not self._batched:
             return self._token_by_token(x, cu_seqlens)
         doc_lens = check_documents(cu_seqlens, x.shape[0], x.shape[1], x.device)
         if rope is None:
             rope = self.rope(document_positions(x.shape[1], cu_seqlens, x.device), x.dtype)
-        with nvtx("projections+rope"):
+        with nvtx("projections+rope", self._nvtx):
             q, k, v, gates = self._project(x, rope)
         k_cmp, v_cmp = self._compress(k[0], v[0], 0, doc_lens, cu_seqlens)
         with in_layer(layer):
@@ -186,9 +188,9 @@ class NSAAttention(Rotary):
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
         """Append T tokens; on a filled cache this is chunked prefill."""
         cache.check(x)
-        if not read("NSA_PREFILL_BATCHED"):
+        if not self._batched:
             return torch.cat([self.step(token, cache) for token in x.split(1, dim=1)], dim=1)
-        tile = read("NSA_PREFILL_TILE") or x.shape[1]
+        tile = self._tile or x.shape[1]
         return torch.cat([self._prefill_tile(part, cache) for part in x.split(tile, dim=1)], dim=1)
 
     @torch.no_grad()
@@ -203,7 +205,7 @@ class NSAAttention(Rotary):
         cache.check(x)
         rope = rope or self.rope_of_each(cache.lengths, x.dtype)
         if self.decodes_by_kernels(cache):
-            with nvtx("projections+rope"):
+            with nvtx("projections+rope", self._nvtx):
                 token = self._in_dtype(cache, *self._project_token(x, rope))
             out = self._decode(*token, cache)
         elif isinstance(cache, PagedCache):
@@ -214,16 +216,19 @@ class NSAAttention(Rotary):
             )
         else:
             # The torch path. With the reference selection the user asked for it: not a fallback.
-            if self._plan_of(cache).selection == "fast":
+            plan = self._plan_of(cache)
+            if plan.selection == "fast":
                 self._count_fallback(x, self._decode_obstacle(cache))
-            with nvtx("projections+rope"):
+            with nvtx("projections+rope", self._nvtx):
                 q, k, v, gates = self._in_dtype(cache, *self._project(x, rope))
             # Store first: the token attends to itself.
             cache.store_raw(k[0], v[0], self._compress)
             cache.store_selected(k[1], v[1])
             cache.store_window(k[2], v[2])
             scale = 1 / math.sqrt(self.d_k)
-            out, reads = attend_cached(q, cache.branches(), gates, cache.length, self.spec, scale)
+            out, reads = attend_cached(
+                q, cache.branches(), gates, cache.length, self.spec, scale, plan.flags
+            )
             cache.length += 1
             cache.last_reads.copy_(reads)
             cache.reads += reads
@@ -241,7 +246,7 @@ class NSAAttention(Rotary):
         if plan.selection != "fast":
             return "NSA_SEL_RANGES_V2=0 asks for the reference selection"
         sizes = (self.d_k, self.d_v, self.num_heads // self.num_groups, cache.dtype)
-        obstacle = decode_obstacle(*sizes, self.spec, cache.max_len, _capability(cache.device))
+        obstacle = decode_obstacle(*sizes, self.spec, cache.max_len, capability_of(cache.device))
         return self._raise_if_named(obstacle)
 
     def _continue_obstacle(self, cache: DecodedCache) -> str:
@@ -250,8 +255,8 @@ class NSAAttention(Rotary):
         if plan.backend != "triton":
             return plan.reason
         per_group = self.num_heads // self.num_groups
-        sizes = (self.d_k, self.d_v, per_group, self.spec.l_sel, cache.dtype)
-        return self._raise_if_named(query_obstacle(*sizes, _capability(cache.device)))
+        sizes = (self.d_k, self.d_v, per_group, self.spec, cache.dtype)
+        return self._raise_if_named(query_obstacle(*sizes, capability_of(cache.device)))
 
     def _raise_if_named(self, obstacle: str) -> str:
         """The obstacle, or an error if the caller named the Triton backend."""
@@ -296,7 +301,7 @@ class NSAAttention(Rotary):
         if x.shape[1] == 1:
             return self.step(x, cache)
         first, num_tokens = cache.length, x.shape[1]
-        with nvtx("projections+rope"):
+        with nvtx("projections+rope", self._nvtx):
             projected = self._project(x, self._rope_from(first, num_tokens, x))
             q, k, v, gates = self._in_dtype(cache, *projected)
         # Raw and selected tokens are stored before attention, which reads the cache. The
@@ -311,7 +316,8 @@ class NSAAttention(Rotary):
             self._count_fallback(q, obstacle)
             branches = cache.branches_with_window(k[2], v[2], compute_dtype(q.dtype))
             cache.store_window(k[2], v[2])
-            out, _ = attend_cached(q, branches, gates, first, self.spec, 1 / math.sqrt(self.d_k))
+            scale, flags = 1 / math.sqrt(self.d_k), self._plan_of(cache).flags
+            out, _ = attend_cached(q, branches, gates, first, self.spec, scale, flags)
         cache.length += num_tokens
         return self.out(out.flatten(2))
 
@@ -338,6 +344,7 @@ class NSAAttention(Rotary):
             1 / math.sqrt(self.d_k),
             first=first,
             win_first=win_first,
+            flags=self._plan_of(cache).flags,
         )
 
     def _token_by_token(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -372,7 +379,7 @@ class NSAAttention(Rotary):
         self, x: Tensor, rope: Rope
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """The same for one token [B, 1, dim]: RoPE and gates in a single kernel."""
-        if read("NSA_FORCE_BRANCH"):
+        if self._forced_branch:
             return self._project(x, rope)
         from nsa.ops.triton.rope_and_gate import rotate_and_gate  # Triton exists for Linux only
 
@@ -424,10 +431,9 @@ class NSAAttention(Rotary):
         logits = self.gate(x).unflatten(-1, (self.num_heads, 3))
         logits = logits.to(compute_dtype(logits.dtype))
         gates = logits.softmax(dim=-1) if self.gate_kind == "softmax" else logits.sigmoid()
-        forced = read("NSA_FORCE_BRANCH")
-        if forced:  # ablation: one branch alone, whatever the gates say
+        if self._forced_branch:  # ablation: one branch alone, whatever the gates say
             gates = torch.zeros_like(gates)
-            gates[..., BRANCHES.index(forced)] = 1.0
+            gates[..., BRANCHES.index(self._forced_branch)] = 1.0
         return gates if dtype == torch.bfloat16 else gates.to(dtype)
 
     def _compress(
@@ -453,11 +459,6 @@ class NSAAttention(Rotary):
 
     def _rope_from(self, first: int, num_tokens: int, x: Tensor) -> Rope:
         return self.rope(document_positions(num_tokens, None, x.device, first), x.dtype)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; the interpreter has none and uses that of the tile table."""
-    return machine_of(device).capability or H200
 
 
 def check_sizes(

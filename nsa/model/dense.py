@@ -6,7 +6,7 @@ instead of three, and no gates.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from nsa.model.cache import Cache, cache_dtype, check_one_token
 from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops.checks import check_documents
-from nsa.ops.plan import read_switches
+from nsa.ops.plan import Switches, read_switches
 
 NOT_FLASH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
@@ -74,6 +74,9 @@ class DenseAttention(Rotary):
         super().__init__(d_k, rope_base, rope_scale)
         check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
         self.num_heads, self.num_groups, self.d_v = n_heads, n_kv_groups, d_v
+        # The environment as it is now: no later change reaches this module.
+        self._tile = read("NSA_PREFILL_TILE") if read("NSA_PREFILL_BATCHED") else 1
+        self._backends = _allowed_backends(read_switches())
         self.qkv = nn.Linear(dim, n_heads * d_k + n_kv_groups * (d_k + d_v), bias=False)
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
         self.reset_parameters()
@@ -101,9 +104,9 @@ class DenseAttention(Rotary):
             rope = self.rope(document_positions(x.shape[1], cu_seqlens, x.device), x.dtype)
         q, k, v = self._project(x, rope)
         if len(doc_lens) == 1:
-            return self._merge(_attend(q, k, v, is_causal=True))
+            return self._merge(self._attend(q, k, v, is_causal=True))
         documents = zip(*(t.split(doc_lens, dim=2) for t in (q, k, v)), strict=True)
-        outs = [_attend(*document, is_causal=True) for document in documents]
+        outs = [self._attend(*document, is_causal=True) for document in documents]
         return self._merge(torch.cat(outs, dim=2))
 
     def new_cache(self, batch: int, max_len: int) -> DenseCache:
@@ -122,8 +125,7 @@ class DenseAttention(Rotary):
     @torch.no_grad()
     def prefill(self, x: Tensor, cache: DenseCache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
         """Append T tokens; on a filled cache this is chunked prefill."""
-        tile = read("NSA_PREFILL_TILE") if read("NSA_PREFILL_BATCHED") else 1
-        parts = x.split(tile or x.shape[1], dim=1)
+        parts = x.split(self._tile or x.shape[1], dim=1)
         return torch.cat([self._append(part, cache) for part in parts], dim=1)
 
     @torch.no_grad()
@@ -142,12 +144,12 @@ class DenseAttention(Rotary):
         q, k, v = cache.in_dtype(self.qkv.weight, *projected)
         k, v = cache.append(k, v)
         if num_tokens == 1:
-            return self._merge(_attend(q, k, v))  # the newest token sees every key: no mask
+            return self._merge(self._attend(q, k, v))  # the newest token sees every key: no mask
         if first == 0:
-            return self._merge(_attend(q, k, v, is_causal=True))
+            return self._merge(self._attend(q, k, v, is_causal=True))
         # Chunked prefill: is_causal would align the mask with the first key, not with the last.
         seen = torch.arange(cache.length, device=x.device) <= positions[:, None]  # [T, all]
-        return self._merge(_attend(q, k, v, attn_mask=seen))
+        return self._merge(self._attend(q, k, v, attn_mask=seen))
 
     def _project(
         self, x: Tensor, rope: Rope
@@ -159,22 +161,25 @@ class DenseAttention(Rotary):
         q, k = rotated.transpose(1, 2).split([self.num_heads, self.num_groups], dim=1)
         return q, k, v.unflatten(-1, (self.num_groups, self.d_v)).transpose(1, 2)
 
+    def _attend(
+        self,
+        q: Tensor,  # [B, Hq, T, Dk]
+        k: Tensor,  # [B, Hkv, K, Dk]
+        v: Tensor,  # [B, Hkv, K, Dv]
+        *,
+        is_causal: bool = False,
+        attn_mask: Tensor | None = None,  # [T, K] bool
+    ) -> Tensor:  # [B, Hq, T, Dv]
+        with sdpa_kernel(self._backends) if self._backends else nullcontext():
+            return F.scaled_dot_product_attention(
+                *(q, k, v),
+                attn_mask=attn_mask,
+                is_causal=is_causal,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+
     def _merge(self, out: Tensor) -> Tensor:  # [B, Hq, S, Dv] -> [B, S, dim]
         return self.out(out.transpose(1, 2).flatten(2))
-
-
-def _attend(
-    q: Tensor,  # [B, Hq, T, Dk]
-    k: Tensor,  # [B, Hkv, K, Dk]
-    v: Tensor,  # [B, Hkv, K, Dv]
-    *,
-    is_causal: bool = False,
-    attn_mask: Tensor | None = None,  # [T, K] bool
-) -> Tensor:  # [B, Hq, T, Dv]
-    with _allowed_backends():
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
 
 
 def describe_backends() -> str:
@@ -184,9 +189,8 @@ def describe_backends() -> str:
     return f"scaled_dot_product_attention (backends: {allowed})"
 
 
-def _allowed_backends() -> AbstractContextManager[None]:
-    """Apply NSA_SDPA_NO_FLASH and NSA_SDPA_FLASH_ONLY; if unset, whatever the caller allows."""
-    switches = read_switches()
+def _allowed_backends(switches: Switches) -> list[SDPBackend]:
+    """What NSA_SDPA_NO_FLASH and NSA_SDPA_FLASH_ONLY allow; empty: whatever the caller allows."""
     if switches.flash_only:
-        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    return sdpa_kernel(list(NOT_FLASH)) if switches.no_flash else nullcontext()
+        return [SDPBackend.FLASH_ATTENTION]
+    return list(NOT_FLASH) if switches.no_flash else []

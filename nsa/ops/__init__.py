@@ -16,16 +16,17 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa.config.env import read
-from nsa.ops import checks, fallbacks, reference
+from nsa.ops import checks, reference
+from nsa.ops import plan as planning
 from nsa.ops.eager import attention as torch_path
-from nsa.ops.plan import Plan, audit_sdpa, choose_backend, machine_of, plan_attention
+from nsa.ops.plan import Plan, plan_attention
 from nsa.ops.spec import BlockSpec
 
 __all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
 
 PATHS = {"reference": reference, "torch": torch_path}
-"""Modules that implement nsa_attention, select_blocks and compress; Triton's is imported late."""
+"""Modules that implement nsa_attention, select_blocks and compress; Triton's is imported late. The
+oracle knows no flags."""
 
 
 @overload
@@ -99,16 +100,17 @@ def nsa_attention(
     # Check, plan, run: nothing below this line meets an input that was not checked.
     doc_lens = checks.check_attention(tensors, spec, scale, cu_seqlens, selection)
     head_dims = (q.shape[-1], v_sel.shape[-1])
-    plan = _resolve(q.device, q.dtype, backend, head_dims, len(doc_lens) > 1)
+    plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, len(doc_lens) > 1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if selection is not None and read("NSA_STRICT_ASSERTS"):
+    if selection is not None and plan.flags.strict:
         positions = torch.cat([torch.arange(n, device=q.device) for n in doc_lens])
         checks.assert_selection(selection.transpose(1, 2), positions, spec)
     # NSA_SEL_RANGES_V2=0: the oracle chooses the blocks, the backend attends to them.
     if selection is None and plan.backend != "reference" and plan.selection == "reference":
         selection = reference.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
+    flags = {} if plan.backend == "reference" else {"flags": plan.flags}
     out, chosen = _path(plan.backend).nsa_attention(
-        *tensors.values(), spec, scale=scale, doc_lens=doc_lens, selection=selection
+        *tensors.values(), spec, scale=scale, doc_lens=doc_lens, selection=selection, **flags
     )
     return (out, chosen) if return_selection else out
 
@@ -122,7 +124,7 @@ def compress(
 ) -> Tensor:  # [B, N, H, D]
     """Compressed tokens by phi = avg: the mean of every complete block of l tokens, stride d."""
     doc_lens = checks.check_compress(x, spec, cu_seqlens)
-    runs = _backend(x.device, x.dtype, backend, (x.shape[-1],))
+    runs = _planner().plan_compression(x.device, x.dtype, backend, (x.shape[-1],))
     return _path(runs).compress(x, spec, doc_lens=doc_lens)
 
 
@@ -137,60 +139,19 @@ def select_blocks(
 ) -> Tensor:  # [B, S, Hkv, n_sel] int32  block ids ascending, then -1
     """The blocks each KV head reads: the forced ones, then the best scores."""
     doc_lens = checks.check_scoring(q, k_cmp, spec, scale, cu_seqlens)
-    fast = read("NSA_SEL_RANGES_V2")
-    runs = _backend(q.device, q.dtype, backend, (q.shape[-1],))
+    runs, switched = _planner().plan_scoring(q.device, q.dtype, backend, (q.shape[-1],))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    path = _path(runs if fast else "reference")
-    return path.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
+    flags = {} if runs == "reference" else {"flags": switched}
+    return _path(runs).select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens, **flags)
 
 
-def _resolve(
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
-    head_dims: tuple[int, ...],
-    packed: bool,
-) -> Plan:
-    """The plan of a call; under torch.compile it becomes a constant of the graph."""
+def _planner() -> Any:
+    """The module that plans a call; under torch.compile plans become constants of the graph."""
     if torch.compiler.is_compiling():
         from nsa.ops import traced  # only here: it loads torch._dynamo
 
-        return traced.plan_call(device, dtype, backend, head_dims, packed)
-    return plan_call(device, dtype, backend, head_dims, packed)
-
-
-def plan_call(
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
-    head_dims: tuple[int, ...],
-    packed: bool,
-) -> Plan:
-    """The plan of a call; records its fallbacks."""
-    plan = plan_attention(device, dtype, backend, head_dims, packed=packed)
-    for branch, reason in plan.fallbacks:
-        fallbacks.record(branch, reason)
-    if plan.audit:
-        audit_sdpa(device.type, dtype, head_dims)
-    return plan
-
-
-def _backend(
-    device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
-) -> str:
-    """The backend of a call without a plan; under torch.compile a constant of the graph."""
-    if torch.compiler.is_compiling():
-        from nsa.ops import traced
-
-        return traced.backend_of_call(device, dtype, backend, head_dims)
-    return backend_of_call(device, dtype, backend, head_dims)
-
-
-def backend_of_call(
-    device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
-) -> str:
-    """The backend that runs a call."""
-    return choose_backend(machine_of(device), dtype, backend, head_dims)[0]
+        return traced
+    return planning
 
 
 def _path(backend: str) -> Any:

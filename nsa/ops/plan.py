@@ -1,39 +1,51 @@
 """The plan of a call: which backend and which kernels run, and why.
 
 Decided from static facts (device, dtype, head dims, environment), never from data. str() of
-a plan is one line for people.
+a plan is one line for people. `read_switches` is the only place of the operator that reads the
+environment; what is below it gets `Flags`.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.util import find_spec
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from nsa.config.env import raw, read
-from nsa.ops.fallbacks import LOGGER
+from nsa.config.env import read, texts
+from nsa.ops.fallbacks import LOGGER, record
+from nsa.ops.machine import Machine, interpreted, machine_obstacle, machine_of
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_DIM = 256
 """Largest head dim of the kernels."""
-TRITON_OLDEST = (3, 6)
-"""Triton 3.3 lacks what the kernels import, and 3.4 fails at the second launch of a kernel."""
-TORCH_OLDEST = (2, 11)
-"""The torch that ships Triton 3.6; pyproject.toml names the same versions."""
-TRITON_CAPABILITY = (8, 0)
-"""Oldest GPU with what the kernels use: bf16 products and asynchronous copies."""
 OWN, FLASH = "own kernels", "flash: torch"
 """What computes a branch: this package, or torch's built-in flash kernels."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_MAX_DIM = 256
 FLASH_DIM_STEP = 8
 """Other head dims are padded with zeros up to a multiple of this."""
+
+
+class Flags(NamedTuple):
+    """What a plan tells the operators: plain bools, which torch.library operators can take."""
+
+    flash_cmp: bool = False
+    """The compressed branch runs on torch's flash kernels."""
+    flash_win: bool = False
+    """The window branch does."""
+    strict: bool = False
+    """Assert that every selection is causal (NSA_STRICT_ASSERTS)."""
+    nvtx: bool = False
+    """Mark the parts of attention with NVTX ranges (NSA_NVTX)."""
+
+
+NO_FLAGS = Flags()
 
 
 @dataclass(frozen=True)
@@ -56,8 +68,8 @@ class Plan:
     """Backends of scaled_dot_product_attention that may run: any, no flash, or flash only."""
     audit: bool = False
     """Log which of those backends can run."""
-    nvtx: bool = False
-    """Mark the parts of attention with NVTX ranges."""
+    flags: Flags = NO_FLAGS
+    """What the operators are told of this."""
     fallbacks: tuple[tuple[str, str], ...] = ()
     """What does not run as requested: the branch (`all`: the whole backend) and the reason."""
 
@@ -74,22 +86,9 @@ class Plan:
         ]
         if self.sdpa != "any":
             parts.append(f"SDPA backends: {self.sdpa}")
-        parts += ["SDPA audited"] * self.audit + ["NVTX ranges"] * self.nvtx
+        parts += ["SDPA audited"] * self.audit + ["selections checked"] * self.flags.strict
+        parts += ["NVTX ranges"] * self.flags.nvtx
         return ", ".join(parts)
-
-
-class Machine(NamedTuple):
-    """Facts that decide about Triton beside the tensors: the device and the installed packages."""
-
-    kind: str
-    """cuda, cpu, ..."""
-    capability: tuple[int, int] | None = None
-    """Compute capability of the GPU; None: no GPU is available."""
-    rocm: bool = False
-    """Whether torch is built for AMD GPUs, whose device type is cuda, too."""
-    torch: tuple[int, int] = TORCH_OLDEST
-    triton: tuple[int, int] | None = TRITON_OLDEST
-    """Major and minor version; None: not installed. Looked up for CUDA devices only."""
 
 
 class Switches(NamedTuple):
@@ -101,7 +100,40 @@ class Switches(NamedTuple):
     no_flash: bool
     flash_only: bool
     audit: bool
+    strict: bool
     nvtx: bool
+
+
+def plan_call(
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    head_dims: tuple[int, ...],
+    packed: bool,
+) -> Plan:
+    """The plan of one call of nsa_attention; records its fallbacks."""
+    plan = plan_attention(device, dtype, backend, head_dims, packed=packed)
+    for branch, reason in plan.fallbacks:
+        record(branch, reason)
+    if plan.audit:
+        audit_sdpa(device.type, dtype, head_dims)
+    return plan
+
+
+def plan_scoring(
+    device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
+) -> tuple[str, Flags]:
+    """The backend whose select_blocks runs, and its flags."""
+    runs, switches = plan_compression(device, dtype, backend, head_dims), read_switches()
+    flags = Flags(strict=switches.strict, nvtx=switches.nvtx)
+    return (runs if switches.fast_selection else "reference"), flags
+
+
+def plan_compression(
+    device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
+) -> str:
+    """The backend whose compress runs."""
+    return choose_backend(machine_of(device), dtype, backend, head_dims)[0]
 
 
 def plan_attention(
@@ -122,71 +154,42 @@ def plan_attention(
     return _plan(machine, dtype, backend, head_dims, packed, read_switches())
 
 
-def machine_of(device: torch.device) -> Machine:
-    """The facts of a device, cached per device."""
-    # `cuda` means the current device, which may change: resolved before the cache sees it.
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    return _machine_of(device)
-
-
-@cache
-def _machine_of(device: torch.device) -> Machine:
-    there = device.type == "cuda" and torch.cuda.is_available()
-    return Machine(
-        device.type,
-        torch.cuda.get_device_capability(device) if there else None,
-        rocm=torch.version.hip is not None,
-        torch=_version(torch.__version__),
-        triton=_triton_version() if device.type == "cuda" else None,
-    )
-
-
-def _triton_version() -> tuple[int, int] | None:
-    """Version of the importable package; CUDA builds of torch install their own."""
-    if find_spec("triton") is None:
-        return None
-    import triton
-
-    return _version(triton.__version__)
-
-
-def _version(text: str) -> tuple[int, int]:
-    """Major and minor: `2.14.0a0+git1234` is (2, 14)."""
-    major, minor = re.findall(r"\d+", text)[:2]
-    return int(major), int(minor)
+SWITCHES = (
+    *("NSA_SEL_RANGES_V2", "NSA_USE_FA2", "NSA_USE_FA2_CMP", "NSA_USE_FA2_WIN"),
+    *("NSA_SDPA_NO_FLASH", "NSA_SDPA_FLASH_ONLY", "NSA_SDPA_AUDIT"),
+    *("NSA_STRICT_ASSERTS", "NSA_NVTX"),
+)
+"""The variables behind Switches."""
 
 
 def read_switches() -> Switches:
-    """The switches as the environment sets them now."""
-    no_flash, flash_only = read("NSA_SDPA_NO_FLASH"), read("NSA_SDPA_FLASH_ONLY")
+    """The switches as the environment sets them now; equal texts are parsed once."""
+    return _parse_switches(texts(SWITCHES))
+
+
+@lru_cache(maxsize=64)
+def _parse_switches(values: tuple[str | None, ...]) -> Switches:
+    # An empty text counts as unset.
+    environ = {name: text for name, text in zip(SWITCHES, values, strict=True) if text}
+    no_flash, flash_only = read("NSA_SDPA_NO_FLASH", environ), read("NSA_SDPA_FLASH_ONLY", environ)
     if no_flash and flash_only:
         raise ValueError(
             "NSA_SDPA_NO_FLASH=1 and NSA_SDPA_FLASH_ONLY=1 contradict each other; one forbids "
             "flash kernels, the other everything else: unset one"
         )
-    flash_cmp, flash_win = flash_asked()
+    # NSA_USE_FA2=1 asks for the window branch; 0, written out, forbids both.
+    master = read("NSA_USE_FA2", environ)
+    forbidden = "NSA_USE_FA2" in environ and not master
+    flash_win = read("NSA_USE_FA2_WIN", environ) if "NSA_USE_FA2_WIN" in environ else master
     return Switches(
-        fast_selection=read("NSA_SEL_RANGES_V2"),
-        flash_cmp=flash_cmp,
-        flash_win=flash_win,
+        fast_selection=read("NSA_SEL_RANGES_V2", environ),
+        flash_cmp=not forbidden and read("NSA_USE_FA2_CMP", environ),
+        flash_win=not forbidden and flash_win,
         no_flash=no_flash,
         flash_only=flash_only,
-        audit=read("NSA_SDPA_AUDIT"),
-        nvtx=read("NSA_NVTX"),
-    )
-
-
-def flash_asked() -> tuple[bool, bool]:
-    """Whether flash kernels are requested for the compressed and for the window branch."""
-    # The raw text tells unset from 0, and takes half the time of parsing: this runs in every call.
-    master = raw("NSA_USE_FA2")
-    if master and not read("NSA_USE_FA2"):
-        return False, False
-    cmp, win = raw("NSA_USE_FA2_CMP"), raw("NSA_USE_FA2_WIN")
-    return (
-        bool(cmp) and read("NSA_USE_FA2_CMP"),
-        read("NSA_USE_FA2_WIN") if win else bool(master),
+        audit=read("NSA_SDPA_AUDIT", environ),
+        strict=read("NSA_STRICT_ASSERTS", environ),
+        nvtx=read("NSA_NVTX", environ),
     )
 
 
@@ -224,7 +227,12 @@ def _plan(
         **routes,
         sdpa="no flash" if switches.no_flash else "flash only" if switches.flash_only else "any",
         audit=switches.audit,
-        nvtx=switches.nvtx,
+        flags=Flags(
+            flash_cmp=routes["cmp"] == FLASH,
+            flash_win=routes["win"] == FLASH,
+            strict=switches.strict,
+            nvtx=switches.nvtx,
+        ),
         fallbacks=tuple(fallbacks),
     )
 
@@ -274,7 +282,7 @@ def _triton_obstacle(
         obstacle = machine_obstacle(machine)
         if obstacle:
             return obstacle
-    elif not (interpreter and _interpreted()):
+    elif not (interpreter and interpreted()):
         return f"the tensors are on {machine.kind}, the kernels need a CUDA device"
     if dtype not in TRITON_DTYPES:
         return f"the kernels have no {dtype}"
@@ -282,41 +290,6 @@ def _triton_obstacle(
         if dim > TRITON_MAX_DIM:
             return f"a head dim is {dim}, the kernels take up to {TRITON_MAX_DIM}"
     return ""
-
-
-def machine_obstacle(machine: Machine) -> str:
-    """Why no Triton kernel of this package runs on this machine; empty when they do."""
-    if machine.rocm:
-        return "torch is built for ROCm, the kernels are for NVIDIA's GPUs"
-    if machine.triton is None:
-        return "the package triton is not installed"
-    for name, found, oldest in (
-        ("Triton", machine.triton, TRITON_OLDEST),
-        ("torch", machine.torch, TORCH_OLDEST),
-    ):
-        if found < oldest:
-            return f"{name} is {_dotted(found)}, the kernels need {_dotted(oldest)} or later"
-    if machine.capability is not None and machine.capability < TRITON_CAPABILITY:
-        return (
-            f"the GPU has compute capability {_dotted(machine.capability)}, the kernels need "
-            f"{_dotted(TRITON_CAPABILITY)} or later"
-        )
-    return ""
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-@cache
-def _interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
-    if (_triton_version() or (0, 0)) < TRITON_OLDEST:
-        return False
-    # knobs exists only in recent versions of Triton, hence the check above.
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 def _flash_obstacle(
@@ -381,3 +354,38 @@ def _sdpa_backends(kind: str, dtype: torch.dtype, head_dims: tuple[int, ...]) ->
 
 def _both(head_dims: tuple[int, ...]) -> tuple[int, int]:
     return head_dims[0], head_dims[-1]
+
+
+# --- NVTX ranges around the parts of attention, for profilers ---
+
+# One shared object: a range that is off must cost nothing in every call.
+_OFF = nullcontext()
+
+
+class _Range:
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self.name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        torch.cuda.nvtx.range_pop()
+
+
+def nvtx(name: str, on: bool) -> AbstractContextManager[None]:
+    """A range of this name; a no-op when off, without CUDA, or while torch.compile traces."""
+    if not on or torch.compiler.is_compiling() or not _has_cuda():
+        return _OFF
+    return _Range(name)
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()

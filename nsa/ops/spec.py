@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 NUM_FORCED = 3
 """Blocks that every query reads: the first of the sequence, the previous one, its own."""
@@ -50,6 +52,15 @@ class BlockSpec:
                 f"or a stride d that divides {size}"
             )
 
+    def to_ints(self) -> list[int]:
+        """The sizes in the order of the fields: torch.library operators take no objects."""
+        return [self.l, self.d, self.l_sel, self.n_sel, self.w]
+
+    @staticmethod
+    def from_ints(sizes: Sequence[int]) -> BlockSpec:
+        """The inverse of `to_ints`."""
+        return _from_ints(*sizes)
+
     def num_cmp(self, num_tokens: int) -> int:
         """Compressed tokens that `num_tokens` raw tokens complete."""
         return 0 if num_tokens < self.l else (num_tokens - self.l) // self.d + 1
@@ -74,3 +85,9 @@ class BlockSpec:
             + self.num_selected_tokens(num_tokens)
             + min(self.w, num_tokens)
         )
+
+
+@lru_cache
+def _from_ints(*sizes: int) -> BlockSpec:
+    """Cached, so that an operator does not check the same sizes in every call."""
+    return BlockSpec(*sizes)

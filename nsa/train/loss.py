@@ -23,7 +23,7 @@ from nsa.data import ByteTokenizer, Data, Tokenizer
 from nsa.model import TinyLM
 from nsa.model.cost import FUSED_PART, PART
 from nsa.model.stats import AttentionStats
-from nsa.ops.plan import machine_obstacle, machine_of
+from nsa.ops.machine import machine_obstacle, machine_of
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.runtime import Runtime
 

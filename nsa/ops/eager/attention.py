@@ -24,7 +24,7 @@ from nsa.ops.eager.rows import (
     probabilities,
 )
 from nsa.ops.eager.select import distinct_blocks
-from nsa.ops.nvtx import nvtx
+from nsa.ops.plan import NO_FLAGS, Flags, nvtx
 from nsa.ops.spec import BlockSpec
 
 CHUNK_LOGITS = 1 << 21
@@ -40,6 +40,7 @@ class Problem(NamedTuple):
     spec: BlockSpec
     scale: float
     doc_lens: list[int]
+    flags: Flags
 
 
 class Document(NamedTuple):
@@ -63,9 +64,10 @@ def nsa_attention(
     scale: float,
     doc_lens: list[int],
     selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
+    flags: Flags,
 ) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
     """Gated sum of the three branches, and the selection used."""
-    problem = Problem(spec, scale, doc_lens)
+    problem = Problem(spec, scale, doc_lens, flags)
     # Autocast would round the fp32 products of this path to 16 bit.
     with torch.autocast(q.device.type, enabled=False):
         out, chosen = _Attention.apply(
@@ -82,6 +84,7 @@ def select_blocks(
     *,
     scale: float,
     doc_lens: list[int],
+    flags: Flags,
 ) -> Tensor:  # [B, S, Hkv, n_sel] int32
     """The blocks each KV head reads."""
     batch, seq_len, num_heads, _ = q.shape
@@ -95,7 +98,8 @@ def select_blocks(
                 rows = split_heads(q[:, chunk], num_groups, dtype)
                 keys, visible = compressed_keys(KeyValues(k, k), first, rows.shape[2], spec)
                 probs, _ = probabilities(rows, keys.k, visible, scale)
-                selection[:, chunk] = choose_from_probs(probs, first, spec)[0].transpose(1, 2)
+                chosen, _ = choose_from_probs(probs, first, spec, flags)
+                selection[:, chunk] = chosen.transpose(1, 2)
     return selection
 
 
@@ -129,7 +133,7 @@ def _forward(
     q, gates = tensors[0], tensors[-1]
     num_groups, d_v = tensors[4].shape[2:]
     batch, seq_len, num_heads, _ = q.shape
-    dtype, spec = compute_dtype(q.dtype), problem.spec
+    dtype, spec, flags = compute_dtype(q.dtype), problem.spec, problem.flags
     out = q.new_empty((batch, seq_len, num_heads, d_v))
     chosen = q.new_empty((batch, seq_len, num_groups, spec.n_sel), dtype=torch.int32)
     per_group = num_heads // num_groups
@@ -141,9 +145,9 @@ def _forward(
             if selection is not None:
                 given = distinct_blocks(selection[:, rows].transpose(1, 2))
             q_rows = split_heads(q[:, rows], num_groups, dtype)
-            chunk = forward_rows(q_rows, branches, first, spec, problem.scale, given)
+            chunk = forward_rows(q_rows, branches, first, spec, problem.scale, given, flags)
             gate = split_heads(gates[:, rows], num_groups, dtype)
-            out[:, rows] = merge_heads(gated_sum(chunk.outs, gate))
+            out[:, rows] = merge_heads(gated_sum(chunk.outs, gate, flags))
             chosen[:, rows] = chunk.chosen.transpose(1, 2)
             lses[:, :, :, rows] = torch.stack(chunk.lses)
     return out, chosen, lses
@@ -185,9 +189,9 @@ def _backward(
     return grads
 
 
-def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor, flags: Flags) -> Tensor:
     """Eq. 5: each [..., Dv] weighted by its gate of [..., 3]."""
-    with nvtx("branch_attn+gate"):
+    with nvtx("branch_attn+gate", flags.nvtx):
         total = outs[0] * gates[..., 0, None]
         total += outs[1] * gates[..., 1, None]
         return total.add_(outs[2] * gates[..., 2, None])
@@ -258,6 +262,7 @@ def attend_cached(
     first: int,  # position of the first query
     spec: BlockSpec,
     scale: float,
+    flags: Flags = NO_FLAGS,
 ) -> tuple[Tensor, Tensor]:  # [B, T, Hq, Dv], [B, Hkv, 3] int64
     """Output, and the tokens read by each KV head in each branch, counted from the masks used."""
     batch, num_queries, num_heads, _ = q.shape
@@ -270,9 +275,9 @@ def attend_cached(
         for start in range(0, num_queries, size):
             rows = slice(start, start + size)
             q_rows = split_heads(q[:, rows], num_groups, dtype)
-            chunk = forward_rows(q_rows, branches, first + start, spec, scale, None)
+            chunk = forward_rows(q_rows, branches, first + start, spec, scale, None, flags)
             gate = split_heads(gates[:, rows], num_groups, dtype)
-            out[:, rows] = merge_heads(gated_sum(chunk.outs, gate))
+            out[:, rows] = merge_heads(gated_sum(chunk.outs, gate, flags))
             for branch, visible in enumerate(chunk.visible):
                 reads[..., branch] += _tokens_read(visible, batch, num_groups)
     return out, reads

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.select import choose_blocks, current_block, score_blocks
-from nsa.ops.nvtx import nvtx
+from nsa.ops.plan import NO_FLAGS, Flags, nvtx
 from nsa.ops.spec import BlockSpec
 
 MANY_ROWS = 64
@@ -156,19 +155,20 @@ def forward_rows(
     spec: BlockSpec,
     scale: float,
     chosen: Tensor | None,  # [B, Hkv, T, n_sel] int32: given, it replaces scoring and top-n
+    flags: Flags = NO_FLAGS,
 ) -> Chunk:
     """All three branches for queries first .. first + T - 1."""
     num_queries = q.shape[2]
     cmp, cmp_visible = compressed_keys(branches.cmp, first, num_queries, spec)
-    with nvtx("pcmp_all"):
+    with nvtx("pcmp_all", flags.nvtx):
         out_cmp, lse_cmp, probs = attend(q, cmp, cmp_visible, scale)
     # Compressed branch first: its probabilities score the blocks.
     lost = None
     if chosen is None:
-        with nvtx("nsa.sel.ranges_v2"):
-            chosen, lost = choose_from_probs(probs, first, spec)
+        with nvtx("nsa.sel.ranges_v2", flags.nvtx):
+            chosen, lost = choose_from_probs(probs, first, spec, flags)
     del probs
-    with nvtx("branch_attn+gate"):
+    with nvtx("branch_attn+gate", flags.nvtx):
         sel_q, sel, sel_visible = selected_keys(q, branches.sel, chosen, first, spec)
         out_sel, lse_sel, _ = attend(sel_q, sel, sel_visible, scale)
         win, win_visible = window_keys(branches, first, num_queries, spec)
@@ -232,14 +232,15 @@ def choose_from_probs(
     probs: Tensor,  # [B, Hkv, T, G, N]
     first: int,
     spec: BlockSpec,
+    flags: Flags = NO_FLAGS,
 ) -> tuple[Tensor, Tensor]:  # [B, Hkv, T, n_sel] int32, [B, Hkv, T] bool
     """The chunk's selection, and the queries whose ranking was lost to a NaN."""
     num_blocks = spec.num_blocks(first + probs.shape[2])
-    with nvtx("map_pcmp_to_pslc"):
+    with nvtx("map_pcmp_to_pslc", flags.nvtx):
         scores = score_blocks(probs, num_blocks, spec)
-    with nvtx("topk+ranges"):
+    with nvtx("topk+ranges", flags.nvtx):
         chosen = choose_blocks(scores, first, spec)
-    if read("NSA_STRICT_ASSERTS"):
+    if flags.strict:
         positions = torch.arange(first, first + chosen.shape[2], device=chosen.device)
         assert_selection(chosen, positions, spec)
     return chosen, scores.isnan().any(dim=-1)

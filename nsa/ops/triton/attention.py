@@ -1,7 +1,7 @@
 """Order of the kernels of one attention call, forward and backward.
 
 Branches are numbered 0 compressed, 1 selected, 2 window. The selected branch has three orders of
-work: masked (banded.py), by blocks (by_block.py) and by queries (by_query.py).
+work: masked (banded_*.py), by blocks (by_block_*.py) and by queries (by_query.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.nvtx import nvtx
-from nsa.ops.plan import FLASH, flash_asked, plan_attention
-from nsa.ops.triton import banded, by_block, by_query, flash, select, tile
-from nsa.ops.triton.banded import Gated
+from nsa.ops.plan import nvtx
+from nsa.ops.triton import (
+    banded_backward,
+    banded_forward,
+    by_block_backward,
+    by_block_forward,
+    by_query,
+    flash,
+    select,
+    tile,
+)
+from nsa.ops.triton.banded_forward import Gated
 from nsa.ops.triton.block_index import Inverse, empty_inverse, invert
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
@@ -81,15 +89,15 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     # The compressed branch first: its log-sum-exp gives the scores. The selected branch last: its
     # kernels end with the gated sum of all three.
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    routes = _routes(problem)
-    with nvtx("pcmp_all"):
+    routes, marked = _routes(problem), problem.flags.nvtx
+    with nvtx("pcmp_all", marked):
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
     if selection is None:
-        with nvtx("nsa.sel.ranges_v2"):
+        with nvtx("nsa.sel.ranges_v2", marked):
             chosen = select.choose(problem, q, inputs.k_cmp, lse[0])
     else:
         chosen = select.given(problem, selection)
-    with nvtx("branch_attn+gate"):
+    with nvtx("branch_attn+gate", marked):
         o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
         gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
         o_sel, inverse = _selected(problem, inputs, chosen, lse[1], gated)
@@ -113,7 +121,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     # their dq.
     for branch in (0, 2):
         if branch not in routes:
-            grads[branch] = banded.backward_kv(problem, branch, q, *keys[branch], dout, stats, bits)
+            kv = keys[branch]
+            grads[branch] = banded_backward.backward_kv(problem, branch, q, *kv, dout, stats, bits)
             continue
         dq, *grads_kv = flash.backward(
             *(branch, q, *keys[branch], saved.o_cmp if branch == 0 else saved.o_win),
@@ -125,39 +134,38 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     # passes: one pass was slower for large groups (docs/kernels.md).
     dq_sel: Tensor | None = None
     if problem.masked:
-        grads[1] = banded.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
+        grads[1] = banded_backward.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
     else:
         chosen = Selection(saved.ids, saved.num_chosen, bits, saved.before)
         rest = (q, *keys[1], dout, stats[1])
         if problem.by_query:
             dq_sel = by_query.backward_q(problem, *rest, chosen)
             inverse = invert(problem, chosen)
-            grads[1] = by_block.backward_kv(problem, *rest, inverse, ordered=ordered)
+            grads[1] = by_block_backward.backward_kv(problem, *rest, inverse, ordered=ordered)
         else:
             inverse = Inverse(*saved[-len(Inverse._fields) :])
-            dq_sel, *grads_kv = by_block.backward(problem, *rest, chosen, inverse, ordered=ordered)
+            dq_sel, *grads_kv = by_block_backward.backward(
+                problem, *rest, chosen, inverse, ordered=ordered
+            )
             grads[1] = grads_kv[0], grads_kv[1]
     if 2 in routes:
         stats[2, ..., 2] = 0.0  # gate 0: band_dq still walks the window, and adds nothing
     # dq last: it walks the bands and adds what the others computed.
-    own = (dq_sel, dq_more)
-    dq = banded.backward_q(problem, q, keys, dout, stats, bits, *own, skip_cmp=0 in routes)
+    dq = banded_backward.backward_q(
+        problem, q, keys, dout, stats, bits, dq_sel, dq_more, skip_cmp=0 in routes
+    )
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 
 def _routes(problem: Problem) -> dict[int, flash.Kernel]:
     """The branches that kernels of another library compute, and which kernels.
 
-    NSA_USE_FA2 asks for torch's flash kernels; the caller has counted the fallbacks. By default
-    cuDNN computes the compressed branch of long sequences, where it is faster than banded.py.
+    The plan sends branches to torch's flash kernels (NSA_USE_FA2). By default
+    cuDNN computes the compressed branch of long sequences, where it is faster than our kernels.
     """
     routes = {0: flash.CUDNN} if problem.long else {}
-    if any(flash_asked()):
-        dims, packed = (problem.d_k, problem.d_v), problem.packed
-        plan = plan_attention(problem.device, problem.dtype, "triton", dims, packed=packed)
-        routes |= {
-            branch: flash.TORCH for branch, how in ((0, plan.cmp), (2, plan.win)) if how == FLASH
-        }
+    asked = {0: problem.flags.flash_cmp, 2: problem.flags.flash_win}
+    routes |= {branch: flash.TORCH for branch in asked if asked[branch]}
     if problem.num_cmp == 0:
         routes.pop(0, None)
     return routes
@@ -175,7 +183,7 @@ def _band(
     """Output of the compressed or window branch; writes lse."""
     if branch in routes:
         return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, routes[branch])
-    return banded.forward(problem, branch, q, k, v, lse)
+    return banded_forward.forward(problem, branch, q, k, v, lse)
 
 
 def _selected(
@@ -184,13 +192,14 @@ def _selected(
     """Output of the selected branch and the inverse selection, which only block order needs."""
     q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
     if problem.masked:
-        o_sel = banded.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
+        o_sel = banded_forward.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
         return o_sel, empty_inverse(problem)
     if problem.by_query:
         o_sel = by_query.forward(problem, q, k, v, chosen, lse, gated)
         return o_sel, empty_inverse(problem)
     inverse = invert(problem, chosen)
-    return by_block.forward(problem, q, k, v, chosen, inverse, lse, gated), inverse
+    o_sel = by_block_forward.forward(problem, q, k, v, chosen, inverse, lse, gated)
+    return o_sel, inverse
 
 
 def _gate_backward(

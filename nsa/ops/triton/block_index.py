@@ -3,12 +3,13 @@
 The kernels count and list the queries from the bits of the selection, in the order of the queries
 and without atomics: the list is always the same. A segment is one (batch element, KV head), a bin
 the queries of one chunk that chose one block, an item a piece of a bin: the work of one program of
-by_block.py. Launchers and the chunk sizes are below the kernels.
+by_block_forward.py and by_block_backward.py. Below the kernels: what those two read of the index,
+launchers and the sizes of chunks, and what the launchers of both passes share.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from torch import Tensor
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.tiles import padded
+from nsa.ops.triton.tiles import Tiles, fitted_block_tiles, padded
 
 
 @triton.jit
@@ -139,6 +140,37 @@ def cut_bins(
     for i in range(total, NUM_ITEMS, FILL):
         o_i = i + tl.arange(0, FILL)
         tl.store(p_items + o_i, tl.full([FILL], 0, tl.int32) + NUM_BLOCKS, mask=o_i < NUM_ITEMS)
+
+
+# --- Device functions of both passes: how a program finds its item and its block ---
+
+
+@triton.jit
+def _item(
+    p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    SUBS: tl.constexpr,
+):  # fmt: skip
+    """Block of a program's item, its first entry, one past its last; block >= NUM_BLOCKS: none."""
+    i_item, i_seg = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    # Block of the item, and its bin. min: unused items name a block that does not exist.
+    block = tl.load(p_items + (i_seg * num_chunks + chunk) * NUM_ITEMS + i_item)
+    bin = (i_seg * num_chunks + chunk) * NUM_BLOCKS + tl.minimum(block, NUM_BLOCKS - 1)
+    # The item is number i_item - first_item of its bin; the bin's entries begin at `start`.
+    first_item = tl.load(p_item_ends + bin - 1, mask=block > 0, other=0)
+    start = tl.load(p_ends + bin * SUBS - 1, mask=(block > 0) | (chunk > 0), other=0)
+    first = start + (i_item - first_item) * PIECE
+    stop = tl.minimum(first + PIECE, tl.load(p_ends + bin * SUBS + SUBS - 1))
+    return block, first, stop
+
+
+@triton.jit
+def _block_range(
+    p_block_start, p_block_stop, block, S, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr
+):
+    """First token of a block, and one past its last."""
+    if HAS_DOCS:
+        return tl.load(p_block_start + block), tl.load(p_block_stop + block)
+    return block * L_SEL, tl.minimum(block * L_SEL + L_SEL, S)
 
 
 # --- Launchers, and the sizes of chunks and items ---
@@ -270,3 +302,80 @@ def part_bytes(problem: Problem, dim: int) -> int:
     """Bytes of the partial results of one query, all heads: n_sel rows of `dim` numbers."""
     num_rows = problem.batch * problem.num_heads * problem.spec.n_sel
     return num_rows * dim * problem.dtype.itemsize
+
+
+# --- What the launchers of both passes share: groups of chunks, sizes, constants, tiles ---
+
+WIDE = 1 << 31
+"""Offsets from here on need int64."""
+
+
+class Group(NamedTuple):
+    """Chunks whose partial results are in the workspace together."""
+
+    first_chunk: int
+    num_chunks: int
+    first_row: int
+    num_rows: int
+
+
+def group_chunks(
+    problem: Problem, inverse: Inverse, row_bytes: int, ordered: bool = False
+) -> list[Group]:
+    """Chunks in groups whose partial results fit PART_BYTES.
+
+    A query position has `row_bytes` of them; with `ordered` an item also has its slot.
+    """
+    chunk, seq_len = chunk_size(problem), problem.seq_len
+    chunk_bytes = row_bytes * chunk
+    if ordered:
+        width = padded(problem.spec.l_sel) * (problem.d_k + problem.d_v)
+        slot_bytes = problem.num_segments * inverse.item_block.shape[2] * width * 4
+        chunk_bytes = max(chunk_bytes, slot_bytes)
+    num_chunks = ceil_div(seq_len, chunk)
+    together = max(PART_BYTES // chunk_bytes, 1) if chunk_bytes else num_chunks
+    return [
+        Group(
+            first,
+            min(together, num_chunks - first),
+            first * chunk,
+            min(together * chunk, seq_len - first * chunk),
+        )
+        for first in range(0, num_chunks, together)
+    ]
+
+
+def item_sizes(problem: Problem, inverse: Inverse, group: Group) -> tuple[int, ...]:
+    """The sizes that open the argument lists of both kernels."""
+    _, num_chunks, num_items = inverse.item_block.shape
+    return (
+        group.first_chunk, num_chunks, group.first_row, group.num_rows, problem.seq_len,
+        inverse.queries.shape[1], problem.num_blocks, num_items, piece_size(problem),
+        problem.num_groups, problem.per_group,
+    )  # fmt: skip
+
+
+def fitted_tiles(problem: Problem, purpose: str = "forward") -> Tiles:
+    tiles = fitted_block_tiles(*problem.sizes, purpose, problem.capability)
+    assert tiles is not None, "a problem whose blocks do not fit is masked"
+    return tiles
+
+
+def item_constants(problem: Problem, *gathered: Tensor) -> dict[str, Any]:
+    """Constants in the kernels' order; `gathered` are the tensors read with computed offsets."""
+    return {
+        **problem.dims(),
+        "N_SEL": problem.spec.n_sel,
+        "L_SEL": problem.spec.l_sel,
+        "SUBS": SUBS,
+        "HAS_DOCS": problem.packed,
+        "UPCAST": problem.upcast,
+        "NARROW": all(_extent(x) < WIDE for x in gathered),
+    }
+
+
+def _extent(x: Tensor) -> int:
+    """Largest offset within one batch element of [B, S, H, D]."""
+    return sum(
+        (size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)
+    )

@@ -1,7 +1,8 @@
 """Selected attention in query order: a program takes one query and the heads of its group.
 
 Every selected block is read again for each query, so this order is for large groups, whose heads
-fill a tile; by_block.py has the other order. Launchers are below the kernels; names as in tile.py.
+fill a tile; by_block_forward.py has the other order. Launchers are below the kernels; names as in
+tile.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.banded import Gated
+from nsa.ops.triton.banded_forward import Gated
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
@@ -139,6 +140,7 @@ def query_dq(
             b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
             b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
         b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
+        # P = exp2(s' - lse), dP = dout v^T, dS = P * (dP - delta): [BM, BN].
         b_p = tl.where(m_k[None, :], tl.math.exp2(b_s * scale_log2 - lse[:, None]), 0.0)
         b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
         b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)

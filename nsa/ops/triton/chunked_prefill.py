@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import banded, by_query, select
-from nsa.ops.triton.banded import Gated
+from nsa.ops.triton import banded_forward, by_query, select
+from nsa.ops.triton.banded_forward import Gated
 from nsa.ops.triton.launcher import describable
 from nsa.ops.triton.operators import padded_head
 from nsa.ops.triton.problem import Problem
@@ -26,9 +27,16 @@ class Continued(Problem):
     documents = None
 
     def __init__(
-        self, q: Tensor, v: Tensor, spec: BlockSpec, scale: float, first: int, win_first: int
+        self,
+        q: Tensor,
+        v: Tensor,
+        spec: BlockSpec,
+        scale: float,
+        first: int,
+        win_first: int,
+        flags: Flags,
     ) -> None:
-        super().__init__(q, v, spec, scale, [first + q.shape[1]])
+        super().__init__(q, v, spec, scale, [first + q.shape[1]], flags)
         self.packed = True
         # The same for all rows: first key, start of the document, first key of the window.
         rows = (0, -first, -win_first)
@@ -53,6 +61,7 @@ def attend_continued(
     *,
     first: int,
     win_first: int,
+    flags: Flags = NO_FLAGS,
 ) -> Tensor:  # [B, T, Hq, Dv]
     """Gated sum of the three branches."""
     d_v = sel[1].shape[3]
@@ -60,11 +69,11 @@ def attend_continued(
         describable(padded_head(x)) for x in (q, *cmp, *sel, *win)
     )
     # Head dims were padded to a multiple of 8; the padding of the output is cut off at the end.
-    problem = Continued(q, v_sel, spec, scale, first, win_first)
+    problem = Continued(q, v_sel, spec, scale, first, win_first, flags)
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    o_cmp = banded.forward(problem, 0, q, k_cmp, v_cmp, lse[0])
+    o_cmp = banded_forward.forward(problem, 0, q, k_cmp, v_cmp, lse[0])
     chosen = select.choose(problem, q, k_cmp, lse[0])
-    o_win = banded.forward(problem, 2, q, k_win, v_win, lse[2])
+    o_win = banded_forward.forward(problem, 2, q, k_win, v_win, lse[2])
     gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
     by_query.forward(problem, q, k_sel, v_sel, chosen, lse[1], gated)
     return gated.out[..., :d_v]

@@ -13,16 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.ops.triton import tile
+from nsa.ops.machine import interpreted
 from nsa.ops.triton.tiles import Tiles
 
-INTERPRETED = not isinstance(tile._dot, triton.runtime.jit.JITFunction)
-"""Whether TRITON_INTERPRET=1 was set at import: kernels then run on the CPU, in Python."""
 ALIGNMENT = 16
 """Bytes of the widest load. Triton compiles a kernel separately for pointers that are aligned."""
 
@@ -105,7 +102,7 @@ def start(
         checked = (_descriptor(x) if isinstance(x, Rows) else x for x in tensors)
         with _current(device):
             compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
-    if not INTERPRETED:
+    if not interpreted():
         rest = (*one.numbers, *one.constants.values())
         run = None if compiled is None else compiled.run
         memo[place] = Known(compiled, run, (first, second, third), rest, device)
@@ -131,7 +128,7 @@ def _device_of(tensors: tuple[Any, ...]) -> int:
 
 def _current(device: int) -> AbstractContextManager[Any]:
     """Make a device current: Triton launches on the current one, wherever the tensors are."""
-    return nullcontext() if INTERPRETED else torch.cuda.device(device)
+    return nullcontext() if interpreted() else torch.cuda.device(device)
 
 
 def _is_current(device: int) -> bool:

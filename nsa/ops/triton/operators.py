@@ -7,25 +7,28 @@ torch.compile, activation checkpointing, DDP and FSDP see ordinary operators:
     nsa::select               q, k_cmp -> selection
     nsa::mean, nsa::mean_backward   mean compression
 
-`blocks` are l, d, l_sel, n_sel, w; `doc_lens` the lengths of the packed documents (one: the row).
+`blocks` are the sizes of a BlockSpec, `doc_lens` the lengths of the packed documents (one: the
+row), `flags` those of a plan. Static turns them into arguments of operators and back.
 
 For short sequences the dispatcher is a large part of a call. Where nothing intercepts operators (no
 compiler, no dispatch mode, no tensor subclass), `call_attention` and `call_mean` run the same
-functions as plain autograd functions. The public functions of the Triton path are at the end.
+functions as plain autograd functions. Below in the order of a call: public functions, operators,
+implementations, gradients; registration is last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import attention, banded, select
+from nsa.ops.triton import attention, banded_forward, select
 from nsa.ops.triton import compress as compression
 from nsa.ops.triton.attention import Inputs, Results, Saved
 from nsa.ops.triton.block_index import empty_inverse
@@ -33,38 +36,184 @@ from nsa.ops.triton.documents import finite_only
 from nsa.ops.triton.launcher import describable
 from nsa.ops.triton.problem import Problem, problem_of
 
-# --- Schemas: an argument per field of the named tuples of attention.py ---
-
-_STATIC = "int[] blocks, float scale, int[] doc_lens"
-
-
-def _tensors(kind: Any) -> str:
-    """Arguments of a schema: a tensor for every field of a named tuple."""
-    return ", ".join(f"Tensor {name}" for name in kind._fields)
-
-
-def _returns(kind: Any) -> str:
-    """Return values of a schema."""
-    return f"({', '.join(['Tensor'] * len(kind._fields))})"
-
-
-SCHEMAS = {
-    "attention": f"({_tensors(Inputs)}, Tensor? selection, {_STATIC}) -> {_returns(Results)}",
-    "attention_backward": (
-        f"({_tensors(Inputs)}, {_tensors(Saved)}, Tensor dout, {_STATIC}) -> {_returns(Inputs)}"
-    ),
-    "select": f"(Tensor q, Tensor k_cmp, {_STATIC}) -> Tensor",
-    "mean": "(Tensor x, int[] blocks, int[] doc_lens) -> Tensor",
-    "mean_backward": "(Tensor dout, SymInt seq_len, int[] blocks, int[] doc_lens) -> Tensor",
-}
-for _name, _schema in SCHEMAS.items():
-    torch.library.define(f"nsa::{_name}", _schema)
-
-EVERYWHERE = "default"
-"""One implementation for every device: CUDA, and the CPU in Triton's interpreter."""
 PLAIN = (Tensor, torch.nn.Parameter)
 """Tensor types without a dispatch of their own."""
 NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
+MAX_GRID = 65535
+"""CUDA's limit of the second and third grid dimension, which hold batch * heads."""
+DIM_STEP = 8
+"""Head dims are padded to a multiple of this: rows of 16-bit numbers are then 16-byte aligned."""
+
+
+class Static(NamedTuple):
+    """The arguments of attention and selection that are not tensors."""
+
+    spec: BlockSpec
+    scale: float
+    doc_lens: list[int]
+    flags: Flags
+
+    def plain(self) -> tuple[list[int], float, list[int], list[bool]]:
+        """The arguments _STATIC of an operator."""
+        return self.spec.to_ints(), self.scale, self.doc_lens, list(self.flags)
+
+    @staticmethod
+    def of(blocks: list[int], scale: float, doc_lens: list[int], flags: list[bool]) -> Static:
+        """The inverse of `plain`."""
+        return Static(BlockSpec.from_ints(blocks), scale, doc_lens, Flags(*flags))
+
+
+NO_GRADIENTS = (None,) * (1 + len(Static._fields))
+"""Of the selection and of what is not a tensor."""
+
+
+# --- The public functions of the Triton path ---
+# They pad head dims, make the scale positive and split batches that do not fit a grid.
+
+
+def nsa_attention(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    v_cmp: Tensor,  # [B, N, Hkv, Dv]
+    k_sel: Tensor,  # [B, S, Hkv, Dk]
+    v_sel: Tensor,  # [B, S, Hkv, Dv]
+    k_win: Tensor,  # [B, S, Hkv, Dk]
+    v_win: Tensor,  # [B, S, Hkv, Dv]
+    gates: Tensor,  # [B, S, Hq, 3]
+    spec: BlockSpec,
+    *,
+    scale: float,
+    doc_lens: list[int],
+    selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
+    flags: Flags = NO_FLAGS,
+) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
+    """Gated sum of the three branches, and the selection used."""
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    most = MAX_GRID // q.shape[2]
+    if q.shape[0] <= most:
+        return _attend(tensors, selection, Static(spec, scale, doc_lens, flags))
+    outs, chosen = [], []
+    for first in range(0, q.shape[0], most):
+        part = slice(first, first + most)
+        ids = None if selection is None else selection[part]
+        some = tuple(x[part] for x in tensors)
+        out, used = _attend(some, ids, Static(spec, scale, doc_lens, flags))
+        outs.append(out)
+        chosen.append(used)
+    return torch.cat(outs), torch.cat(chosen)
+
+
+def _attend(
+    tensors: tuple[Tensor, ...], selection: Tensor | None, static: Static
+) -> tuple[Tensor, Tensor]:
+    q, *keys, gates = tensors
+    d_v = keys[1].shape[3]
+    q, scale = _positive_scale(q, static.scale)
+    aligned = (padded_head(x) for x in (q, *keys))
+    static = static._replace(scale=scale)
+    out, chosen = call_attention(*aligned, gates, selection, *static.plain())
+    out = out if out.shape[3] == d_v else out[..., :d_v]
+    return out, chosen if selection is None else selection
+
+
+@torch.no_grad()
+def select_blocks(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k_cmp: Tensor,  # [B, N, Hkv, Dk]
+    spec: BlockSpec,
+    *,
+    scale: float,
+    doc_lens: list[int],
+    flags: Flags = NO_FLAGS,
+) -> Tensor:  # [B, S, Hkv, n_sel] int32
+    """The blocks each KV head reads."""
+    q, scale = _positive_scale(q, scale)
+    static = Static(spec, scale, doc_lens, flags).plain()
+    most = MAX_GRID // q.shape[2]
+    pairs = zip(_batches(padded_head(q), most), _batches(padded_head(k_cmp), most), strict=True)
+    done = [torch.ops.nsa.select(*pair, *static) for pair in pairs]
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
+def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
+    """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
+    batches = _batches(x, MAX_GRID // x.shape[2])
+    done = [call_mean(part, spec, doc_lens) for part in batches]
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
+def _batches(x: Tensor, most: int) -> list[Tensor]:
+    """x, split along the batch into pieces of at most `most`."""
+    return [x] if x.shape[0] <= most else list(x.split(most))
+
+
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The kernels take the maximum before they scale, so a scale <= 0 is multiplied into q."""
+    return (q, scale) if scale > 0 else (q * scale, 1.0)
+
+
+def padded_head(x: Tensor) -> Tensor:
+    """Pad the head dim with zeros to a multiple of DIM_STEP; that changes no product."""
+    missing = -x.shape[-1] % DIM_STEP
+    return F.pad(x, (0, missing)) if missing else x
+
+
+# --- Operators, or the same functions without the dispatcher ---
+
+
+def call_attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """Output and selection of nsa::attention."""
+    if _intercepted(args[:NUM_INPUTS]):
+        out, ids, *_ = torch.ops.nsa.attention(*args)
+        return out, ids
+    return _Attention.apply(*args)
+
+
+def call_mean(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
+    """nsa::mean."""
+    if _intercepted((x,)):
+        return torch.ops.nsa.mean(x, spec.to_ints(), doc_lens)
+    return _Mean.apply(x, spec.to_ints(), doc_lens)
+
+
+def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a compiler, a dispatch mode or a tensor subclass has to see operators."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return not all(type(x) in PLAIN for x in tensors)
+
+
+class _Attention(torch.autograd.Function):
+    """nsa::attention without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        results = _attention(*args)
+        _attention_context(ctx, args, results)
+        ctx.mark_non_differentiable(results[1])
+        return results[0], results[1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * NUM_INPUTS + NO_GRADIENTS
+        grads = _attention_backward(*ctx.saved_tensors, dout, *ctx.static)
+        return (*grads, *NO_GRADIENTS)
+
+
+class _Mean(torch.autograd.Function):
+    """nsa::mean without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        _mean_context(ctx, args)
+        return _mean(*args)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return _mean_backward(dout, ctx.seq_len, *ctx.static), None, None
 
 
 # --- Implementations, and their fake twins, which only make shapes and dtypes ---
@@ -85,31 +234,34 @@ def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 def _attention(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     selection, *static = args[NUM_INPUTS:]
-    problem = _problem(inputs, inputs, *static)
-    inputs, _ = _zero_non_finite(problem, inputs)
+    problem = problem_of(inputs, inputs.q, inputs.v_sel, *Static.of(*static))
+    (inputs,) = _zero_non_finite(problem, inputs)
     return tuple(attention.forward(problem, inputs, selection))
 
 
-def _zero_non_finite(
-    problem: Problem, inputs: Inputs, dout: Tensor | None = None
-) -> tuple[Inputs, Tensor | None]:
+def _inputs(args: tuple[Any, ...]) -> Inputs:
+    """The inputs as the kernels need them: rows for descriptors, gates with a stride of 1."""
+    given = Inputs._make(args[:NUM_INPUTS])
+    gates = given.gates if given.gates.stride(-1) == 1 else given.gates.contiguous()
+    return Inputs._make([*(describable(x) for x in given[:-1]), gates])
+
+
+def _zero_non_finite(problem: Problem, inputs: Inputs, *more: Tensor) -> tuple[Any, ...]:
     """Packed documents: replace non-finite values by 0, and mark their rows by a NaN gate.
 
     A tile may hold two documents, and 0 * NaN would cross. A gate belongs to one query: its NaN
     reaches only that query's output, and the gradients of what the query sees.
     """
     if problem.documents is None:
-        return inputs, dout
-    tensors = inputs[:-1] if dout is None else (*inputs[:-1], dout)
-    clean, is_bad = finite_only(problem.documents, tensors, problem.seq_len)
+        return inputs, *more
+    clean, is_bad = finite_only(problem.documents, (*inputs[:-1], *more), problem.seq_len)
     gates = inputs.gates.masked_fill(is_bad[None, :, None, None], torch.nan)
-    return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), None if dout is None else clean[-1]
+    return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), *clean[NUM_INPUTS - 1 :]
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs = Inputs(*args[:NUM_INPUTS])
-    blocks, scale, doc_lens = args[NUM_INPUTS + 1 :]
-    problem = Problem(inputs.q, inputs.v_sel, _spec(*blocks), scale, doc_lens)
+    problem = Problem(inputs.q, inputs.v_sel, *Static.of(*args[NUM_INPUTS + 1 :]))
     batch, seq_len, num_heads, _ = inputs.q.shape
     groups = problem.num_groups
     out = (batch, seq_len, num_heads, problem.d_v)
@@ -134,10 +286,9 @@ def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(args)
     saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
     dout, *static = args[NUM_INPUTS + NUM_SAVED :]
-    problem = _problem((*inputs, describable(dout)), inputs, *static)
-    inputs, apart = _zero_non_finite(problem, inputs, describable(dout))
-    assert apart is not None
-    dout = apart
+    dout = describable(dout)
+    problem = problem_of((*inputs, dout), inputs.q, inputs.v_sel, *Static.of(*static))
+    inputs, dout = _zero_non_finite(problem, inputs, dout)
     return tuple(attention.backward(problem, inputs, saved, dout))
 
 
@@ -146,36 +297,32 @@ def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 @_on_device
-def _select(
-    q: Tensor, k_cmp: Tensor, blocks: list[int], scale: float, doc_lens: list[int]
-) -> Tensor:
+def _select(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
     q, k_cmp = describable(q), describable(k_cmp)
-    problem = problem_of((q, k_cmp), q, k_cmp, _spec(*blocks), scale, doc_lens)
+    problem = problem_of((q, k_cmp), q, k_cmp, *Static.of(*static))
     lse = problem.empty(problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    banded.forward(problem, 0, q, k_cmp, k_cmp, lse)
+    banded_forward.forward(problem, 0, q, k_cmp, k_cmp, lse)
     return select.choose(problem, q, k_cmp, lse).ids
 
 
-def _select_fake(
-    q: Tensor, k_cmp: Tensor, blocks: list[int], scale: float, doc_lens: list[int]
-) -> Tensor:
-    size = (*q.shape[:2], k_cmp.shape[2], blocks[3])
+def _select_fake(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
+    size = (*q.shape[:2], k_cmp.shape[2], Static.of(*static).spec.n_sel)
     return torch.empty(size, dtype=torch.int32, device=q.device)
 
 
 @_on_device
 def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.forward(describable(x), _spec(*blocks), doc_lens)
+    return compression.forward(describable(x), BlockSpec.from_ints(blocks), doc_lens)
 
 
 def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    num_cmp = sum(_spec(*blocks).num_cmp(length) for length in doc_lens)
+    num_cmp = sum(BlockSpec.from_ints(blocks).num_cmp(length) for length in doc_lens)
     return x.new_empty(x.shape[0], num_cmp, *x.shape[2:])
 
 
 @_on_device
 def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.backward(describable(dout), seq_len, _spec(*blocks), doc_lens)
+    return compression.backward(describable(dout), seq_len, BlockSpec.from_ints(blocks), doc_lens)
 
 
 def _mean_backward_fake(
@@ -184,7 +331,7 @@ def _mean_backward_fake(
     return dout.new_empty(dout.shape[0], seq_len, *dout.shape[2:])
 
 
-# --- Autograd: contexts, gradients, registration ---
+# --- Autograd: contexts and gradients ---
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -201,9 +348,9 @@ def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _attention_gradients(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * (NUM_INPUTS + 4)
+        return (None,) * NUM_INPUTS + NO_GRADIENTS
     grads = torch.ops.nsa.attention_backward(*ctx.saved_tensors, dout, *ctx.static)
-    return (*grads, None, None, None, None)
+    return (*grads, *NO_GRADIENTS)
 
 
 def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
@@ -221,6 +368,35 @@ def _no_second_gradient(ctx: Any, *_: Tensor) -> None:
     )
 
 
+# --- Registration: an argument per field of the named tuples of attention.py ---
+
+_STATIC = "int[] blocks, float scale, int[] doc_lens, bool[] flags"
+EVERYWHERE = "default"
+"""One implementation for every device: CUDA, and the CPU in Triton's interpreter."""
+
+
+def _tensors(kind: Any) -> str:
+    """Arguments of a schema: a tensor for every field of a named tuple."""
+    return ", ".join(f"Tensor {name}" for name in kind._fields)
+
+
+def _returns(kind: Any) -> str:
+    """Return values of a schema."""
+    return f"({', '.join(['Tensor'] * len(kind._fields))})"
+
+
+SCHEMAS = {
+    "attention": f"({_tensors(Inputs)}, Tensor? selection, {_STATIC}) -> {_returns(Results)}",
+    "attention_backward": (
+        f"({_tensors(Inputs)}, {_tensors(Saved)}, Tensor dout, {_STATIC}) -> {_returns(Inputs)}"
+    ),
+    "select": f"(Tensor q, Tensor k_cmp, {_STATIC}) -> Tensor",
+    "mean": "(Tensor x, int[] blocks, int[] doc_lens) -> Tensor",
+    "mean_backward": "(Tensor dout, SymInt seq_len, int[] blocks, int[] doc_lens) -> Tensor",
+}
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"nsa::{_name}", _schema)
+
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (_attention, _attention_fake),
     "attention_backward": (_attention_backward, _attention_backward_fake),
@@ -237,182 +413,3 @@ torch.library.register_autograd(
 torch.library.register_autograd("nsa::mean", _mean_gradients, setup_context=_mean_context)
 for _name in ("attention_backward", "mean_backward"):
     torch.library.register_autograd(f"nsa::{_name}", _no_second_gradient)
-
-
-# --- The same functions without the dispatcher ---
-
-
-class _Attention(torch.autograd.Function):
-    """nsa::attention without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        results = _attention(*args)
-        _attention_context(ctx, args, results)
-        ctx.mark_non_differentiable(results[1])
-        return results[0], results[1]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * (NUM_INPUTS + 4)
-        grads = _attention_backward(*ctx.saved_tensors, dout, *ctx.static)
-        return (*grads, None, None, None, None)
-
-
-class _Mean(torch.autograd.Function):
-    """nsa::mean without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        _mean_context(ctx, args)
-        return _mean(*args)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _mean_backward(dout, ctx.seq_len, *ctx.static), None, None
-
-
-def call_attention(*args: Any) -> tuple[Tensor, Tensor]:
-    """Output and selection of nsa::attention."""
-    if _intercepted(args[:NUM_INPUTS]):
-        out, ids, *_ = torch.ops.nsa.attention(*args)
-        return out, ids
-    return _Attention.apply(*args)
-
-
-def call_mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    """nsa::mean."""
-    if _intercepted((x,)):
-        return torch.ops.nsa.mean(x, blocks, doc_lens)
-    return _Mean.apply(x, blocks, doc_lens)
-
-
-def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a compiler, a dispatch mode or a tensor subclass has to see operators."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return not all(type(x) in PLAIN for x in tensors)
-
-
-def _problem(
-    tensors: tuple[Tensor, ...],
-    inputs: Inputs,
-    blocks: list[int],
-    scale: float,
-    doc_lens: list[int],
-) -> Problem:
-    return problem_of(tensors, inputs.q, inputs.v_sel, _spec(*blocks), scale, doc_lens)
-
-
-def _inputs(args: tuple[Any, ...]) -> Inputs:
-    """The inputs as the kernels need them: rows for descriptors, gates with a stride of 1."""
-    given = Inputs._make(args[:NUM_INPUTS])
-    gates = given.gates if given.gates.stride(-1) == 1 else given.gates.contiguous()
-    return Inputs._make([*(describable(x) for x in given[:-1]), gates])
-
-
-@lru_cache
-def _spec(*blocks: int) -> BlockSpec:
-    return BlockSpec(*blocks)
-
-
-# --- The public functions of the Triton path ---
-# They pad head dims, make the scale positive and split batches that do not fit a grid.
-
-MAX_GRID = 65535
-"""CUDA's limit of the second and third grid dimension, which hold batch * heads."""
-DIM_STEP = 8
-"""Head dims are padded to a multiple of this: rows of 16-bit numbers are then 16-byte aligned."""
-
-
-def nsa_attention(
-    q: Tensor,  # [B, S, Hq, Dk]
-    k_cmp: Tensor,  # [B, N, Hkv, Dk]
-    v_cmp: Tensor,  # [B, N, Hkv, Dv]
-    k_sel: Tensor,  # [B, S, Hkv, Dk]
-    v_sel: Tensor,  # [B, S, Hkv, Dv]
-    k_win: Tensor,  # [B, S, Hkv, Dk]
-    v_win: Tensor,  # [B, S, Hkv, Dv]
-    gates: Tensor,  # [B, S, Hq, 3]
-    spec: BlockSpec,
-    *,
-    scale: float,
-    doc_lens: list[int],
-    selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
-) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
-    """Gated sum of the three branches, and the selection used."""
-    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    most = MAX_GRID // q.shape[2]
-    if q.shape[0] <= most:
-        return _attend(tensors, spec, scale, doc_lens, selection)
-    outs, chosen = [], []
-    for first in range(0, q.shape[0], most):
-        part = slice(first, first + most)
-        ids = None if selection is None else selection[part]
-        out, used = _attend(tuple(x[part] for x in tensors), spec, scale, doc_lens, ids)
-        outs.append(out)
-        chosen.append(used)
-    return torch.cat(outs), torch.cat(chosen)
-
-
-def _attend(
-    tensors: tuple[Tensor, ...],
-    spec: BlockSpec,
-    scale: float,
-    doc_lens: list[int],
-    selection: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    q, *keys, gates = tensors
-    d_v = keys[1].shape[3]
-    q, scale = _positive_scale(q, scale)
-    aligned = (padded_head(x) for x in (q, *keys))
-    out, chosen = call_attention(*aligned, gates, selection, _blocks(spec), scale, doc_lens)
-    out = out if out.shape[3] == d_v else out[..., :d_v]
-    return out, chosen if selection is None else selection
-
-
-@torch.no_grad()
-def select_blocks(
-    q: Tensor,  # [B, S, Hq, Dk]
-    k_cmp: Tensor,  # [B, N, Hkv, Dk]
-    spec: BlockSpec,
-    *,
-    scale: float,
-    doc_lens: list[int],
-) -> Tensor:  # [B, S, Hkv, n_sel] int32
-    """The blocks each KV head reads."""
-    q, scale = _positive_scale(q, scale)
-    most = MAX_GRID // q.shape[2]
-    pairs = zip(_batches(padded_head(q), most), _batches(padded_head(k_cmp), most), strict=True)
-    done = [torch.ops.nsa.select(*pair, _blocks(spec), scale, doc_lens) for pair in pairs]
-    return done[0] if len(done) == 1 else torch.cat(done)
-
-
-def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
-    """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
-    batches = _batches(x, MAX_GRID // x.shape[2])
-    done = [call_mean(part, _blocks(spec), doc_lens) for part in batches]
-    return done[0] if len(done) == 1 else torch.cat(done)
-
-
-def _batches(x: Tensor, most: int) -> list[Tensor]:
-    """x, split along the batch into pieces of at most `most`."""
-    return [x] if x.shape[0] <= most else list(x.split(most))
-
-
-def _blocks(spec: BlockSpec) -> list[int]:
-    return [spec.l, spec.d, spec.l_sel, spec.n_sel, spec.w]
-
-
-def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernels take the maximum before they scale, so a scale <= 0 is multiplied into q."""
-    return (q, scale) if scale > 0 else (q * scale, 1.0)
-
-
-def padded_head(x: Tensor) -> Tensor:
-    """Pad the head dim with zeros to a multiple of DIM_STEP; that changes no product."""
-    missing = -x.shape[-1] % DIM_STEP
-    return F.pad(x, (0, missing)) if missing else x

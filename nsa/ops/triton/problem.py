@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.plan import machine_of
+from nsa.ops.machine import interpreted
+from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
-from nsa.ops.triton.launcher import INTERPRETED, Memo, Rows, ceil_div, form
+from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form
 from nsa.ops.triton.tiles import (
-    H200,
     Capability,
+    capability_of,
     fits_dq,
     fits_selected,
     needs_words,
@@ -61,8 +62,10 @@ class Problem:
         spec: BlockSpec,
         scale: float,
         doc_lens: list[int],
+        flags: Flags = NO_FLAGS,
     ) -> None:
         self.memo: Memo = {}
+        self.flags = flags
         self.spec, self.scale, self.doc_lens = spec, scale, doc_lens
         self.batch, self.seq_len, self.num_heads, self.d_k = q.shape
         self.num_groups, self.d_v = v.shape[2:]
@@ -115,9 +118,9 @@ class Problem:
         return self.per_group >= BY_QUERY_FROM or not fits_dq(self.d_k, self.d_v)
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, torch.dtype]:
+    def sizes(self) -> tuple[int, int, int, BlockSpec, torch.dtype]:
         """What the tiles of the selected branch depend on, beside the GPU."""
-        return self.d_k, self.d_v, self.per_group, self.spec.l_sel, self.dtype
+        return self.d_k, self.d_v, self.per_group, self.spec, self.dtype
 
     @property
     def heads(self) -> tuple[int, int, torch.dtype]:
@@ -127,7 +130,7 @@ class Problem:
     @property
     def words(self) -> bool:
         """Whether the mask of the selected branch loads a word for every (query, key) pair."""
-        return needs_words(self.spec.l_sel, packed=self.packed)
+        return needs_words(self.spec, packed=self.packed)
 
     @cached_property
     def capability(self) -> Capability:
@@ -142,6 +145,15 @@ class Problem:
         d_v = d_v or self.d_v
         d_k1, d_k2 = parts_of(self.d_k)
         return {"DK": self.d_k, "DV": d_v, "DK1": d_k1, "DK2": d_k2, "DV_PAD": padded(d_v)}
+
+    def branch_constants(self, select: bool) -> dict[str, Any]:
+        """The constants that follow them in the band kernels; `select`: the selected branch."""
+        return {
+            "L_SEL": self.spec.l_sel,
+            "SELECT": select,
+            "HAS_DOCS": self.packed,
+            "UPCAST": self.upcast,
+        }
 
     def rows_k(self, x: Tensor, num_rows: int) -> tuple[Rows, Rows | None]:
         """Tiles of q or of keys, for the two parts of a head; None: the head has no rest."""
@@ -184,12 +196,7 @@ class Problem:
     @property
     def upcast(self) -> bool:
         """The interpreter cannot multiply bf16."""
-        return INTERPRETED
-
-
-def capability_of(device: torch.device) -> Capability:
-    """Compute capability of the GPU; the interpreter has none and uses that of the tile table."""
-    return machine_of(device).capability or H200
+        return interpreted()
 
 
 def cudnn_runs(device: torch.device, dtype: torch.dtype, d_k: int, d_v: int) -> bool:
@@ -214,17 +221,18 @@ def problem_of(
     spec: BlockSpec,
     scale: float,
     doc_lens: list[int],
+    flags: Flags,
 ) -> Problem:
     """The problem of a call; cached, so that calls of the same form share their launches.
 
     Packed documents differ from batch to batch, and their index takes memory: not cached.
     """
     if len(doc_lens) > 1:
-        return Problem(q, v, spec, scale, doc_lens)
-    key = (form(*tensors), spec, scale)
+        return Problem(q, v, spec, scale, doc_lens, flags)
+    key = (form(*tensors), spec, scale, flags)
     problem = _kept.get(key)
     if problem is None:
         if len(_kept) >= MAX_CACHED:
             _kept.clear()
-        problem = _kept[key] = Problem(q, v, spec, scale, doc_lens)
+        problem = _kept[key] = Problem(q, v, spec, scale, doc_lens, flags)
     return problem

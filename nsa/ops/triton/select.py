@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.config.env import read
 from nsa.ops.checks import assert_selection
-from nsa.ops.nvtx import nvtx
+from nsa.ops.plan import nvtx
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.tile import FORCED, _band, _dot, _dot_add, _rows
@@ -319,11 +318,11 @@ def choose(problem: Problem, q: Tensor, k_cmp: Tensor, lse: Tensor) -> Selection
     scores = problem.empty(problem.num_segments * size * max(levels, 1), dtype=torch.float32)
     for chunk in chunks:
         if chunk.num_cmp:
-            with nvtx("map_pcmp_to_pslc"):
+            with nvtx("map_pcmp_to_pslc", problem.flags.nvtx):
                 _score(problem, q, k_cmp, lse, scores, chunk, levels)
-        with nvtx("topk+ranges"):
+        with nvtx("topk+ranges", problem.flags.nvtx):
             _choose(problem, q, scores, chosen, chunk, levels)
-    if read("NSA_STRICT_ASSERTS"):
+    if problem.flags.strict:
         position = torch.arange(problem.seq_len, device=problem.device)
         if problem.packed:
             position = position - problem.row_index(0, q)[0]

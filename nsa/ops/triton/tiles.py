@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from nsa.ops.machine import machine_of
+from nsa.ops.spec import BlockSpec
+
 Capability = tuple[int, int]
 H200: Capability = (9, 0)
 SHARED_KIB = {
@@ -68,6 +71,11 @@ def parts_of(d_k: int) -> tuple[int, int]:
 def _wide(d_k: int, d_v: int) -> int:
     """The wider of both heads as it is read; rows of the tables below depend on it."""
     return max(sum(parts_of(d_k)), padded(d_v))
+
+
+def capability_of(device: torch.device) -> Capability:
+    """Compute capability of the GPU; the interpreter has none and uses that of the tile table."""
+    return machine_of(device).capability or H200
 
 
 def room_of(capability: Capability) -> int:
@@ -176,10 +184,10 @@ def _halved(tiles: Tiles, least_rows: int, least_keys: int) -> Tiles:
     return tiles._replace(BN=keys) if keys >= least_keys else tiles
 
 
-def needs_words(l_sel: int, *, packed: bool) -> bool:
+def needs_words(spec: BlockSpec, *, packed: bool) -> bool:
     """Whether the keys of a tile may need several words of a query's bits, or other words than its
     neighbours: a word has 32 blocks, a tile up to 128 keys (tile._is_selected)."""
-    return packed or l_sel % 4 != 0
+    return packed or spec.l_sel % 4 != 0
 
 
 def _fitted_band_tiles(
@@ -295,14 +303,14 @@ def _score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
 # --- The table: kernels that read selected blocks ---
 
 
-def fits_blocks(d_k: int, d_v: int, l_sel: int, dtype: torch.dtype) -> bool:
+def fits_blocks(d_k: int, d_v: int, spec: BlockSpec, dtype: torch.dtype) -> bool:
     """Whether the block and query kernels take such blocks; larger tiles would spill registers.
 
     A tile holds a whole block, so long blocks need narrow heads.
     """
     wide = _wide(d_k, d_v)
-    if l_sel > 64:
-        return wide <= 64 and padded(l_sel) <= 256
+    if spec.l_sel > 64:
+        return wide <= 64 and padded(spec.l_sel) <= 256
     return wide <= (128 if dtype == torch.float32 else 192)
 
 
@@ -312,7 +320,7 @@ def fits_dq(d_k: int, d_v: int) -> bool:
 
 
 def block_tiles(
-    d_k: int, d_v: int, per_group: int, l_sel: int, dtype: torch.dtype, purpose: str
+    d_k: int, d_v: int, per_group: int, spec: BlockSpec, dtype: torch.dtype, purpose: str
 ) -> Tiles:
     """Tiles of block_forward and block_backward (purpose: forward, backward, dkv alone).
 
@@ -320,10 +328,10 @@ def block_tiles(
     with one, two operands may share an address, which ptxas miscompiles (docs/kernels.md). fp32
     products use no tensor cores and are not affected.
     """
-    wide, keys = _wide(d_k, d_v), padded(l_sel)
+    wide, keys = _wide(d_k, d_v), padded(spec.l_sel)
     if dtype == torch.float32:
         tiles = Tiles(32, keys, 4, 1)
-    elif l_sel > 64:
+    elif spec.l_sel > 64:
         tiles = Tiles(64 if purpose == "forward" else 32, keys, 8, 2)
     elif wide <= 64:
         tiles = Tiles(64, keys, 4, 2)
@@ -340,7 +348,7 @@ def fitted_block_tiles(
     d_k: int,
     d_v: int,
     per_group: int,
-    l_sel: int,
+    spec: BlockSpec,
     dtype: torch.dtype,
     purpose: str,
     capability: Capability = H200,
@@ -350,7 +358,7 @@ def fitted_block_tiles(
     Only rows and the third stage are reduced: other forms were not checked for the ptxas bug
     (docs/kernels.md, wrong code).
     """
-    tiles = block_tiles(d_k, d_v, per_group, l_sel, dtype, purpose)
+    tiles = block_tiles(d_k, d_v, per_group, spec, dtype, purpose)
     if capability[0] in TENSOR_MEMORY and tiles.BM > 64:
         return None  # four results of that many rows may exceed the tensor memory
     kernel = f"block_{purpose}"
@@ -365,17 +373,17 @@ def fits_selected(
     d_k: int,
     d_v: int,
     per_group: int,
-    l_sel: int,
+    spec: BlockSpec,
     dtype: torch.dtype,
     capability: Capability = H200,
     *,
     by_query: bool,
 ) -> bool:
     """Whether the selected branch can read its blocks on this GPU, forward and backward."""
-    sizes = (d_k, d_v, per_group, l_sel, dtype)
+    sizes = (d_k, d_v, per_group, spec, dtype)
     purposes = ("dkv",) if by_query else ("forward", "backward")
     blocks = (fitted_block_tiles(*sizes, purpose, capability) for purpose in purposes)
-    fits = fits_blocks(d_k, d_v, l_sel, dtype) and None not in blocks
+    fits = fits_blocks(d_k, d_v, spec, dtype) and None not in blocks
     queries = (_fitted_query_tiles(*sizes, capability, backward=back) for back in (False, True))
     return fits and (not by_query or None not in queries)
 
@@ -384,13 +392,13 @@ def query_obstacle(
     d_k: int,
     d_v: int,
     per_group: int,
-    l_sel: int,
+    spec: BlockSpec,
     dtype: torch.dtype,
     capability: Capability = H200,
 ) -> str:
     """Why query_forward cannot take such heads; empty when it can."""
     fits = (
-        _fitted_query_tiles(d_k, d_v, per_group, l_sel, dtype, capability, backward=False)
+        _fitted_query_tiles(d_k, d_v, per_group, spec, dtype, capability, backward=False)
         is not None
     )
     return "" if fits else group_obstacle(d_k, d_v, per_group, dtype, capability)
@@ -411,14 +419,14 @@ def query_tiles(
     d_k: int,
     d_v: int,
     per_group: int,
-    l_sel: int,
+    spec: BlockSpec,
     dtype: torch.dtype,
     capability: Capability = H200,
     *,
     backward: bool = False,
 ) -> Tiles:
     """Tiles of query_forward and query_dq: rows are the heads of a group."""
-    tiles = _fitted_query_tiles(d_k, d_v, per_group, l_sel, dtype, capability, backward=backward)
+    tiles = _fitted_query_tiles(d_k, d_v, per_group, spec, dtype, capability, backward=backward)
     assert tiles is not None, group_obstacle(d_k, d_v, per_group, dtype, capability)
     return tiles
 
@@ -427,21 +435,21 @@ def _fitted_query_tiles(
     d_k: int,
     d_v: int,
     per_group: int,
-    l_sel: int,
+    spec: BlockSpec,
     dtype: torch.dtype,
     capability: Capability,
     *,
     backward: bool,
 ) -> Tiles | None:
     """Tiles of query_forward or query_dq on this GPU; None where none fit."""
-    tiles = _query_tiles(d_k, d_v, per_group, l_sel, dtype, backward)
+    tiles = _query_tiles(d_k, d_v, per_group, spec, dtype, backward)
     kernel = "query_dq" if backward else "query_forward"
     least = Tiles(tiles.BM, SMALLEST, tiles.num_warps, 1)
     return fitting(kernel, tiles, d_k, d_v, dtype, capability, least)
 
 
 def _query_tiles(
-    d_k: int, d_v: int, per_group: int, l_sel: int, dtype: torch.dtype, backward: bool
+    d_k: int, d_v: int, per_group: int, spec: BlockSpec, dtype: torch.dtype, backward: bool
 ) -> Tiles:
     wide = _wide(d_k, d_v)
     rows, short = padded(per_group), dtype == torch.float32 or wide > 192
@@ -449,4 +457,4 @@ def _query_tiles(
         keys, num_warps, num_stages = (64, 2, 3) if backward else (32, 1, 3)
     else:
         keys, num_warps, num_stages = 32 if short else 64, 2 if rows <= 32 else 4, 2
-    return Tiles(rows, min(padded(l_sel), keys), num_warps, num_stages)
+    return Tiles(rows, min(padded(spec.l_sel), keys), num_warps, num_stages)

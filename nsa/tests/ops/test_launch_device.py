@@ -24,9 +24,10 @@ from nsa import BlockSpec, TinyLM, compress, select_blocks
 from nsa.generate.decode import GraphedStep
 from nsa.model.rope import document_positions
 from nsa.ops.checks import refuse_captured_documents
+from nsa.ops.machine import interpreted
 from nsa.ops.triton import launcher, problem
 from nsa.ops.triton.documents import index_documents
-from nsa.ops.triton.launcher import INTERPRETED, Known, Launch
+from nsa.ops.triton.launcher import Known, Launch
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.support.gpu import DEVICE, on_gpu
 from nsa.train import loss as loss_functions
@@ -60,13 +61,13 @@ class Watch:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.skipif(DEVICE == "cpu" and not interpreted(), reason="needs a CUDA device")
 def test_every_launch_makes_the_device_of_its_tensors_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of all kernels, the first time and again: one that is started elsewhere is seen here."""
     watch = Watch(monkeypatch)
-    if INTERPRETED:
+    if interpreted():
         run = interpreter.GridExecutor.__call__
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +83,7 @@ def test_every_launch_makes_the_device_of_its_tensors_current(
         first = len(watch.launches)
         _use_every_kernel()
     finally:
-        if not INTERPRETED:
+        if not interpreted():
             knobs.runtime.launch_enter_hook.remove(watch.launched)
     assert len(watch.launches) == 2 * first and first >= LAUNCHES
     assert set(watch.launches) == {torch.empty(0, device=DEVICE).get_device()}
@@ -121,7 +122,7 @@ def test_the_quick_way_enters_the_device_only_where_another_is_current(
     def run(*_: Any) -> None:
         launched.append(current[0])
 
-    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from nsa.ops.machine import interpreted
 from nsa.ops.triton.cross_entropy import BLOCK, losses_and_gradient
-from nsa.ops.triton.launcher import INTERPRETED
 from nsa.tests.support.gpu import DEVICE, on_gpu
 from nsa.tests.support.helpers import assert_near
 from nsa.train import loss as loss_functions
@@ -21,7 +21,7 @@ from nsa.train.loss import IGNORED, linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device"),
+    pytest.mark.skipif(DEVICE == "cpu" and not interpreted(), reason="needs a CUDA device"),
 ]
 SIZES = [(3, 5, 64), (2, 64, 64), (4, BLOCK - 1, BLOCK), (2, BLOCK + 70, BLOCK + 128)]
 

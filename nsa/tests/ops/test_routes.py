@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa import BlockSpec, NSAAttention, compress, nsa_attention
-from nsa.ops import fallbacks, nvtx, plan, plan_attention
+from nsa.ops import fallbacks, plan, plan_attention
 from nsa.ops.fallbacks import Fallback
 from nsa.ops.triton import flash
 from nsa.tests.support.gpu import compare, interpreted, needs_gpu
@@ -39,6 +39,7 @@ CHANGES = {
     "NSA_SDPA_AUDIT": ("1", "SDPA audited"),
     "NSA_SDPA_NO_FLASH": ("1", "SDPA backends: no flash"),
     "NSA_SDPA_FLASH_ONLY": ("1", "SDPA backends: flash only"),
+    "NSA_STRICT_ASSERTS": ("1", "selections checked"),
     "NSA_NVTX": ("1", "NVTX ranges"),
     "NSA_SEL_RANGES_V2": ("0", "selection: reference"),
 }
@@ -442,20 +443,19 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("pop"))
-    monkeypatch.setattr(nvtx, "_has_cuda", lambda: True)
+    monkeypatch.setattr(plan, "_has_cuda", lambda: True)
     return told
 
 
 def test_nvtx_ranges_open_and_close_in_order(
     marks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = NSAAttention(16, 2, 1, 8, 8, l=8, d=4, l_sel=8, n_sel=4, w=11)
     x = torch.randn(1, 32, 16)
-    module(x)
+    NSAAttention(16, 2, 1, 8, 8, l=8, d=4, l_sel=8, n_sel=4, w=11)(x)
     assert marks == []
 
     monkeypatch.setenv("NSA_NVTX", "1")
-    module(x)
+    NSAAttention(16, 2, 1, 8, 8, l=8, d=4, l_sel=8, n_sel=4, w=11)(x)
 
     assert marks == [
         *("projections+rope", "pop", "pcmp_all", "pop"),
@@ -464,12 +464,8 @@ def test_nvtx_ranges_open_and_close_in_order(
     ]
 
 
-def test_an_nvtx_range_closes_after_an_error(
-    marks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NSA_NVTX", "1")
-
-    with pytest.raises(RuntimeError, match="inside"), nvtx.nvtx("part"):
+def test_an_nvtx_range_closes_after_an_error(marks: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="inside"), plan.nvtx("part", True):
         raise RuntimeError("inside")
 
     assert marks == ["part", "pop"]
@@ -538,9 +534,9 @@ def test_the_triton_path_compiles_as_one_graph() -> None:
 def test_the_triton_operators_are_registered_as_torch_wants_them() -> None:
     case = Case(SMALL, S=24, Hkv=1, G=2, Dk=16, Dv=16)
     tensors = make_inputs(case, torch.float32, grad=True).values()
-    blocks = [8, 4, 8, 4, 11]
+    blocks = SMALL.to_ints()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    args = (*tensors, None, blocks, 0.25, [24])
+    args = (*tensors, None, blocks, 0.25, [24], list(plan.NO_FLAGS))
     torch.library.opcheck(torch.ops.nsa.attention.default, args, test_utils=checks)
     x = torch.randn(1, 24, 1, 16, requires_grad=True)
     torch.library.opcheck(torch.ops.nsa.mean.default, (x, blocks, [24]), test_utils=checks)

@@ -12,7 +12,14 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, select_blocks
-from nsa.ops.triton import banded, block_index, by_block, operators, problem, select
+from nsa.ops.triton import (
+    banded_backward,
+    block_index,
+    by_block_backward,
+    operators,
+    problem,
+    select,
+)
 from nsa.ops.triton.tiles import forward_tiles
 from nsa.tests.support import matrix
 from nsa.tests.support.gpu import forward_backward
@@ -129,10 +136,9 @@ def test_shapes_drawn_at_random_equal_float64(drawn):
 
 def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
     force_order("by-block")
-    for module in (block_index, by_block):
-        monkeypatch.setattr(module, "chunk_size", lambda problem: 16)
-        monkeypatch.setattr(module, "piece_size", lambda problem: 3)
-    monkeypatch.setattr(by_block, "PART_BYTES", 1)
+    monkeypatch.setattr(block_index, "chunk_size", lambda problem: 16)
+    monkeypatch.setattr(block_index, "piece_size", lambda problem: 3)
+    monkeypatch.setattr(block_index, "PART_BYTES", 1)
     monkeypatch.setattr(select, "SCORE_BYTES", 1)
     monkeypatch.setattr(select, "ROWS", 32)
     for case in (TINY_CASES[2], TINY_CASES[3]):
@@ -151,12 +157,12 @@ def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
 )
 def test_sums_in_a_fixed_order_equal_the_oracle(order, part_bytes, case, force_order, monkeypatch):
     force_order(order)
-    for module in (block_index, by_block):
-        monkeypatch.setattr(module, "chunk_size", lambda problem: 16)
-        monkeypatch.setattr(module, "piece_size", lambda problem: 3)
-    monkeypatch.setattr(by_block, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(block_index, "chunk_size", lambda problem: 16)
+    monkeypatch.setattr(block_index, "piece_size", lambda problem: 3)
+    monkeypatch.setattr(block_index, "PART_BYTES", part_bytes)
     summed = []
-    monkeypatch.setattr(by_block, "_sum_slots", _noting(summed, by_block._sum_slots))
+    sum_slots = by_block_backward._sum_slots
+    monkeypatch.setattr(by_block_backward, "_sum_slots", _noting(summed, sum_slots))
     torch.use_deterministic_algorithms(True)
     try:
         compare(case, torch.float32, "reference", 1e-5, 1e-4)
@@ -175,9 +181,14 @@ def _noting(calls, function):
 
 def test_slices_of_queries_for_compressed_keys_change_nothing(monkeypatch):
     slices = []
-    real = banded._parts
-    monkeypatch.setattr(banded, "SLICE_TILES", 1)
-    monkeypatch.setattr(banded, "_parts", lambda *args: slices.append(real(*args)) or slices[-1])
+    real = banded_backward._parts
+    monkeypatch.setattr(banded_backward, "SLICE_TILES", 1)
+
+    def noted(*args):
+        slices.append(real(*args))
+        return slices[-1]
+
+    monkeypatch.setattr(banded_backward, "_parts", noted)
 
     for docs in ((45, 55), ()):
         case = Case(SMALL, S=100, Hkv=1, G=2, docs=docs)
@@ -188,7 +199,7 @@ def test_slices_of_queries_for_compressed_keys_change_nothing(monkeypatch):
 
 def test_offsets_of_64_bits_change_nothing(force_order, monkeypatch):
     force_order("by-block")
-    monkeypatch.setattr(by_block, "WIDE", 0)
+    monkeypatch.setattr(block_index, "WIDE", 0)
     compare(TINY_CASES[2], torch.float32, "reference", 1e-5, 1e-4)
 
 
@@ -265,7 +276,7 @@ def test_equal_scores_go_to_the_lower_block(case):
 def test_a_second_gradient_is_refused():
     x = torch.randn(1, 20, 1, 16, device=DEVICE, requires_grad=True)
     plain = compress(x, SMALL, backend="triton")
-    operator = torch.ops.nsa.mean(x, [SMALL.l, SMALL.d, SMALL.l_sel, SMALL.n_sel, SMALL.w], [20])
+    operator = torch.ops.nsa.mean(x, SMALL.to_ints(), [20])
     for out, error in ((plain, RuntimeError), (operator, NotImplementedError)):
         weight = torch.ones_like(out, requires_grad=True)
         (grad,) = torch.autograd.grad(out, x, weight, create_graph=True)

@@ -169,6 +169,23 @@ def assert_fair(heads: Heads, wide: NSACache, q: Tensor, length: int, selection:
         assert not (~chosen & (free > s_n + eps)).any(), "a better block was left out"
 
 
+def test_a_token_that_ends_here_is_scored_in_the_same_step():
+    """l > l_sel: the newest compressed token reaches back into a block that is not forced.
+
+    That token has by far the largest weight, so the one free place belongs to that block; the next
+    best is block 4.
+    """
+    heads = Heads(BlockSpec(l=16, d=4, l_sel=8, n_sel=4, w=5), 1, 2, 8, 8, (99,))
+    cache, token = filled_cache(heads, 1, torch.float32), new_token(heads, 1, torch.float32)
+    cache.length = 99  # the block of tokens 84 .. 99 ends; 80 .. 87 are selection block 10
+    for x in (cache.raw.k, token.k[0], token.q):
+        x.fill_(1.0)
+    cache.cmp.k.zero_()
+    cache.cmp.k[:, :, 8].fill_(0.1)  # tokens 32 .. 47
+    cache.decoder(2).step(token, advance=False)
+    assert cache.decoder(2).selection.tolist() == [[[0, 10, 11, 12]]]
+
+
 TINY = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=11)
 MODULES = {
     "avg": (TINY, 37, 30),  # into the fifth block: four are chosen
@@ -308,9 +325,9 @@ def test_chunked_prefill_by_kernels_is_that_of_the_torch_path(shape, sizes, monk
     ids = torch.cat(chosen, dim=1).transpose(1, 2)
     assert ids.shape[2] == sum(sizes)
 
-    def given_rows(q, branches, first, spec, scale, _):
+    def given_rows(q, branches, first, spec, scale, _, flags):
         rows = ids[:, :, first : first + q.shape[2]]
-        return forward_rows(q, branches, first, spec, scale, rows)
+        return forward_rows(q, branches, first, spec, scale, rows, flags)
 
     monkeypatch.setattr(attention, "forward_rows", given_rows)
     assert_near(torch.cat(outs, dim=1), wide.prefill(x.double(), wide_cache), 1e-4)

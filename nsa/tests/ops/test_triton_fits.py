@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import NSAAttention
-from nsa.ops import fallbacks, plan
+from nsa.ops import fallbacks, machine, plan
 from nsa.ops.eager.rows import KeyValues
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import tiles as tables
@@ -198,12 +198,12 @@ def test_tiles_of_an_h200_are_those_that_were_measured():
                 found = tables.dq_tiles(*heads, (9, 0), words=words)
                 assert found == tables._dq_tiles(*heads)
             for group in (1, 4, 6, 8, 16, 64):
-                sizes = (d_k, d_v, group, 64, torch.bfloat16)
+                sizes = (d_k, d_v, group, BlockSpec(), torch.bfloat16)
                 for backward in (False, True):
                     found = tables.query_tiles(*sizes, (9, 0), backward=backward)
                     assert found == tables._query_tiles(*sizes, backward)
                 for purpose in ("forward", "backward", "dkv"):
-                    if tables.fits_blocks(d_k, d_v, 64, torch.bfloat16):
+                    if tables.fits_blocks(d_k, d_v, BlockSpec(), torch.bfloat16):
                         found = tables.fitted_block_tiles(*sizes, purpose, (9, 0))
                         assert found == tables.block_tiles(*sizes, purpose)
 
@@ -257,22 +257,22 @@ OBSTACLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("reason", OBSTACLES)
 def test_the_plan_refuses_a_machine_that_cannot_run_the_kernels(reason):
-    machine = plan.Machine("cuda", **({"capability": (9, 0)} | OBSTACLES[reason]))
+    other = machine.Machine("cuda", **({"capability": (9, 0)} | OBSTACLES[reason]))
 
-    auto = plan.plan_attention("cuda", torch.bfloat16, machine=machine)
+    auto = plan.plan_attention("cuda", torch.bfloat16, machine=other)
 
     assert auto.backend == "torch" and reason in auto.reason
     assert auto.fallbacks == (("all", auto.reason),)
     with pytest.raises(ValueError, match=f"backend='triton' cannot run: .*{reason}; use backend="):
-        plan.plan_attention("cuda", torch.bfloat16, "triton", machine=machine)
+        plan.plan_attention("cuda", torch.bfloat16, "triton", machine=other)
 
 
 def test_versions_are_read_from_what_is_installed():
-    assert plan._version("2.11.0+cu130") == (2, 11) == plan._version("2.11.0a0+git1234")
-    assert plan._triton_version() >= plan.TRITON_OLDEST
-    machine = plan.machine_of(torch.device("cpu"))
-    assert machine.torch >= plan.TORCH_OLDEST and not machine.rocm
-    assert plan.machine_of(torch.device("cpu")) is machine
+    assert machine._version("2.11.0+cu130") == (2, 11) == machine._version("2.11.0a0+git1234")
+    assert machine._triton_version() >= machine.TRITON_OLDEST
+    here = machine.machine_of(torch.device("cpu"))
+    assert here.torch >= machine.TORCH_OLDEST and not here.rocm
+    assert machine.machine_of(torch.device("cpu")) is here
 
 
 REFUSED = (120, Shape(256, 256, group=128, dtype="fp32"))

@@ -11,7 +11,18 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton
 import triton.language as tl
 
-from nsa.ops.triton import banded, block_index, by_block, by_query, cross_entropy, documents, tile
+from nsa.ops.spec import BlockSpec
+from nsa.ops.triton import (
+    banded_backward,
+    banded_forward,
+    block_index,
+    by_block_backward,
+    by_block_forward,
+    by_query,
+    cross_entropy,
+    documents,
+    tile,
+)
 from nsa.ops.triton import compress as compression
 from nsa.ops.triton import select as scoring
 from nsa.ops.triton.tiles import (
@@ -66,33 +77,34 @@ def test_kernels_equal_the_oracle_in_the_interpreter(files):
 
 def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)):
     """Kernel, constants and tiles of the attention kernels for (Dk, Dv, G)."""
+    spec = BlockSpec(l_sel=l_sel)
     for d_k, d_v, per_group in heads:
         main, rest = parts_of(d_k)
         dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
         for select in selects:
             branch = dims | dict(L_SEL=l_sel, SELECT=select, HAS_DOCS=False, UPCAST=False)
             for number in (1,) if select else (0, 2):
-                yield banded.band_forward, branch, forward_tiles(d_k, d_v, dtype, number)
-            yield banded.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
-            yield banded.band_dq, branch | dict(HAS_CMP=True), dq_tiles(d_k, d_v, dtype)
+                yield banded_forward.band_forward, branch, forward_tiles(d_k, d_v, dtype, number)
+            yield banded_backward.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
+            yield banded_backward.band_dq, branch | dict(HAS_CMP=True), dq_tiles(d_k, d_v, dtype)
         flags = dict(HAS_DOCS=False, UPCAST=False)
         scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
         yield scoring.group_scores, scores, score_tiles(d_k, dtype)
-        if not fits_blocks(d_k, d_v, l_sel, dtype):
+        if not fits_blocks(d_k, d_v, spec, dtype):
             continue
-        sizes = (d_k, d_v, per_group, l_sel, dtype)
+        sizes = (d_k, d_v, per_group, spec, dtype)
         chosen = dims | dict(N_SEL=16, L_SEL=l_sel)
         if per_group < 9 and fits_dq(d_k, d_v):
             blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True)
-            yield by_block.block_forward, blocks, block_tiles(*sizes, "forward")
+            yield by_block_forward.block_forward, blocks, block_tiles(*sizes, "forward")
             for ordered in (False, True):
                 flagged = blocks | dict(WITH_DQ=True, ORDERED=ordered)
-                yield by_block.block_backward, flagged, block_tiles(*sizes, "backward")
+                yield by_block_backward.block_backward, flagged, block_tiles(*sizes, "backward")
         else:
             yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
             yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
             blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
-            yield by_block.block_backward, blocks, block_tiles(*sizes, "dkv")
+            yield by_block_backward.block_backward, blocks, block_tiles(*sizes, "dkv")
 
 
 def named(cases):
@@ -151,8 +163,13 @@ def some_of(kernels, heads, l_sel, kind):
     return [case for case in cases if case[0] in kernels and case[1].get("ORDERED", 0) <= ordered]
 
 
-BANDS = (banded.band_forward, banded.band_dkv, banded.band_dq, scoring.group_scores)
-BLOCKS = (by_block.block_forward, by_block.block_backward)
+BANDS = (
+    banded_forward.band_forward,
+    banded_backward.band_dkv,
+    banded_backward.band_dq,
+    scoring.group_scores,
+)
+BLOCKS = (by_block_forward.block_forward, by_block_backward.block_backward)
 ROWS_FIRST = (by_query.query_forward, by_query.query_dq)
 """Kernels whose products have the rows first: fewer than 64 take the older instruction."""
 WIDEST = {
@@ -190,7 +207,8 @@ UNEQUAL = named(
     (kernel, constants | dict(HAS_DOCS=True), tiles)
     for case in attention_cases(((16, 64, 4), (40, 128, 4)), selects=(False,))
     for kernel, constants, tiles in [case]
-    if kernel in (banded.band_dkv, banded.band_dq, by_block.block_backward)
+    if kernel
+    in (banded_backward.band_dkv, banded_backward.band_dq, by_block_backward.block_backward)
 )
 """Operands of several layouts in one kernel."""
 
@@ -242,14 +260,14 @@ SMALL_KERNELS = [
         | dict(HAS_DOCS=True),
     ),
     (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True)),
-    (by_block.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
-    (by_block.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
-    (by_block.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
+    (by_block_forward.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
+    (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
+    (by_block_backward.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
     (block_index.count_choices, dict(SUBS=8, BQ=128)),
     (block_index.add_up, dict(BLOCK=8192)),
     (block_index.list_choices, dict(SUBS=8, BQ=128)),
     (block_index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
-    (banded.sum_parts, dict(BLOCK=1024)),
+    (banded_backward.sum_parts, dict(BLOCK=1024)),
     (cross_entropy.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
     (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
     (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa.ops import plan
+from nsa.ops import machine
 from nsa.ops.triton import by_query, launcher, problem
 
 MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
@@ -161,14 +161,14 @@ def starting_on(capability: int, kernels: Collection[str] | None = None) -> Iter
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs) if asked else None
         started.append(Started(self.__name__, kwargs, compiled))
 
-    machine = plan.Machine("cuda", divmod(capability, 10))
+    pretended = machine.Machine("cuda", divmod(capability, 10))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", _Driver(capability))
         patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(plan, "_machine_of", lambda device: machine)
+        patch.setattr(machine, "_machine_of", lambda device: pretended)
         # Nothing is remembered, before or after: a memo holds what the driver has loaded, and a
         # problem the tiles of its GPU.
-        patch.setattr(launcher, "INTERPRETED", True)
+        patch.setattr(launcher, "interpreted", lambda: True)
         patch.setattr(problem, "_kept", {})
         yield started
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from nsa.ops import machine
 from nsa.tests.support.helpers import NAMES, ZERO, Case, assert_near, make_inputs, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,7 +19,7 @@ needs_gpu = [pytest.mark.gpu, on_gpu]
 
 def interpreted(test: Any) -> Any:
     """For a test of Triton's interpreter alone: test_triton_on_cpu.py runs its file there."""
-    is_on = os.environ.get("TRITON_INTERPRET") == "1"
+    is_on = machine.interpreted()
     return pytest.mark.gpu(pytest.mark.skipif(not is_on, reason="needs the interpreter")(test))
 
 

@@ -229,6 +229,7 @@ def attend_compressed(
         p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DV, per_page)
         b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
         b_v = _completed(p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE)
+        # Its logit [BM]: a sum over the head, since a product needs 16 keys or more.
         top = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32)[None, :], axis=1)
         _put(p_k, 0, b_k, True, DK, DK1)
         _put(p_v, 0, b_v, True, DV, DV_PAD)

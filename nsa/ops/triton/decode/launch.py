@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.config.env import read
 from nsa.ops.checks import assert_selection
 from nsa.ops.eager.rows import KeyValues
+from nsa.ops.machine import interpreted
+from nsa.ops.plan import read_switches
 from nsa.ops.spec import NUM_FORCED, BlockSpec
 from nsa.ops.triton.decode import attend, merge, score
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles, reads_pass_l1
-from nsa.ops.triton.launcher import INTERPRETED, Launch, Memo, ceil_div, form, start
-from nsa.ops.triton.problem import LOG2_E, capability_of
-from nsa.ops.triton.tiles import padded, parts_of
+from nsa.ops.triton.launcher import Launch, Memo, ceil_div, form, start
+from nsa.ops.triton.problem import LOG2_E
+from nsa.ops.triton.tiles import capability_of, padded, parts_of
 
 LOGITS_STEP = 32
 """Row lengths of the logits are multiples of this, so that 16-byte accesses are aligned."""
@@ -81,6 +82,7 @@ class Decoder:
         # A token that starts in block j reaches up to block j + levels - 1.
         self.levels = 1 + ceil_div(spec.l // spec.d - 1, spec.l_sel // spec.d)
         self.memo: Memo = {}
+        self.strict = read_switches().strict
         self._allocate(workspace)
 
     def _tiles(self) -> DecodeTiles:
@@ -133,7 +135,7 @@ class Decoder:
         self._attend_compressed(token, key)
         self._score(key)
         self._attend_tokens(token, key)
-        if read("NSA_STRICT_ASSERTS") and not torch.cuda.is_current_stream_capturing():
+        if self.strict and not torch.cuda.is_current_stream_capturing():
             for i, length in enumerate(self.current):
                 assert_selection(self.selection[i : i + 1, :, None], length[None], self.spec)
         self._merge(token.gates, out, key, advance)
@@ -165,7 +167,7 @@ class Decoder:
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
                 | {"MADE": token.made is not None}
                 | {"CMP_PART": tiles.CMP_PART, "LEVELS": self.levels, "SUMS": tiles.SUMS}
-                | {"EARLY": self.early, "UPCAST": INTERPRETED, "BM": tiles.BM, "BN": tiles.BN},
+                | {"EARLY": self.early, "UPCAST": interpreted(), "BM": tiles.BM, "BN": tiles.BN},
                 self._options(tiles.cmp_warps, tiles.cmp_stages),
             ),
         )  # fmt: skip
@@ -216,7 +218,7 @@ class Decoder:
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
                 | {"NB": padded(self.num_blocks), "AHEAD": self.reads_ahead}
-                | {"EARLY": self.early, "UPCAST": INTERPRETED}
+                | {"EARLY": self.early, "UPCAST": interpreted()}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
                 self._options(tiles.tok_warps, tiles.tok_stages),
             ),
@@ -246,7 +248,7 @@ class Decoder:
     @cached_property
     def early(self) -> bool:
         """Whether programmatic dependent launch is available (sm_90 and later)."""
-        return not INTERPRETED and capability_of(self.device) >= (9, 0)
+        return not interpreted() and capability_of(self.device) >= (9, 0)
 
     def _options(self, num_warps: int, num_stages: int = 1) -> dict[str, int]:
         """Launch options under Triton's names."""

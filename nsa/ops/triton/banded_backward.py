@@ -1,13 +1,16 @@
-"""Flash attention over a band of keys: the compressed, the window and the masked selected branch.
+"""Gradients of attention over a band of keys: the branches of banded_forward.py.
 
-Forward kernel, gradient of keys and values, gradient of queries, then their launchers. tile.py has
-the names, the band and its letters. Probabilities and the log-sum-exp are in base 2; the
-log-sum-exp is +inf for a query that sees nothing. No sum depends on the order of the programs.
+Keys and values by tiles of keys (band_dkv), queries by tiles of queries (band_dq). With
+P = exp2(s' - lse), dP = dout V^T and dS = gate * P * (dP - delta):
+
+    dV = (gate * P)^T dout,  dK = scale * dS^T Q,  dQ = scale * dS K
+
+P is recomputed from the stored log-sum-exp; delta and gate come from tile.gate_backward. One pass
+for all three was slower: dq by additions in memory costs more than the two products that it saves
+(docs/kernels.md). tile.py has the names, the band and its letters.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,116 +27,9 @@ from nsa.ops.triton.tile import (
     _load,
     _rows,
     _stats,
-    _store_gated,
     _tile_range,
 )
-from nsa.ops.triton.tiles import dkv_tiles, dq_tiles, forward_tiles
-
-
-@triton.jit
-def band_forward(
-    p_q, t_k, t_k2, t_v, p_o, p_lse, p_bits, p_row_start, p_row_key, p_row_block,
-    p_gates, p_o_cmp, p_o_win, p_out,
-    S, K, Hq, G, scale_log2,
-    s_qb, s_qs, s_qh, s_gb, s_gs, s_gh,
-    OFF, STEP, W, NUM_WORDS,
-    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
-    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
-    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Output and log-sum-exp of BM queries of one head; SELECT also writes the gated sum.
-
-    o, o_cmp, o_win and out are contiguous [B, S, Hq, DV].
-    """
-    # Late queries see the most keys. Their programs start first, so that none is left at the end.
-    i_m = tl.num_programs(0) - 1 - tl.program_id(0)
-    # int64: offsets of a batch element or a head may pass 2^31.
-    i_b, i_h = (tl.program_id(1) // Hq).to(tl.int64), (tl.program_id(1) % Hq).to(tl.int64)
-    i_g = i_h // G
-    o_t = i_m * BM + tl.arange(0, BM)
-    m_t = o_t < S
-    o_n = tl.arange(0, BN)
-    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
-    # q: [BM, DK1] and, where the head has a rest, [BM, DK2].
-    p_rows = p_q + i_b * s_qb + i_h * s_qh + o_t.to(tl.int64)[:, None] * s_qs
-    b_q = _load(p_rows + o_dk[None, :], m_t, o_dk, DK, DK1, True)
-    if DK2 > 0:
-        o_dk2 = DK1 + tl.arange(0, DK2)
-        b_q2 = _load(p_rows + o_dk2[None, :], m_t, o_dk2, DK, DK1 + DK2, True)
-    # [BM]: first and last visible key of each query. Scalars: the ranges of key tiles.
-    first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
-    start, full, masked, stop = _tile_range(
-        i_m, S, K, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS, BM, BN
-    )
-    p_bits += (i_b * (Hq // G) + i_g) * NUM_WORDS * S
-
-    # Online softmax in base 2, with s' = s * scale_log2 and scale_log2 = scale * log2(e):
-    #   top = max s',  total = sum of exp2(s' - top),  b_out = sum of exp2(s' - top) * v.
-    top = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    b_out = tl.zeros([BM, DV_PAD], tl.float32)
-    # The mask is peeled: only the edges of the band need it (parts 0 and 2), the tiles between them
-    # run without. The selected branch has holes everywhere and masks every tile.
-    for part in tl.static_range(1 if SELECT else 3):
-        if SELECT:
-            lo, hi = start, stop
-        elif part == 0:
-            lo, hi = start, full
-        elif part == 1:
-            lo, hi = full, masked
-        else:
-            lo, hi = masked, stop
-        for k0 in range(lo, hi, BN):
-            o_k = k0 + o_n
-            # s = q k^T: [BM, BN], summed over both parts of the head.
-            b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
-            b_s = _dot(b_q, tl.trans(b_k), UPCAST)
-            if DK2 > 0:
-                b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
-                b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
-            if SELECT or part != 1:
-                visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
-                if SELECT:
-                    visible = visible & _is_selected(
-                        o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S, L_SEL, BN, HAS_DOCS
-                    )
-                b_s = tl.where(visible, b_s, float("-inf"))
-            # Scaled after the maximum: a scale that is not positive was moved into q before.
-            new_top = tl.maximum(top, tl.max(b_s, axis=1) * scale_log2)
-            safe_top = new_top
-            # A row that has seen nothing yet has top -inf; exp2(-inf - -inf) would be NaN.
-            if SELECT or part != 1:
-                safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-            b_p = tl.math.exp2(b_s * scale_log2 - safe_top[:, None])
-            shrink = tl.math.exp2(top - safe_top)
-            # Rescale what was summed over the old maximum: [BM] and [BM, DV_PAD].
-            total = total * shrink + tl.sum(b_p, axis=1)
-            # p v: p is rounded to the dtype of v, the operand of a 16-bit product.
-            b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
-            b_out = _dot_add(b_out * shrink[:, None], b_p.to(b_v.dtype), b_v, UPCAST)
-            top = new_top
-
-    # out = b_out / total, lse = log2(sum of exp2(s')); a row that sees nothing: 0 and +inf.
-    sees_none = total == 0.0
-    b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
-    lse = tl.where(sees_none, float("inf"), top + tl.math.log2(total))
-    tl.store(p_lse + tl.program_id(1).to(tl.int64) * S + o_t, lse, mask=m_t)
-    # Store [BM, DV]; i_b and i_h are int64, and so are the offsets.
-    row = (i_b * S + o_t) * Hq + i_h
-    at = row[:, None] * DV + o_dv[None, :]
-    m_o = m_t[:, None] & (o_dv < DV)[None, :]
-    tl.store(p_o + at, b_out.to(p_o.dtype.element_ty), mask=m_o)
-    if SELECT:
-        p_gate = p_gates + i_b * s_gb + i_h * s_gh + o_t.to(tl.int64) * s_gs
-        _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_t, m_o)
-
-
-# --- Gradients: of keys and values by tiles of keys, of queries by tiles of queries ---
-# With P = exp2(s' - lse), dP = dout V^T and dS = gate * P * (dP - delta):
-#   dV = (gate * P)^T dout,  dK = scale * dS^T Q,  dQ = scale * dS K.
-# P is recomputed from the stored log-sum-exp; delta and gate come from tile.gate_backward.
-# One pass for all three was slower: dq by additions in memory costs more than the two products
-# that it saves (docs/kernels.md).
+from nsa.ops.triton.tiles import dkv_tiles, dq_tiles
 
 
 @triton.jit
@@ -197,6 +93,8 @@ def band_dkv(
     full = stop_tile
     masked = stop_tile
     if not (SELECT or HAS_DOCS):
+        # From `full` on all queries see the tile's last key. From `masked` on some no longer have
+        # its first key in their window, or lie beyond S.
         if i_n * BN + BN <= K:
             full = tl.cdiv((i_n * BN + BN - 1) * STEP + OFF, BM)
             masked = S // BM
@@ -204,6 +102,7 @@ def band_dkv(
                 masked = tl.minimum(masked, (i_n * BN + W) // BM)
         full = tl.minimum(tl.maximum(full, first_tile), stop_tile)
         masked = tl.minimum(tl.maximum(masked, full), stop_tile)
+    # Words of this segment; int64 through i_b and i_g. Then the three parts, as in band_forward.
     p_bits += (i_b * Hkv + i_g) * NUM_WORDS * S
     for part in tl.static_range(1 if SELECT or HAS_DOCS else 3):
         if part == 0:
@@ -261,6 +160,36 @@ def band_dkv(
     tl.store(p_dv + row * DV + o_dv[None, :], b_dv.to(dtype), mask=m_rows & (o_dv < DV)[None, :])
 
 
+# --- Sum of the partial gradients of band_dkv ---
+
+
+@triton.jit
+def _sum(p_parts, p_out, i_b, i_block, SIZE, PARTS, BLOCK: tl.constexpr):
+    """BLOCK numbers of out[b] = sum over parts of parts[b, part], in the order of the parts."""
+    # int64: PARTS * SIZE may pass 2^31.
+    o = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = o < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(0, PARTS):
+        total += tl.load(p_parts + (i_b * PARTS + part) * SIZE + o, mask=mask, other=0.0)
+    tl.store(p_out + i_b * SIZE + o, total.to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_parts(p_dk_parts, p_dv_parts, p_dk, p_dv, SIZE_K, SIZE_V, PARTS, BLOCK: tl.constexpr):
+    """[B, PARTS, SIZE] fp32 -> [B, SIZE], for the gradients of keys and of values, in order."""
+    i_b = tl.program_id(1).to(tl.int64)
+    num_k = tl.cdiv(SIZE_K, BLOCK)
+    # One launch for both: the first programs sum keys, the others values.
+    if tl.program_id(0) < num_k:
+        _sum(p_dk_parts, p_dk, i_b, tl.program_id(0), SIZE_K, PARTS, BLOCK)
+    else:
+        _sum(p_dv_parts, p_dv, i_b, tl.program_id(0) - num_k, SIZE_V, PARTS, BLOCK)
+
+
+# --- Gradient of queries: all branches in one launch ---
+
+
 @triton.jit
 def _branch_dq(
     b_dq, b_dq2, b_q, b_q2, b_dout, t_k, t_k2, t_v, p_stats, p_bits,
@@ -299,6 +228,7 @@ def _branch_dq(
                 b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
             b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
             b_p = tl.math.exp2(b_s * scale_log2 - lse[:, None])
+            # Edges of the band and holes of the selection: P = 0.
             if SELECT or part != 1:
                 o_k = k0 + tl.arange(0, BN)
                 visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
@@ -391,6 +321,7 @@ def band_dq(
     if p_dq_more is not None:
         b_dq += tl.load(p_dq_more + row + o_dk[None, :], mask=m_dq, other=0.0).to(tl.float32)
     tl.store(p_dq + row + o_dk[None, :], b_dq.to(p_dq.dtype.element_ty), mask=m_dq)
+    # The rest of the head: [BM, DK2].
     if DK2 > 0:
         b_dq2 = b_dq2 * scale
         m_dq = m_t[:, None] & (o_dk2 < DK)[None, :]
@@ -399,33 +330,6 @@ def band_dq(
         if p_dq_more is not None:
             b_dq2 += tl.load(p_dq_more + row + o_dk2[None, :], mask=m_dq, other=0.0).to(tl.float32)
         tl.store(p_dq + row + o_dk2[None, :], b_dq2.to(p_dq.dtype.element_ty), mask=m_dq)
-
-
-# --- Sum of the partial gradients of band_dkv ---
-
-
-@triton.jit
-def _sum(p_parts, p_out, i_b, i_block, SIZE, PARTS, BLOCK: tl.constexpr):
-    """BLOCK numbers of out[b] = sum over parts of parts[b, part], in the order of the parts."""
-    # int64: PARTS * SIZE may pass 2^31.
-    o = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = o < SIZE
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in range(0, PARTS):
-        total += tl.load(p_parts + (i_b * PARTS + part) * SIZE + o, mask=mask, other=0.0)
-    tl.store(p_out + i_b * SIZE + o, total.to(p_out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def sum_parts(p_dk_parts, p_dv_parts, p_dk, p_dv, SIZE_K, SIZE_V, PARTS, BLOCK: tl.constexpr):
-    """[B, PARTS, SIZE] fp32 -> [B, SIZE], for the gradients of keys and of values, in order."""
-    i_b = tl.program_id(1).to(tl.int64)
-    num_k = tl.cdiv(SIZE_K, BLOCK)
-    # One launch for both: the first programs sum keys, the others values.
-    if tl.program_id(0) < num_k:
-        _sum(p_dk_parts, p_dk, i_b, tl.program_id(0), SIZE_K, PARTS, BLOCK)
-    else:
-        _sum(p_dv_parts, p_dv, i_b, tl.program_id(0) - num_k, SIZE_V, PARTS, BLOCK)
 
 
 # --- Launchers ---
@@ -438,55 +342,6 @@ SUM_BLOCK = 1024
 """Numbers that one program of sum_parts adds up."""
 NONE = (None, None, None)
 """Keys and values of a branch that a kernel does not walk."""
-
-
-class Gated(NamedTuple):
-    """What the selected branch, the last one, needs to finish the gated sum."""
-
-    gates: Tensor  # [B, S, Hq, 3]
-    o_cmp: Tensor  # [B, S, Hq, Dv]
-    o_win: Tensor  # [B, S, Hq, Dv]
-    out: Tensor  # [B, S, Hq, Dv], written
-
-
-def forward(
-    problem: Problem,
-    branch: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,  # [B, Hq, S] fp32, written
-    bits: Tensor | None = None,
-    gated: Gated | None = None,
-) -> Tensor:  # [B, S, Hq, Dv]
-    """Output of one branch. With `bits`, of the selected one, it also writes the gated sum."""
-    out = problem.empty(problem.batch, problem.seq_len, problem.num_heads, v.shape[3])
-    if k.shape[1] == 0:  # shorter than one compression block: no query sees a key
-        lse.fill_(torch.inf)
-        return out.zero_()
-    sizes = (problem.d_k, v.shape[3], problem.dtype, branch, problem.capability)
-    tiles = forward_tiles(*sizes, words=bits is not None and problem.words)
-    rest = (q,) * 4 if gated is None else gated
-    start(
-        problem.memo,
-        ("forward", branch, bits is None),
-        band_forward,
-        (
-            q, *problem.keys(k, v, tiles.BN), out, lse, q if bits is None else bits,
-            *problem.row_index(branch, q), *rest,
-        ),
-        lambda: Launch.tiled(
-            (ceil_div(problem.seq_len, tiles.BM), problem.batch * problem.num_heads),
-            (
-                problem.seq_len, k.shape[1], problem.num_heads, problem.per_group,
-                problem.scale_log2, *q.stride()[:3], *rest[0].stride()[:3],
-                *problem.bands[branch][:3], problem.num_words,
-            ),
-            {**problem.dims(v.shape[3]), **_branch_constants(problem, bits is not None)},
-            tiles,
-        ),
-    )  # fmt: skip
-    return out
 
 
 def backward_kv(
@@ -527,11 +382,52 @@ def backward_kv(
                 *problem.bands[branch][:3], problem.num_words,
                 problem.num_segments, problem.per_group // shares, slices,
             ),
-            {**problem.dims(), **_branch_constants(problem, problem.bands[branch].SELECT)},
+            {**problem.dims(), **problem.branch_constants(problem.bands[branch].SELECT)},
             tiles,
         ),
     )  # fmt: skip
     return _sum_parts(problem, branch, dk, dv)
+
+
+def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
+    """Programs per key tile: how many share the heads of a group, and how many slices of queries.
+
+    Compressed tokens are few, and many queries see each of them: there every head has its own
+    program, and slices of queries are added until the GPU is full.
+    """
+    per_group = problem.per_group
+    if branch != 0:
+        # The smallest split that fills the GPU: every part is one more pass over dk and dv.
+        divisors = (n for n in range(1, per_group + 1) if per_group % n == 0)
+        return next((n for n in divisors if n * num_tiles >= BUSY), per_group), 1
+    slices, row_tiles = 1, ceil_div(problem.seq_len, num_rows)
+    while slices * num_tiles * per_group < 3 * BUSY // 2 and slices * 2 * SLICE_TILES <= row_tiles:
+        slices *= 2
+    return per_group, slices
+
+
+def _sum_parts(problem: Problem, branch: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, parts, K, Hkv, D] -> [B, K, Hkv, D] in the dtype of the inputs."""
+    parts = dk.shape[1]
+    if parts == 1:
+        return dk.squeeze(1), dv.squeeze(1)
+    totals = (
+        problem.empty(problem.batch, *dk.shape[2:]),
+        problem.empty(problem.batch, *dv.shape[2:]),
+    )
+    sizes = (totals[0][0].numel(), totals[1][0].numel())
+    start(
+        problem.memo,
+        ("sums", branch),
+        sum_parts,
+        (dk, dv, *totals),
+        lambda: Launch.plain(
+            (sum(ceil_div(size, SUM_BLOCK) for size in sizes), problem.batch),
+            (*sizes, parts),
+            {"BLOCK": SUM_BLOCK},
+        ),
+    )
+    return totals
 
 
 def backward_q(
@@ -574,58 +470,8 @@ def backward_q(
                 *q.stride()[:3], *dout.stride()[:3],
                 *problem.bands[0][:2], problem.spec.w, problem.num_words,
             ),
-            {**problem.dims(), **_branch_constants(problem, dq_sel is None), "HAS_CMP": has_cmp},
+            {**problem.dims(), **problem.branch_constants(dq_sel is None), "HAS_CMP": has_cmp},
             tiles,
         ),
     )  # fmt: skip
     return dq
-
-
-def _branch_constants(problem: Problem, select: bool) -> dict[str, Any]:
-    return {
-        "L_SEL": problem.spec.l_sel,
-        "SELECT": select,
-        "HAS_DOCS": problem.packed,
-        "UPCAST": problem.upcast,
-    }
-
-
-def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
-    """Programs per key tile: how many share the heads of a group, and how many slices of queries.
-
-    Compressed tokens are few, and many queries see each of them: there every head has its own
-    program, and slices of queries are added until the GPU is full.
-    """
-    per_group = problem.per_group
-    if branch != 0:
-        # The smallest split that fills the GPU: every part is one more pass over dk and dv.
-        divisors = (n for n in range(1, per_group + 1) if per_group % n == 0)
-        return next((n for n in divisors if n * num_tiles >= BUSY), per_group), 1
-    slices, row_tiles = 1, ceil_div(problem.seq_len, num_rows)
-    while slices * num_tiles * per_group < 3 * BUSY // 2 and slices * 2 * SLICE_TILES <= row_tiles:
-        slices *= 2
-    return per_group, slices
-
-
-def _sum_parts(problem: Problem, branch: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, parts, K, Hkv, D] -> [B, K, Hkv, D] in the dtype of the inputs."""
-    parts = dk.shape[1]
-    if parts == 1:
-        return dk.squeeze(1), dv.squeeze(1)
-    totals = (
-        problem.empty(problem.batch, *dk.shape[2:]),
-        problem.empty(problem.batch, *dv.shape[2:]),
-    )
-    sizes = (totals[0][0].numel(), totals[1][0].numel())
-    start(
-        problem.memo,
-        ("sums", branch),
-        sum_parts,
-        (dk, dv, *totals),
-        lambda: Launch.plain(
-            (sum(ceil_div(size, SUM_BLOCK) for size in sizes), problem.batch),
-            (*sizes, parts),
-            {"BLOCK": SUM_BLOCK},
-        ),
-    )
-    return totals

@@ -1,0 +1,358 @@
+"""Gradients of selected attention in key-block order (by_block_forward.py).
+
+A program takes an item: a block and queries that chose it. It sums dk and dv of the block over its
+queries, and writes the part of dq that each query gets from this block to the query's own place.
+With large groups dq is computed in query order (by_query.py), and only dk and dv here. Names as in
+tile.py, segment, bin and item as in block_index.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.triton.block_index import (
+    Group,
+    Inverse,
+    _block_range,
+    _item,
+    fitted_tiles,
+    group_chunks,
+    item_constants,
+    item_sizes,
+    part_bytes,
+)
+from nsa.ops.triton.launcher import Launch, start
+from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.select import Selection
+from nsa.ops.triton.tile import _dot, _dot_add, _load, _offsets, _stats
+from nsa.ops.triton.tiles import padded
+
+
+@triton.jit
+def block_backward(
+    p_q, p_k, p_v, p_dout, p_stats, p_dk, p_dv, p_part, p_queries, p_places, p_items, p_item_ends,
+    p_ends, p_block_start, p_block_stop,
+    first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
+    Hkv, G, scale, scale_log2,
+    s_qb, s_qs, s_qh, s_kb, s_ks, s_kh, s_vb, s_vs, s_vh, s_ob, s_os, s_oh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr, WITH_DQ: tl.constexpr,
+    ORDERED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradients from one item: of its block's keys and values, and partial ones of its queries.
+
+    dk and dv are summed in registers over the item and then added to fp32 [B, S, Hkv, D] with
+    atomics, in no fixed order. ORDERED: they go to the item's own slot, [segments, chunks of this
+    launch, NUM_ITEMS, BN, D] fp32, and sum_items adds the slots in order.
+    dq, WITH_DQ, goes to part [segments, num_rows, N_SEL, G, DK], as the output does in the forward.
+    Tiles are [keys, rows]: P^T and dS^T are left operands as they are.
+    """
+    i_seg = tl.program_id(2).to(tl.int64)
+    chunk = first_chunk + tl.program_id(1)
+    block, first, stop = _item(
+        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
+    )
+    # An unused item.
+    if block >= NUM_BLOCKS:
+        return
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    p_queries += i_seg * NUM_ENTRIES
+    p_places += i_seg * NUM_ENTRIES
+    o_r = tl.arange(0, BM)
+    head = i_g * G + o_r % G
+    o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_k = k0 + tl.arange(0, BN)
+    m_k = o_k < k_stop
+    keys = o_k.to(tl.int64)[:, None]
+    # k [BN, DK1 (+ DK2)], v [BN, DV_PAD], and the sums dk, dv of the same shapes.
+    p_rows = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks
+    b_k = _load(p_rows + o_dk[None, :], m_k, o_dk, DK, DK1, True)
+    b_dk = tl.zeros([BN, DK1], tl.float32)
+    if DK2 > 0:
+        o_dk2 = DK1 + tl.arange(0, DK2)
+        b_k2 = _load(p_rows + o_dk2[None, :], m_k, o_dk2, DK, DK1 + DK2, True)
+        b_dk2 = tl.zeros([BN, DK2], tl.float32)
+    p_rows = p_v + i_b * s_vb + i_g * s_vh + keys * s_vs + o_dv[None, :]
+    b_v = _load(p_rows, m_k, o_dv, DV, DV_PAD, True)
+    b_dv = tl.zeros([BN, DV_PAD], tl.float32)
+    # One loop with a mask in every tile: peeled into two it spills more registers than the mask
+    # costs time (docs/kernels.md). Offsets are int32 where they fit (NARROW), for the same reason.
+    for entry in range(first, stop, BM // G):
+        m_r = (entry + o_r // G < stop) & (o_r // G < BM // G)
+        t = tl.load(p_queries + entry + o_r // G, mask=m_r, other=0)
+        p_rows_q = p_q + i_b * s_qb + _offsets(t, s_qs, head, s_qh, NARROW)[:, None]
+        b_q = _load(p_rows_q + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+        # s^T = k q^T: [BN, BM].
+        b_s = _dot(b_k, tl.trans(b_q), UPCAST)  # [BN, BM]
+        if DK2 > 0:
+            b_q2 = _load(p_rows_q + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
+            b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
+        p_rows_o = p_dout + i_b * s_ob + _offsets(t, s_os, head, s_oh, NARROW)[:, None]
+        b_dout = _load(p_rows_o + o_dv[None, :], m_r, o_dv, DV, DV_PAD, True)
+        # P^T = exp2(s'^T - lse), masked, times the gate. The position of the query comes with the
+        # stats, as fp32, which is exact up to MAX_TOKENS.
+        lse, delta, gate, token = _stats(p_stats, (i_b * Hkv * G + head) * S + t, m_r)
+        b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :])
+        visible = o_k.to(tl.float32)[:, None] <= token[None, :]
+        if HAS_DOCS or L_SEL < BN:  # else a key beyond the block is beyond every query, too
+            visible = visible & m_k[:, None]
+        b_p = tl.where(visible, b_p, 0.0) * gate[None, :]
+        # dV += P^T dout;  dS^T = P^T * (dP^T - delta) with dP^T = v dout^T;  dK += dS^T q.
+        b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
+        b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)
+        b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
+        b_dk = _dot_add(b_dk, b_ds, b_q, UPCAST)
+        if DK2 > 0:
+            b_dk2 = _dot_add(b_dk2, b_ds, b_q2, UPCAST)
+        if WITH_DQ:
+            # Partial dq of the query from this block, to the query's own place.
+            place = tl.load(p_places + entry + o_r // G, mask=m_r, other=0).to(tl.int32)
+            row = ((i_seg * num_rows + t - first_row) * N_SEL + place) * G + o_r % G
+            p_row = p_part + row[:, None] * DK
+            # dq^T = scale * k^T dS^T as [DK, rows]: then k is the operand that is transposed. For
+            # dS k, dS would have to be moved.
+            b_dq = tl.trans(_dot(tl.trans(b_k), b_ds, UPCAST)) * scale
+            m_q = m_r[:, None] & (o_dk < DK)[None, :]
+            tl.store(p_row + o_dk[None, :], b_dq.to(p_part.dtype.element_ty), mask=m_q)
+            if DK2 > 0:
+                b_dq2 = tl.trans(_dot(tl.trans(b_k2), b_ds, UPCAST)) * scale
+                m_q2 = m_r[:, None] & (o_dk2 < DK)[None, :]
+                tl.store(p_row + o_dk2[None, :], b_dq2.to(p_part.dtype.element_ty), mask=m_q2)
+    # Rows of this item's slot, or of the block's keys.
+    if ORDERED:
+        slot = (i_seg * tl.num_programs(1) + tl.program_id(1)) * NUM_ITEMS + tl.program_id(0)
+        row = slot * BN + tl.arange(0, BN)[:, None]
+    else:
+        row = (i_b * S + keys) * Hkv + i_g
+    p_rows = p_dk + row * DK + o_dk[None, :]
+    _give(p_rows, b_dk * scale, m_k[:, None] & (o_dk < DK)[None, :], ORDERED)
+    if DK2 > 0:
+        p_rows = p_dk + row * DK + o_dk2[None, :]
+        _give(p_rows, b_dk2 * scale, m_k[:, None] & (o_dk2 < DK)[None, :], ORDERED)
+    p_rows = p_dv + row * DV + o_dv[None, :]
+    _give(p_rows, b_dv, m_k[:, None] & (o_dv < DV)[None, :], ORDERED)
+
+
+@triton.jit
+def _give(p, b, mask, ORDERED: tl.constexpr):
+    """Store to memory that only this program writes (ORDERED), or add atomically."""
+    if ORDERED:
+        tl.store(p, b, mask=mask)
+    else:
+        tl.atomic_add(p, b, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def sum_items(
+    p_slots, p_sum, p_item_ends, p_block_start, p_block_stop,
+    first_chunk, num_chunks, num_together, S, NUM_BLOCKS, NUM_ITEMS, Hkv,
+    D: tl.constexpr, D_PAD: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Add the slots of one block's items to fp32 [B, S, Hkv, D], in the order of the items."""
+    block, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k0, k_stop = _block_range(p_block_start, p_block_stop, block, S, L_SEL, HAS_DOCS)
+    o_n, o_d = tl.arange(0, BN), tl.arange(0, D_PAD)
+    # [BN, D_PAD] of the block's keys; the sum continues over groups of chunks.
+    mask = (k0 + o_n < k_stop)[:, None] & (o_d < D)[None, :]
+    row = ((i_seg // Hkv) * S + k0 + o_n) * Hkv + i_seg % Hkv
+    p_rows = p_sum + row[:, None] * D + o_d[None, :]
+    b_sum = tl.load(p_rows, mask=mask, other=0.0)
+    # Chunks in order, and within a chunk the items of this block in order: a fixed sum.
+    for i in range(0, num_together):
+        p_ends = p_item_ends + (i_seg * num_chunks + first_chunk + i) * NUM_BLOCKS + block
+        first = tl.load(p_ends - 1, mask=block > 0, other=0)
+        for item in range(first, tl.load(p_ends)):
+            slot = (i_seg * num_together + i) * NUM_ITEMS + item
+            p_slot = p_slots + (slot * BN + o_n)[:, None] * D + o_d[None, :]
+            b_sum += tl.load(p_slot, mask=mask, other=0.0)
+    tl.store(p_rows, b_sum, mask=mask)
+
+
+@triton.jit
+def sum_places(
+    p_part, p_num_chosen, p_dq, first_row, num_rows, S, Hkv, G,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
+):  # fmt: skip
+    """dq of one query and group: the sum over its places, in order, fp32 [B, S, Hq, DK]."""
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    t = first_row + tl.program_id(0)
+    o_h, o_d = tl.arange(0, G_PAD), tl.arange(0, DK_PAD)
+    mask = (o_h < G)[:, None] & (o_d < DK)[None, :]
+    row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    b_dq = tl.zeros([G_PAD, DK_PAD], tl.float32)
+    # dq = sum over the places n of part[n]: [G_PAD, DK_PAD].
+    for n in tl.range(0, tl.load(p_num_chosen + i_seg * S + t), loop_unroll_factor=8):
+        p_rows = p_part + (row + n * G)[:, None] * DK + o_d[None, :]
+        b_dq += tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
+    at = ((i_b * S + t) * Hkv * G + i_g * G + o_h)[:, None] * DK + o_d[None, :]
+    tl.store(p_dq + at, b_dq, mask=mask)
+
+
+# --- Launchers: groups of chunks whose partial results fit the workspace ---
+
+
+def backward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
+    chosen: Selection,
+    inverse: Inverse,
+    *,
+    ordered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # the first fp32
+    """Gradients of q, k and v.
+
+    Several programs add to those of k and v, atomically and in no fixed order. `ordered`: each
+    writes to its own slot, and a second kernel sums the slots in order (deterministic).
+    """
+    sums = _zeros(k), _zeros(v)
+    dq = problem.empty(*q.shape, dtype=torch.float32)
+    groups = group_chunks(problem, inverse, part_bytes(problem, problem.d_k), ordered)
+    size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
+    part = problem.empty(size, problem.d_k)
+    slots = _slots(problem, inverse, groups[0]) if ordered else None
+    for group in groups:
+        _backward_group(problem, group, q, k, v, dout, stats, inverse, slots or sums, part, ordered)
+        _sum_group(problem, group, part, chosen, dq)
+        if slots:
+            _sum_slots(problem, group, q, inverse, slots, sums)
+    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
+
+
+def backward_kv(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    stats: Tensor,
+    inverse: Inverse,
+    *,
+    ordered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v alone; by_query.backward_q computes that of q."""
+    sums = _zeros(k), _zeros(v)
+    groups = group_chunks(problem, inverse, 0, ordered)
+    slots = _slots(problem, inverse, groups[0]) if ordered else None
+    for group in groups:
+        _backward_group(problem, group, q, k, v, dout, stats, inverse, slots or sums, None, ordered)
+        if slots:
+            _sum_slots(problem, group, q, inverse, slots, sums)
+    return sums[0].to(k.dtype), sums[1].to(v.dtype)
+
+
+def _backward_group(
+    problem: Problem,
+    group: Group,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    stats: Tensor,
+    inverse: Inverse,
+    grads: tuple[Tensor, Tensor],  # of k and v: their sums, or the slots of the items
+    part: Tensor | None,  # partial gradients of q; None: none
+    ordered: bool,
+) -> None:
+    start(
+        problem.memo,
+        ("backward by block", group, ordered),
+        block_backward,
+        (
+            q, k, v, dout, stats, *grads, q if part is None else part,
+            inverse.queries, inverse.places, inverse.item_block, inverse.item_ends, inverse.ends,
+            *problem.block_index(q),
+        ),
+        lambda: Launch.tiled(
+            (inverse.item_block.shape[2], group.num_chunks, problem.num_segments),
+            (
+                *item_sizes(problem, inverse, group), problem.scale, problem.scale_log2,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3],
+            ),
+            {**item_constants(problem, q, dout), "WITH_DQ": part is not None, "ORDERED": ordered},
+            fitted_tiles(problem, "dkv" if part is None else "backward"),
+        ),
+    )  # fmt: skip
+
+
+def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, dq: Tensor) -> None:
+    start(
+        problem.memo,
+        ("sum of places", group),
+        sum_places,
+        (part, chosen.num_chosen, dq),
+        lambda: Launch.plain(
+            (group.num_rows, problem.num_segments),
+            (
+                group.first_row, group.num_rows, problem.seq_len, problem.num_groups,
+                problem.per_group,
+            ),
+            {"DK": problem.d_k, "DK_PAD": padded(problem.d_k), "N_SEL": problem.spec.n_sel}
+            | {"G_PAD": 1 << (problem.per_group - 1).bit_length()},
+            num_warps=1,
+        ),
+    )  # fmt: skip
+
+
+def _slots(problem: Problem, inverse: Inverse, group: Group) -> tuple[Tensor, Tensor]:
+    """Memory for the gradients of k and v of every item of a group of chunks."""
+    num_items = problem.num_segments * group.num_chunks * inverse.item_block.shape[2]
+    keys = padded(problem.spec.l_sel)
+    return (
+        problem.empty(num_items, keys, problem.d_k, dtype=torch.float32),
+        problem.empty(num_items, keys, problem.d_v, dtype=torch.float32),
+    )
+
+
+def _sum_slots(
+    problem: Problem,
+    group: Group,
+    q: Tensor,
+    inverse: Inverse,
+    slots: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, Tensor],
+) -> None:
+    for name, slot, total in zip("kv", slots, sums, strict=True):
+        _sum_slots_of(problem, group, name, slot, total, inverse, problem.block_index(q))
+
+
+def _sum_slots_of(
+    problem: Problem,
+    group: Group,
+    name: str,
+    slots: Tensor,
+    total: Tensor,
+    inverse: Inverse,
+    block_index: tuple[Tensor, ...],
+) -> None:
+    _, num_chunks, num_items = inverse.item_block.shape
+    start(
+        problem.memo,
+        ("sum of slots", name, group),
+        sum_items,
+        (slots, total, inverse.item_ends, *block_index),
+        lambda: Launch.plain(
+            (problem.num_blocks, problem.num_segments),
+            (
+                group.first_chunk, num_chunks, group.num_chunks, problem.seq_len,
+                problem.num_blocks, num_items, problem.num_groups,
+            ),
+            {"D": total.shape[3], "D_PAD": padded(total.shape[3]), "L_SEL": problem.spec.l_sel}
+            | {"HAS_DOCS": problem.packed, "BN": padded(problem.spec.l_sel)},
+        ),
+    )  # fmt: skip
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """fp32 zeros, to which programs add."""
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
