@@ -100,7 +100,8 @@ def nsa_attention(
     # Check, plan, run: nothing below this line meets an input that was not checked.
     doc_lens = checks.check_attention(tensors, spec, scale, cu_seqlens, selection)
     head_dims = (q.shape[-1], v_sel.shape[-1])
-    plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, len(doc_lens) > 1)
+    packed = len(doc_lens) > 1
+    plan: Plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, packed)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if selection is not None and plan.flags.strict:
         positions = torch.cat([torch.arange(n, device=q.device) for n in doc_lens])
