@@ -32,7 +32,8 @@ FLASH_DIM_STEP = 8
 """Other head dims are padded with zeros up to a multiple of this."""
 
 
-class Flags(NamedTuple):
+@dataclass(frozen=True)
+class Flags:
     """What a plan tells the operators: plain bools, which torch.library operators can take."""
 
     flash_cmp: bool = False

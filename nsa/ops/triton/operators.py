@@ -55,7 +55,10 @@ class Static(NamedTuple):
 
     def plain(self) -> tuple[list[int], float, list[int], list[bool]]:
         """The arguments _STATIC of an operator."""
-        return self.spec.to_ints(), self.scale, self.doc_lens, list(self.flags)
+        # No method of `flags`: a plan is a constant of the graph, and Dynamo knows its fields alone.
+        flags = self.flags
+        bools = [flags.flash_cmp, flags.flash_win, flags.strict, flags.nvtx]
+        return self.spec.to_ints(), self.scale, self.doc_lens, bools
 
     @staticmethod
     def of(blocks: list[int], scale: float, doc_lens: list[int], flags: list[bool]) -> Static:
