@@ -60,9 +60,10 @@ from nsa.train.finish import Sampler, finish, record_anomaly, summarize
 from nsa.train.locked_folder import HeldFolder, hold
 from nsa.train.log import RunLog, Vitals
 from nsa.train.progress import Progress, Steady, announce
+from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, ordered_sums, resolve_runtime
 from nsa.train.stop import Stop, launcher_pid
-from nsa.train.trainer import Rollback, Trainer, restore, with_rollbacks
+from nsa.train.trainer import Trainer, restore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
-"""The training loop, the state that checkpoints hold, and rollback after a loss spike."""
+"""The training loop, and the state that checkpoints hold."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -22,21 +22,19 @@ from nsa.records.spans import EVALUATE, SAVE, span
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import BadCheckpoint, Content
 from nsa.train.checkpoint.identity import Identity, global_batch
+from nsa.train.checkpoint.resume import Start
 from nsa.train.checkpoint.writer import Saver
-from nsa.train.distributed.strategy import Strategy, mark_shared, micro_positions
-from nsa.train.errors import Halted, LossSpike, TrainError
+from nsa.train.distributed.strategy import Strategy, micro_positions
+from nsa.train.errors import Halted
 from nsa.train.locked_folder import HeldFolder
 from nsa.train.log import RunLog
 from nsa.train.loss import evaluate
 from nsa.train.optimizer import TrainOptimizer, load_optimizer, lr_at
+from nsa.train.rollback import LossSpike, find_rollback
 from nsa.train.runtime import Runtime
 from nsa.train.spikes import Spikes
 from nsa.train.step import EagerStep, MicroBatch, Updated
 from nsa.train.stop import ORPHANED, Stop
-
-if TYPE_CHECKING:
-    from nsa.train.checkpoint.resume import Start
-
 
 CHECK_S = 60.0
 """How long the end of a run waits for the background check of shard hashes."""
@@ -323,73 +321,3 @@ def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
 def _rng_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-# --- rollback after a loss spike ---
-# Training resumes from the last valid checkpoint before the spike and skips the data in between;
-# steps and learning rates follow the schedule. The skip is part of the checkpoint, so a later
-# resume reads the same data.
-
-MAX_ROLLBACKS = 5
-"""To the same checkpoint; after that, the data is not the cause."""
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollback:
-    """Where to resume after a spike."""
-
-    path: Path
-    """A checkpoint from before the spike."""
-    jumped: int
-    """Total number of updates whose data is skipped from there on."""
-    spikes: int
-    """Spikes of the run so far."""
-
-
-def with_rollbacks(attempt: Callable[[Rollback | None], Result]) -> Result:
-    """Retry from before the spike; give up after MAX_ROLLBACKS to the same checkpoint."""
-    back: Rollback | None = None
-    num_same = 0
-    while True:
-        try:
-            return attempt(back)
-        except LossSpike as spike:
-            before, back = back, spike.back
-            # All ranks count alike, so all give up at the same rollback.
-            num_same = num_same + 1 if before is not None and before.path == back.path else 1
-            if num_same > MAX_ROLLBACKS:
-                gave_up = TrainError(
-                    f"{spike}; this is the rollback number {num_same} to {back.path.name}, and "
-                    "other data has not helped: lower train.lr, or resume from an older checkpoint"
-                )
-                mark_shared(gave_up)
-                raise gave_up from None
-
-
-def find_rollback(
-    ranks: Strategy, folder: Path, step: int, jumped: int, spikes: int
-) -> Rollback | None:
-    """The rollback for all ranks; rank 0 chooses it."""
-    found = ranks.from_first(lambda: str(_newest_before(folder, step) or ""))
-    if not found:
-        return None
-    path = Path(found)
-    return Rollback(path=path, jumped=jumped + step - find.step_of(path), spikes=spikes)
-
-
-def _newest_before(folder: Path, step: int) -> Path | None:
-    """The newest checkpoint before `step` that matches its manifest, or None."""
-    for path in find.paths_of(folder):
-        if find.step_of(path) < step and _is_good(path):
-            return path
-    return None
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        find.verify(path)
-    except BadCheckpoint:
-        return False
-    return True

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,7 @@ from nsa.train.checkpoint.file import Content
 from nsa.train.checkpoint.identity import Identity
 from nsa.train.errors import RunRefused
 from nsa.train.runtime import Runtime
-
-if TYPE_CHECKING:
-    from nsa.train.stop import Stop
-
+from nsa.train.stop import Stop
 
 AUTO, OFF, ON = -1, 0, 1
 """Values of --ddp: decide by the launcher's variables, never, always."""
