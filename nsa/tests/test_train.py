@@ -174,7 +174,7 @@ def test_a_device_that_goes_on_meanwhile_has_its_lines_one_step_late(
     write_line = log.RunLog._write_line
 
     def write(self: log.RunLog, line: log.Line) -> None:
-        seen.append((line.step, line.step + len(self._waiting)))
+        seen.append((line.step, line.step + len(self._in_flight)))
         write_line(self, line)
 
     monkeypatch.setattr(log, "LATE", ("cpu",))

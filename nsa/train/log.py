@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa.config import TrainConfig
+from nsa.config import Config
 from nsa.config.env import read
 from nsa.files import complain
 from nsa.model.cost import utilization
@@ -198,7 +198,7 @@ def _scalars(report: StepReport) -> Scalars:
 
 # --- RunLog: when and what the steps of a run log ---
 # Results are copied to the host asynchronously and checked one step late, so that logging never
-# stalls the device.
+# stalls the device. The log only reports what it found; the loop in trainer.py acts on it.
 
 MAX_OVERFLOWS = 40
 """Consecutive fp16 overflows allowed: from a scale of 2^16, 40 halvings reach 2^-24."""
@@ -223,6 +223,22 @@ class Line(NamedTuple):
     stats: AttentionStats | None
 
 
+class InFlight(NamedTuple):
+    """The results of an update on their way to the host."""
+
+    numbers: HostCopy
+    """[loss, gradient norm, spike limit] in one tensor."""
+    line: Line | None
+    """None: the step has no line."""
+
+
+class Spike(NamedTuple):
+    """A loss spike after which the run must roll back."""
+
+    step: int
+    text: str
+
+
 class RunLog:
     """Checks and logs the results of each step one step late, when they are on the host."""
 
@@ -230,15 +246,17 @@ class RunLog:
         self,
         folder: Path,
         metrics: Metrics,
-        train: TrainConfig,
+        cfg: Config,
         progress: Progress,
         vitals: Vitals,
         *,
         resumed_at: int = 0,
         overflows: bool = False,
         ranks: Strategy | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         """`overflows`: tolerate occasional gradient overflows, as loss scaling produces them.
+        `is_ours`: whether the folder still belongs to this run.
 
         All ranks check the same reduced numbers; rank 0 writes them.
         """
@@ -252,14 +270,13 @@ class RunLog:
         self._norm = math.nan  # gradient norm of the last step checked
         self._shows_norm: bool = read("NSA_LOG_GRAD_NORM")
         self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
-        self.folder, self._every = folder, train.log_every
-        self._spike_rule = train.spike_rule
-        self.is_ours: Callable[[], bool] = lambda: True
-        """Whether the folder still belongs to this run."""
-        self.roll_back: Callable[[int, str], None] | None = None
-        """Called with the step of a loss spike if spike_rule is rollback; it may raise."""
-        self._waiting: deque[HostCopy] = deque()  # in flight: stacked loss, norm, limit per step
-        self._line: Line | None = None  # pending until the results of its step are checked
+        self.folder, self._every = folder, cfg.train.log_every
+        self._spike_rule, self._is_ours = cfg.train.spike_rule, is_ours
+        # Dense attention has no gates and selects nothing.
+        wants_stats = not read("NSA_DISABLE_AUX_STATS")
+        self._collects_stats = cfg.model.attention == "nsa" and wants_stats
+        self._in_flight: deque[InFlight] = deque()
+        self._due: Line | None = None  # the line of the step checked last, until it is written
         self._writes_late = vitals.device.type in LATE
         self._stale = False  # the last write of metrics.json failed
         self._since = time.perf_counter()
@@ -289,61 +306,76 @@ class RunLog:
             rank = f" | {self._ranks.name}" if self._ranks.name else ""
             self.progress.say_from_each(f"[debug] step {step}: input shape {shape}{rank}")
 
+    def new_stats(self, step: int) -> AttentionStats | None:
+        """What collects the attention statistics of a step; None if it logs none."""
+        if not self._collects_stats or not self.is_logged(step):
+            return None
+        return AttentionStats(maps=self.is_mapped(step))
+
     def add(self, step: int, done: Updated, lr: float, stats: AttentionStats | None) -> None:
-        """Take the results of an update. On a GPU its line is written one step late, while the
-        device is busy with the next step."""
-        self._waiting.append(HostCopy([torch.stack([x.detach() for x in done])]))
+        """Take the results of an update; `check` looks at them when they are on the host."""
+        line = None
+        if self.is_logged(step):
+            line = Line(step, step - self._line_step, lr, stats)
+            self._line_step = step
+        numbers = HostCopy([torch.stack([x.detach() for x in done])])
+        self._in_flight.append(InFlight(numbers, line))
         self.progress.advance()
         if stats is not None:
             stats.send()
-        self._look(at_most=len(self._waiting) - 1)
-        if self.is_logged(step):
-            self._line = Line(step, step - self._line_step, lr, stats)
-            self._line_step = step
-            # The first step includes warm-up: settle it now, so that it is timed separately.
-            if not self._writes_late or step == self._first_step:
-                self.settle()
 
-    def settle(self) -> None:
-        """Wait for all results in flight and write the pending line; raise NonFiniteLoss.
+    def check(self, *, settle: bool = False) -> Spike | None:
+        """Check the results in flight, oldest first, and write their lines.
 
-        Called before anything is saved, so that a broken model never replaces a good one.
+        Raises NonFiniteLoss. Returns early at a loss spike if spike_rule is rollback: roll back, or
+        call again to check the rest. The newest results stay in flight unless their line is written
+        at once, or with `settle`. Settle before anything is saved, so that a broken model never
+        replaces a good one.
         """
-        self._look(at_most=len(self._waiting))
+        self._write_due_line()
+        while len(self._in_flight) > (0 if settle or self._is_written_at_once() else 1):
+            spike = self._check_oldest()
+            if spike is not None:
+                return spike
+            self._write_due_line()
+        return None
 
-    def _look(self, at_most: int) -> None:
+    def _is_written_at_once(self) -> bool:
+        """Whether the newest results have a line that is not written one step late.
+
+        The first step includes warm-up: it is settled at once, so that it is timed separately.
+        """
+        line = self._in_flight[-1].line if self._in_flight else None
+        return line is not None and (not self._writes_late or line.step == self._first_step)
+
+    def _check_oldest(self) -> Spike | None:
         """Check the oldest results in flight; blocks until they have arrived."""
-        for _ in range(at_most):
-            with span("the device", waits=True) if self._writes_late else nullcontext():
-                loss, norm, limit = self._waiting.popleft().wait()[0].tolist()
-            # metrics.step counts checked steps, not launched ones.
-            self.metrics.step += 1
-            self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
-            if not math.isfinite(loss) or self._overflows > self._tolerated:
-                raise NonFiniteLoss(
-                    "[train][FATAL] non-finite loss detected — aborting run. "
-                    f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}"
-                    f"{self._ranks.culprits(late=len(self._waiting))}; its update was not "
-                    "done; lower train.lr, or look at the data of that step",
-                    step=self.metrics.step,
-                )
-            self.metrics.loss_last, self._norm = loss, norm
-            if self.metrics.loss_first is None:
-                self.metrics.loss_first = loss
-            if loss > limit:
-                self._report_spike(loss, limit)
-            line = self._line
-            if line is not None and line.step == self.metrics.step:
-                self._line = None
-                self._write_line(line)
+        numbers, self._due = self._in_flight.popleft()
+        with span("the device", waits=True) if self._writes_late else nullcontext():
+            loss, norm, limit = numbers.wait()[0].tolist()
+        # metrics.step counts checked steps, not launched ones.
+        self.metrics.step += 1
+        self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
+        if not math.isfinite(loss) or self._overflows > self._tolerated:
+            raise NonFiniteLoss(
+                "[train][FATAL] non-finite loss detected — aborting run. "
+                f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}"
+                f"{self._ranks.culprits(late=len(self._in_flight))}; its update was not "
+                "done; lower train.lr, or look at the data of that step",
+                step=self.metrics.step,
+            )
+        self.metrics.loss_last, self._norm = loss, norm
+        if self.metrics.loss_first is None:
+            self.metrics.loss_first = loss
+        return self._report_spike(loss, limit) if loss > limit else None
 
-    def _report_spike(self, loss: float, limit: float) -> None:
+    def _report_spike(self, loss: float, limit: float) -> Spike | None:
+        """Log a spike; return it if the run must roll back."""
         self.metrics.spikes += 1
         text = f"loss {loss:.4f} at step {self.metrics.step} is a spike: above {limit:.4f}"
         then = {"skip": "; its update was left out", "log": "; training goes on"}
         self.progress.say(f"[spike] {text}{then.get(self._spike_rule, '')}")
-        if self._spike_rule == "rollback" and self.roll_back is not None:
-            self.roll_back(self.metrics.step, text)
+        return Spike(self.metrics.step, text) if self._spike_rule == "rollback" else None
 
     def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Write a row of val.csv; raise NonFiniteLoss if the loss is not finite."""
@@ -366,8 +398,7 @@ class RunLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Settle, then exclude the time of the block from the training time."""
-        self.settle()
+        """Exclude the time of the block from the training time."""
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
@@ -383,7 +414,7 @@ class RunLog:
     def write(self) -> Path:
         """Replace metrics.json; on failure the old file stays, and the first failure is logged."""
         try:
-            if self.is_ours():
+            if self._is_ours():
                 self._ranks.on_first(write_metrics, self.folder, self.metrics)
         except OSError as error:
             if not self._stale:
@@ -392,6 +423,11 @@ class RunLog:
         else:
             self._stale = False
         return self.folder / METRICS
+
+    def _write_due_line(self) -> None:
+        line, self._due = self._due, None
+        if line is not None:
+            self._write_line(line)
 
     def _write_line(self, line: Line) -> None:
         now, metrics, stats = time.perf_counter(), self.metrics, line.stats

@@ -216,10 +216,11 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
             HangWatch(path, ranks, vitals.heartbeat) as hang_watch,
         ):
             log = RunLog(
-                *(folder.path, metrics, cfg.train, progress, vitals),
+                *(folder.path, metrics, cfg, progress, vitals),
                 resumed_at=done,
                 overflows=runtime.precision == "fp16",
                 ranks=ranks,
+                is_ours=held.is_ours,
             )
             trainer = Trainer(
                 cfg=cfg,
@@ -227,7 +228,7 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 step=step,
                 data=data,
                 log=log,
-                saver=new_saver(folder.path, cfg.train, progress.say, ranks),
+                saver=new_saver(folder.path, cfg.train, progress.say, ranks, held.is_ours),
                 stop=stop,
                 identity=start.fit.identity if start else identity,
                 rows_asked=rows_asked,
@@ -277,7 +278,6 @@ def _register_renewals(trainer: Trainer, config_path: str, hang_watch: HangWatch
         ranks.on_first(trainer.write_types)
         ranks.on_first(trainer.write_sizes)
 
-    log.is_ours = trainer.saver.is_ours = held.is_ours
     csv = [log.training.file] if log.training.path is not None else []
     held.watched = [log.vitals.heartbeat.file, *csv]
     held.renewals = (write, log.vitals.renew, hang_watch.renew, log.renew)
@@ -293,7 +293,7 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
             yield
     except LoaderFailed as error:
         log.metrics.status = "bad_data" if error.damaged else "no_data"
-        log.settle()
+        trainer.check_losses(settle=True)
         # Weights trained on damaged data must not become a checkpoint.
         then = trainer.leave_unsaved() if error.damaged else trainer.save_last(log.metrics.step)
         log.write()

@@ -13,7 +13,6 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from nsa.config import Config, to_container
-from nsa.config.env import read
 from nsa.data import Data, WaitEnded
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
@@ -27,7 +26,7 @@ from nsa.train.checkpoint.writer import Saver
 from nsa.train.distributed.strategy import Strategy, micro_positions
 from nsa.train.errors import Halted
 from nsa.train.locked_folder import HeldFolder
-from nsa.train.log import RunLog
+from nsa.train.log import RunLog, Spike
 from nsa.train.loss import evaluate
 from nsa.train.optimizer import TrainOptimizer, load_optimizer, lr_at
 from nsa.train.rollback import LossSpike, find_rollback
@@ -85,17 +84,12 @@ class Trainer:
     def train(self, steps: int, done: int = 0) -> list[Path]:
         """Run updates `done` + 1 to `steps`; return the checkpoints written."""
         every_eval, every_save = self.cfg.train.eval_every, self.cfg.train.save_every
-        has_stats = self.cfg.model.attention == "nsa"  # dense has no gates and selects nothing
-        wants_stats = has_stats and not read("NSA_DISABLE_AUX_STATS")
-        self.log.roll_back = self.roll_back
         self.model.train()
         self.ranks.on_first(self.write_types)
         for step in range(done + 1, steps + 1):
             self.stop.step = step
             self.log.vitals.before_step(step)
-            logs_stats = wants_stats and self.log.is_logged(step)
-            stats = AttentionStats(maps=self.log.is_mapped(step)) if logs_stats else None
-            lr = lr_at(step, self.cfg.train)
+            stats, lr = self.log.new_stats(step), lr_at(step, self.cfg.train)
             with self.obeying(step - 1):
                 updated = self.update(step, lr, stats)
             if step == done + 1:  # the first update has created the optimizer state
@@ -105,6 +99,7 @@ class Trainer:
                     self.saver.memory.reserve(large_state(self))
             self.log.vitals.after_step(step)
             self.log.add(step, updated, lr, stats)
+            self.check_losses()
             if every_eval and (step % every_eval == 0 or step == steps):
                 self.evaluate(step)
             if every_save and (step % every_save == 0 or self.held.unsaved):
@@ -113,7 +108,7 @@ class Trainer:
             # collective.
             if asked := self.ranks.asked(self.stop, last=step == steps):
                 self.halt(step, asked)
-        self.log.settle()
+        self.check_losses(settle=True)
         self.saver.wait()
         if self.data.check is not None:
             with self.ranks.fetching(started=True):
@@ -157,41 +152,54 @@ class Trainer:
             rows = self.data.train.batch(position, self.cfg.train.batch_size)
         return MicroBatch(rows, self.data.bounds(rows))
 
-    def roll_back(self, step: int, what: str) -> None:
-        """Raise LossSpike with the last valid checkpoint before `step`; return if there is none."""
+    def check_losses(self, *, settle: bool = False) -> None:
+        """Check and log the results that are on the host; with `settle`, wait for all of them.
+
+        Raises NonFiniteLoss, and LossSpike if the run can roll back.
+        """
+        while (spike := self.log.check(settle=settle)) is not None:
+            self.roll_back(spike)
+
+    def roll_back(self, spike: Spike) -> None:
+        """Raise LossSpike with the last valid checkpoint before the spike; return if there is
+        none."""
         self.saver.wait()
-        spikes = self.log.metrics.spikes
-        back = find_rollback(self.ranks, self.folder, step, self.spikes.jumped, spikes)
+        jumped, num_spikes = self.spikes.jumped, self.log.metrics.spikes
+        back = find_rollback(self.ranks, self.folder, spike.step, jumped, num_spikes)
         if back is None:
             self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
             return
         if asked := self.ranks.asked(self.stop):
             self._say_halt(asked)
             raise Halted(
-                f"stopped by {asked}; {what}, so nothing was saved after it; "
+                f"stopped by {asked}; {spike.text}, so nothing was saved after it; "
                 f"the same command goes on from {back.path.name}"
             )
         self.log.progress.say(
             f"[spike] back to {back.path.name}; from there on the data of {back.jumped} updates "
             "is jumped over"
         )
-        raise LossSpike(what, back)
+        raise LossSpike(spike.text, back)
 
     def evaluate(self, step: int) -> None:
         """Measure the loss on held-out rows."""
-        with span(EVALUATE), self.log.paused():
-            self.log.vitals.entering(step, EVALUATE)
-            found = evaluate(self.model, self.data, self.cfg.train, self.runtime, self.ranks)
-            self.log.add_evaluation(step, found)
+        with span(EVALUATE):
+            self.check_losses(settle=True)
+            with self.log.paused():
+                self.log.vitals.entering(step, EVALUATE)
+                found = evaluate(self.model, self.data, self.cfg.train, self.runtime, self.ranks)
+                self.log.add_evaluation(step, found)
 
     def save(self, step: int) -> None:
-        """Start writing a checkpoint. `log.paused` has checked that all losses are finite."""
-        with span(SAVE), self.log.paused():
-            self.log.vitals.entering(step, SAVE)
-            self.held.unsaved = False
-            if self.ranks.saves:
-                self.saver.wait()
-                self.saver.save(capture(self, step))
+        """Start writing a checkpoint, once all losses up to `step` are known to be finite."""
+        with span(SAVE):
+            self.check_losses(settle=True)
+            with self.log.paused():
+                self.log.vitals.entering(step, SAVE)
+                self.held.unsaved = False
+                if self.ranks.saves:
+                    self.saver.wait()
+                    self.saver.save(capture(self, step))
 
     @contextmanager
     def obeying(self, step: int) -> Iterator[None]:
