@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -213,6 +213,13 @@ SHOWN_INPUTS = 5
 """Updates at the start of a process whose input shape is logged."""
 
 
+CARRIED = (
+    *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
+    *("train_s", "eval_and_save_s", "spikes"),
+)
+"""Counters of metrics.json that a resumed run continues."""
+
+
 class Line(NamedTuple):
     """What is known about a log line before its loss arrives from the device."""
 
@@ -404,6 +411,15 @@ class RunLog:
         seconds = time.perf_counter() - start
         self._since += seconds
         self.metrics.eval_and_save_s += seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters for a checkpoint."""
+        return {name: getattr(self.metrics, name) for name in CARRIED}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the counters of a checkpoint; older ones lack some."""
+        for name in CARRIED:
+            setattr(self.metrics, name, state.get(name, getattr(self.metrics, name)))
 
     def renew(self, step: int) -> None:
         """Rewrite all files from step 1 after the folder was removed."""

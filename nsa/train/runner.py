@@ -63,7 +63,7 @@ from nsa.train.progress import Progress, Steady, announce
 from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, ordered_sums, resolve_runtime
 from nsa.train.stop import Stop, launcher_pid
-from nsa.train.trainer import Trainer, restore
+from nsa.train.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +242,7 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 origin.begin(model, ranks, progress.say)
             else:
                 origin.stand_back(start, progress.say)
-                restore(trainer, start)
-                metrics.resumed_at = done
+                trainer.resume(start)
                 if back is not None:
                     trainer.spikes.jumped, metrics.spikes = back.jumped, back.spikes
                 progress.advance(done)
@@ -253,7 +252,7 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
             # 5. Train.
             loader.interrupted = stop.requested
             with _record_ending(trainer):
-                with trainer.obeying(done), ranks.fetching(stop):
+                with trainer.halts_while_waiting(done), ranks.fetching(stop):
                     place = (done, trainer.positions(done + 1)[0])
                     fetch_first(loader, cfg, *place, job.loader, opened_s, vitals, progress.say)
                 files += trainer.train(steps, done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,13 +89,13 @@ class Trainer:
             self.stop.step = step
             self.log.vitals.before_step(step)
             stats, lr = self.log.new_stats(step), lr_at(step, self.cfg.train)
-            with self.obeying(step - 1):
+            with self.halts_while_waiting(step - 1):
                 updated = self.update(step, lr, stats)
             if step == done + 1:  # the first update has created the optimizer state
                 self.ranks.on_first(self.write_sizes)
                 # Allocate pinned memory now: the first update is slow anyway.
                 if every_save and self.ranks.saves:
-                    self.saver.memory.reserve(large_state(self))
+                    self.saver.memory.reserve(self._large_state())
             self.log.vitals.after_step(step)
             self.log.add(step, updated, lr, stats)
             self.check_losses()
@@ -199,11 +198,11 @@ class Trainer:
                 self.held.unsaved = False
                 if self.ranks.saves:
                     self.saver.wait()
-                    self.saver.save(capture(self, step))
+                    self.saver.save(self.state_dict())
 
     @contextmanager
-    def obeying(self, step: int) -> Iterator[None]:
-        """Halt after `step` if a stop is requested while waiting for the next batch."""
+    def halts_while_waiting(self, step: int) -> Iterator[None]:
+        """Context of the wait for a batch: halt after `step` if a stop is requested meanwhile."""
         try:
             yield
         except WaitEnded:
@@ -247,85 +246,71 @@ class Trainer:
                 "so that no orphans train on beside the next start"
             )
 
+    # --- the state in a checkpoint; checkpoint/file.py has the schema ---
 
-# --- the state in a checkpoint: capture and restore ---
+    def state_dict(self) -> Content:
+        """Everything that training changes, after the last step checked, copied to the CPU.
 
-CARRIED = (
-    *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
-    *("train_s", "eval_and_save_s", "spikes"),
-)
-"""Counters of metrics.json that a resumed run continues."""
+        Later steps do not affect the copy, but the next call reuses its memory: write it before.
+        """
+        step = self.log.metrics.step
+        tensors = self.saver.memory.copy(self._large_state())
+        # Prefetched batches do not count as read: the next step starts here.
+        position = self.position(step + 1)
+        return {
+            "step": step,
+            "state_dict": tensors["state_dict"],
+            "cfg": to_container(self.cfg),
+            "identity": dict(self.identity),
+            "batch": {"world_size": self.ranks.world_size, "rows_of_rank": self.rows_asked},
+            "optimizer": tensors["optimizer"],
+            "scaler": self.scaler.state_dict(),
+            "rng": _rng_states(),
+            "spikes": self.spikes.state_dict(),
+            "data": {"position": position, "source": self.data.train.state(position)},
+            "tokens_seen": step * self.log.metrics.tokens_per_step,
+            "metrics": self.log.state_dict(),
+        }
 
+    def load_state_dict(self, state: Content) -> None:
+        """Load a state into a trainer that was built from the same config."""
+        self.model.load_state_dict(state["state_dict"], strict=True)
+        load_optimizer(self.optimizer, state["optimizer"])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if "spikes" in state:  # older checkpoints have none
+            self.spikes.load_state_dict(state["spikes"])
+        self.data.train.resume(state["data"]["source"])
+        _set_rng_states(state["rng"])
+        self.log.metrics.step = state["step"]
+        self.log.load_state_dict(state["metrics"])
 
-def capture(trainer: Trainer, step: int) -> Content:
-    """Copy everything that training changes to the CPU.
+    def resume(self, start: Start) -> None:
+        """Load a checkpoint; raise BadCheckpoint if it does not fit."""
+        state = self.ranks.load_checkpoint(start.path, start.content)
+        try:
+            self.load_state_dict(state)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise BadCheckpoint(
+                f"{start.path} does not fit the run that it names "
+                f"({type(error).__name__}: {reason}); it was damaged or made by another program; "
+                "use an older checkpoint"
+            ) from None
+        self.log.metrics.resumed_at = state["step"]
 
-    Later steps do not affect the copy, but the next capture reuses its memory: write it before.
-    """
-    tensors = trainer.saver.memory.copy(large_state(trainer))
-    metrics = dataclasses.asdict(trainer.log.metrics)
-    return {
-        "step": step,
-        "state_dict": tensors["state_dict"],
-        "cfg": to_container(trainer.cfg),
-        "identity": dict(trainer.identity),
-        "batch": {"world_size": trainer.ranks.world_size, "rows_of_rank": trainer.rows_asked},
-        "optimizer": tensors["optimizer"],
-        "scaler": trainer.scaler.state_dict(),
-        "rng": _rng_states(),
-        "spikes": trainer.spikes.state_dict(),
-        "data": _data_state(trainer, step),
-        "tokens_seen": step * trainer.log.metrics.tokens_per_step,
-        "metrics": {name: metrics[name] for name in CARRIED},
-    }
-
-
-def restore(trainer: Trainer, start: Start) -> None:
-    """Load a captured state into a trainer that was built from the same config."""
-    content = trainer.ranks.load_checkpoint(start.path, start.content)
-    try:
-        _load_state(trainer, content)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BadCheckpoint(
-            f"{start.path} does not fit the run that it names ({type(error).__name__}: {reason}); "
-            "it was damaged or made by another program; use an older checkpoint"
-        ) from None
-
-
-def _load_state(trainer: Trainer, content: Content) -> None:
-    trainer.model.load_state_dict(content["state_dict"], strict=True)
-    load_optimizer(trainer.optimizer, content["optimizer"])
-    if content["scaler"]:
-        trainer.scaler.load_state_dict(content["scaler"])
-    if "spikes" in content:  # older checkpoints have none
-        trainer.spikes.load_state_dict(content["spikes"])
-    trainer.data.train.resume(content["data"]["source"])
-    torch.set_rng_state(content["rng"]["cpu"])
-    states = content["rng"]["cuda"]
-    # On another number of GPUs the states cannot be assigned and are ignored.
-    if states and len(states) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states)
-    metrics = trainer.log.metrics
-    metrics.step = content["step"]
-    for name in CARRIED:
-        setattr(metrics, name, content["metrics"].get(name, getattr(metrics, name)))
-
-
-def large_state(trainer: Trainer) -> dict[str, Any]:
-    """The large tensors of a checkpoint: weights and optimizer state."""
-    return {
-        "state_dict": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
-    }
-
-
-def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
-    """Where the next step starts to read; prefetched batches do not count as read."""
-    position = trainer.position(step + 1)
-    return {"position": position, "source": trainer.data.train.state(position)}
+    def _large_state(self) -> dict[str, Any]:
+        """The large tensors of a checkpoint: weights and optimizer state."""
+        return {"state_dict": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 def _rng_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_rng_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    # On another number of GPUs the states cannot be assigned and are ignored.
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -108,7 +108,7 @@ class Saver:
         self._failed = False
 
     def save(self, content: Content) -> None:
-        """Start writing a captured state."""
+        """Start writing a state, `Trainer.state_dict()`."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(content,), name="checkpoint")
         self._thread.start()

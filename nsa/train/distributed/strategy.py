@@ -135,7 +135,7 @@ class Strategy:
         return self.is_first
 
     def write_checkpoint(self, folder: Path, content: Content) -> Path:
-        """Write a captured state; runs in the writer thread, on all ranks that `saves`."""
+        """Write the state of a trainer; runs in the writer thread, on all ranks that `saves`."""
         return checkpoint_file.write(folder, content)
 
     def load_checkpoint(self, path: Path, content: Content) -> Content:
