@@ -1,6 +1,7 @@
-"""A run from its config to its files: open data and folder, build the model, resume, train, finish.
+"""A run from its config to its files.
 
-`run` is the entry point; `_run` is one attempt, repeated after a loss spike or a data fallback.
+`run` is the entry point: it locks the folder and opens the process group. `_run` is one attempt,
+repeated after a loss spike or a data fallback: plan, open, load, train, finish.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TextIO, cast
 import torch
 
 from nsa.config import Config
+from nsa.data import Data, Loader
 from nsa.files import best_effort
 from nsa.model import TinyLM
 from nsa.model.cost import peak_flops, training_flops_per_token
@@ -37,9 +39,21 @@ from nsa.train.batches import (
     without_data,
 )
 from nsa.train.build import build_model, build_step, explain_memory
-from nsa.train.checkpoint.identity import INITIAL, global_batch, identity_of, rows_of_rank
-from nsa.train.checkpoint.init_from import find_origin
-from nsa.train.checkpoint.resume import AUTO, Asked, find_start_together, was_restarted
+from nsa.train.checkpoint.identity import (
+    INITIAL,
+    Identity,
+    global_batch,
+    identity_of,
+    rows_of_rank,
+)
+from nsa.train.checkpoint.init_from import Origin, find_origin
+from nsa.train.checkpoint.resume import (
+    AUTO,
+    Asked,
+    Beginning,
+    find_start_together,
+    was_restarted,
+)
 from nsa.train.checkpoint.writer import new_saver
 from nsa.train.distributed.hang import HangWatch, end_calls
 from nsa.train.distributed.process_group import open_ranks
@@ -59,7 +73,7 @@ from nsa.train.errors import (
 from nsa.train.finish import Sampler, finish, record_anomaly, summarize
 from nsa.train.locked_folder import HeldFolder, hold
 from nsa.train.log import RunLog, Vitals
-from nsa.train.progress import Progress, Steady, announce
+from nsa.train.progress import HangupSafeStream, Progress, print_boot_messages
 from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, ordered_sums, resolve_runtime
 from nsa.train.stop import Stop, launcher_pid
@@ -104,8 +118,8 @@ def run(
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
     require_tracker(cfg.train.tracker)
-    steady = Steady(out or sys.stdout)
-    say = partial(print, file=steady, flush=True)
+    stream = HangupSafeStream(out or sys.stdout)
+    say = partial(print, file=stream, flush=True)
     fallbacks.reset()  # the counters are global to the process; count this run only
     # Read the parent now: once torchrun has died, getppid() names another process.
     parent, folder = launcher_pid(), Path(cfg.train.out_dir)
@@ -118,7 +132,7 @@ def run(
             parent=parent,
             config_path=config_path,
             steps=steps,
-            out=cast("TextIO", steady),
+            out=cast("TextIO", stream),
             model_path=model_path,
             sampler=sampler,
             resume=resume,
@@ -165,12 +179,47 @@ class _Job:
 
 def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> TrainResult:
     """One attempt. `back`: where to resume after a loss spike; `fallback`: why data is missing."""
-    # 1. Data, and which checkpoint to start from. All ranks must agree before anything is built.
-    path, steps, ranks, held = job.held.path, job.steps, job.ranks, job.held
+    plan = _make_plan(cfg, job, back, fallback)
+    with _open_trainer(plan, job) as trainer:
+        _load_start(trainer, plan)
+        checkpoints = _train(trainer, plan, job)
+    return _finish(trainer, job, checkpoints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What the ranks agreed on before anything is built: data, settings, and where to start."""
+
+    cfg: Config
+    """With the accumulation that preserves the global batch of the checkpoint."""
+    rows_asked: int
+    """Rows per update and rank as configured, before that."""
+    runtime: Runtime
+    data: Data
+    loader: Loader
+    """data.train: it prefetches batches."""
+    opened_s: float
+    """Seconds that opening the data took."""
+    identity: Identity
+    origin: Origin
+    begin: Beginning
+    back: Rollback | None
+    fallback: str | None
+    progress: Progress
+
+    @property
+    def done(self) -> int:
+        """Steps that the checkpoint has done."""
+        return self.begin.start.content["step"] if self.begin.start else 0
+
+
+def _make_plan(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> _Plan:
+    """Open the data and choose the checkpoint to start from; raise on all ranks if they differ."""
+    path, ranks = job.held.path, job.ranks
     ranks.from_first(partial(refuse_halted, path))
     heads = (cfg.model.d_k, cfg.model.d_v)
     runtime = resolve_runtime(ranks.place(cfg.runtime), heads, cfg.model.attention)
-    progress = Progress(job.out, steps, quiet=not ranks.is_first)
+    progress = Progress(job.out, job.steps, quiet=not ranks.is_first)
     since = time.perf_counter()
     with ranks.fetching():
         data = open_in_time(cfg, job.loader, progress.say)
@@ -183,28 +232,48 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
         wanted=str(back.path) if back else job.resume,
         cfg=cfg,
         identity=identity,
-        steps=steps,
+        steps=job.steps,
         world_size=ranks.world_size,
         restarted=back is None and was_restarted(),
     )
     begin = find_start_together(ranks, asked, progress.say)
-    start, rows_asked, cfg = begin.start, rows_of_rank(cfg.train), begin.adapt(cfg)
-    origin.require(ranks, start)
-    # 2. Model, optimizer and update.
+    rows_asked, cfg = rows_of_rank(cfg.train), begin.adapt(cfg)
+    origin.require(ranks, begin.start)
     loader = read_ahead(data.train, cfg, runtime, ranks)
-    data = data._replace(train=loader)
+    return _Plan(
+        cfg=cfg,
+        rows_asked=rows_asked,
+        runtime=runtime,
+        data=data._replace(train=loader),
+        loader=loader,
+        opened_s=opened_s,
+        identity=begin.start.fit.identity if begin.start else identity,
+        origin=origin,
+        begin=begin,
+        back=back,
+        fallback=fallback,
+        progress=progress,
+    )
+
+
+@contextmanager
+def _open_trainer(plan: _Plan, job: _Job) -> Iterator[Trainer]:
+    """Build the model, then open the run folder with its writers; the end closes them.
+
+    The weights are the initial random ones.
+    """
+    cfg, data, runtime, progress = plan.cfg, plan.data, plan.runtime, plan.progress
+    ranks, held, path = job.ranks, job.held, job.held.path
     model = build_model(cfg, data.tokenizer.vocab, runtime, ranks)
     step = build_step(cfg, model, runtime, ranks=ranks)
-    metrics = _new_metrics(cfg, model, runtime, job, fallback)
-
-    # 3. The run folder and its writers. From here on, files of an earlier run may be moved.
-    with progress, closing(loader), checking(data, ranks, progress.say):
-        done = start.content["step"] if start else 0
-        folder = _open_folder(ranks, cfg, job, begin.keeps, metrics.num_params)
-        announce(cfg, metrics, data, runtime, folder, progress)
-        files = [path / CONFIG_FILE] if ranks.is_first else []
-        tracking = ranks.on_first(open_tracker, cfg, path, resumed=begin.keeps, say=progress.say)
-        beats_from = done if begin.keeps else 0
+    metrics = _new_metrics(plan, model, job)
+    with progress, closing(plan.loader), checking(data, ranks, progress.say):
+        # From here on, files of an earlier run may be moved.
+        keeps = plan.begin.keeps
+        folder = _open_folder(ranks, cfg, job, keeps, metrics.num_params)
+        print_boot_messages(cfg, metrics, data, runtime, folder, progress)
+        tracking = ranks.on_first(open_tracker, cfg, path, resumed=keeps, say=progress.say)
+        beats_from = plan.done if keeps else 0
         with (
             Stop(path, parent=job.parent, heard=held.stopping, quiet=not ranks.is_first) as stop,
             tracking or Tracker() as tracker,
@@ -216,8 +285,8 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
             HangWatch(path, ranks, vitals.heartbeat) as hang_watch,
         ):
             log = RunLog(
-                *(folder.path, metrics, cfg, progress, vitals),
-                resumed_at=done,
+                *(path, metrics, cfg, progress, vitals),
+                resumed_at=plan.done,
                 overflows=runtime.precision == "fp16",
                 ranks=ranks,
                 is_ours=held.is_ours,
@@ -228,42 +297,60 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 step=step,
                 data=data,
                 log=log,
-                saver=new_saver(folder.path, cfg.train, progress.say, ranks, held.is_ours),
+                saver=new_saver(path, cfg.train, progress.say, ranks, held.is_ours),
                 stop=stop,
-                identity=start.fit.identity if start else identity,
-                rows_asked=rows_asked,
+                identity=plan.identity,
+                rows_asked=plan.rows_asked,
                 held=held,
             )
             _register_renewals(trainer, job.config_path, hang_watch)
-            # 4. Initial weights, or the state of a checkpoint.
-            metrics.init_from = origin.path or None
-            metrics.init_sha256 = trainer.identity.get(INITIAL)
-            if start is None:
-                origin.begin(model, ranks, progress.say)
-            else:
-                origin.stand_back(start, progress.say)
-                trainer.resume(start)
-                if back is not None:
-                    trainer.spikes.jumped, metrics.spikes = back.jumped, back.spikes
-                progress.advance(done)
-                progress.say(f"[resume] from {start.path}: {done} of {steps} steps are done")
-            if fallback is not None:
-                vitals.heartbeat.loader_error(fallback, done)
-            # 5. Train.
-            loader.interrupted = stop.requested
-            with _record_ending(trainer):
-                with trainer.halts_while_waiting(done), ranks.fetching(stop):
-                    place = (done, trainer.positions(done + 1)[0])
-                    fetch_first(loader, cfg, *place, job.loader, opened_s, vitals, progress.say)
-                files += trainer.train(steps, done)
-                ranks.from_first(partial(held.require, steps))
-            held.stopping()
-    # 6. The model file, the loss curve and a sample.
-    model = ranks.whole(model, cfg)
+            yield trainer
+
+
+def _load_start(trainer: Trainer, plan: _Plan) -> None:
+    """Load the state of the checkpoint, or the weights that train.init_from names."""
+    start, origin = plan.begin.start, plan.origin
+    metrics, progress = trainer.log.metrics, plan.progress
+    metrics.init_from = origin.path or None
+    metrics.init_sha256 = trainer.identity.get(INITIAL)
+    if start is None:
+        origin.load_into(trainer.model, trainer.ranks, progress.say)
+        return
+    origin.discard_weights(start, progress.say)
+    trainer.resume(start)
+    if plan.back is not None:
+        trainer.spikes.jumped, metrics.spikes = plan.back.jumped, plan.back.spikes
+    progress.advance(plan.done)
+    progress.say(f"[resume] from {start.path}: {plan.done} of {metrics.steps} steps are done")
+
+
+def _train(trainer: Trainer, plan: _Plan, job: _Job) -> list[Path]:
+    """Wait for the first batch, train, and return the checkpoints written."""
+    done, log, ranks = plan.done, trainer.log, trainer.ranks
+    if plan.fallback is not None:
+        log.vitals.heartbeat.loader_error(plan.fallback, done)
+    plan.loader.interrupted = trainer.stop.requested
+    with _record_ending(trainer):
+        with trainer.halts_while_waiting(done), ranks.fetching(trainer.stop):
+            place = (done, trainer.positions(done + 1)[0])
+            waited = (job.loader, plan.opened_s)
+            fetch_first(plan.loader, plan.cfg, *place, *waited, log.vitals, log.progress.say)
+        checkpoints = trainer.train(job.steps, done)
+        ranks.from_first(partial(trainer.held.require, job.steps))
+    trainer.held.stopping()
+    return checkpoints
+
+
+def _finish(trainer: Trainer, job: _Job, checkpoints: list[Path]) -> TrainResult:
+    """Write the model file, the loss curve and a sample."""
+    ranks, metrics, path = job.ranks, trainer.log.metrics, job.held.path
+    model = ranks.whole(trainer.model, trainer.cfg)
     model_path = job.model_path or path / MODEL
+    files = [path / CONFIG_FILE] if ranks.is_first else []
+    files += checkpoints
     files += ranks.on_first(finish, trainer, model, job.sampler, model_path) or []
-    progress.say(summarize(metrics, files))
-    return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
+    trainer.log.progress.say(summarize(metrics, files))
+    return TrainResult(model=model, metrics=metrics, folder=path, files=files)
 
 
 def _register_renewals(trainer: Trainer, config_path: str, hang_watch: HangWatch) -> None:
@@ -345,15 +432,13 @@ def _open_folder(ranks: Strategy, cfg: Config, job: _Job, goes_on: bool, num_par
     return Folder(path, Path(moved) if moved else None)
 
 
-def _new_metrics(
-    cfg: Config, model: TinyLM, runtime: Runtime, job: _Job, fallback: str | None
-) -> Metrics:
-    world_size = job.ranks.world_size
+def _new_metrics(plan: _Plan, model: TinyLM, job: _Job) -> Metrics:
+    cfg, runtime, world_size = plan.cfg, plan.runtime, job.ranks.world_size
     rows = global_batch(cfg, world_size)
     peak = peak_flops(runtime.device_name, runtime.precision)
     return Metrics(
         config_file=job.config_path,
-        data_fallback=fallback,
+        data_fallback=plan.fallback,
         world_size=world_size,
         num_params=sum(p.numel() for p in model.parameters()),
         tokens_per_step=rows * cfg.train.seq_len,

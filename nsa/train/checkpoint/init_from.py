@@ -62,7 +62,7 @@ class Origin:
 
         ranks.from_first(check)
 
-    def begin(self, model: TinyLM, ranks: Strategy, say: Callable[[str], None]) -> None:
+    def load_into(self, model: TinyLM, ranks: Strategy, say: Callable[[str], None]) -> None:
         """Load the weights into the model of a new run, on all ranks."""
         if not self.path:
             return
@@ -75,7 +75,7 @@ class Origin:
         for note in self.notes:
             say(f"[init] {note}")
 
-    def stand_back(self, start: Start, say: Callable[[str], None]) -> None:
+    def discard_weights(self, start: Start, say: Callable[[str], None]) -> None:
         """Discard the weights: the run resumes from its own checkpoint."""
         self.weights.clear()
         if self.path:
