@@ -100,6 +100,10 @@ class NSAAttention(Rotary):
                 raise ValueError(f"{name}={choice!r} is not known; use one of {', '.join(known)}")
         self.num_heads, self.num_groups, self.d_v = n_heads, n_kv_groups, d_v
         self.phi, self.gate_kind, self.backend = phi, gate, backend
+        # Variables are read once, here: no forward pass or decode step asks for them.
+        self._by_tokens = not read("NSA_PREFILL_BATCHED")
+        self._tile_tokens: int = read("NSA_PREFILL_TILE")
+        self._forced_branch: str = read("NSA_FORCE_BRANCH")
         self.qkv = nn.Linear(dim, n_heads * d_k + 3 * n_kv_groups * (d_k + d_v), bias=False)
         self.gate = nn.Linear(dim, 3 * n_heads)
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
@@ -125,7 +129,7 @@ class NSAAttention(Rotary):
         layer: int | None = None,  # index of the layer, for stats and fallback counters
     ) -> Tensor:  # [B, S, dim]
         """Attention over whole sequences; packed documents do not see each other."""
-        if not read("NSA_PREFILL_BATCHED"):
+        if self._by_tokens:
             return self._token_by_token(x, cu_seqlens)
         doc_lens = check_documents(cu_seqlens, x.shape[0], x.shape[1], x.device)
         if rope is None:
@@ -186,9 +190,9 @@ class NSAAttention(Rotary):
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
         """Append T tokens; on a filled cache this is chunked prefill."""
         cache.check(x)
-        if not read("NSA_PREFILL_BATCHED"):
+        if self._by_tokens:
             return torch.cat([self.step(token, cache) for token in x.split(1, dim=1)], dim=1)
-        tile = read("NSA_PREFILL_TILE") or x.shape[1]
+        tile = self._tile_tokens or x.shape[1]
         return torch.cat([self._prefill_tile(part, cache) for part in x.split(tile, dim=1)], dim=1)
 
     @torch.no_grad()
@@ -372,7 +376,7 @@ class NSAAttention(Rotary):
         self, x: Tensor, rope: Rope
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """The same for one token [B, 1, dim]: RoPE and gates in a single kernel."""
-        if read("NSA_FORCE_BRANCH"):
+        if self._forced_branch:
             return self._project(x, rope)
         from nsa.ops.triton.rope_and_gate import rotate_and_gate  # Triton exists for Linux only
 
@@ -424,10 +428,9 @@ class NSAAttention(Rotary):
         logits = self.gate(x).unflatten(-1, (self.num_heads, 3))
         logits = logits.to(compute_dtype(logits.dtype))
         gates = logits.softmax(dim=-1) if self.gate_kind == "softmax" else logits.sigmoid()
-        forced = read("NSA_FORCE_BRANCH")
-        if forced:  # ablation: one branch alone, whatever the gates say
+        if self._forced_branch:  # ablation: one branch alone, whatever the gates say
             gates = torch.zeros_like(gates)
-            gates[..., BRANCHES.index(forced)] = 1.0
+            gates[..., BRANCHES.index(self._forced_branch)] = 1.0
         return gates if dtype == torch.bfloat16 else gates.to(dtype)
 
     def _compress(

@@ -74,6 +74,7 @@ class DenseAttention(Rotary):
         super().__init__(d_k, rope_base, rope_scale)
         check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
         self.num_heads, self.num_groups, self.d_v = n_heads, n_kv_groups, d_v
+        self._tile_tokens: int = read("NSA_PREFILL_TILE") if read("NSA_PREFILL_BATCHED") else 1
         self.qkv = nn.Linear(dim, n_heads * d_k + n_kv_groups * (d_k + d_v), bias=False)
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
         self.reset_parameters()
@@ -122,8 +123,7 @@ class DenseAttention(Rotary):
     @torch.no_grad()
     def prefill(self, x: Tensor, cache: DenseCache) -> Tensor:  # [B, T, dim] -> [B, T, dim]
         """Append T tokens; on a filled cache this is chunked prefill."""
-        tile = read("NSA_PREFILL_TILE") if read("NSA_PREFILL_BATCHED") else 1
-        parts = x.split(tile or x.shape[1], dim=1)
+        parts = x.split(self._tile_tokens or x.shape[1], dim=1)
         return torch.cat([self._append(part, cache) for part in parts], dim=1)
 
     @torch.no_grad()

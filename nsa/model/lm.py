@@ -96,6 +96,7 @@ class TinyLM(nn.Module):
             if value < 1:
                 raise ValueError(f"{name}={value}; give a positive size")
         self.vocab = vocab
+        self._tile_tokens: int = read("NSA_PREFILL_TILE") or PREFILL_TILE
         self.checkpointed = _checkpointed_layers(n_layers, grad_checkpointing, gc_layers)
 
         def new_attention() -> Attention:
@@ -241,14 +242,13 @@ class TinyLM(nn.Module):
         Memory beside the cache is that of one tile: the logits of a prompt of 64k tokens with
         GPT-2's vocabulary would take 13 GB.
         """
-        tile = read("NSA_PREFILL_TILE") or PREFILL_TILE
         # Checked here, so that a prompt that is too long fails before its first tile.
         if cache.length + ids.shape[-1] > cache.max_len:
             raise ValueError(
                 f"{cache.length} + {ids.shape[-1]} tokens do not fit a cache for {cache.max_len}; "
                 f"make it with max_len >= {cache.length + ids.shape[-1]}"
             )
-        for part in ids.split(tile, dim=-1):
+        for part in ids.split(self._tile_tokens, dim=-1):
             x = self._embed(part)
             for block, layer in zip(self.layers, cache.layers, strict=True):
                 x = block.prefill(x, layer)

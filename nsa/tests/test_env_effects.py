@@ -161,32 +161,28 @@ def test_prefill_batched_off_refuses_to_train(
     assert "NSA_PREFILL_BATCHED=0" in fingerprint(tmp_path / "a").refused
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> TinyLM:
-    return TinyLM.from_config(load_config(tiny_config(tmp_path / "a")), vocab=256)
-
-
-def prefill_reads(model: TinyLM) -> int:
-    """Count the tokens that prefilling 20 tokens reads through the decode path."""
+def prefill_reads(folder: Path) -> int:
+    """Count the tokens that a new model, prefilling 20 tokens, reads through the decode path."""
+    model = TinyLM.from_config(load_config(tiny_config(folder)), vocab=256)
     cache = model.new_cache(batch=1, max_len=20)
     model.prefill(torch.randint(256, (1, 20)), cache)
     return int(sum(layer.reads.sum() for layer in cache.layers))
 
 
 def test_prefill_batched_off_sends_every_token_through_decode(
-    model: TinyLM, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prefill_reads(model) == 0
+    assert prefill_reads(tmp_path / "a") == 0
     monkeypatch.setenv("NSA_PREFILL_BATCHED", "0")
-    assert prefill_reads(model) > 0
+    assert prefill_reads(tmp_path / "b") > 0
 
 
-def test_prefill_tile_cuts_the_prompt(model: TinyLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_tile_cuts_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of 19 leaves one token, which goes through decode; the prompt as a whole does not."""
     monkeypatch.setenv("NSA_PREFILL_TILE", "20")
-    assert prefill_reads(model) == 0
+    assert prefill_reads(tmp_path / "a") == 0
     monkeypatch.setenv("NSA_PREFILL_TILE", "19")
-    assert prefill_reads(model) > 0
+    assert prefill_reads(tmp_path / "b") > 0
 
 
 def test_heartbeat_lines_come_every_so_many_steps(

@@ -18,9 +18,13 @@ GREEDY = Sampling(temperature=0)
 
 @pytest.fixture
 def model(tiny_config: Callable[..., Config]) -> TinyLM:
+    return new_model(tiny_config())
+
+
+def new_model(cfg: Config) -> TinyLM:
     """An untrained model whose logits differ enough to make greedy choices clear."""
     torch.manual_seed(0)
-    model = TinyLM.from_config(tiny_config(), vocab=256)
+    model = TinyLM.from_config(cfg, vocab=256)
     torch.nn.init.normal_(model.embed.weight)
     assert model.lm_head is not None
     torch.nn.init.normal_(model.lm_head.weight)
@@ -70,12 +74,13 @@ def test_prompt_that_cannot_be_continued_is_refused(
 
 @pytest.mark.parametrize("tile", [1, 7, 64])
 def test_a_prompt_in_tiles_gives_the_tokens_of_one_piece(
-    model: TinyLM, tile: int, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Callable[..., Config], tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = torch.randint(1, 256, (1, 50))
-    whole = generate(model.double(), prompt, 10, GREEDY)
+    whole = generate(new_model(tiny_config()).double(), prompt, 10, GREEDY)
     monkeypatch.setenv("NSA_PREFILL_TILE", str(tile))
-    assert torch.equal(generate(model, prompt, 10, GREEDY), whole)
+    in_tiles = generate(new_model(tiny_config()).double(), prompt, 10, GREEDY)
+    assert torch.equal(in_tiles, whole)
 
 
 def test_a_prompt_that_does_not_fit_the_cache_is_refused_before_it_is_read(model: TinyLM) -> None:

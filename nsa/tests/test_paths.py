@@ -96,6 +96,7 @@ def test_token_by_token_switch_gives_the_same_output_and_refuses_training(monkey
     with torch.no_grad():
         expected = module(x, cu_seqlens=cu_seqlens)
     monkeypatch.setenv("NSA_PREFILL_BATCHED", "0")
+    module = make_module()
     with torch.no_grad():
         assert_near(module(x, cu_seqlens=cu_seqlens), expected, 1e-10)
     cache = module.new_cache(1, 40)
@@ -106,10 +107,10 @@ def test_token_by_token_switch_gives_the_same_output_and_refuses_training(monkey
 
 
 def test_prefill_tile_splits_the_prompt_and_keeps_the_output(monkeypatch):
-    module = make_module()
     x = torch.randn(1, 45, 24, dtype=torch.float64)
-    expected = PATHS["prefill"](module, x)
+    expected = PATHS["prefill"](make_module(), x)
     monkeypatch.setenv("NSA_PREFILL_TILE", "10")
+    module = make_module()
     tiles = []
     original = module._prefill_tile
     monkeypatch.setattr(

@@ -52,6 +52,7 @@ def test_a_prompt_twice_as_long_takes_no_more_memory_than_its_cache(monkeypatch)
     assert peaks[2048] <= 1.02 * peaks[1024]
     cache, ids = model.new_cache(1, 1024), torch.randint(0, VOCAB, (1, 1024))
     monkeypatch.setenv("NSA_PREFILL_TILE", "0")
+    model = small_model().bfloat16()
     with torch_path(monkeypatch, chunk=32):
         whole = peak_bytes(lambda: model.prefill(ids, cache))
     assert peaks[1024] < whole / 2
@@ -61,13 +62,17 @@ def test_a_prompt_twice_as_long_takes_no_more_memory_than_its_cache(monkeypatch)
 @pytest.mark.parametrize("phi", ["avg", "mlp"])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_tiles_fill_the_cache_as_one_piece_does(tile, phi, attention, monkeypatch):
-    torch.manual_seed(0)
     sizes = dict(vocab=50, dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
     blocks = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
-    model = TinyLM(**sizes, **blocks, phi=phi, attention=attention).double().eval()
+
+    def new_model() -> TinyLM:
+        torch.manual_seed(0)
+        return TinyLM(**sizes, **blocks, phi=phi, attention=attention).double().eval()
+
     ids, new = torch.randint(0, 50, (2, 200)), torch.randint(0, 50, (2,))
-    expected, whole = filled(model, ids, 201)
+    expected, whole = filled(new_model(), ids, 201)
     monkeypatch.setenv("NSA_PREFILL_TILE", str(tile))
+    model = new_model()
     logits, cache = filled(model, ids, 201)
     assert_near(logits, expected, 1e-10)
     with torch.no_grad():
