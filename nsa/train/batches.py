@@ -27,7 +27,7 @@ from nsa.records import Heartbeat
 from nsa.train.checkpoint import find
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed
-from nsa.train.log import Vitals
+from nsa.train.log import Telemetry
 from nsa.train.runtime import Runtime
 
 STREAMED = "fineweb_edu"
@@ -99,7 +99,7 @@ def fetch_first(
     position: int,
     options: LoaderOptions,
     opened_s: float,
-    vitals: Vitals,
+    telemetry: Telemetry,
     say: Callable[[str], None],
 ) -> None:
     """Wait for the batch at `position`, the first after `done` updates, and for the warm-up of the
@@ -110,11 +110,11 @@ def fetch_first(
     # Local sources deliver at once or raise; only a stream needs a timeout.
     if not cfg.data.dataset.startswith(STREAMED):
         return
-    with failures(cfg, started=False, note=partial(vitals.heartbeat.loader_error, step=done)):
+    with failures(cfg, started=False, note=partial(telemetry.heartbeat.loader_error, step=done)):
         left_s = max(options.timeout_s - opened_s, 1.0)
         seconds = opened_s + loader.fetch_first(position, cfg.train.batch_size, left_s)
     say(f"[train] first FineWeb‑Edu batch fetched in {seconds:.2f}s")  # noqa: RUF001
-    vitals.heartbeat.loader_ready(seconds, done)
+    telemetry.heartbeat.loader_ready(seconds, done)
     if requested := read("NSA_FWE_WARMUP_BATCHES"):
         start = time.perf_counter()
         filled = loader.wait_until_ready(
@@ -122,7 +122,7 @@ def fetch_first(
         )
         wait_ms = 1e3 * (time.perf_counter() - start)
         say(f"[data] warm-up: {filled} of {requested} batches in {wait_ms:.0f} ms")
-        vitals.heartbeat.loader_warmup(requested, filled, wait_ms, done)
+        telemetry.heartbeat.loader_warmup(requested, filled, wait_ms, done)
 
 
 @contextmanager

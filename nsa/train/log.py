@@ -1,5 +1,5 @@
-"""Logging of a run. `Vitals` owns the telemetry (heartbeat, env.json, TensorBoard, tracker,
-counters, dumps); `RunLog` turns the results of steps into log lines, CSV rows and metrics.json.
+"""Logging of a run. `Telemetry` owns heartbeat, env.json, TensorBoard, tracker, counters and dumps;
+`RunLog` turns the results of steps into log lines, CSV rows and metrics.json.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FETCHES = 200
 """Number of recent batch waits in the percentiles."""
 
 
-class Vitals:
+class Telemetry:
     """Telemetry of a run while it trains; calls take microseconds, and I/O errors never raise."""
 
     def __init__(
@@ -66,10 +66,10 @@ class Vitals:
         tracker: Tracker | None = None,
         *,
         rank: int = 0,
-        hear: Callable[[int], None] | None = None,
+        on_signal: Callable[[int], None] | None = None,
     ) -> None:
-        """`hear` is called for every signal, even while the main thread hangs."""
-        self._rank, self._hear = rank, hear
+        """`on_signal` is called for every signal, even while the main thread hangs."""
+        self._rank, self._on_signal = rank, on_signal
         self._folder, self.device, self._resumed_at = folder, runtime.device, resumed_at
         self.heartbeat = Heartbeat(folder, rank, every=read("NSA_HEARTBEAT_EVERY"))
         self._open_board = partial(
@@ -85,10 +85,10 @@ class Vitals:
         self._fetches: deque[float] = deque(maxlen=FETCHES)
         self._dumps: Installed | None = None
 
-    def __enter__(self) -> Vitals:
+    def __enter__(self) -> Telemetry:
         if self._rank == 0:
             write_env(self._folder)
-        self._dumps = install(self._folder, self._rank, self._hear)
+        self._dumps = install(self._folder, self._rank, self._on_signal)
         here.open(self._folder, self._rank, read("NSA_HANG_LEAST_S"))
         self.heartbeat.boot(self._resumed_at)
         self._memory.boot()
@@ -255,7 +255,7 @@ class RunLog:
         metrics: Metrics,
         cfg: Config,
         progress: Progress,
-        vitals: Vitals,
+        telemetry: Telemetry,
         *,
         resumed_at: int = 0,
         overflows: bool = False,
@@ -273,7 +273,7 @@ class RunLog:
         self.val = CsvLog(ValRow, folder / VAL if csv else None, resumed_at)
         self._line_step = resumed_at  # step of the last line, written or pending
         self._first_step = resumed_at + 1
-        self.metrics, self.progress, self.vitals = metrics, progress, vitals
+        self.metrics, self.progress, self.telemetry = metrics, progress, telemetry
         self._norm = math.nan  # gradient norm of the last step checked
         self._shows_norm: bool = read("NSA_LOG_GRAD_NORM")
         self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
@@ -284,7 +284,7 @@ class RunLog:
         self._collects_stats = cfg.model.attention == "nsa" and wants_stats
         self._in_flight: deque[InFlight] = deque()
         self._due: Line | None = None  # the line of the step checked last, until it is written
-        self._writes_late = vitals.device.type in LATE
+        self._writes_late = telemetry.device.type in LATE
         self._stale = False  # the last write of metrics.json failed
         self._since = time.perf_counter()
         self._first_s = 0.0
@@ -305,7 +305,7 @@ class RunLog:
 
     def loader_failed(self, error: str) -> None:
         """Record a failure of the data source."""
-        self.vitals.heartbeat.loader_error(error, self.metrics.step)
+        self.telemetry.heartbeat.loader_error(error, self.metrics.step)
 
     def saw_input(self, step: int, shape: torch.Size) -> None:
         """Log the input shape of the first updates, so that a wrong shape is seen early."""
@@ -367,7 +367,7 @@ class RunLog:
             raise NonFiniteLoss(
                 "[train][FATAL] non-finite loss detected — aborting run. "
                 f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}"
-                f"{self._ranks.culprits(late=len(self._in_flight))}; its update was not "
+                f"{self._ranks.ranks_not_finite(late=len(self._in_flight))}; its update was not "
                 "done; lower train.lr, or look at the data of that step",
                 step=self.metrics.step,
             )
@@ -393,7 +393,7 @@ class RunLog:
                 step=step,
             )
         self.val.append(ValRow(step, evaluation.loss, evaluation.ppl))
-        self.vitals.evaluated(step, evaluation)
+        self.telemetry.evaluated(step, evaluation)
         self.metrics.val_loss, self.metrics.val_ppl = evaluation.loss, evaluation.ppl
         self.metrics.val_bits_per_byte = evaluation.bits_per_byte
         self.write()
@@ -431,7 +431,7 @@ class RunLog:
         """Replace metrics.json; on failure the old file stays, and the first failure is logged."""
         try:
             if self._is_ours():
-                self._ranks.on_first(write_metrics, self.folder, self.metrics)
+                self._ranks.on_rank_0(write_metrics, self.folder, self.metrics)
         except OSError as error:
             if not self._stale:
                 complain(self.folder / METRICS, error)
@@ -452,7 +452,7 @@ class RunLog:
         metrics.train_s += seconds
         metrics.toks_per_s = metrics.tokens_per_step * line.step / metrics.train_s
         metrics.mfu = self._mfu(metrics.toks_per_s)
-        metrics.peak_mem_mib = peak_memory_mib(self.vitals.device)
+        metrics.peak_mem_mib = peak_memory_mib(self.telemetry.device)
         if stats is not None:
             metrics.attention_stats = stats.summary()
         assert metrics.loss_last is not None, "the line is written when its step was looked at"
@@ -462,20 +462,20 @@ class RunLog:
         self.write()
         step_s = self._step_s(line.step, seconds)
         report = self._report(row, seconds / line.num_steps, step_s, stats)
-        self.vitals.logged(report)
+        self.telemetry.logged(report)
         self.progress.show(report)
 
     def _report(
         self, row: TrainingRow, step_time_s: float, usual_s: float, stats: AttentionStats | None
     ) -> StepReport:
-        device = self.vitals.device
+        device = self.telemetry.device
         return StepReport(
             row=row,
             eta_s=(self.metrics.steps - row.step) * usual_s,
             step_time_s=step_time_s,
             grad_norm=self._norm,
             shows_norm=self._shows_norm,
-            fetch=self.vitals.fetch_times(),
+            fetch=self.telemetry.fetch_times(),
             mfu=self._mfu(row.toks_per_s),
             gpu=read_gpu(device),
             rss_mib=rss_mib() if device.type == "cpu" else None,

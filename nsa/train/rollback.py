@@ -67,7 +67,7 @@ def find_rollback(
     ranks: Strategy, folder: Path, step: int, jumped: int, spikes: int
 ) -> Rollback | None:
     """The rollback for all ranks; rank 0 chooses it."""
-    found = ranks.from_first(lambda: str(_newest_before(folder, step) or ""))
+    found = ranks.from_rank_0(lambda: str(_newest_before(folder, step) or ""))
     if not found:
         return None
     path = Path(found)

@@ -51,7 +51,7 @@ from nsa.train.checkpoint.resume import (
     AUTO,
     Asked,
     Beginning,
-    find_start_together,
+    agree_on_start,
     was_restarted,
 )
 from nsa.train.checkpoint.writer import new_saver
@@ -71,11 +71,11 @@ from nsa.train.errors import (
     refuse_waste,
 )
 from nsa.train.finish import Sampler, finish, record_anomaly, summarize
-from nsa.train.locked_folder import HeldFolder, hold
-from nsa.train.log import RunLog, Vitals
+from nsa.train.locked_folder import LockedFolder, locked
+from nsa.train.log import RunLog, Telemetry
 from nsa.train.progress import HangupSafeStream, Progress, print_boot_messages
 from nsa.train.rollback import Rollback, with_rollbacks
-from nsa.train.runtime import Runtime, ordered_sums, resolve_runtime
+from nsa.train.runtime import Runtime, deterministic_algorithms, resolve_runtime
 from nsa.train.stop import Stop, launcher_pid
 from nsa.train.trainer import Trainer
 
@@ -123,9 +123,9 @@ def run(
     fallbacks.reset()  # the counters are global to the process; count this run only
     # Read the parent now: once torchrun has died, getppid() names another process.
     parent, folder = launcher_pid(), Path(cfg.train.out_dir)
-    sums = ordered_sums(cfg.runtime)
+    sums = deterministic_algorithms(cfg.runtime)
     # Nesting order: the lock outlives the process group, so it is held until all ranks have left.
-    with sums, hold(folder, say) as lock, open_ranks(ddp, cfg, say) as ranks:
+    with sums, locked(folder, say) as lock, open_ranks(ddp, cfg, say) as ranks:
         job = _Job(
             ranks=ranks,
             held=lock(ranks),
@@ -145,7 +145,7 @@ def _run_with_fallbacks(cfg: Config, job: _Job) -> TrainResult:
     """Train; roll back after a loss spike; fall back to random tokens if the data never arrives
     and --synthetic-on-fail allows it."""
     fallback: str | None = None
-    say = partial(job.ranks.on_first, print, file=job.out)
+    say = partial(job.ranks.on_rank_0, print, file=job.out)
 
     def attempt(back: Rollback | None) -> TrainResult:
         nonlocal cfg, fallback
@@ -165,7 +165,7 @@ class _Job:
     """The arguments of `run` other than the config, and what it opened."""
 
     ranks: Strategy
-    held: HeldFolder
+    held: LockedFolder
     parent: int | None
     """Pid of torchrun if it started this rank."""
     config_path: str
@@ -216,9 +216,9 @@ class _Plan:
 def _make_plan(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> _Plan:
     """Open the data and choose the checkpoint to start from; raise on all ranks if they differ."""
     path, ranks = job.held.path, job.ranks
-    ranks.from_first(partial(refuse_halted, path))
+    ranks.from_rank_0(partial(refuse_halted, path))
     heads = (cfg.model.d_k, cfg.model.d_v)
-    runtime = resolve_runtime(ranks.place(cfg.runtime), heads, cfg.model.attention)
+    runtime = resolve_runtime(ranks.assign_device(cfg.runtime), heads, cfg.model.attention)
     progress = Progress(job.out, job.steps, quiet=not ranks.is_first)
     since = time.perf_counter()
     with ranks.fetching():
@@ -236,7 +236,7 @@ def _make_plan(cfg: Config, job: _Job, back: Rollback | None, fallback: str | No
         world_size=ranks.world_size,
         restarted=back is None and was_restarted(),
     )
-    begin = find_start_together(ranks, asked, progress.say)
+    begin = agree_on_start(ranks, asked, progress.say)
     rows_asked, cfg = rows_of_rank(cfg.train), begin.adapt(cfg)
     origin.require(ranks, begin.start)
     loader = read_ahead(data.train, cfg, runtime, ranks)
@@ -272,20 +272,20 @@ def _open_trainer(plan: _Plan, job: _Job) -> Iterator[Trainer]:
         keeps = plan.begin.keeps
         folder = _open_folder(ranks, cfg, job, keeps, metrics.num_params)
         print_boot_messages(cfg, metrics, data, runtime, folder, progress)
-        tracking = ranks.on_first(open_tracker, cfg, path, resumed=keeps, say=progress.say)
-        beats_from = plan.done if keeps else 0
+        tracking = ranks.on_rank_0(open_tracker, cfg, path, resumed=keeps, say=progress.say)
+        beats_from, quiet = plan.done if keeps else 0, not ranks.is_first
         with (
-            Stop(path, parent=job.parent, heard=held.stopping, quiet=not ranks.is_first) as stop,
+            Stop(path, parent=job.parent, on_request=held.mark_stopping, quiet=quiet) as stop,
             tracking or Tracker() as tracker,
-            Vitals(
+            Telemetry(
                 *(path, runtime, beats_from, progress.say, tracker),
                 rank=ranks.rank,
-                hear=stop.hear,
-            ) as vitals,
-            HangWatch(path, ranks, vitals.heartbeat) as hang_watch,
+                on_signal=stop.count_signal,
+            ) as telemetry,
+            HangWatch(path, ranks, telemetry.heartbeat) as hang_watch,
         ):
             log = RunLog(
-                *(path, metrics, cfg, progress, vitals),
+                *(path, metrics, cfg, progress, telemetry),
                 resumed_at=plan.done,
                 overflows=runtime.precision == "fp16",
                 ranks=ranks,
@@ -328,27 +328,27 @@ def _train(trainer: Trainer, plan: _Plan, job: _Job) -> list[Path]:
     """Wait for the first batch, train, and return the checkpoints written."""
     done, log, ranks = plan.done, trainer.log, trainer.ranks
     if plan.fallback is not None:
-        log.vitals.heartbeat.loader_error(plan.fallback, done)
+        log.telemetry.heartbeat.loader_error(plan.fallback, done)
     plan.loader.interrupted = trainer.stop.requested
     with _record_ending(trainer):
         with trainer.halts_while_waiting(done), ranks.fetching(trainer.stop):
             place = (done, trainer.positions(done + 1)[0])
             waited = (job.loader, plan.opened_s)
-            fetch_first(plan.loader, plan.cfg, *place, *waited, log.vitals, log.progress.say)
+            fetch_first(plan.loader, plan.cfg, *place, *waited, log.telemetry, log.progress.say)
         checkpoints = trainer.train(job.steps, done)
-        ranks.from_first(partial(trainer.held.require, job.steps))
-    trainer.held.stopping()
+        ranks.from_rank_0(partial(trainer.held.require_ours, job.steps))
+    trainer.held.mark_stopping()
     return checkpoints
 
 
 def _finish(trainer: Trainer, job: _Job, checkpoints: list[Path]) -> TrainResult:
     """Write the model file, the loss curve and a sample."""
     ranks, metrics, path = job.ranks, trainer.log.metrics, job.held.path
-    model = ranks.whole(trainer.model, trainer.cfg)
+    model = ranks.gather_model(trainer.model, trainer.cfg)
     model_path = job.model_path or path / MODEL
     files = [path / CONFIG_FILE] if ranks.is_first else []
     files += checkpoints
-    files += ranks.on_first(finish, trainer, model, job.sampler, model_path) or []
+    files += ranks.on_rank_0(finish, trainer, model, job.sampler, model_path) or []
     trainer.log.progress.say(summarize(metrics, files))
     return TrainResult(model=model, metrics=metrics, folder=path, files=files)
 
@@ -360,13 +360,13 @@ def _register_renewals(trainer: Trainer, config_path: str, hang_watch: HangWatch
     def write(step: int) -> None:
         trainer.saver.written.clear()
         with best_effort(held.path):
-            ranks.on_first(write_config, held.path, trainer.cfg, config_path)
-        ranks.on_first(trainer.write_types)
-        ranks.on_first(trainer.write_sizes)
+            ranks.on_rank_0(write_config, held.path, trainer.cfg, config_path)
+        ranks.on_rank_0(trainer.write_types)
+        ranks.on_rank_0(trainer.write_sizes)
 
     csv = [log.training.file] if log.training.path is not None else []
-    held.watched = [log.vitals.heartbeat.file, *csv]
-    held.renewals = (write, log.vitals.renew, hang_watch.renew, log.renew)
+    held.watched = [log.telemetry.heartbeat.file, *csv]
+    held.renewals = (write, log.telemetry.renew, hang_watch.renew, log.renew)
 
 
 @contextmanager
@@ -398,7 +398,7 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
     except Halted:
         log.metrics.status = "halted"
         log.write()
-        trainer.ranks.on_first(obeyed, log.folder)
+        trainer.ranks.on_rank_0(obeyed, log.folder)
         raise
     except torch.OutOfMemoryError as error:
         log.metrics.status = "oom"
@@ -416,19 +416,19 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
         ) from None
 
 
-def _open_folder(ranks: Strategy, cfg: Config, job: _Job, goes_on: bool, num_params: int) -> Folder:
+def _open_folder(ranks: Strategy, cfg: Config, job: _Job, keeps: bool, num_params: int) -> Folder:
     """Open the run folder on rank 0, before any other rank writes to it."""
     path = Path(cfg.train.out_dir)
 
     def make() -> str:
         refuse_full_disk(path, 4 * num_params * CHECKPOINT_COPIES if cfg.train.save_every else 0)
-        moved = open_folder(path, resumed=goes_on).previous
+        moved = open_folder(path, resumed=keeps).previous
         end_calls(path)
         forget(path)
         write_config(path, cfg, job.config_path)
         return str(moved or "")
 
-    moved = ranks.from_first(make)
+    moved = ranks.from_rank_0(make)
     return Folder(path, Path(moved) if moved else None)
 
 

@@ -24,7 +24,7 @@ from nsa.train.checkpoint.resume import Start
 from nsa.train.checkpoint.writer import Saver
 from nsa.train.distributed.strategy import Strategy, micro_positions
 from nsa.train.errors import Halted
-from nsa.train.locked_folder import HeldFolder
+from nsa.train.locked_folder import LockedFolder
 from nsa.train.log import RunLog, Spike
 from nsa.train.loss import evaluate
 from nsa.train.optimizer import TrainOptimizer, load_optimizer, lr_at
@@ -54,7 +54,7 @@ class Trainer:
     rows_asked: int
     """Rows per update and rank as configured, before a resume on another number of ranks adjusted
     the accumulation."""
-    held: HeldFolder
+    held: LockedFolder
 
     @property
     def folder(self) -> Path:
@@ -84,19 +84,19 @@ class Trainer:
         """Run updates `done` + 1 to `steps`; return the checkpoints written."""
         every_eval, every_save = self.cfg.train.eval_every, self.cfg.train.save_every
         self.model.train()
-        self.ranks.on_first(self.write_types)
+        self.ranks.on_rank_0(self.write_types)
         for step in range(done + 1, steps + 1):
             self.stop.step = step
-            self.log.vitals.before_step(step)
+            self.log.telemetry.before_step(step)
             stats, lr = self.log.new_stats(step), lr_at(step, self.cfg.train)
             with self.halts_while_waiting(step - 1):
                 updated = self.update(step, lr, stats)
             if step == done + 1:  # the first update has created the optimizer state
-                self.ranks.on_first(self.write_sizes)
+                self.ranks.on_rank_0(self.write_sizes)
                 # Allocate pinned memory now: the first update is slow anyway.
                 if every_save and self.ranks.saves:
                     self.saver.memory.reserve(self._large_state())
-            self.log.vitals.after_step(step)
+            self.log.telemetry.after_step(step)
             self.log.add(step, updated, lr, stats)
             self.check_losses()
             if every_eval and (step % every_eval == 0 or step == steps):
@@ -105,7 +105,7 @@ class Trainer:
                 self.save(step)
             # Decided collectively: a rank that stopped alone would leave the others in a
             # collective.
-            if asked := self.ranks.asked(self.stop, last=step == steps):
+            if asked := self.ranks.stop_request(self.stop, last=step == steps):
                 self.halt(step, asked)
         self.check_losses(settle=True)
         self.saver.wait()
@@ -138,16 +138,16 @@ class Trainer:
         """Run one optimizer update with the mean gradient over its micro-batches."""
         # With several ranks, one small collective per update: did the data arrive, did anybody
         # request a stop, is the folder still there.
-        with self.ranks.fetching(self.stop, started=True, seen=self.held.look()):
+        with self.ranks.fetching(self.stop, started=True, seen=self.held.check()):
             self.data.require_whole()
             batches = [self.fetch(position) for position in self.positions(step)]
-        self.held.follow(self.ranks.seen, step)
+        self.held.react_to(self.ranks.seen, step)
         self.log.saw_input(step, batches[0].rows[:, :-1].shape)
         return self.step(batches, lr, stats)
 
     def fetch(self, position: int) -> MicroBatch:
         """Read a micro-batch into pinned host memory; the copy to the GPU is asynchronous."""
-        with self.log.vitals.fetching(), span("fetch"):
+        with self.log.telemetry.fetching(), span("fetch"):
             rows = self.data.train.batch(position, self.cfg.train.batch_size)
         return MicroBatch(rows, self.data.bounds(rows))
 
@@ -168,7 +168,7 @@ class Trainer:
         if back is None:
             self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
             return
-        if asked := self.ranks.asked(self.stop):
+        if asked := self.ranks.stop_request(self.stop):
             self._say_halt(asked)
             raise Halted(
                 f"stopped by {asked}; {spike.text}, so nothing was saved after it; "
@@ -185,7 +185,7 @@ class Trainer:
         with span(EVALUATE):
             self.check_losses(settle=True)
             with self.log.paused():
-                self.log.vitals.entering(step, EVALUATE)
+                self.log.telemetry.entering(step, EVALUATE)
                 found = evaluate(self.model, self.data, self.cfg.train, self.runtime, self.ranks)
                 self.log.add_evaluation(step, found)
 
@@ -194,7 +194,7 @@ class Trainer:
         with span(SAVE):
             self.check_losses(settle=True)
             with self.log.paused():
-                self.log.vitals.entering(step, SAVE)
+                self.log.telemetry.entering(step, SAVE)
                 self.held.unsaved = False
                 if self.ranks.saves:
                     self.saver.wait()
@@ -210,13 +210,13 @@ class Trainer:
 
     def halt(self, step: int, asked: str) -> NoReturn:
         """Save unless the last step is saved already, then raise Halted."""
-        self.held.stopping()
+        self.held.mark_stopping()
         self._say_halt(asked)
         raise Halted(f"stopped by {asked} after step {step}; {self.save_last(step)}")
 
     def save_last(self, step: int) -> str:
         """Save unless the last step is saved already; return how to resume, as text."""
-        self.held.settle(step)
+        self.held.recreate_if_removed(step)
         # save_every divides step: saved already. save_every=0: never saved before.
         if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
             self.save(step)

@@ -81,7 +81,7 @@ def was_restarted() -> bool:
     return bool(read("TORCHELASTIC_RESTART_COUNT") or read("NSA_RESTART_COUNT"))
 
 
-def find_start_together(ranks: Strategy, asked: Asked, say: Say) -> Beginning:
+def agree_on_start(ranks: Strategy, asked: Asked, say: Say) -> Beginning:
     """`find_start` on rank 0; the other ranks read the checkpoint that it chose."""
     found = Beginning(None, False)
 
@@ -90,7 +90,7 @@ def find_start_together(ranks: Strategy, asked: Asked, say: Say) -> Beginning:
         found = find_start(asked, say)
         return json.dumps([str(found.start.path) if found.start else "", found.keeps])
 
-    path, keeps = json.loads(ranks.from_first(look))
+    path, keeps = json.loads(ranks.from_rank_0(look))
     if ranks.is_first or not path:
         return Beginning(found.start, keeps)
     return Beginning(_start(Path(path), find.peek(Path(path), verified=True), asked), keeps)
