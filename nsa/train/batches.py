@@ -60,13 +60,13 @@ def open_in_time(cfg: Config, options: LoaderOptions, say: Callable[[str], None]
     if cfg.data.dataset != STREAMED:
         return attempt()
     note = partial(note_failure, Path(cfg.train.out_dir))
-    with failures(cfg, started=False, note=note):
+    with converting_data_errors(cfg, started=False, note=note):
         say(f"[data] opening {cfg.data.hub_dataset} ({cfg.data.hub_subset or 'default'})")
         return within(options.timeout_s, attempt, f"the data of {cfg.data.hub_dataset}")
 
 
 @contextmanager
-def checking(data: Data, ranks: Strategy, say: Callable[[str], None]) -> Iterator[None]:
+def verifying_shards(data: Data, ranks: Strategy, say: Callable[[str], None]) -> Iterator[None]:
     """Verify shard hashes in the background during the run, on one rank per machine."""
     check = data.check if read("LOCAL_RANK") == 0 else None
     with ranks.fetching():
@@ -110,7 +110,9 @@ def fetch_first(
     # Local sources deliver at once or raise; only a stream needs a timeout.
     if not cfg.data.dataset.startswith(STREAMED):
         return
-    with failures(cfg, started=False, note=partial(telemetry.heartbeat.loader_error, step=done)):
+    with converting_data_errors(
+        cfg, started=False, note=partial(telemetry.heartbeat.loader_error, step=done)
+    ):
         left_s = max(options.timeout_s - opened_s, 1.0)
         seconds = opened_s + loader.fetch_first(position, cfg.train.batch_size, left_s)
     say(f"[train] first FineWeb‑Edu batch fetched in {seconds:.2f}s")  # noqa: RUF001
@@ -126,7 +128,9 @@ def fetch_first(
 
 
 @contextmanager
-def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iterator[None]:
+def converting_data_errors(
+    cfg: Config, *, started: bool, note: Callable[[str], None]
+) -> Iterator[None]:
     """Record an error of the data source and convert it to LoaderFailed."""
     try:
         yield
@@ -142,7 +146,7 @@ def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iter
         ) from error
 
 
-def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -> Config:
+def with_random_tokens(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -> Config:
     """The same config on random tokens; raise LoaderFailed if the folder has checkpoints."""
     # A run on random tokens would move the checkpoints of the real run aside.
     folder = Path(cfg.train.out_dir)

@@ -31,12 +31,12 @@ from nsa.records.sinks import Tracker, open_tracker, require_tracker
 from nsa.records.spans import forget
 from nsa.train.batches import (
     LoaderOptions,
-    checking,
-    failures,
+    converting_data_errors,
     fetch_first,
     open_in_time,
     read_ahead,
-    without_data,
+    verifying_shards,
+    with_random_tokens,
 )
 from nsa.train.build import build_model, build_step, explain_memory
 from nsa.train.checkpoint.identity import (
@@ -49,8 +49,8 @@ from nsa.train.checkpoint.identity import (
 from nsa.train.checkpoint.init_from import Origin, find_origin
 from nsa.train.checkpoint.resume import (
     AUTO,
-    Asked,
     Beginning,
+    RequestedRun,
     agree_on_start,
     was_restarted,
 )
@@ -154,7 +154,7 @@ def _run_with_fallbacks(cfg: Config, job: _Job) -> TrainResult:
         except LoaderFailed as error:
             if error.started or error.damaged or not job.loader.synthetic_on_fail:
                 raise
-            cfg, fallback = without_data(cfg, error, say), str(error)
+            cfg, fallback = with_random_tokens(cfg, error, say), str(error)
             return _run(cfg, job, back, fallback)
 
     return with_rollbacks(attempt)
@@ -227,7 +227,7 @@ def _make_plan(cfg: Config, job: _Job, back: Rollback | None, fallback: str | No
     origin = find_origin(ranks, cfg, data.tokenizer.vocab)
     identity = identity_of(cfg, data, ranks.world_size) | origin.identity
     ranks.check_same(partial(fingerprint_of_rank, cfg, identity, runtime, ranks.world_size))
-    asked = Asked(
+    asked = RequestedRun(
         folder=path,
         wanted=str(back.path) if back else job.resume,
         cfg=cfg,
@@ -267,7 +267,7 @@ def _open_trainer(plan: _Plan, job: _Job) -> Iterator[Trainer]:
     model = build_model(cfg, data.tokenizer.vocab, runtime, ranks)
     step = build_step(cfg, model, runtime, ranks=ranks)
     metrics = _new_metrics(plan, model, job)
-    with progress, closing(plan.loader), checking(data, ranks, progress.say):
+    with progress, closing(plan.loader), verifying_shards(data, ranks, progress.say):
         # From here on, files of an earlier run may be moved.
         keeps = plan.begin.keeps
         folder = _open_folder(ranks, cfg, job, keeps, metrics.num_params)
@@ -375,7 +375,7 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
     log = trainer.log
     log.write()
     try:
-        with failures(trainer.cfg, started=True, note=log.loader_failed):
+        with converting_data_errors(trainer.cfg, started=True, note=log.loader_failed):
             yield
     except LoaderFailed as error:
         log.metrics.status = "bad_data" if error.damaged else "no_data"
