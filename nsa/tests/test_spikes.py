@@ -24,6 +24,7 @@ from nsa.train.progress import Progress
 from nsa.train.runtime import resolve_runtime
 from nsa.train.spikes import Spikes
 from nsa.train.step import Updated
+from nsa.train.telemetry import Telemetry
 from nsa.train.trainer import Trainer
 
 BuildConfig = Callable[..., Config]
@@ -278,7 +279,7 @@ def test_a_check_returns_at_a_spike_before_it_sees_what_came_later(
     out = io.StringIO()
     monkeypatch.setenv("NSA_TB_DISABLE", "1")
     monkeypatch.setattr(log, "LATE", ("cpu",))
-    telemetry = log.Telemetry(folder, runtime, 0, print)
+    telemetry = Telemetry(folder, runtime, 0, print)
     run_log = log.RunLog(folder, metrics, cfg, Progress(out, steps=9), telemetry)
     for step, loss in enumerate((1.0, 9.0, float("nan")), start=1):
         run_log.add(step, Updated(*torch.tensor([loss, 1.0, 5.0])), 0.1, None)

@@ -27,8 +27,8 @@ from nsa.records import Heartbeat
 from nsa.train.checkpoint import find
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed
-from nsa.train.log import Telemetry
 from nsa.train.runtime import Runtime
+from nsa.train.telemetry import Telemetry
 
 STREAMED = "fineweb_edu"
 """The source that is streamed over the network, so it needs a timeout."""
