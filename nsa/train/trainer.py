@@ -267,7 +267,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "rng": _rng_states(),
             "spikes": self.spikes.state_dict(),
-            "data": {"position": position, "source": self.data.train.state(position)},
+            "data": {"position": position, "source": self.data.train.state_dict(position)},
             "tokens_seen": step * self.log.metrics.tokens_per_step,
             "metrics": self.log.state_dict(),
         }
@@ -280,7 +280,7 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         if "spikes" in state:  # older checkpoints have none
             self.spikes.load_state_dict(state["spikes"])
-        self.data.train.resume(state["data"]["source"])
+        self.data.train.load_state_dict(state["data"]["source"])
         _set_rng_states(state["rng"])
         self.log.metrics.step = state["step"]
         self.log.load_state_dict(state["metrics"])
