@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(config: Config, ranks: Strategy, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of an update of both, in turns."""
     heads = (config.model.d_k, config.model.d_v)
-    runtime = resolve_runtime(ranks.place(config.runtime), heads, config.model.attention)
+    runtime = resolve_runtime(ranks.assign_device(config.runtime), heads, config.model.attention)
     ways = {"ours": ours(config, runtime, ranks), "plain": plain(config, runtime)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     torch.manual_seed(ranks.rank)
@@ -86,7 +86,7 @@ def measure(config: Config, ranks: Strategy, args: argparse.Namespace) -> dict[s
     for pair in range(-WARM_UP, args.pairs):
         rows = torch.randint(0, VOCAB, shape)
         for name in sorted(ways, reverse=pair % 2 == 0):
-            ranks.total(0)  # both begin together
+            ranks.sum_over_ranks(0)  # both begin together
             start = time.perf_counter()
             ways[name](rows)
             if pair >= 0:
@@ -94,7 +94,7 @@ def measure(config: Config, ranks: Strategy, args: argparse.Namespace) -> dict[s
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     # Every rank has its own times; the ranks agree on one cost.
-    cost = ranks.total(torch.tensor(statistics.median(ratios) - 1))[0] / ranks.world_size
+    cost = ranks.sum_over_ranks(torch.tensor(statistics.median(ratios) - 1))[0] / ranks.world_size
     quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
         "cost": round(cost, 4),

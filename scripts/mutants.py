@@ -268,7 +268,7 @@ OPERATION = (
         "checkpoint-hash-ignored",
         STORED,
         (("if file_sha256(path) != manifest.sha256:", "if not manifest.sha256:"),),
-        ("test_resume.py::test_a_damaged_latest_is_passed_over_aloud",),
+        ("test_resume.py::test_a_damaged_latest_checkpoint_is_skipped_with_a_warning",),
     ),
     Mutant(
         "damaged-checkpoint-counts-as-kept",

@@ -105,21 +105,21 @@ class Rows(Protocol):
     def fingerprint(self) -> str:
         """sha256 of everything that determines the rows; resuming on other data is refused."""
 
-    def state(self, position: int) -> State:
+    def state_dict(self, position: int) -> State:
         """State for resuming at `position`, which must have been read recently."""
 
-    def resume(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Prepare to read on from the position that this state was taken for."""
 
 
 class AnyOrder:
     """Rows with random access: they need no state to resume."""
 
-    def state(self, position: int) -> State:
+    def state_dict(self, position: int) -> State:
         """Empty: the position is enough."""
         return {}
 
-    def resume(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Do nothing."""
         assert not state, f"{state} is the state of another source"
 

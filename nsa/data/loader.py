@@ -78,15 +78,15 @@ class Loader:
         """The fingerprint of the source."""
         return self._rows.fingerprint()
 
-    def state(self, position: int) -> State:
+    def state_dict(self, position: int) -> State:
         """The source's state for a position whose batch was handed out, or comes next."""
         before = [item.state for item in self._handed_out if item.key[0] <= position]
         return before[-1] if before else self._resumed
 
-    def resume(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Resume the source from a state."""
         self.close()
-        self._rows.resume(state)
+        self._rows.load_state_dict(state)
         self._handed_out.clear()
         self._resumed = state
 
@@ -152,7 +152,7 @@ class Loader:
 
     def _read(self, key: Key) -> _Item:
         batch = self._rows.batch(*key)
-        return _Item(key, batch.pin_memory() if self._pin else batch, self._rows.state(key[0]))
+        return _Item(key, batch.pin_memory() if self._pin else batch, self._rows.state_dict(key[0]))
 
 
 class _Reader(threading.Thread):

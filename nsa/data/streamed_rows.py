@@ -68,13 +68,13 @@ class StreamedRows:
             row[:] = tokens[start : start + self._seq_len + 1]
         return torch.from_numpy(rows)
 
-    def state(self, position: int) -> State:
+    def state_dict(self, position: int) -> State:
         """Start of the block of a position, or the nearest known block before it."""
         known = [self._origin, *(start for start, _ in self._kept.values())]
         start = max(start for start in known if start.block * self.block_rows <= position)
         return {"block": start.block, **start.place._asdict(), "skip": start.skip}
 
-    def resume(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue from a state; earlier blocks are then read from the very beginning."""
         names = {"block", *Place._fields, "skip"}
         if state.keys() != names or any(type(v) is not int or v < 0 for v in state.values()):

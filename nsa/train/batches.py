@@ -27,8 +27,8 @@ from nsa.records import Heartbeat
 from nsa.train.checkpoint import find
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed
-from nsa.train.log import Vitals
 from nsa.train.runtime import Runtime
+from nsa.train.telemetry import Telemetry
 
 STREAMED = "fineweb_edu"
 """The source that is streamed over the network, so it needs a timeout."""
@@ -60,13 +60,13 @@ def open_in_time(cfg: Config, options: LoaderOptions, say: Callable[[str], None]
     if cfg.data.dataset != STREAMED:
         return attempt()
     note = partial(note_failure, Path(cfg.train.out_dir))
-    with failures(cfg, started=False, note=note):
+    with converting_data_errors(cfg, started=False, note=note):
         say(f"[data] opening {cfg.data.hub_dataset} ({cfg.data.hub_subset or 'default'})")
         return within(options.timeout_s, attempt, f"the data of {cfg.data.hub_dataset}")
 
 
 @contextmanager
-def checking(data: Data, ranks: Strategy, say: Callable[[str], None]) -> Iterator[None]:
+def verifying_shards(data: Data, ranks: Strategy, say: Callable[[str], None]) -> Iterator[None]:
     """Verify shard hashes in the background during the run, on one rank per machine."""
     check = data.check if read("LOCAL_RANK") == 0 else None
     with ranks.fetching():
@@ -99,7 +99,7 @@ def fetch_first(
     position: int,
     options: LoaderOptions,
     opened_s: float,
-    vitals: Vitals,
+    telemetry: Telemetry,
     say: Callable[[str], None],
 ) -> None:
     """Wait for the batch at `position`, the first after `done` updates, and for the warm-up of the
@@ -110,11 +110,13 @@ def fetch_first(
     # Local sources deliver at once or raise; only a stream needs a timeout.
     if not cfg.data.dataset.startswith(STREAMED):
         return
-    with failures(cfg, started=False, note=partial(vitals.heartbeat.loader_error, step=done)):
+    with converting_data_errors(
+        cfg, started=False, note=partial(telemetry.heartbeat.loader_error, step=done)
+    ):
         left_s = max(options.timeout_s - opened_s, 1.0)
         seconds = opened_s + loader.fetch_first(position, cfg.train.batch_size, left_s)
     say(f"[train] first FineWeb‑Edu batch fetched in {seconds:.2f}s")  # noqa: RUF001
-    vitals.heartbeat.loader_ready(seconds, done)
+    telemetry.heartbeat.loader_ready(seconds, done)
     if requested := read("NSA_FWE_WARMUP_BATCHES"):
         start = time.perf_counter()
         filled = loader.wait_until_ready(
@@ -122,11 +124,13 @@ def fetch_first(
         )
         wait_ms = 1e3 * (time.perf_counter() - start)
         say(f"[data] warm-up: {filled} of {requested} batches in {wait_ms:.0f} ms")
-        vitals.heartbeat.loader_warmup(requested, filled, wait_ms, done)
+        telemetry.heartbeat.loader_warmup(requested, filled, wait_ms, done)
 
 
 @contextmanager
-def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iterator[None]:
+def converting_data_errors(
+    cfg: Config, *, started: bool, note: Callable[[str], None]
+) -> Iterator[None]:
     """Record an error of the data source and convert it to LoaderFailed."""
     try:
         yield
@@ -142,7 +146,7 @@ def failures(cfg: Config, *, started: bool, note: Callable[[str], None]) -> Iter
         ) from error
 
 
-def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -> Config:
+def with_random_tokens(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -> Config:
     """The same config on random tokens; raise LoaderFailed if the folder has checkpoints."""
     # A run on random tokens would move the checkpoints of the real run aside.
     folder = Path(cfg.train.out_dir)

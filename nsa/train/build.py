@@ -19,7 +19,7 @@ from nsa.train.step import EagerStep, GraphStep
 def build_model(cfg: Config, vocab: int, runtime: Runtime, ranks: Strategy | None = None) -> TinyLM:
     """The model with its initial weights on its device, compiled if runtime.compile is set."""
     torch.manual_seed(cfg.train.seed)  # all ranks draw the same initial weights
-    model = (ranks or Strategy()).bring(TinyLM.from_config(cfg, vocab), runtime)
+    model = (ranks or Strategy()).place_model(TinyLM.from_config(cfg, vocab), runtime)
     if cfg.runtime.compile:
         compile_blocks(model, runtime.device)
     return model

@@ -5,14 +5,10 @@ start a run that would likely be wasted.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nsa.config import Config
 from nsa.files import free_bytes, size
 from nsa.records.sentinels import ANOMALY, HALT, read_anomaly, read_halt
-
-if TYPE_CHECKING:
-    from nsa.train.trainer import Rollback
 
 
 class TrainError(RuntimeError):
@@ -64,14 +60,6 @@ class RankFailed(TrainError):
 
 class RankLost(TrainError):
     """A collective failed: another rank died or did not arrive in time."""
-
-
-class LossSpike(TrainError):
-    """The loss spiked; the run rolls back to the checkpoint in `back`."""
-
-    def __init__(self, message: str, back: Rollback) -> None:
-        super().__init__(message)
-        self.back = back
 
 
 BAD_DATA, NO_DATA = 2, 11

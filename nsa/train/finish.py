@@ -104,8 +104,8 @@ def record_anomaly(trainer: Trainer, step: int) -> Path:
     """Write .anomaly_type and .HALT, which block a restart, then the batch and the weights."""
     ranks, size = trainer.ranks, trainer.cfg.train.batch_size
     # The small files first: they must exist even if the disk has no space for the batch.
-    ranks.on_first(write_anomaly, trainer.folder, KIND)
-    ranks.on_first(write_halt, trainer.folder, KIND)
+    ranks.on_rank_0(write_anomaly, trainer.folder, KIND)
+    ranks.on_rank_0(write_halt, trainer.folder, KIND)
     batches = [trainer.data.train.batch(first, size) for first in trainer.positions(step)]
     content = {
         "step": step,

@@ -37,7 +37,7 @@ SETTLE_S = 1.0
 ALARM = "folder_removed"
 
 
-class HeldFolder:
+class LockedFolder:
     """The run folder as seen by one rank; only rank 0 has the lock and checks the folder."""
 
     def __init__(self, path: Path, say: Say) -> None:
@@ -53,7 +53,7 @@ class HeldFolder:
         self._lost_at: float | None = None
         self._taken: FolderHeld | None = None
 
-    def take(self, ranks: Strategy) -> None:
+    def lock(self, ranks: Strategy) -> None:
         """Lock the folder on rank 0; raise RunRefused if another run has it."""
         self._is_new = not self.path.exists()
         # torchrun restarts ranks while the previous ones may still be exiting.
@@ -77,7 +77,7 @@ class HeldFolder:
                 "with train.out_dir"
             ) from None
 
-    def leave(self) -> None:
+    def unlock(self) -> None:
         """Release the lock; remove a folder that was created for a run that did not start."""
         if self._lock is None:
             return
@@ -91,12 +91,12 @@ class HeldFolder:
         """Whether this rank may write to the folder; ranks above 0 follow rank 0."""
         return self._lock is None or (self._taken is None and self._lock.is_there())
 
-    def stopping(self) -> None:
+    def mark_stopping(self) -> None:
         """Mark the lock as stopping, so that a waiting run waits longer."""
         if self._lock is not None:
             self._lock.mark(STOPPING)
 
-    def look(self, *, at_once: bool = False) -> int:
+    def check(self, *, at_once: bool = False) -> int:
         """Check the folder on rank 0: 0, RENEWED or TAKEN. Costs a few lstat calls."""
         if self._lock is None or self._taken is not None:
             return TAKEN if self._taken else 0
@@ -109,7 +109,7 @@ class HeldFolder:
             return 0
         return self._renew()
 
-    def follow(self, seen: int, step: int) -> None:
+    def react_to(self, seen: int, step: int) -> None:
         """React on every rank, in update `step`, to what rank 0 has seen."""
         if seen == TAKEN:
             raise self._refusal(step)
@@ -120,14 +120,14 @@ class HeldFolder:
             if self._lock is not None:
                 append_alarm(self.path, self._alarm(step))
 
-    def settle(self, step: int) -> None:
+    def recreate_if_removed(self, step: int) -> None:
         """On rank 0, before the last checkpoint: if removed, create the folder without delay."""
-        if self.look(at_once=True) == RENEWED:
-            self.follow(RENEWED, step + 1)
+        if self.check(at_once=True) == RENEWED:
+            self.react_to(RENEWED, step + 1)
 
-    def require(self, step: int) -> None:
+    def require_ours(self, step: int) -> None:
         """On rank 0, before the last files are written: raise if another run has the folder."""
-        self.follow(self.look(at_once=True), step + 1)
+        self.react_to(self.check(at_once=True), step + 1)
 
     def _renew(self) -> int:
         assert self._lock is not None
@@ -170,17 +170,17 @@ class HeldFolder:
 
 
 @contextmanager
-def hold(path: Path, say: Say) -> Iterator[Callable[[Strategy], HeldFolder]]:
+def locked(path: Path, say: Say) -> Iterator[Callable[[Strategy], LockedFolder]]:
     """Yield a function that locks the folder for the ranks of a run; the block's end unlocks it.
 
     The process group opens and closes inside the block, so the lock lasts until all ranks left.
     """
     with ExitStack() as stack:
 
-        def enter(ranks: Strategy) -> HeldFolder:
-            held = HeldFolder(path, say)
-            ranks.from_first(lambda: held.take(ranks))
-            stack.callback(held.leave)
+        def enter(ranks: Strategy) -> LockedFolder:
+            held = LockedFolder(path, say)
+            ranks.from_rank_0(lambda: held.lock(ranks))
+            stack.callback(held.unlock)
             return held
 
         yield enter

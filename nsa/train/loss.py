@@ -268,7 +268,7 @@ def evaluate(
             # Weighted by rows: the last batch may be smaller.
             total += loss.double() * size
     model.train(was_training)
-    loss_sum, all_bytes = ranks.total(total, num_bytes)
+    loss_sum, all_bytes = ranks.sum_over_ranks(total, num_bytes)
     return Evaluation(loss_sum / num_rows, num_rows * train.seq_len, int(all_bytes))
 
 

@@ -158,7 +158,7 @@ class Progress:
             self.say(step_line(report))
 
 
-class Steady(io.TextIOBase):
+class HangupSafeStream(io.TextIOBase):
     """An output stream that survives a closed terminal or a broken pipe.
 
     Output is then discarded, so that the run outlives its shell.
@@ -251,7 +251,7 @@ def fill_lines(parts: Iterable[str], width: int) -> list[str]:
 # --- boot messages ---
 
 
-def announce(
+def print_boot_messages(
     cfg: Config, metrics: Metrics, data: Data, runtime: Runtime, folder: Folder, to: Progress
 ) -> None:
     """Print the resolved config, the model size, the device, the attention plan and the data."""

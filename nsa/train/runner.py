@@ -1,6 +1,7 @@
-"""A run from its config to its files: open data and folder, build the model, resume, train, finish.
+"""A run from its config to its files.
 
-`run` is the entry point; `_run` is one attempt, repeated after a loss spike or a data fallback.
+`run` is the entry point: it locks the folder and opens the process group. `_run` is one attempt,
+repeated after a loss spike or a data fallback: plan, open, load, train, finish.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TextIO, cast
 import torch
 
 from nsa.config import Config
+from nsa.data import Data, Loader
 from nsa.files import best_effort
 from nsa.model import TinyLM
 from nsa.model.cost import peak_flops, training_flops_per_token
@@ -29,17 +31,29 @@ from nsa.records.sinks import Tracker, open_tracker, require_tracker
 from nsa.records.spans import forget
 from nsa.train.batches import (
     LoaderOptions,
-    checking,
-    failures,
+    converting_data_errors,
     fetch_first,
     open_in_time,
     read_ahead,
-    without_data,
+    verifying_shards,
+    with_random_tokens,
 )
 from nsa.train.build import build_model, build_step, explain_memory
-from nsa.train.checkpoint.identity import INITIAL, global_batch, identity_of, rows_of_rank
-from nsa.train.checkpoint.init_from import find_origin
-from nsa.train.checkpoint.resume import AUTO, Asked, find_start_together, was_restarted
+from nsa.train.checkpoint.identity import (
+    INITIAL,
+    Identity,
+    global_batch,
+    identity_of,
+    rows_of_rank,
+)
+from nsa.train.checkpoint.init_from import Origin, find_origin
+from nsa.train.checkpoint.resume import (
+    AUTO,
+    Beginning,
+    RequestedRun,
+    agree_on_start,
+    was_restarted,
+)
 from nsa.train.checkpoint.writer import new_saver
 from nsa.train.distributed.hang import HangWatch, end_calls
 from nsa.train.distributed.process_group import open_ranks
@@ -57,12 +71,14 @@ from nsa.train.errors import (
     refuse_waste,
 )
 from nsa.train.finish import Sampler, finish, record_anomaly, summarize
-from nsa.train.locked_folder import HeldFolder, hold
-from nsa.train.log import RunLog, Vitals
-from nsa.train.progress import Progress, Steady, announce
-from nsa.train.runtime import Runtime, ordered_sums, resolve_runtime
+from nsa.train.locked_folder import LockedFolder, locked
+from nsa.train.log import RunLog
+from nsa.train.progress import HangupSafeStream, Progress, print_boot_messages
+from nsa.train.rollback import Rollback, with_rollbacks
+from nsa.train.runtime import Runtime, deterministic_algorithms, resolve_runtime
 from nsa.train.stop import Stop, launcher_pid
-from nsa.train.trainer import Rollback, Trainer, restore, with_rollbacks
+from nsa.train.telemetry import Telemetry
+from nsa.train.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,21 +119,21 @@ def run(
     if not allow_long_run:
         refuse_waste(cfg, steps, config_path=config_path, config_named=config_named)
     require_tracker(cfg.train.tracker)
-    steady = Steady(out or sys.stdout)
-    say = partial(print, file=steady, flush=True)
+    stream = HangupSafeStream(out or sys.stdout)
+    say = partial(print, file=stream, flush=True)
     fallbacks.reset()  # the counters are global to the process; count this run only
     # Read the parent now: once torchrun has died, getppid() names another process.
     parent, folder = launcher_pid(), Path(cfg.train.out_dir)
-    sums = ordered_sums(cfg.runtime)
+    sums = deterministic_algorithms(cfg.runtime)
     # Nesting order: the lock outlives the process group, so it is held until all ranks have left.
-    with sums, hold(folder, say) as lock, open_ranks(ddp, cfg, say) as ranks:
+    with sums, locked(folder, say) as lock, open_ranks(ddp, cfg, say) as ranks:
         job = _Job(
             ranks=ranks,
             held=lock(ranks),
             parent=parent,
             config_path=config_path,
             steps=steps,
-            out=cast("TextIO", steady),
+            out=cast("TextIO", stream),
             model_path=model_path,
             sampler=sampler,
             resume=resume,
@@ -130,7 +146,7 @@ def _run_with_fallbacks(cfg: Config, job: _Job) -> TrainResult:
     """Train; roll back after a loss spike; fall back to random tokens if the data never arrives
     and --synthetic-on-fail allows it."""
     fallback: str | None = None
-    say = partial(job.ranks.on_first, print, file=job.out)
+    say = partial(job.ranks.on_rank_0, print, file=job.out)
 
     def attempt(back: Rollback | None) -> TrainResult:
         nonlocal cfg, fallback
@@ -139,7 +155,7 @@ def _run_with_fallbacks(cfg: Config, job: _Job) -> TrainResult:
         except LoaderFailed as error:
             if error.started or error.damaged or not job.loader.synthetic_on_fail:
                 raise
-            cfg, fallback = without_data(cfg, error, say), str(error)
+            cfg, fallback = with_random_tokens(cfg, error, say), str(error)
             return _run(cfg, job, back, fallback)
 
     return with_rollbacks(attempt)
@@ -150,7 +166,7 @@ class _Job:
     """The arguments of `run` other than the config, and what it opened."""
 
     ranks: Strategy
-    held: HeldFolder
+    held: LockedFolder
     parent: int | None
     """Pid of torchrun if it started this rank."""
     config_path: str
@@ -164,12 +180,47 @@ class _Job:
 
 def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> TrainResult:
     """One attempt. `back`: where to resume after a loss spike; `fallback`: why data is missing."""
-    # 1. Data, and which checkpoint to start from. All ranks must agree before anything is built.
-    path, steps, ranks, held = job.held.path, job.steps, job.ranks, job.held
-    ranks.from_first(partial(refuse_halted, path))
+    plan = _make_plan(cfg, job, back, fallback)
+    with _open_trainer(plan, job) as trainer:
+        _load_start(trainer, plan)
+        checkpoints = _train(trainer, plan, job)
+    return _finish(trainer, job, checkpoints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What the ranks agreed on before anything is built: data, settings, and where to start."""
+
+    cfg: Config
+    """With the accumulation that preserves the global batch of the checkpoint."""
+    rows_asked: int
+    """Rows per update and rank as configured, before that."""
+    runtime: Runtime
+    data: Data
+    loader: Loader
+    """data.train: it prefetches batches."""
+    opened_s: float
+    """Seconds that opening the data took."""
+    identity: Identity
+    origin: Origin
+    begin: Beginning
+    back: Rollback | None
+    fallback: str | None
+    progress: Progress
+
+    @property
+    def done(self) -> int:
+        """Steps that the checkpoint has done."""
+        return self.begin.start.content["step"] if self.begin.start else 0
+
+
+def _make_plan(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) -> _Plan:
+    """Open the data and choose the checkpoint to start from; raise on all ranks if they differ."""
+    path, ranks = job.held.path, job.ranks
+    ranks.from_rank_0(partial(refuse_halted, path))
     heads = (cfg.model.d_k, cfg.model.d_v)
-    runtime = resolve_runtime(ranks.place(cfg.runtime), heads, cfg.model.attention)
-    progress = Progress(job.out, steps, quiet=not ranks.is_first)
+    runtime = resolve_runtime(ranks.assign_device(cfg.runtime), heads, cfg.model.attention)
+    progress = Progress(job.out, job.steps, quiet=not ranks.is_first)
     since = time.perf_counter()
     with ranks.fetching():
         data = open_in_time(cfg, job.loader, progress.say)
@@ -177,48 +228,69 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
     origin = find_origin(ranks, cfg, data.tokenizer.vocab)
     identity = identity_of(cfg, data, ranks.world_size) | origin.identity
     ranks.check_same(partial(fingerprint_of_rank, cfg, identity, runtime, ranks.world_size))
-    asked = Asked(
+    asked = RequestedRun(
         folder=path,
         wanted=str(back.path) if back else job.resume,
         cfg=cfg,
         identity=identity,
-        steps=steps,
+        steps=job.steps,
         world_size=ranks.world_size,
         restarted=back is None and was_restarted(),
     )
-    begin = find_start_together(ranks, asked, progress.say)
-    start, rows_asked, cfg = begin.start, rows_of_rank(cfg.train), begin.adapt(cfg)
-    origin.require(ranks, start)
-    # 2. Model, optimizer and update.
+    begin = agree_on_start(ranks, asked, progress.say)
+    rows_asked, cfg = rows_of_rank(cfg.train), begin.adapt(cfg)
+    origin.require(ranks, begin.start)
     loader = read_ahead(data.train, cfg, runtime, ranks)
-    data = data._replace(train=loader)
+    return _Plan(
+        cfg=cfg,
+        rows_asked=rows_asked,
+        runtime=runtime,
+        data=data._replace(train=loader),
+        loader=loader,
+        opened_s=opened_s,
+        identity=begin.start.fit.identity if begin.start else identity,
+        origin=origin,
+        begin=begin,
+        back=back,
+        fallback=fallback,
+        progress=progress,
+    )
+
+
+@contextmanager
+def _open_trainer(plan: _Plan, job: _Job) -> Iterator[Trainer]:
+    """Build the model, then open the run folder with its writers; the end closes them.
+
+    The weights are the initial random ones.
+    """
+    cfg, data, runtime, progress = plan.cfg, plan.data, plan.runtime, plan.progress
+    ranks, held, path = job.ranks, job.held, job.held.path
     model = build_model(cfg, data.tokenizer.vocab, runtime, ranks)
     step = build_step(cfg, model, runtime, ranks=ranks)
-    metrics = _new_metrics(cfg, model, runtime, job, fallback)
-
-    # 3. The run folder and its writers. From here on, files of an earlier run may be moved.
-    with progress, closing(loader), checking(data, ranks, progress.say):
-        done = start.content["step"] if start else 0
-        folder = _open_folder(ranks, cfg, job, begin.keeps, metrics.num_params)
-        announce(cfg, metrics, data, runtime, folder, progress)
-        files = [path / CONFIG_FILE] if ranks.is_first else []
-        tracking = ranks.on_first(open_tracker, cfg, path, resumed=begin.keeps, say=progress.say)
-        beats_from = done if begin.keeps else 0
+    metrics = _new_metrics(plan, model, job)
+    with progress, closing(plan.loader), verifying_shards(data, ranks, progress.say):
+        # From here on, files of an earlier run may be moved.
+        keeps = plan.begin.keeps
+        folder = _open_folder(ranks, cfg, job, keeps, metrics.num_params)
+        print_boot_messages(cfg, metrics, data, runtime, folder, progress)
+        tracking = ranks.on_rank_0(open_tracker, cfg, path, resumed=keeps, say=progress.say)
+        beats_from, quiet = plan.done if keeps else 0, not ranks.is_first
         with (
-            Stop(path, parent=job.parent, heard=held.stopping, quiet=not ranks.is_first) as stop,
+            Stop(path, parent=job.parent, on_request=held.mark_stopping, quiet=quiet) as stop,
             tracking or Tracker() as tracker,
-            Vitals(
+            Telemetry(
                 *(path, runtime, beats_from, progress.say, tracker),
                 rank=ranks.rank,
-                hear=stop.hear,
-            ) as vitals,
-            HangWatch(path, ranks, vitals.heartbeat) as hang_watch,
+                on_signal=stop.count_signal,
+            ) as telemetry,
+            HangWatch(path, ranks, telemetry.heartbeat) as hang_watch,
         ):
             log = RunLog(
-                *(folder.path, metrics, cfg.train, progress, vitals),
-                resumed_at=done,
+                *(path, metrics, cfg, progress, telemetry),
+                resumed_at=plan.done,
                 overflows=runtime.precision == "fp16",
                 ranks=ranks,
+                is_ours=held.is_ours,
             )
             trainer = Trainer(
                 cfg=cfg,
@@ -226,43 +298,60 @@ def _run(cfg: Config, job: _Job, back: Rollback | None, fallback: str | None) ->
                 step=step,
                 data=data,
                 log=log,
-                saver=new_saver(folder.path, cfg.train, progress.say, ranks),
+                saver=new_saver(path, cfg.train, progress.say, ranks, held.is_ours),
                 stop=stop,
-                identity=start.fit.identity if start else identity,
-                rows_asked=rows_asked,
+                identity=plan.identity,
+                rows_asked=plan.rows_asked,
                 held=held,
             )
             _register_renewals(trainer, job.config_path, hang_watch)
-            # 4. Initial weights, or the state of a checkpoint.
-            metrics.init_from = origin.path or None
-            metrics.init_sha256 = trainer.identity.get(INITIAL)
-            if start is None:
-                origin.begin(model, ranks, progress.say)
-            else:
-                origin.stand_back(start, progress.say)
-                restore(trainer, start)
-                metrics.resumed_at = done
-                if back is not None:
-                    trainer.spikes.jumped, metrics.spikes = back.jumped, back.spikes
-                progress.advance(done)
-                progress.say(f"[resume] from {start.path}: {done} of {steps} steps are done")
-            if fallback is not None:
-                vitals.heartbeat.loader_error(fallback, done)
-            # 5. Train.
-            loader.interrupted = stop.requested
-            with _record_ending(trainer):
-                with trainer.obeying(done), ranks.fetching(stop):
-                    place = (done, trainer.positions(done + 1)[0])
-                    fetch_first(loader, cfg, *place, job.loader, opened_s, vitals, progress.say)
-                files += trainer.train(steps, done)
-                ranks.from_first(partial(held.require, steps))
-            held.stopping()
-    # 6. The model file, the loss curve and a sample.
-    model = ranks.whole(model, cfg)
+            yield trainer
+
+
+def _load_start(trainer: Trainer, plan: _Plan) -> None:
+    """Load the state of the checkpoint, or the weights that train.init_from names."""
+    start, origin = plan.begin.start, plan.origin
+    metrics, progress = trainer.log.metrics, plan.progress
+    metrics.init_from = origin.path or None
+    metrics.init_sha256 = trainer.identity.get(INITIAL)
+    if start is None:
+        origin.load_into(trainer.model, trainer.ranks, progress.say)
+        return
+    origin.discard_weights(start, progress.say)
+    trainer.resume(start)
+    if plan.back is not None:
+        trainer.spikes.jumped, metrics.spikes = plan.back.jumped, plan.back.spikes
+    progress.advance(plan.done)
+    progress.say(f"[resume] from {start.path}: {plan.done} of {metrics.steps} steps are done")
+
+
+def _train(trainer: Trainer, plan: _Plan, job: _Job) -> list[Path]:
+    """Wait for the first batch, train, and return the checkpoints written."""
+    done, log, ranks = plan.done, trainer.log, trainer.ranks
+    if plan.fallback is not None:
+        log.telemetry.heartbeat.loader_error(plan.fallback, done)
+    plan.loader.interrupted = trainer.stop.requested
+    with _record_ending(trainer):
+        with trainer.halts_while_waiting(done), ranks.fetching(trainer.stop):
+            place = (done, trainer.positions(done + 1)[0])
+            waited = (job.loader, plan.opened_s)
+            fetch_first(plan.loader, plan.cfg, *place, *waited, log.telemetry, log.progress.say)
+        checkpoints = trainer.train(job.steps, done)
+        ranks.from_rank_0(partial(trainer.held.require_ours, job.steps))
+    trainer.held.mark_stopping()
+    return checkpoints
+
+
+def _finish(trainer: Trainer, job: _Job, checkpoints: list[Path]) -> TrainResult:
+    """Write the model file, the loss curve and a sample."""
+    ranks, metrics, path = job.ranks, trainer.log.metrics, job.held.path
+    model = ranks.gather_model(trainer.model, trainer.cfg)
     model_path = job.model_path or path / MODEL
-    files += ranks.on_first(finish, trainer, model, job.sampler, model_path) or []
-    progress.say(summarize(metrics, files))
-    return TrainResult(model=model, metrics=metrics, folder=folder.path, files=files)
+    files = [path / CONFIG_FILE] if ranks.is_first else []
+    files += checkpoints
+    files += ranks.on_rank_0(finish, trainer, model, job.sampler, model_path) or []
+    trainer.log.progress.say(summarize(metrics, files))
+    return TrainResult(model=model, metrics=metrics, folder=path, files=files)
 
 
 def _register_renewals(trainer: Trainer, config_path: str, hang_watch: HangWatch) -> None:
@@ -272,14 +361,13 @@ def _register_renewals(trainer: Trainer, config_path: str, hang_watch: HangWatch
     def write(step: int) -> None:
         trainer.saver.written.clear()
         with best_effort(held.path):
-            ranks.on_first(write_config, held.path, trainer.cfg, config_path)
-        ranks.on_first(trainer.write_types)
-        ranks.on_first(trainer.write_sizes)
+            ranks.on_rank_0(write_config, held.path, trainer.cfg, config_path)
+        ranks.on_rank_0(trainer.write_types)
+        ranks.on_rank_0(trainer.write_sizes)
 
-    log.is_ours = trainer.saver.is_ours = held.is_ours
     csv = [log.training.file] if log.training.path is not None else []
-    held.watched = [log.vitals.heartbeat.file, *csv]
-    held.renewals = (write, log.vitals.renew, hang_watch.renew, log.renew)
+    held.watched = [log.telemetry.heartbeat.file, *csv]
+    held.renewals = (write, log.telemetry.renew, hang_watch.renew, log.renew)
 
 
 @contextmanager
@@ -288,11 +376,11 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
     log = trainer.log
     log.write()
     try:
-        with failures(trainer.cfg, started=True, note=log.loader_failed):
+        with converting_data_errors(trainer.cfg, started=True, note=log.loader_failed):
             yield
     except LoaderFailed as error:
         log.metrics.status = "bad_data" if error.damaged else "no_data"
-        log.settle()
+        trainer.check_losses(settle=True)
         # Weights trained on damaged data must not become a checkpoint.
         then = trainer.leave_unsaved() if error.damaged else trainer.save_last(log.metrics.step)
         log.write()
@@ -311,7 +399,7 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
     except Halted:
         log.metrics.status = "halted"
         log.write()
-        trainer.ranks.on_first(obeyed, log.folder)
+        trainer.ranks.on_rank_0(obeyed, log.folder)
         raise
     except torch.OutOfMemoryError as error:
         log.metrics.status = "oom"
@@ -329,31 +417,29 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
         ) from None
 
 
-def _open_folder(ranks: Strategy, cfg: Config, job: _Job, goes_on: bool, num_params: int) -> Folder:
+def _open_folder(ranks: Strategy, cfg: Config, job: _Job, keeps: bool, num_params: int) -> Folder:
     """Open the run folder on rank 0, before any other rank writes to it."""
     path = Path(cfg.train.out_dir)
 
     def make() -> str:
         refuse_full_disk(path, 4 * num_params * CHECKPOINT_COPIES if cfg.train.save_every else 0)
-        moved = open_folder(path, resumed=goes_on).previous
+        moved = open_folder(path, resumed=keeps).previous
         end_calls(path)
         forget(path)
         write_config(path, cfg, job.config_path)
         return str(moved or "")
 
-    moved = ranks.from_first(make)
+    moved = ranks.from_rank_0(make)
     return Folder(path, Path(moved) if moved else None)
 
 
-def _new_metrics(
-    cfg: Config, model: TinyLM, runtime: Runtime, job: _Job, fallback: str | None
-) -> Metrics:
-    world_size = job.ranks.world_size
+def _new_metrics(plan: _Plan, model: TinyLM, job: _Job) -> Metrics:
+    cfg, runtime, world_size = plan.cfg, plan.runtime, job.ranks.world_size
     rows = global_batch(cfg, world_size)
     peak = peak_flops(runtime.device_name, runtime.precision)
     return Metrics(
         config_file=job.config_path,
-        data_fallback=fallback,
+        data_fallback=plan.fallback,
         world_size=world_size,
         num_params=sum(p.numel() for p in model.parameters()),
         tokens_per_step=rows * cfg.train.seq_len,

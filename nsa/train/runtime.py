@@ -92,7 +92,7 @@ def resolve_runtime(
 
 
 @contextmanager
-def ordered_sums(config: RuntimeConfig) -> Iterator[None]:
+def deterministic_algorithms(config: RuntimeConfig) -> Iterator[None]:
     """Enable deterministic algorithms in torch and our kernels if the config asks for it.
 
     Enter before the first matrix product on a GPU: cuBLAS reads its variable once. Operations

@@ -98,7 +98,7 @@ class EagerStep:
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.model, self.grad_clip)
-        loss = self.ranks.share(sum(losses[1:], losses[0]) / len(losses))
+        loss = self.ranks.mean_loss(sum(losses[1:], losses[0]) / len(losses))
         self.optimizer.skip = self._skip(loss, norm, limit)
         with span("optimizer"):
             self.scaler.step(self.optimizer)

@@ -44,13 +44,14 @@ class Stop:
         folder: Path,
         *,
         parent: int | None = None,
-        heard: Callable[[], None] = lambda: None,
+        on_request: Callable[[], None] = lambda: None,
         quiet: bool = False,
     ) -> None:
-        """`parent` is launcher_pid() at the start of the run. `heard` is called at each request,
-        possibly in a signal handler. `quiet`: rank 0 prints the messages.
+        """`parent` is launcher_pid() at the start of the run. `on_request` is called at each
+        request, possibly in a signal handler. `quiet`: rank 0 prints the messages.
         """
-        self._folder, self._parent, self._tell, self._quiet = folder, parent, heard, quiet
+        self._folder, self._parent = folder, parent
+        self._on_request, self._quiet = on_request, quiet
         self.step = 0
         """The current update, for messages."""
         self._asked = ""
@@ -65,16 +66,16 @@ class Stop:
         if self._asked:
             return self._asked
         if self._parent is not None and os.getppid() != self._parent:
-            self.ask(ORPHANED)
+            self.request(ORPHANED)
             return ORPHANED
         return HALT_FILE if read_halt(self._folder) is not None else ""
 
-    def ask(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         """Request a stop for another source, for example another rank."""
         self._asked = self._asked or reason
-        self._tell()
+        self._on_request()
 
-    def hear(self, number: int) -> None:
+    def count_signal(self, number: int) -> None:
         """Count a signal that the listener thread received."""
         if number in SIGNALS:
             self._count("thread", number)
@@ -122,7 +123,7 @@ class Stop:
 
     def _take(self, name: str) -> None:
         if self._num_asked == 1:
-            self.ask(name)
+            self.request(name)
             doing = f"finishing step {self.step}" if self.step else "before the first step"
             self._say(f"{name} received: {doing}, then a checkpoint; send it again to stop at once")
         elif self._num_asked == 2:

@@ -1,19 +1,17 @@
-"""The training loop, the state that checkpoints hold, and rollback after a loss spike."""
+"""The training loop, and the state that checkpoints hold."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from nsa.config import Config, to_container
-from nsa.config.env import read
 from nsa.data import Data, WaitEnded
 from nsa.model import TinyLM
 from nsa.model.stats import AttentionStats
@@ -22,21 +20,19 @@ from nsa.records.spans import EVALUATE, SAVE, span
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import BadCheckpoint, Content
 from nsa.train.checkpoint.identity import Identity, global_batch
+from nsa.train.checkpoint.resume import Start
 from nsa.train.checkpoint.writer import Saver
-from nsa.train.distributed.strategy import Strategy, mark_shared, micro_positions
-from nsa.train.errors import Halted, LossSpike, TrainError
-from nsa.train.locked_folder import HeldFolder
-from nsa.train.log import RunLog
+from nsa.train.distributed.strategy import Strategy, micro_positions
+from nsa.train.errors import Halted
+from nsa.train.locked_folder import LockedFolder
+from nsa.train.log import RunLog, Spike
 from nsa.train.loss import evaluate
 from nsa.train.optimizer import TrainOptimizer, load_optimizer, lr_at
+from nsa.train.rollback import LossSpike, find_rollback
 from nsa.train.runtime import Runtime
 from nsa.train.spikes import Spikes
 from nsa.train.step import EagerStep, MicroBatch, Updated
 from nsa.train.stop import ORPHANED, Stop
-
-if TYPE_CHECKING:
-    from nsa.train.checkpoint.resume import Start
-
 
 CHECK_S = 60.0
 """How long the end of a run waits for the background check of shard hashes."""
@@ -58,7 +54,7 @@ class Trainer:
     rows_asked: int
     """Rows per update and rank as configured, before a resume on another number of ranks adjusted
     the accumulation."""
-    held: HeldFolder
+    held: LockedFolder
 
     @property
     def folder(self) -> Path:
@@ -87,35 +83,31 @@ class Trainer:
     def train(self, steps: int, done: int = 0) -> list[Path]:
         """Run updates `done` + 1 to `steps`; return the checkpoints written."""
         every_eval, every_save = self.cfg.train.eval_every, self.cfg.train.save_every
-        has_stats = self.cfg.model.attention == "nsa"  # dense has no gates and selects nothing
-        wants_stats = has_stats and not read("NSA_DISABLE_AUX_STATS")
-        self.log.roll_back = self.roll_back
         self.model.train()
-        self.ranks.on_first(self.write_types)
+        self.ranks.on_rank_0(self.write_types)
         for step in range(done + 1, steps + 1):
             self.stop.step = step
-            self.log.vitals.before_step(step)
-            logs_stats = wants_stats and self.log.is_logged(step)
-            stats = AttentionStats(maps=self.log.is_mapped(step)) if logs_stats else None
-            lr = lr_at(step, self.cfg.train)
-            with self.obeying(step - 1):
+            self.log.telemetry.before_step(step)
+            stats, lr = self.log.new_stats(step), lr_at(step, self.cfg.train)
+            with self.halts_while_waiting(step - 1):
                 updated = self.update(step, lr, stats)
             if step == done + 1:  # the first update has created the optimizer state
-                self.ranks.on_first(self.write_sizes)
+                self.ranks.on_rank_0(self.write_sizes)
                 # Allocate pinned memory now: the first update is slow anyway.
                 if every_save and self.ranks.saves:
-                    self.saver.memory.reserve(large_state(self))
-            self.log.vitals.after_step(step)
+                    self.saver.memory.reserve(self._large_state())
+            self.log.telemetry.after_step(step)
             self.log.add(step, updated, lr, stats)
+            self.check_losses()
             if every_eval and (step % every_eval == 0 or step == steps):
                 self.evaluate(step)
             if every_save and (step % every_save == 0 or self.held.unsaved):
                 self.save(step)
             # Decided collectively: a rank that stopped alone would leave the others in a
             # collective.
-            if asked := self.ranks.asked(self.stop, last=step == steps):
+            if asked := self.ranks.stop_request(self.stop, last=step == steps):
                 self.halt(step, asked)
-        self.log.settle()
+        self.check_losses(settle=True)
         self.saver.wait()
         if self.data.check is not None:
             with self.ranks.fetching(started=True):
@@ -146,58 +138,71 @@ class Trainer:
         """Run one optimizer update with the mean gradient over its micro-batches."""
         # With several ranks, one small collective per update: did the data arrive, did anybody
         # request a stop, is the folder still there.
-        with self.ranks.fetching(self.stop, started=True, seen=self.held.look()):
+        with self.ranks.fetching(self.stop, started=True, seen=self.held.check()):
             self.data.require_whole()
             batches = [self.fetch(position) for position in self.positions(step)]
-        self.held.follow(self.ranks.seen, step)
+        self.held.react_to(self.ranks.seen, step)
         self.log.saw_input(step, batches[0].rows[:, :-1].shape)
         return self.step(batches, lr, stats)
 
     def fetch(self, position: int) -> MicroBatch:
         """Read a micro-batch into pinned host memory; the copy to the GPU is asynchronous."""
-        with self.log.vitals.fetching(), span("fetch"):
+        with self.log.telemetry.fetching(), span("fetch"):
             rows = self.data.train.batch(position, self.cfg.train.batch_size)
         return MicroBatch(rows, self.data.bounds(rows))
 
-    def roll_back(self, step: int, what: str) -> None:
-        """Raise LossSpike with the last valid checkpoint before `step`; return if there is none."""
+    def check_losses(self, *, settle: bool = False) -> None:
+        """Check and log the results that are on the host; with `settle`, wait for all of them.
+
+        Raises NonFiniteLoss, and LossSpike if the run can roll back.
+        """
+        while (spike := self.log.check(settle=settle)) is not None:
+            self.roll_back(spike)
+
+    def roll_back(self, spike: Spike) -> None:
+        """Raise LossSpike with the last valid checkpoint before the spike; return if there is
+        none."""
         self.saver.wait()
-        spikes = self.log.metrics.spikes
-        back = find_rollback(self.ranks, self.folder, step, self.spikes.jumped, spikes)
+        jumped, num_spikes = self.spikes.jumped, self.log.metrics.spikes
+        back = find_rollback(self.ranks, self.folder, spike.step, jumped, num_spikes)
         if back is None:
             self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
             return
-        if asked := self.ranks.asked(self.stop):
+        if asked := self.ranks.stop_request(self.stop):
             self._say_halt(asked)
             raise Halted(
-                f"stopped by {asked}; {what}, so nothing was saved after it; "
+                f"stopped by {asked}; {spike.text}, so nothing was saved after it; "
                 f"the same command goes on from {back.path.name}"
             )
         self.log.progress.say(
             f"[spike] back to {back.path.name}; from there on the data of {back.jumped} updates "
             "is jumped over"
         )
-        raise LossSpike(what, back)
+        raise LossSpike(spike.text, back)
 
     def evaluate(self, step: int) -> None:
         """Measure the loss on held-out rows."""
-        with span(EVALUATE), self.log.paused():
-            self.log.vitals.entering(step, EVALUATE)
-            found = evaluate(self.model, self.data, self.cfg.train, self.runtime, self.ranks)
-            self.log.add_evaluation(step, found)
+        with span(EVALUATE):
+            self.check_losses(settle=True)
+            with self.log.paused():
+                self.log.telemetry.entering(step, EVALUATE)
+                found = evaluate(self.model, self.data, self.cfg.train, self.runtime, self.ranks)
+                self.log.add_evaluation(step, found)
 
     def save(self, step: int) -> None:
-        """Start writing a checkpoint. `log.paused` has checked that all losses are finite."""
-        with span(SAVE), self.log.paused():
-            self.log.vitals.entering(step, SAVE)
-            self.held.unsaved = False
-            if self.ranks.saves:
-                self.saver.wait()
-                self.saver.save(capture(self, step))
+        """Start writing a checkpoint, once all losses up to `step` are known to be finite."""
+        with span(SAVE):
+            self.check_losses(settle=True)
+            with self.log.paused():
+                self.log.telemetry.entering(step, SAVE)
+                self.held.unsaved = False
+                if self.ranks.saves:
+                    self.saver.wait()
+                    self.saver.save(self.state_dict())
 
     @contextmanager
-    def obeying(self, step: int) -> Iterator[None]:
-        """Halt after `step` if a stop is requested while waiting for the next batch."""
+    def halts_while_waiting(self, step: int) -> Iterator[None]:
+        """Context of the wait for a batch: halt after `step` if a stop is requested meanwhile."""
         try:
             yield
         except WaitEnded:
@@ -205,13 +210,13 @@ class Trainer:
 
     def halt(self, step: int, asked: str) -> NoReturn:
         """Save unless the last step is saved already, then raise Halted."""
-        self.held.stopping()
+        self.held.mark_stopping()
         self._say_halt(asked)
         raise Halted(f"stopped by {asked} after step {step}; {self.save_last(step)}")
 
     def save_last(self, step: int) -> str:
         """Save unless the last step is saved already; return how to resume, as text."""
-        self.held.settle(step)
+        self.held.recreate_if_removed(step)
         # save_every divides step: saved already. save_every=0: never saved before.
         if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
             self.save(step)
@@ -241,83 +246,62 @@ class Trainer:
                 "so that no orphans train on beside the next start"
             )
 
+    # --- the state in a checkpoint; checkpoint/file.py has the schema ---
 
-# --- the state in a checkpoint: capture and restore ---
+    def state_dict(self) -> Content:
+        """Everything that training changes, after the last step checked, copied to the CPU.
 
-CARRIED = (
-    *("loss_first", "loss_last", "val_loss", "val_ppl", "val_bits_per_byte"),
-    *("train_s", "eval_and_save_s", "spikes"),
-)
-"""Counters of metrics.json that a resumed run continues."""
+        Later steps do not affect the copy, but the next call reuses its memory: write it before.
+        """
+        step = self.log.metrics.step
+        tensors = self.saver.memory.copy(self._large_state())
+        # Prefetched batches do not count as read: the next step starts here.
+        position = self.position(step + 1)
+        return {
+            "step": step,
+            "state_dict": tensors["state_dict"],
+            "cfg": to_container(self.cfg),
+            "identity": dict(self.identity),
+            "batch": {"world_size": self.ranks.world_size, "rows_of_rank": self.rows_asked},
+            "optimizer": tensors["optimizer"],
+            "scaler": self.scaler.state_dict(),
+            "rng": _rng_states(),
+            "spikes": self.spikes.state_dict(),
+            "data": {"position": position, "source": self.data.train.state_dict(position)},
+            "tokens_seen": step * self.log.metrics.tokens_per_step,
+            "metrics": self.log.state_dict(),
+        }
 
+    def load_state_dict(self, state: Content) -> None:
+        """Load a state into a trainer that was built from the same config."""
+        self.model.load_state_dict(state["state_dict"], strict=True)
+        load_optimizer(self.optimizer, state["optimizer"])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if "spikes" in state:  # older checkpoints have none
+            self.spikes.load_state_dict(state["spikes"])
+        self.data.train.load_state_dict(state["data"]["source"])
+        _set_rng_states(state["rng"])
+        self.log.metrics.step = state["step"]
+        self.log.load_state_dict(state["metrics"])
 
-def capture(trainer: Trainer, step: int) -> Content:
-    """Copy everything that training changes to the CPU.
+    def resume(self, start: Start) -> None:
+        """Load a checkpoint; raise BadCheckpoint if it does not fit."""
+        state = self.ranks.load_checkpoint(start.path, start.content)
+        try:
+            self.load_state_dict(state)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise BadCheckpoint(
+                f"{start.path} does not fit the run that it names "
+                f"({type(error).__name__}: {reason}); it was damaged or made by another program; "
+                "use an older checkpoint"
+            ) from None
+        self.log.metrics.resumed_at = state["step"]
 
-    Later steps do not affect the copy, but the next capture reuses its memory: write it before.
-    """
-    tensors = trainer.saver.memory.copy(large_state(trainer))
-    metrics = dataclasses.asdict(trainer.log.metrics)
-    return {
-        "step": step,
-        "state_dict": tensors["state_dict"],
-        "cfg": to_container(trainer.cfg),
-        "identity": dict(trainer.identity),
-        "batch": {"world_size": trainer.ranks.world_size, "rows_of_rank": trainer.rows_asked},
-        "optimizer": tensors["optimizer"],
-        "scaler": trainer.scaler.state_dict(),
-        "rng": _rng_states(),
-        "spikes": trainer.spikes.state_dict(),
-        "data": _data_state(trainer, step),
-        "tokens_seen": step * trainer.log.metrics.tokens_per_step,
-        "metrics": {name: metrics[name] for name in CARRIED},
-    }
-
-
-def restore(trainer: Trainer, start: Start) -> None:
-    """Load a captured state into a trainer that was built from the same config."""
-    content = trainer.ranks.load_checkpoint(start.path, start.content)
-    try:
-        _load_state(trainer, content)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BadCheckpoint(
-            f"{start.path} does not fit the run that it names ({type(error).__name__}: {reason}); "
-            "it was damaged or made by another program; use an older checkpoint"
-        ) from None
-
-
-def _load_state(trainer: Trainer, content: Content) -> None:
-    trainer.model.load_state_dict(content["state_dict"], strict=True)
-    load_optimizer(trainer.optimizer, content["optimizer"])
-    if content["scaler"]:
-        trainer.scaler.load_state_dict(content["scaler"])
-    if "spikes" in content:  # older checkpoints have none
-        trainer.spikes.load_state_dict(content["spikes"])
-    trainer.data.train.resume(content["data"]["source"])
-    torch.set_rng_state(content["rng"]["cpu"])
-    states = content["rng"]["cuda"]
-    # On another number of GPUs the states cannot be assigned and are ignored.
-    if states and len(states) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states)
-    metrics = trainer.log.metrics
-    metrics.step = content["step"]
-    for name in CARRIED:
-        setattr(metrics, name, content["metrics"].get(name, getattr(metrics, name)))
-
-
-def large_state(trainer: Trainer) -> dict[str, Any]:
-    """The large tensors of a checkpoint: weights and optimizer state."""
-    return {
-        "state_dict": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
-    }
-
-
-def _data_state(trainer: Trainer, step: int) -> dict[str, Any]:
-    """Where the next step starts to read; prefetched batches do not count as read."""
-    position = trainer.position(step + 1)
-    return {"position": position, "source": trainer.data.train.state(position)}
+    def _large_state(self) -> dict[str, Any]:
+        """The large tensors of a checkpoint: weights and optimizer state."""
+        return {"state_dict": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 def _rng_states() -> dict[str, Any]:
@@ -325,71 +309,8 @@ def _rng_states() -> dict[str, Any]:
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-# --- rollback after a loss spike ---
-# Training resumes from the last valid checkpoint before the spike and skips the data in between;
-# steps and learning rates follow the schedule. The skip is part of the checkpoint, so a later
-# resume reads the same data.
-
-MAX_ROLLBACKS = 5
-"""To the same checkpoint; after that, the data is not the cause."""
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollback:
-    """Where to resume after a spike."""
-
-    path: Path
-    """A checkpoint from before the spike."""
-    jumped: int
-    """Total number of updates whose data is skipped from there on."""
-    spikes: int
-    """Spikes of the run so far."""
-
-
-def with_rollbacks(attempt: Callable[[Rollback | None], Result]) -> Result:
-    """Retry from before the spike; give up after MAX_ROLLBACKS to the same checkpoint."""
-    back: Rollback | None = None
-    num_same = 0
-    while True:
-        try:
-            return attempt(back)
-        except LossSpike as spike:
-            before, back = back, spike.back
-            # All ranks count alike, so all give up at the same rollback.
-            num_same = num_same + 1 if before is not None and before.path == back.path else 1
-            if num_same > MAX_ROLLBACKS:
-                gave_up = TrainError(
-                    f"{spike}; this is the rollback number {num_same} to {back.path.name}, and "
-                    "other data has not helped: lower train.lr, or resume from an older checkpoint"
-                )
-                mark_shared(gave_up)
-                raise gave_up from None
-
-
-def find_rollback(
-    ranks: Strategy, folder: Path, step: int, jumped: int, spikes: int
-) -> Rollback | None:
-    """The rollback for all ranks; rank 0 chooses it."""
-    found = ranks.from_first(lambda: str(_newest_before(folder, step) or ""))
-    if not found:
-        return None
-    path = Path(found)
-    return Rollback(path=path, jumped=jumped + step - find.step_of(path), spikes=spikes)
-
-
-def _newest_before(folder: Path, step: int) -> Path | None:
-    """The newest checkpoint before `step` that matches its manifest, or None."""
-    for path in find.paths_of(folder):
-        if find.step_of(path) < step and _is_good(path):
-            return path
-    return None
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        find.verify(path)
-    except BadCheckpoint:
-        return False
-    return True
+def _set_rng_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    # On another number of GPUs the states cannot be assigned and are ignored.
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -55,7 +55,7 @@ class Static(NamedTuple):
 
     def plain(self) -> tuple[list[int], float, list[int], list[bool]]:
         """The arguments _STATIC of an operator."""
-        # No method of `flags`: a plan is a constant of the graph, and Dynamo knows its fields alone.
+        # No method of `flags`: a plan is a constant of the graph; Dynamo knows its fields alone.
         flags = self.flags
         bools = [flags.flash_cmp, flags.flash_win, flags.strict, flags.nvtx]
         return self.spec.to_ints(), self.scale, self.doc_lens, bools

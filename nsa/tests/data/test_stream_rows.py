@@ -97,11 +97,11 @@ def test_a_state_is_small_and_continues_without_reading_from_the_start(position:
     first = stream()
     if position:
         first.batch(0, position)
-    state = first.state(position)
+    state = first.state_dict(position)
     documents = ListDocuments(TEXTS[:90], [], TEXTS[90:])
     second = StreamedRows(documents, ByteTokenizer(), SEQ_LEN, 1, doc_batch=1)
 
-    second.resume(state)
+    second.load_state_dict(state)
 
     assert torch.equal(second.batch(position, 100), whole[position:])
     assert len(state) == 5 and all(type(value) is int for value in state.values())
@@ -115,7 +115,7 @@ def test_rows_before_a_state_are_found_from_the_start() -> None:
     first = stream()
     whole = first.batch(0, 500)
     second = stream()
-    second.resume(first.state(500))
+    second.load_state_dict(first.state_dict(500))
     assert torch.equal(second.batch(10, 5), whole[10:15])
 
 
@@ -125,7 +125,7 @@ def test_rows_before_a_state_are_found_from_the_start() -> None:
 )
 def test_what_is_no_state_is_refused(state: dict[str, int]) -> None:
     with pytest.raises(DataError, match="no place"):
-        stream().resume(state)
+        stream().load_state_dict(state)
 
 
 def test_held_out_documents_are_the_first_of_their_side_and_never_trained_on() -> None:
@@ -178,12 +178,12 @@ def test_batches_read_ahead_are_the_batches_and_the_state_is_that_of_those_hande
         assert torch.equal(loader.batch(position, 10), whole[position : position + 10])
     wait_for(lambda: loader.num_ready == 8)
 
-    state = loader.state(300)  # 80 rows wait in the queue, in blocks ahead of it
+    state = loader.state_dict(300)  # 80 rows wait in the queue, in blocks ahead of it
     loader.close()
 
     assert state["block"] <= 300 // ROWS
     again = Loader(stream(), depth=8)
-    again.resume(state)
+    again.load_state_dict(state)
     assert torch.equal(again.batch(300, 10), whole[300:310])
     again.close()
 
@@ -192,8 +192,8 @@ def test_a_state_in_the_middle_of_an_update_is_not_ahead_of_its_start() -> None:
     loader = Loader(stream(), depth=2, keep=10)
     for position in range(0, ROWS + 10, 10):
         loader.batch(position, 10)
-    assert loader.state(ROWS - 10)["block"] == 0
-    assert loader.state(ROWS + 10)["block"] == 1
+    assert loader.state_dict(ROWS - 10)["block"] == 0
+    assert loader.state_dict(ROWS + 10)["block"] == 1
     loader.close()
 
 

@@ -341,7 +341,7 @@ def test_only_ranks_of_torchrun_watch_their_parent(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert launcher_pid() == os.getppid()
     heard: list[bool] = []
-    stop = Stop(tmp_path, parent=os.getppid(), heard=lambda: heard.append(True))
+    stop = Stop(tmp_path, parent=os.getppid(), on_request=lambda: heard.append(True))
     assert stop.requested() == "" and not heard
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert stop.requested() == ORPHANED and heard

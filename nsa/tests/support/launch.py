@@ -144,7 +144,7 @@ def _slow() -> None:
     """Evaluations, checkpoints and the first update take two seconds more."""
     from nsa.train.loss import evaluate
     from nsa.train.step import EagerStep
-    from nsa.train.trainer import capture
+    from nsa.train.trainer import Trainer
 
     def delayed(real: Any) -> Any:
         def call(*given: Any, **options: Any) -> Any:
@@ -154,7 +154,7 @@ def _slow() -> None:
         return call
 
     mock.patch("nsa.train.trainer.evaluate", delayed(evaluate)).start()
-    mock.patch("nsa.train.trainer.capture", delayed(capture)).start()
+    mock.patch.object(Trainer, "state_dict", delayed(Trainer.state_dict)).start()
     mock.patch.object(EagerStep, "_backward", delayed(EagerStep._backward)).start()
 
 

@@ -169,7 +169,7 @@ def stopped(cfg: Config, step: int, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "no manifest", "empty manifest"])
-def test_a_damaged_latest_is_passed_over_aloud(
+def test_a_damaged_latest_checkpoint_is_skipped_with_a_warning(
     damage: str, tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = tiny_config(*LONG)

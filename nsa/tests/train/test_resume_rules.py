@@ -16,7 +16,7 @@ from nsa.records.metrics import write_metrics
 from nsa.train import BadCheckpoint, RunRefused
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint.identity import identity_of, rows_of_rank
-from nsa.train.checkpoint.resume import Asked, Beginning, find_start
+from nsa.train.checkpoint.resume import Beginning, RequestedRun, find_start
 from nsa.train.errors import NothingLeft
 
 BuildConfig = Callable[..., Config]
@@ -283,7 +283,7 @@ def test_where_a_run_begins(case: Case, tiny_config: BuildConfig, tmp_path: Path
 
 def begin(folder: Path, cfg: Config, case: Case, said: list[str]) -> tuple[Beginning | None, str]:
     """What find_start answers, or what it raises."""
-    asked = Asked(
+    asked = RequestedRun(
         folder=folder,
         wanted=case.wanted,
         cfg=cfg,

@@ -16,11 +16,15 @@ from torch import Tensor
 from nsa.config import Config, TrainConfig
 from nsa.data import Data, open_data
 from nsa.data.array_rows import AnyOrder
-from nsa.records import TRAINING, TrainingRow, read_metrics, read_rows
+from nsa.records import TRAINING, Metrics, TrainingRow, read_metrics, read_rows
 from nsa.tests.train.test_resume import stopped
-from nsa.train import Halted, TrainError, TrainResult, run
+from nsa.train import Halted, NonFiniteLoss, TrainError, TrainResult, log, run
 from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.progress import Progress
+from nsa.train.runtime import resolve_runtime
 from nsa.train.spikes import Spikes
+from nsa.train.step import Updated
+from nsa.train.telemetry import Telemetry
 from nsa.train.trainer import Trainer
 
 BuildConfig = Callable[..., Config]
@@ -259,3 +263,32 @@ def test_losses_that_stay_high_become_the_usual() -> None:
     found = limits(losses, spike_threshold=4.0)
     rings = [loss > limit for loss, limit in zip(losses, found, strict=True)]
     assert rings[5:] == [True, True, True, False, False]
+
+
+def test_a_check_returns_at_a_spike_before_it_sees_what_came_later(
+    tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback after step 2 must win over the NaN of step 3, which it would not train again."""
+    settings = ("train.spike_rule=rollback", "train.log_every=1", "train.save_every=8")
+    cfg = tiny_config(*settings, "model.attention=dense")
+    folder = Path(cfg.train.out_dir)
+    folder.mkdir(parents=True)
+    runtime = resolve_runtime(cfg.runtime, attention="dense")
+    sizes = dict(num_params=1, tokens_per_step=1, steps=9, seq_len=1, batch_global=1, lr=0.1)
+    metrics = Metrics(config_file="x", device="cpu", dtype="fp32", attention="dense", **sizes)  # type: ignore[arg-type]
+    out = io.StringIO()
+    monkeypatch.setenv("NSA_TB_DISABLE", "1")
+    monkeypatch.setattr(log, "LATE", ("cpu",))
+    telemetry = Telemetry(folder, runtime, 0, print)
+    run_log = log.RunLog(folder, metrics, cfg, Progress(out, steps=9), telemetry)
+    for step, loss in enumerate((1.0, 9.0, float("nan")), start=1):
+        run_log.add(step, Updated(*torch.tensor([loss, 1.0, 5.0])), 0.1, None)
+
+    spike = run_log.check(settle=True)
+
+    assert spike is not None and spike.step == 2
+    assert [row.step for row in run_log.training.rows] == [1], "the spike's line waits"
+    with pytest.raises(NonFiniteLoss):
+        run_log.check(settle=True)
+    assert [row.step for row in run_log.training.rows] == [1, 2]
+    telemetry.heartbeat.close()

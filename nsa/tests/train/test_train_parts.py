@@ -28,8 +28,8 @@ from nsa.train.loss import Evaluation, evaluate, next_token_loss
 from nsa.train.optimizer import build_optimizer, clip_gradients, lr_at, set_lr
 from nsa.train.progress import (
     FetchTimes,
+    HangupSafeStream,
     Progress,
-    Steady,
     StepReport,
     clock,
     fill_lines,
@@ -362,10 +362,10 @@ def test_a_console_whose_reader_is_gone_does_not_end_the_run() -> None:
     os.close(ear)
     before = os.fstat(2)
     with os.fdopen(mouth, "w", encoding="utf-8") as out:  # flushes what is left
-        steady = cast("TextIO", Steady(out))
-        with Progress(steady, steps=5) as progress:
+        stream = cast("TextIO", HangupSafeStream(out))
+        with Progress(stream, steps=5) as progress:
             progress.say("nobody reads this")
-        print("nor this", file=steady, flush=True)
+        print("nor this", file=stream, flush=True)
     assert os.path.samestat(os.fstat(2), before), "stderr is another stream"
 
 

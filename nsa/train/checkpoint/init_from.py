@@ -60,13 +60,13 @@ class Origin:
             if self.problem and start is None:
                 raise BadModelFile(self.problem)
 
-        ranks.from_first(check)
+        ranks.from_rank_0(check)
 
-    def begin(self, model: TinyLM, ranks: Strategy, say: Callable[[str], None]) -> None:
+    def load_into(self, model: TinyLM, ranks: Strategy, say: Callable[[str], None]) -> None:
         """Load the weights into the model of a new run, on all ranks."""
         if not self.path:
             return
-        ranks.spread(self.weights, model)
+        ranks.broadcast_weights(self.weights, model)
         self.weights.clear()  # free the host copy
         say(
             f"[init] weights from {self.path} (sha256 {self.sha256[:12]}); the optimizer, the "
@@ -75,7 +75,7 @@ class Origin:
         for note in self.notes:
             say(f"[init] {note}")
 
-    def stand_back(self, start: Start, say: Callable[[str], None]) -> None:
+    def discard_weights(self, start: Start, say: Callable[[str], None]) -> None:
         """Discard the weights: the run resumes from its own checkpoint."""
         self.weights.clear()
         if self.path:
@@ -92,7 +92,7 @@ def find_origin(ranks: Strategy, cfg: Config, vocab: int) -> Origin:
         found = read_origin(cfg, vocab) if cfg.train.init_from else Origin()
         return json.dumps([found.path, found.sha256, found.problem])
 
-    path, sha256, problem = json.loads(ranks.from_first(look))
+    path, sha256, problem = json.loads(ranks.from_rank_0(look))
     return found or Origin(path=path, sha256=sha256, problem=problem)
 
 

@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RequestedRun:
     """The run that was requested."""
 
     folder: Path
@@ -81,7 +81,7 @@ def was_restarted() -> bool:
     return bool(read("TORCHELASTIC_RESTART_COUNT") or read("NSA_RESTART_COUNT"))
 
 
-def find_start_together(ranks: Strategy, asked: Asked, say: Say) -> Beginning:
+def agree_on_start(ranks: Strategy, asked: RequestedRun, say: Say) -> Beginning:
     """`find_start` on rank 0; the other ranks read the checkpoint that it chose."""
     found = Beginning(None, False)
 
@@ -90,13 +90,13 @@ def find_start_together(ranks: Strategy, asked: Asked, say: Say) -> Beginning:
         found = find_start(asked, say)
         return json.dumps([str(found.start.path) if found.start else "", found.keeps])
 
-    path, keeps = json.loads(ranks.from_first(look))
+    path, keeps = json.loads(ranks.from_rank_0(look))
     if ranks.is_first or not path:
         return Beginning(found.start, keeps)
     return Beginning(_start(Path(path), find.peek(Path(path), verified=True), asked), keeps)
 
 
-def find_start(asked: Asked, say: Say) -> Beginning:
+def find_start(asked: RequestedRun, say: Say) -> Beginning:
     """Where to begin; raise RunRefused if a run worth keeping would be moved aside."""
     wanted = asked.wanted
     if asked.restarted:
@@ -126,7 +126,7 @@ def find_start(asked: Asked, say: Say) -> Beginning:
     return _start_over(newest, past, asked, say)
 
 
-def _newest(asked: Asked, say: Say) -> Start | None:
+def _newest(asked: RequestedRun, say: Say) -> Start | None:
     """The newest valid checkpoint in the folder; invalid ones are skipped with a warning."""
     for path in find.paths_of(asked.folder):
         try:
@@ -136,7 +136,7 @@ def _newest(asked: Asked, say: Say) -> Start | None:
     return None
 
 
-def _named(path: Path, newest: Start | None, asked: Asked) -> Start:
+def _named(path: Path, newest: Start | None, asked: RequestedRun) -> Start:
     """The checkpoint that was named; after a restart, a later one of the same run if any."""
     path = named_by_user(path)
     fits = newest is not None and not newest.fit.changed
@@ -147,7 +147,7 @@ def _named(path: Path, newest: Start | None, asked: Asked) -> Start:
     return start
 
 
-def _start(path: Path, content: Content, asked: Asked) -> Start:
+def _start(path: Path, content: Content, asked: RequestedRun) -> Start:
     try:
         fits = fit(content, asked.cfg, asked.identity, asked.world_size)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -158,7 +158,7 @@ def _start(path: Path, content: Content, asked: Asked) -> Start:
     return Start(path, content, fits)
 
 
-def _refuse(start: Start, asked: Asked) -> None:
+def _refuse(start: Start, asked: RequestedRun) -> None:
     """Raise BadCheckpoint if a requested checkpoint is of another run or leaves nothing to do."""
     path, step = start.path, start.content["step"]
     if start.fit.changed:
@@ -176,7 +176,7 @@ def _refuse(start: Start, asked: Asked) -> None:
         )
 
 
-def _resume_from(start: Start, asked: Asked, say: Say) -> Beginning:
+def _resume_from(start: Start, asked: RequestedRun, say: Say) -> Beginning:
     for note in start.fit.notes:
         say(f"[resume] {note}")
     return Beginning(start, keeps=_is_in(start, asked.folder) or asked.restarted)
@@ -223,7 +223,9 @@ def _is_done(newest: Start, past: _PreviousRun, steps: int) -> bool:
     return max(past.metrics.steps if past.metrics else 0, newest.content["step"]) >= steps
 
 
-def _start_over(newest: Start | None, past: _PreviousRun, asked: Asked, say: Say) -> Beginning:
+def _start_over(
+    newest: Start | None, past: _PreviousRun, asked: RequestedRun, say: Say
+) -> Beginning:
     """Start at step 0 if that loses nothing; else raise RunRefused."""
     has_checkpoints = bool(find.paths_of(asked.folder))
     if asked.restarted:
@@ -239,7 +241,7 @@ def _start_over(newest: Start | None, past: _PreviousRun, asked: Asked, say: Say
     return Beginning(None, keeps=False)
 
 
-def _refuse_restart(newest: Start | None, past: _PreviousRun, asked: Asked) -> None:
+def _refuse_restart(newest: Start | None, past: _PreviousRun, asked: RequestedRun) -> None:
     """Raise if the folder holds another run, or this one finished: a restart moves no files."""
     if newest is None and not find.paths_of(asked.folder):
         # No checkpoint yet: config.yaml says whose folder this is.
@@ -265,7 +267,7 @@ def _config_in(folder: Path) -> Config | None:
         return None
 
 
-def _why(newest: Start | None, past: _PreviousRun, asked: Asked) -> str:
+def _why(newest: Start | None, past: _PreviousRun, asked: RequestedRun) -> str:
     """Why the run in the folder is not resumed."""
     if newest is None:
         return "none of its checkpoints is whole"
@@ -280,7 +282,7 @@ def _why(newest: Start | None, past: _PreviousRun, asked: Asked) -> str:
 
 
 def _refuse_to_start_over(
-    newest: Start | None, past: _PreviousRun, asked: Asked, why: str
+    newest: Start | None, past: _PreviousRun, asked: RequestedRun, why: str
 ) -> NoReturn:
     """Raise RunRefused with both commands: the one that resumes and the one that starts over."""
     metrics = past.metrics
@@ -296,7 +298,7 @@ def _refuse_to_start_over(
     )
 
 
-def _how_to_resume(newest: Start | None, asked: Asked) -> str:
+def _how_to_resume(newest: Start | None, asked: RequestedRun) -> str:
     if newest is None:  # no valid checkpoint here: look for one in the backup folder
         backup = Path(asked.cfg.train.backup_dir) if asked.cfg.train.backup_dir else None
         for path in find.paths_of(backup) if backup else []:

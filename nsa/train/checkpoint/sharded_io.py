@@ -251,14 +251,14 @@ def _on_all_ranks(work: Callable[[], Made], group: dist.ProcessGroup | None) -> 
     except (OSError, RuntimeError) as error:
         who = "" if group is None else f"rank {dist.get_rank(group)}: "
         made = None, f"{who}{_reason(error)}"
-    heard: list[Any] = [made]
+    gathered: list[Any] = [made]
     if group is not None:
-        heard = [None] * dist.get_world_size(group)
-        dist.all_gather_object(heard, made, group=group)
-    for _, problem in heard:
+        gathered = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, made, group=group)
+    for _, problem in gathered:
         if problem:
             raise OSError(problem)
-    return [one for one, _ in heard]
+    return [one for one, _ in gathered]
 
 
 def _reason(error: BaseException) -> str:

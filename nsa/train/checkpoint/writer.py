@@ -95,20 +95,20 @@ class Saver:
         backup: Path | None,
         say: Callable[[str], None],
         ranks: Strategy | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`is_ours`: whether the folder still belongs to this run; meaningful on rank 0."""
         self.folder, self.written = folder, list[Path]()
         self.memory = HostMemory()
         """Buffers of the state being written: call `wait` before reusing them."""
-        self.is_ours: Callable[[], bool] = lambda: True
-        """Whether the folder still belongs to this run; meaningful on rank 0."""
-        self._ranks = ranks or Strategy()
+        self._ranks, self._is_ours = ranks or Strategy(), is_ours
         self._keep, self._backup, self._say = keep, backup, say
         self._thread: threading.Thread | None = None
         self._problems: list[str] = []
         self._failed = False
 
     def save(self, content: Content) -> None:
-        """Start writing a captured state."""
+        """Start writing a state, `Trainer.state_dict()`."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(content,), name="checkpoint")
         self._thread.start()
@@ -154,7 +154,7 @@ class Saver:
 
     def _require_folder(self) -> None:
         """Raise OSError if the folder may belong to another run by now."""
-        if not self.is_ours():
+        if not self._is_ours():
             raise OSError("the folder was removed, or moved away, under the run")
 
     def _tidy(self, path: Path) -> None:
@@ -169,7 +169,11 @@ class Saver:
 
 
 def new_saver(
-    folder: Path, train: TrainConfig, say: Callable[[str], None], ranks: Strategy | None = None
+    folder: Path,
+    train: TrainConfig,
+    say: Callable[[str], None],
+    ranks: Strategy | None = None,
+    is_ours: Callable[[], bool] = lambda: True,
 ) -> Saver:
     """The saver for a config; rank 0 first removes abandoned temporary files."""
     backup = Path(train.backup_dir) if train.backup_dir else None
@@ -177,7 +181,7 @@ def new_saver(
         for swept in (sweep(folder, ours=_is_of_a_run), sweep(backup) if backup else None):
             if swept and swept.names:
                 say(f"[boot] {swept}")
-    return Saver(folder, keep=train.keep_last, backup=backup, say=say, ranks=ranks)
+    return Saver(folder, keep=train.keep_last, backup=backup, say=say, ranks=ranks, is_ours=is_ours)
 
 
 def _is_of_a_run(name: str) -> bool:

@@ -199,7 +199,7 @@ class Group(Strategy):
                 ) from lost
             print(f"[ddp] {self.name}: another rank has left before: {lost}", file=sys.stderr)
 
-    def place(self, config: RuntimeConfig) -> RuntimeConfig:
+    def assign_device(self, config: RuntimeConfig) -> RuntimeConfig:
         return config if self._gpu is None else dataclasses.replace(config, device=self._gpu)
 
     def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
@@ -211,10 +211,10 @@ class Group(Strategy):
             for rank in range(1, self.world_size):
                 refuse_difference(rank, json.loads(self._store.get(f"{name}{rank}")), ours)
 
-        self.from_first(compare)
+        self.from_rank_0(compare)
 
-    def share(self, loss: Tensor) -> Tensor:
-        # All-reduce a vector, not the mean: `culprits` needs the loss of each rank.
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        # All-reduce a vector, not the mean: `ranks_not_finite` needs the loss of each rank.
         losses = torch.zeros(self.world_size, device=loss.device)
         losses[self.rank] = loss
         with span("all-reduce of the loss", waits=True):
@@ -222,12 +222,12 @@ class Group(Strategy):
         self._losses.append(losses)
         return losses.mean()
 
-    def culprits(self, late: int) -> str:
+    def ranks_not_finite(self, late: int) -> str:
         losses = self._losses[-1 - late]
         ranks = [str(rank) for rank in range(self.world_size) if not losses[rank].isfinite()]
         return f" (the loss of rank {', '.join(ranks)})" if ranks else ""
 
-    def total(self, *values: Tensor | int) -> list[float]:
+    def sum_over_ranks(self, *values: Tensor | int) -> list[float]:
         device = self._gpu or "cpu"
         sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
         with span("all-reduce of sums", waits=True):
@@ -257,7 +257,7 @@ class Group(Strategy):
             print(f"[data] {self.name}: {problem}", file=sys.stderr)
         self._agreed = REASONS[asked]
         if stop is not None and asked:
-            stop.ask(self._agreed)
+            stop.request(self._agreed)
         if code:
             code = BAD_DATA if damage else code
             raise _same_failure(problem, code, lost - 1, started, damage - 1)
@@ -267,7 +267,7 @@ class Group(Strategy):
     def patience_s(self, usual_s: float) -> float:
         return min(usual_s, PATIENCE * self._timeout_s)
 
-    def asked(self, stop: Stop, *, last: bool = False) -> str:
+    def stop_request(self, stop: Stop, *, last: bool = False) -> str:
         """The request agreed on before the update; later requests count for the next update.
 
         After the last update there is no next one, so the ranks agree once more.
@@ -277,7 +277,7 @@ class Group(Strategy):
         return self._agreed
 
     @torch.no_grad()
-    def spread(self, weights: dict[str, Tensor], model: TinyLM) -> None:
+    def broadcast_weights(self, weights: dict[str, Tensor], model: TinyLM) -> None:
         """Broadcast tensor by tensor; each rank keeps its shard."""
         for name, held in model.state_dict().items():
             mine = local_shard(held)
@@ -288,7 +288,7 @@ class Group(Strategy):
                 dist.broadcast(sent, src=0)
             mine.copy_(shard_like(sent, held))
 
-    def from_first(self, make: Callable[[], str | None]) -> str:
+    def from_rank_0(self, make: Callable[[], str | None]) -> str:
         # Through the store, not a collective: the text may have any length and needs no device.
         key, self._num_told = f"told/{self._num_told}", self._num_told + 1
         if self.is_first:

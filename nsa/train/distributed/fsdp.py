@@ -64,7 +64,7 @@ class Fsdp(Group):
                 )
         return cfg
 
-    def bring(self, model: TinyLM, runtime: Runtime) -> TinyLM:
+    def place_model(self, model: TinyLM, runtime: Runtime) -> TinyLM:
         """Shard the model block by block: a device never holds more than one full block.
 
         The residual stream stays fp32, as without FSDP: embedding, last norm and head are gathered
@@ -92,7 +92,7 @@ class Fsdp(Group):
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Before the last micro-batch, gradients are accumulated unsharded and not reduced."""
-        assert self._model is not None, "bring() comes first"
+        assert self._model is not None, "place_model() comes first"
         self._model.set_requires_gradient_sync(last)
         self._model.set_is_last_backward(last)
         yield
@@ -124,7 +124,7 @@ class Fsdp(Group):
                 gathered[name] = joined.cpu()
         return gathered
 
-    def whole(self, model: TinyLM, cfg: Config) -> TinyLM:
+    def gather_model(self, model: TinyLM, cfg: Config) -> TinyLM:
         weights = self.weights(model)
         if not self.is_first:
             return model

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,7 @@ from nsa.train.checkpoint.file import Content
 from nsa.train.checkpoint.identity import Identity
 from nsa.train.errors import RunRefused
 from nsa.train.runtime import Runtime
-
-if TYPE_CHECKING:
-    from nsa.train.stop import Stop
-
+from nsa.train.stop import Stop
 
 AUTO, OFF, ON = -1, 0, 1
 """Values of --ddp: decide by the launcher's variables, never, always."""
@@ -79,14 +76,14 @@ class Strategy:
         """The config with changes that this strategy requires."""
         return cfg
 
-    def place(self, config: RuntimeConfig) -> RuntimeConfig:
+    def assign_device(self, config: RuntimeConfig) -> RuntimeConfig:
         """The runtime config with the device of this rank."""
         return config
 
     def check_same(self, fingerprint: Callable[[], Fingerprint]) -> None:
         """Raise RunRefused if settings, data or code differ between ranks. Collective."""
 
-    def bring(self, model: TinyLM, runtime: Runtime) -> TinyLM:
+    def place_model(self, model: TinyLM, runtime: Runtime) -> TinyLM:
         """Move a new model to its device: all of it, or the shard of this rank."""
         return model.to(runtime.device)
 
@@ -101,15 +98,15 @@ class Strategy:
         """Context of forward and backward of a micro-batch; the last one reduces the gradient."""
         return nullcontext()
 
-    def share(self, loss: Tensor) -> Tensor:  # [] fp32 -> [] fp32
+    def mean_loss(self, loss: Tensor) -> Tensor:  # [] fp32 -> [] fp32
         """The mean loss over the ranks. Collective; no host sync."""
         return loss
 
-    def culprits(self, late: int) -> str:
+    def ranks_not_finite(self, late: int) -> str:
         """Text naming the ranks whose loss was not finite, `late` updates ago; may be empty."""
         return ""
 
-    def total(self, *values: Tensor | int) -> list[float]:
+    def sum_over_ranks(self, *values: Tensor | int) -> list[float]:
         """The sums over the ranks. Collective; synchronizes the device."""
         return [value.item() if isinstance(value, Tensor) else float(value) for value in values]
 
@@ -128,7 +125,7 @@ class Strategy:
         """How long this rank may wait for a batch: less than the timeout of collectives."""
         return usual_s
 
-    def asked(self, stop: Stop, *, last: bool = False) -> str:
+    def stop_request(self, stop: Stop, *, last: bool = False) -> str:
         """The source of a request to stop after this step; the same on every rank."""
         return stop.requested()
 
@@ -138,14 +135,14 @@ class Strategy:
         return self.is_first
 
     def write_checkpoint(self, folder: Path, content: Content) -> Path:
-        """Write a captured state; runs in the writer thread, on all ranks that `saves`."""
+        """Write the state of a trainer; runs in the writer thread, on all ranks that `saves`."""
         return checkpoint_file.write(folder, content)
 
     def load_checkpoint(self, path: Path, content: Content) -> Content:
         """Complete the content from find.peek: full tensors, or the shards of this rank."""
         return find.fill(path, content)
 
-    def spread(self, weights: dict[str, Tensor], model: TinyLM) -> None:
+    def broadcast_weights(self, weights: dict[str, Tensor], model: TinyLM) -> None:
         """Load weights that rank 0 has read into the model on every rank. Collective."""
         model.load_state_dict(weights, strict=True)
 
@@ -154,18 +151,18 @@ class Strategy:
         state = model.state_dict() if self.is_first else {}
         return {name: x.detach().cpu() for name, x in state.items()}
 
-    def whole(self, model: TinyLM, cfg: Config) -> TinyLM:
+    def gather_model(self, model: TinyLM, cfg: Config) -> TinyLM:
         """The unsharded model on rank 0; other ranks return theirs. Collective under FSDP."""
         return model
 
-    def from_first(self, make: Callable[[], str | None]) -> str:
+    def from_rank_0(self, make: Callable[[], str | None]) -> str:
         """Run `make` on rank 0 and return its result on all ranks; if it raises, all ranks raise.
 
         None counts as an empty text. Collective.
         """
         return make() or ""
 
-    def on_first(
+    def on_rank_0(
         self, do: Callable[Given, Made], *args: Given.args, **options: Given.kwargs
     ) -> Made | None:
         """Call `do` on rank 0 only; the others return None at once."""
