@@ -39,6 +39,7 @@ from nsa.records.alarms import Alarm, last_alarms
 from nsa.records.env import NAME as ENV
 from nsa.records.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP, tail_beats
 from nsa.records.metrics import NAME as METRICS
+from nsa.records.numbers import finite
 from nsa.records.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
 from nsa.records.spans import read_span
 
@@ -200,7 +201,7 @@ class Run:
     def losses(self) -> list[tuple[int, float | None]]:
         """(step, loss) from training.csv, else from the heartbeat; None for a non-finite loss."""
         if self.rows:
-            return [(row.step, row.loss if _is_number(row.loss) else None) for row in self.rows]
+            return [(row.step, finite(row.loss)) for row in self.rows]
         beats = self.ranks[0].beats if self.ranks else []
         lines = rising([beat for beat in beats if beat.msg == PROGRESS])
         return [(beat.step, number(beat, "loss")) for beat in lines]
@@ -261,8 +262,7 @@ def read_run(
 
 def number(beat: Beat, name: str) -> float | None:
     """A field of a heartbeat line as a finite number, else None."""
-    value = beat.extra.get(name)
-    return float(value) if isinstance(value, int | float) and _is_number(value) else None
+    return finite(beat.extra.get(name))
 
 
 def _typed(record: T, path: Path) -> T:
@@ -347,10 +347,6 @@ def rising(beats: list[Beat]) -> list[Beat]:
         if not kept or beat.step < kept[-1].step:
             kept.append(beat)
     return kept[::-1]
-
-
-def _is_number(value: float) -> bool:
-    return not isinstance(value, bool) and abs(value) < float("inf")
 
 
 # --- type checks for records read from disk ---

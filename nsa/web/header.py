@@ -19,6 +19,7 @@ from nsa.operate.watch.rules import allowed_silence, judge
 from nsa.records.alarms import Alarm
 from nsa.records.env import NAME as ENV
 from nsa.records.metrics import CONFIG_NAME as CONFIG
+from nsa.records.numbers import CHARTS, EVALUATED, NUMBERS, SCALARS, Chart, curves_of
 
 MOST_BYTES = 1 << 20
 MOST_KEYS = 2000
@@ -115,14 +116,40 @@ def side_by_side(tables: Sequence[Flat]) -> list[dict[str, Any]]:
     return rows
 
 
+# --- which charts the page has ---
+
+
+def describe_charts() -> dict[str, Any]:
+    """All charts with their curves, and the numbers of the picture by layer.
+
+    The page spells no number itself: charts.js draws what stands here.
+    """
+    forms = {name: chart.form for chart in CHARTS for name, _ in curves_of(chart, SCALARS)}
+    return {
+        "charts": [dataclasses.asdict(chart) | {"series": _series(chart)} for chart in CHARTS],
+        "layers": [
+            {"key": number.name, "form": forms[number.name], **number.layer._asdict()}
+            for number in SCALARS
+            if number.layer is not None
+        ],
+    }
+
+
+def _series(chart: Chart) -> list[dict[str, Any]]:
+    """The curves of a chart; `table` is that of /api/series, empty for the logged steps."""
+    tables = {"": SCALARS, "val": EVALUATED}
+    return [
+        {"key": name, "table": table, **curve._asdict()}
+        for table, numbers in tables.items()
+        for name, curve in curves_of(chart, numbers)
+    ]
+
+
 # --- the state of a run as one JSON object ---
 
 LEVELS = {"finished": "good", "halted": "warn", "interrupted": "warn"}
 """Statuses of runs that ended well; any other end is bad."""
-HEADER_FIELDS = (
-    *("toks_per_s", "step_time_s", "mfu", "grad_norm", "lr", "dt_fetch_s", "entropy_mean"),
-    *("rss_mib", "gpu_mem_alloc", "gpu_mem_reserved", "gpu_util_pct", "gpu_temp_c"),
-)
+HEAD_NUMBERS = tuple(number.name for number in NUMBERS if number.in_head)
 MOST_TEXT = 600
 MOST_PROBLEMS = 30
 
@@ -184,7 +211,7 @@ def _numbers(run: Run) -> dict[str, Any]:
     )
     losses = [loss for _, loss in run.losses if loss is not None]
     ages = [age for rank in run.ranks if (age := rank.age_s(run.now)) is not None]
-    found = {name: number(last, name) if last else None for name in HEADER_FIELDS}
+    found = {name: number(last, name) if last else None for name in HEAD_NUMBERS}
     if row is not None:
         found["toks_per_s"] = found["toks_per_s"] or row.toks_per_s
         found["lr"] = found["lr"] or row.lr

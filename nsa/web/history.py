@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa.files import open_binary
-from nsa.operate.run_folder import heartbeat_files, number
-from nsa.records import TRAINING, VAL, Beat, FallbackRow, TrainingRow, ValRow
+from nsa.operate.run_folder import heartbeat_files
+from nsa.records import TRAINING, VAL, Beat, TrainingRow, ValRow
 from nsa.records.heartbeat import BOOT, PROGRESS, BrokenHeartbeat, parse_beat, parse_head
+from nsa.records.numbers import SCALARS, finite, scalars_of
 from nsa.records.tables import SELECTION, parse_row, parse_selection
 from nsa.tail import Follower, Line, sample_lines
 from nsa.web.table import LayerTable, Table
@@ -107,16 +108,8 @@ CHUNK_BYTES = 1 << 20
 PLACES = 512
 """Sample positions in the part before that."""
 MOST_RANKS = 64
-SHARES = ("share_cmp", "share_sel", "share_win")
-BEAT_COLUMNS = (
-    *("loss", "toks_per_s", "lr", "grad_norm", "step_time_s", "mfu"),
-    *("dt_fetch_s", "fetch_p50_ms", "fetch_p95_ms"),
-    *("gpu_mem_alloc", "gpu_mem_reserved", "rss_mib", "gpu_util_pct", "gpu_temp_c"),
-    *("entropy_mean", "gate_entropy_min", "max_gate_mean", "collapse_fraction"),
-    *("sel_k_mean", "sel_k_max", "sel_pct_at_max"),
-    *SHARES,
-    *(f"fb_{name}" for name in FallbackRow._fields[1:]),
-)
+COLUMNS = tuple(number.name for number in SCALARS if number.curve)
+"""Numbers of a progress line that a chart draws."""
 
 
 class History:
@@ -124,7 +117,7 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.progress = Table(BEAT_COLUMNS)
+        self.progress = Table(COLUMNS)
         self.training = Table(TrainingRow._fields[1:])
         self.val = Table(ValRow._fields[1:])
         self.layers = LayerTable()
@@ -222,7 +215,7 @@ class History:
             self._note_bad(path, error)
             return
         if row is not None:
-            table.add(row[0], 0.0, {name: _finite(getattr(row, name)) for name in row._fields[1:]})
+            table.add(row[0], 0.0, {name: finite(getattr(row, name)) for name in row._fields[1:]})
 
     def _find_ranks(self) -> None:
         try:
@@ -309,15 +302,7 @@ class History:
             self._add_progress(beat)
 
     def _add_progress(self, beat: Beat) -> None:
-        values = {name: number(beat, name) for name in BEAT_COLUMNS if name not in SHARES}
-        shares = beat.extra.get("gate_branch_shares")
-        if isinstance(shares, list) and len(shares) == len(SHARES):
-            values |= {
-                name: float(share)
-                for name, share in zip(SHARES, shares, strict=True)
-                if type(share) in (int, float)
-            }
-        self.progress.add(beat.step, beat.ts, values)
+        self.progress.add(beat.step, beat.ts, dict(scalars_of(beat.extra)))
         self.layers.add(beat)
 
     def _forget_bad(self, path: Path) -> None:
@@ -327,7 +312,3 @@ class History:
     def _note_bad(self, path: Path, error: ValueError) -> None:
         self._bad_lines[str(path)] = self._bad_lines.get(str(path), 0) + 1
         self._problems[f"line {path.name}"] = str(error)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if abs(value) < float("inf") else None

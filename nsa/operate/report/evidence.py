@@ -6,6 +6,7 @@ length is judged in seconds. Nothing is written; unreadable files are listed in 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from nsa.records.heartbeat import BOOT, NON_FINITE, PROGRESS, sample_beats
 from nsa.records.metrics import CONFIG_NAME as CONFIG
 from nsa.records.metrics import NAME as METRICS
 from nsa.records.metrics import read_config
+from nsa.records.numbers import SCALARS, finite, scalars_of
 from nsa.records.tables import sample_rows
 from nsa.tail import Line, lines_from_end
 
@@ -101,13 +103,23 @@ class Evidence:
                 found.append(Point(beat.step, value, f"{self.run.heartbeat}, {record(beat)}"))
         if found or name not in TrainingRow._fields:
             return found
-        finite = (-float("inf"), float("inf"))
         # training.csv is the fallback: it has fewer columns, but survives a lost heartbeat.
         for row in self.rows:
             if self.window.first <= row.step <= self.window.last:
-                value = float(getattr(row, name))
-                known = value if finite[0] < value < finite[1] else None
-                found.append(Point(row.step, known, f"{TRAINING}, step {row.step}"))
+                value = finite(getattr(row, name))
+                found.append(Point(row.step, value, f"{TRAINING}, step {row.step}"))
+        return found
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """(step, value) of every number, over the whole run; finite values only."""
+        found: dict[str, list[tuple[float, float]]] = {number.name: [] for number in SCALARS}
+        for beat in self.lines:
+            for name, value in scalars_of(beat.extra):
+                if value is not None:
+                    found[name].append((beat.step, value))
+        whole = dataclasses.replace(self, window=ALL)
+        for name in TrainingRow._fields[1:]:
+            found[name] = found[name] or [(p.step, value) for value, p in known(whole.points(name))]
         return found
 
 
