@@ -213,3 +213,21 @@ def _first_use(tree: ast.Module) -> dict[str, tuple[str, ...]]:
     )
     table: dict[str, tuple[str, ...]] = ast.literal_eval(call.args[1])
     return table
+
+
+def test_run_folders_are_opened_by_one_reader() -> None:
+    """watch, monitor, report and dashboard take what run_files.py and followed_run.py give them."""
+    package = Path(nsa.__file__).parent
+    readers = re.compile(r"(read|last|tail|sample)_(metrics|env|config|beats?|rows|halt|alarms)")
+    folders = ("operate/watch", "operate/report", "web")
+    files = [package / "operate" / "monitor.py", package / "operate" / "run_folder.py"]
+    files += [path for folder in folders for path in (package / folder).glob("*.py")]
+    found = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nsa"):
+                names = {alias.name for alias in node.names}
+                found += [f"{path.name}: {name}" for name in names if readers.fullmatch(name)]
+                if node.module == "nsa.tail" or "open_binary" in names:
+                    found.append(f"{path.name}: {node.module}")
+    assert len(files) > 15 and found == []

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from nsa.files import read_text
 from nsa.operate.limits import HALTING, Limits, limits_for
+from nsa.operate.run_files import RunFiles, file_stamp
 from nsa.operate.run_folder import Rank, Run, number
 from nsa.operate.text import printable
 from nsa.operate.watch.rules import allowed_silence, judge
@@ -21,7 +18,6 @@ from nsa.records.env import NAME as ENV
 from nsa.records.metrics import CONFIG_NAME as CONFIG
 from nsa.records.numbers import CHARTS, EVALUATED, NUMBERS, SCALARS, Chart, curves_of
 
-MOST_BYTES = 1 << 20
 MOST_KEYS = 2000
 MOST_DEPTH = 8
 MOST_SETTING_TEXT = 300
@@ -37,32 +33,28 @@ class Settings:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: dict[str, str] = {}
-        self._known: dict[str, tuple[tuple[int, int, int], Flat]] = {}
+        self._known: dict[str, tuple[object, Flat]] = {}
 
     def config(self) -> Flat:
         """config.yaml as dotted keys; empty if it cannot be read."""
-        return self._load(CONFIG, yaml.safe_load)
+        return self._load(CONFIG, RunFiles.plain_config)
 
     def env(self) -> Flat:
         """env.json by field; empty if it cannot be read."""
-        return self._load(ENV, json.loads)
+        return self._load(ENV, RunFiles.plain_env)
 
-    def _load(self, name: str, parse: Callable[[str], Any]) -> Flat:
-        """Parse as plain data, so that files of a newer version can still be shown."""
-        path = self.folder / name
-        try:
-            status = path.lstat()
-            # The inode detects a file replaced by rename within the resolution of mtime.
-            stamp = status.st_ino, status.st_size, status.st_mtime_ns
-            if name not in self._known or self._known[name][0] != stamp:
-                self._known[name] = stamp, dict(_flatten(parse(read_text(path, MOST_BYTES))))
-                self.problems.pop(name, None)
-        except FileNotFoundError:
+    def _load(self, name: str, read: Callable[[RunFiles], Any]) -> Flat:
+        stamp = file_stamp(self.folder / name)
+        if stamp is None:
             return {}
-        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-            text = " ".join(str(error).split())[:MOST_SETTING_TEXT]
-            self.problems[name] = f"{path}: {text}"
-            return {}
+        if name not in self._known or self._known[name][0] != stamp:
+            files = RunFiles(self.folder)
+            content = read(files)
+            self.problems.pop(name, None)
+            if files.problems:
+                self.problems[name] = files.problems[0]
+                return {}
+            self._known[name] = stamp, dict(_flatten(content))
         return self._known[name][1]
 
 

@@ -19,9 +19,7 @@ from typing import IO, Any, NamedTuple
 from nsa.config.load import REPOSITORY
 from nsa.files import open_binary
 from nsa.operate.handoff.redact import hide
-from nsa.operate.run_folder import require_types
-from nsa.records.metrics import NAME as METRICS
-from nsa.records.metrics import Metrics, read_metrics
+from nsa.operate.run_files import RunFiles, require_types
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import BadCheckpoint, manifest_path
 
@@ -144,7 +142,7 @@ class Collection:
         self.folder, self.open_files = folder, open_files
         self.sources: list[Source] = []
         self.missing: list[Missing] = []
-        self.metrics = read_metrics_if_whole(folder)
+        self.metrics = RunFiles(folder).metrics()
 
     def collect(self, run_info: Path | None, report: Path | None) -> None:
         """Look for every item, in checklist order."""
@@ -238,16 +236,6 @@ class Collection:
     def _miss(self, item: str, reason: str) -> None:
         clean = "".join(hide(line)[0] for line in reason.splitlines())
         self.missing.append(Missing(item=item, reason=clean))
-
-
-def read_metrics_if_whole(folder: Path) -> Metrics | None:
-    """metrics.json of the run; None if missing or malformed."""
-    try:
-        metrics = read_metrics(folder)
-        require_types(metrics, METRICS)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None
-    return metrics
 
 
 def find_run_info(folder: Path) -> Path | None:

@@ -20,13 +20,14 @@ from nsa.operate.launch.plan import Plan
 from nsa.operate.launch.profiles import Phase
 from nsa.operate.report.command import judge
 from nsa.operate.report.verdict import write_report
+from nsa.operate.run_files import RunFiles
 from nsa.records.folder import LAUNCH, RUN, STOPPING, FolderHeld, FolderLock, take_lock
 from nsa.records.heartbeat import iso
 from nsa.records.launch import NAME as RUN_INFO
 from nsa.records.launch import PHASE_NAME as VERDICT
 from nsa.records.launch import PhaseVerdict, read_verdict, write_run_info, write_verdict
 from nsa.records.metrics import NAME as METRICS
-from nsa.records.metrics import Metrics, read_metrics
+from nsa.records.metrics import Metrics
 from nsa.records.sentinels import HALT, read_halt, write_halt
 
 OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
@@ -139,7 +140,7 @@ class Phases:
                 # metrics.json of an earlier run must not be taken for a result of this one.
                 before = _metrics_mtime(folder)
                 ended = self._train(phase, transcript)
-                metrics = _metrics(folder) if _metrics_mtime(folder) != before else None
+                metrics = RunFiles(folder).metrics() if _metrics_mtime(folder) != before else None
                 return self._judged(phase, transcript, ended, metrics)
         finally:
             transcript.close()
@@ -255,13 +256,6 @@ def _metrics_mtime(folder: Path) -> int | None:
     try:
         return (folder / METRICS).stat().st_mtime_ns
     except OSError:
-        return None
-
-
-def _metrics(folder: Path) -> Metrics | None:
-    try:
-        return read_metrics(folder)
-    except (OSError, ValueError, TypeError):  # missing, torn, or another schema version
         return None
 
 

@@ -247,8 +247,8 @@ def no_stall(e: Evidence, limits: Limits) -> Row:
     if not e.run.ended and (alarms := heartbeat_stall(e.run, limits)):
         text, advice = alarms[0].text, alarms[0].advice
         return judged(name, False, text, limit=limit, evidence=alarms[0].file, advice=advice)
-    longest = max(ranks, key=lambda rank: max(rank.gaps, default=0.0))
-    gaps = longest.gaps
+    found = [(rank, rank.all_gaps(limits.first_step_s)) for rank in ranks]
+    longest, gaps = max(found, key=lambda pair: max(pair[1], default=0.0))
     if not gaps:
         value = "ended by itself" if e.run.ended else "alive, no step has followed another yet"
         return judged(name, True, value, limit=limit, evidence=ranks[0].path.name)
@@ -258,7 +258,7 @@ def no_stall(e: Evidence, limits: Limits) -> Row:
         max(gaps) <= allowed,
         f"longest {max(gaps):.1f} s, usual {median(gaps):.2f} s",
         limit=limit,
-        evidence=f"{longest.path.name}, the last {len(gaps)} beats",
+        evidence=f"{longest.path.name}, {len(gaps)} intervals between beats",
         advice="look at stackdump_*.txt, dt_fetch_s and the other ranks at that time",
     )
 
@@ -291,7 +291,7 @@ def watchdog(e: Evidence, limits: Limits) -> Row:
 def _ranks(e: Evidence) -> list[Rank]:
     """Ranks of this run; a file of a higher rank was left by an earlier run."""
     metrics = e.run.metrics
-    return [rank for rank in e.run.ranks if metrics is None or rank.rank < metrics.world_size]
+    return [rank for rank in e.ranks if metrics is None or rank.rank < metrics.world_size]
 
 
 # --- results: checkpoints that load, the model, enough run time ---

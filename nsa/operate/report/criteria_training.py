@@ -249,9 +249,9 @@ def gpu_load(e: Evidence, limits: Limits) -> Row | None:
     if e.run.metrics is not None and e.run.metrics.device.startswith("cpu"):
         return None
     limit, loads = f">= {limits.gpu_util_pct:g} % on each", []
-    for rank in e.run.ranks:
+    for rank in e.ranks:
         lines = [b for b in rank.beats if b.msg == PROGRESS]
-        # The tail that was read may start after the window: then use all of it.
+        # A sample may have no line of the window: then use all of it.
         near = [b for b in lines if e.window.first <= b.step <= e.window.last] or lines
         values = [v for b in near[START_LINES:] if (v := number(b, "gpu_util_pct")) is not None]
         if values:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nsa.config.describe import markdown_table, text_table
 from nsa.files import read_text, write_text
-from nsa.operate.run_folder import require_types
+from nsa.operate.run_files import require_types
 from nsa.operate.text import printable
 
 SCHEMA = 1
