@@ -79,8 +79,8 @@ def hand_over(
         staged = [_stage(source, known, open_files) for source in found.sources]
         manifest = Manifest(
             run=folder.resolve().name,
-            status=found.metrics.status if found.metrics else None,
-            step=found.metrics.step if found.metrics else None,
+            status=found.run.status if found.run.metrics else None,
+            step=found.run.metrics.step if found.run.metrics else None,
             files=[entry for entry, _ in staged],
             missing=found.missing,
         )

@@ -19,7 +19,8 @@ from typing import IO, Any, NamedTuple
 from nsa.config.load import REPOSITORY
 from nsa.files import open_binary
 from nsa.operate.handoff.redact import hide
-from nsa.operate.run_files import RunFiles, require_types
+from nsa.operate.run_files import require_types
+from nsa.operate.run_folder import read_run
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import BadCheckpoint, manifest_path
 
@@ -78,7 +79,7 @@ class Manifest:
     run: str
     """Name of the run folder."""
     status: str | None = None
-    """Status in metrics.json."""
+    """Status in metrics.json; `died` if that is `running` and the processes are gone."""
     step: int | None = None
     files: list[Entry] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
@@ -142,7 +143,7 @@ class Collection:
         self.folder, self.open_files = folder, open_files
         self.sources: list[Source] = []
         self.missing: list[Missing] = []
-        self.metrics = RunFiles(folder).metrics()
+        self.run = read_run(folder)
 
     def collect(self, run_info: Path | None, report: Path | None) -> None:
         """Look for every item, in checklist order."""

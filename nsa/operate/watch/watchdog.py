@@ -50,6 +50,12 @@ class Judgement(NamedTuple):
         was_seen = self.run.ended or any(rank.last for rank in self.run.ranks)
         return HEALTHY if was_seen else NOTHING
 
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will come: the run ended, or died and the alarm for that is out."""
+        # A launcher may restart a dead run at once; the alarm waits long enough to see that.
+        return self.run.ended or (self.run.over and bool(self.alarms))
+
 
 class Watch:
     """Watches one run folder; keeps the escalation state between polls."""
@@ -141,7 +147,7 @@ def watch(folder: Path, args: argparse.Namespace) -> int:
             judgement = watching.look()
             rang |= bool(judgement.alarms)
             code = ALARM if rang else judgement.code
-            if args.once or (args.until_ended and judgement.run.ended):
+            if args.once or (args.until_ended and judgement.is_final):
                 return code
             time.sleep(interval_s)
     except KeyboardInterrupt:
