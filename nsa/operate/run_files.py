@@ -34,12 +34,10 @@ from nsa.records import (
     read_env,
     read_metrics,
 )
-from nsa.records.alarms import NAME as ALARMS
-from nsa.records.alarms import Alarm, last_alarms
-from nsa.records.env import NAME as ENV
+from nsa.records.alarms import ALARMS_FILE, Alarm, last_alarms
+from nsa.records.env import ENV_FILE
 from nsa.records.heartbeat import sample_beats, tail_beats
-from nsa.records.metrics import CONFIG_NAME as CONFIG
-from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import CONFIG_FILE, METRICS_FILE
 from nsa.records.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
 from nsa.records.spans import Place, read_span
 from nsa.records.tables import Row, sample_rows
@@ -73,23 +71,29 @@ class RunFiles:
 
     def metrics(self) -> Metrics | None:
         """metrics.json, with every field of its declared type."""
-        return self._read(METRICS, lambda: _typed(read_metrics(self.folder), self.folder / METRICS))
+        return self._read(
+            METRICS_FILE, lambda: _typed(read_metrics(self.folder), self.folder / METRICS_FILE)
+        )
 
     def env(self) -> RunEnvironment | None:
         """env.json, with every field of its declared type."""
-        return self._read(ENV, lambda: _typed(read_env(self.folder), self.folder / ENV))
+        return self._read(ENV_FILE, lambda: _typed(read_env(self.folder), self.folder / ENV_FILE))
 
     def config(self) -> Config | None:
         """config.yaml."""
-        return self._read(CONFIG, lambda: read_config(self.folder))
+        return self._read(CONFIG_FILE, lambda: read_config(self.folder))
 
     def plain_config(self) -> Any:
         """config.yaml as plain data, so that one of another version can be shown."""
-        return self._read(CONFIG, lambda: _plain_yaml(read_text(self.folder / CONFIG, PLAIN_BYTES)))
+        return self._read(
+            CONFIG_FILE, lambda: _plain_yaml(read_text(self.folder / CONFIG_FILE, PLAIN_BYTES))
+        )
 
     def plain_env(self) -> Any:
         """env.json as plain data, so that one of another version can be shown."""
-        return self._read(ENV, lambda: json.loads(read_text(self.folder / ENV, PLAIN_BYTES)))
+        return self._read(
+            ENV_FILE, lambda: json.loads(read_text(self.folder / ENV_FILE, PLAIN_BYTES))
+        )
 
     def span(self, rank: int) -> Place | None:
         """span_rank{r}.json."""
@@ -137,7 +141,7 @@ class RunFiles:
 
     def alarms(self, most: int) -> list[Alarm]:
         """The end of alarms.jsonl."""
-        return self._read(ALARMS, lambda: last_alarms(self.folder, most)) or []
+        return self._read(ALARMS_FILE, lambda: last_alarms(self.folder, most)) or []
 
     def log_ends(self, most_bytes: int) -> Iterator[tuple[Path, list[Line]]]:
         """The end of every log, its newest line first."""

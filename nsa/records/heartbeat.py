@@ -54,7 +54,7 @@ def _plain(value: Any, key: str, lost: dict[str, str]) -> Any:
 # --- writer ---
 
 SCHEMA = 1
-NAME = "heartbeat_rank{rank}.jsonl"
+HEARTBEAT_FILE = "heartbeat_rank{rank}.jsonl"
 BASE_FIELDS = ("schema", "ts", "iso", "pid", "rank", "step", "msg")
 
 BOOT, BEAT, PROGRESS, STEP_END = "boot", "beat", "progress", "step_end"
@@ -83,7 +83,7 @@ class Heartbeat:
         """
         self.rank, self._every = rank, every
         self._clock = clock or (lambda: time.time())
-        self.path = Path(out_dir) / NAME.format(rank=rank)
+        self.path = Path(out_dir) / HEARTBEAT_FILE.format(rank=rank)
         self.file = LineFile(self.path)
 
     @property

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from nsa import files
 from nsa.operate.limits import GPU, Limits
 from nsa.operate.process import is_gone, same_command, send, why_not_ours
 from nsa.operate.run_folder import read_run
 from nsa.operate.watch.rules import judge
 from nsa.operate.watch.watchdog import Ladder, Watch, Webhook
-from nsa.records import RunEnvironment, machine, read_env, sentinels
+from nsa.records import RunEnvironment, read_env, sentinels
 from nsa.records.alarms import Alarm, last_alarms
 from nsa.records.dumps import PREFIX
 from nsa.tests.conftest import REPOSITORY
@@ -205,8 +206,8 @@ def test_whether_a_process_is_gone_is_only_known_on_its_machine(env: RunEnvironm
     assert env.hostname == platform.node()
     assert is_gone(os.getpid(), env) is False
     assert is_gone(dead_pid(), env) is True
-    assert is_gone(os.getpid(), env, machine.start_ticks()) is False
-    assert is_gone(os.getpid(), env, machine.start_ticks() - 1) is True, "its number was given anew"
+    assert is_gone(os.getpid(), env, files.start_ticks()) is False
+    assert is_gone(os.getpid(), env, files.start_ticks() - 1) is True, "its number was given anew"
     assert is_gone(dead_pid(), dataclasses.replace(env, hostname="elsewhere")) is None
 
 
@@ -244,7 +245,7 @@ def test_a_process_that_died_rings_soon_and_nothing_is_written_for_it(
 def test_proc_that_cannot_be_read_is_nobody_to_signal(
     env: RunEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "PROC", tmp_path)
+    monkeypatch.setattr(files, "PROC", tmp_path)
     assert is_gone(os.getpid(), env) is None
     assert "is gone" in why_not_ours(os.getppid(), time.time(), env)
 

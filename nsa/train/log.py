@@ -38,7 +38,7 @@ from nsa.records.dumps import Installed, install, peak_memory_mib, rss_mib
 from nsa.records.env import write_env
 from nsa.records.heartbeat import BEAT
 from nsa.records.machine import read_gpu
-from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import METRICS_FILE
 from nsa.records.sinks import Scalars, Tracker, attention_scalars, train_scalars, val_scalars
 from nsa.records.spans import here, span
 from nsa.records.tables import SelectionFile, fallback_counts
@@ -365,11 +365,11 @@ class RunLog:
                 self._ranks.on_first(write_metrics, self.folder, self.metrics)
         except OSError as error:
             if not self._stale:
-                complain(self.folder / METRICS, error)
+                complain(self.folder / METRICS_FILE, error)
             self._stale = True
         else:
             self._stale = False
-        return self.folder / METRICS
+        return self.folder / METRICS_FILE
 
     def _write_line(self, line: Line) -> None:
         now, metrics, stats = time.perf_counter(), self.metrics, line.stats

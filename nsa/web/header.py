@@ -14,8 +14,8 @@ from nsa.operate.run_folder import Rank, Run, number
 from nsa.operate.text import printable
 from nsa.operate.watch.rules import allowed_silence, judge
 from nsa.records.alarms import Alarm
-from nsa.records.env import NAME as ENV
-from nsa.records.metrics import CONFIG_NAME as CONFIG
+from nsa.records.env import ENV_FILE
+from nsa.records.metrics import CONFIG_FILE
 from nsa.records.numbers import CHARTS, EVALUATED, NUMBERS, SCALARS, Chart, curves_of
 
 MOST_KEYS = 2000
@@ -37,11 +37,11 @@ class Settings:
 
     def config(self) -> Flat:
         """config.yaml as dotted keys; empty if it cannot be read."""
-        return self._load(CONFIG, RunFiles.plain_config)
+        return self._load(CONFIG_FILE, RunFiles.plain_config)
 
     def env(self) -> Flat:
         """env.json by field; empty if it cannot be read."""
-        return self._load(ENV, RunFiles.plain_env)
+        return self._load(ENV_FILE, RunFiles.plain_env)
 
     def _load(self, name: str, read: Callable[[RunFiles], Any]) -> Flat:
         stamp = file_stamp(self.folder / name)

@@ -28,8 +28,7 @@ from nsa.records.folder import (
     held_by,
     take_lock,
 )
-from nsa.records.launch import NAME as RUN_INFO
-from nsa.records.launch import read_run_info
+from nsa.records.launch import RUN_INFO_FILE, read_run_info
 from nsa.records.sentinels import read_halt, write_halt
 
 STOP_OLD_S = 600.0
@@ -213,7 +212,7 @@ def _run_detached(place: str, plan: Plan, args: argparse.Namespace) -> int:
         return 0
     # The tmux session has ended: report the result that it left in run.info.
     try:
-        info = read_run_info(plan.records / RUN_INFO)
+        info = read_run_info(plan.records / RUN_INFO_FILE)
     except FileNotFoundError:
         _say(f"it has ended before its first phase; try again with --where {terminal.FOREGROUND}")
         return 1

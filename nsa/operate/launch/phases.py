@@ -23,11 +23,15 @@ from nsa.operate.report.verdict import write_report
 from nsa.operate.run_files import RunFiles
 from nsa.records.folder import LAUNCH, RUN, STOPPING, FolderHeld, FolderLock, take_lock
 from nsa.records.heartbeat import iso
-from nsa.records.launch import NAME as RUN_INFO
-from nsa.records.launch import PHASE_NAME as VERDICT
-from nsa.records.launch import PhaseVerdict, read_verdict, write_run_info, write_verdict
-from nsa.records.metrics import NAME as METRICS
-from nsa.records.metrics import Metrics
+from nsa.records.launch import (
+    PHASE_FILE,
+    RUN_INFO_FILE,
+    PhaseVerdict,
+    read_verdict,
+    write_run_info,
+    write_verdict,
+)
+from nsa.records.metrics import METRICS_FILE, Metrics
 from nsa.records.sentinels import HALT, read_halt, write_halt
 
 OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
@@ -118,7 +122,7 @@ class Phases:
         self._write()
 
     def _write(self) -> None:
-        path = self._plan.records / RUN_INFO
+        path = self._plan.records / RUN_INFO_FILE
         with best_effort(path):  # a full disk must not stop the supervision of a run
             write_run_info(path, self._info)
 
@@ -157,7 +161,7 @@ class Phases:
 
     def _train(self, phase: Phase, transcript: Transcript) -> Ended:
         plan, folder = self._plan, self._plan.folder(phase)
-        (folder / VERDICT).unlink(missing_ok=True)
+        (folder / PHASE_FILE).unlink(missing_ok=True)
         command = plan.command(phase)
         alone = "torch.distributed.run" not in command
         left = plan.restarts(phase) if alone else 0  # torchrun does its own restarts
@@ -203,7 +207,7 @@ class Phases:
             return OK, self._end(transcript, phase, text)
         verdict = judge(folder, phase.judged, limits=self._limits_of(phase))
         transcript.write(f"{verdict.text()}\n".encode())
-        with best_effort(folder / VERDICT):
+        with best_effort(folder / PHASE_FILE):
             write_report(self._plan.records / f"report_{phase.name}", verdict)
             write_verdict(folder, self._verdict(phase, verdict.go))
         if verdict.go:
@@ -254,7 +258,7 @@ def _remove_own_halt(folder: Path) -> None:
 def _metrics_mtime(folder: Path) -> int | None:
     """Modification time of metrics.json, to detect that it was replaced."""
     try:
-        return (folder / METRICS).stat().st_mtime_ns
+        return (folder / METRICS_FILE).stat().st_mtime_ns
     except OSError:
         return None
 

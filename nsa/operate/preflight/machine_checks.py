@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nsa.files import size
+from nsa.files import PROC, size
 from nsa.model.cost import training_memory
 from nsa.operate.preflight.config_checks import Planned
 from nsa.operate.process import why_not_ours
@@ -21,7 +21,6 @@ from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import Run, read_run
 from nsa.operate.text import GIB, MIB, duration
 from nsa.records import machine
-from nsa.records.machine import PROC
 from nsa.records.sentinels import HALT, read_halt
 
 PROBE_BYTES = 64 * MIB

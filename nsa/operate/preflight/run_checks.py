@@ -25,8 +25,7 @@ from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import number
 from nsa.operate.text import duration, first_line
 from nsa.records import read_heartbeat
-from nsa.records.heartbeat import NAME as HEARTBEAT
-from nsa.records.heartbeat import PROGRESS
+from nsa.records.heartbeat import HEARTBEAT_FILE, PROGRESS
 from nsa.train import LoaderFailed, TrainError, run
 from nsa.train.batches import LoaderOptions, open_in_time
 from nsa.train.checkpoint import file as checkpoint_file
@@ -153,7 +152,7 @@ def rehearse(plan: Planned) -> Rehearsal:
 
 def _step_times(folder: Path) -> list[float]:
     """Seconds per step from the heartbeat, without the first step of each part."""
-    beats = read_heartbeat(folder / HEARTBEAT.format(rank=0))
+    beats = read_heartbeat(folder / HEARTBEAT_FILE.format(rank=0))
     # The first step of each part compiles kernels or fills caches.
     lines = [beat for beat in beats if beat.msg == PROGRESS and beat.step % PART_STEPS != 1]
     return [seconds for beat in lines if (seconds := number(beat, "step_time_s")) is not None]

@@ -15,9 +15,9 @@ from nsa.operate.run_folder import Rank
 from nsa.operate.text import first_line
 from nsa.operate.watch.rules import RULES, heartbeat_stall
 from nsa.records import MODEL
-from nsa.records.alarms import NAME as ALARMS
+from nsa.records.alarms import ALARMS_FILE
 from nsa.records.heartbeat import BEAT, LOADER_ERROR, LOADER_READY, PROGRESS, STEP_END
-from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import METRICS_FILE
 from nsa.records.sentinels import ANOMALY
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint import find
@@ -69,7 +69,7 @@ def data_source(e: Evidence, limits: Limits) -> Row:
         fallback is None,
         dataset if fallback is None else "random tokens",
         limit=limit,
-        evidence=f'{METRICS}, "data_fallback": {fallback or "null"}',
+        evidence=f'{METRICS_FILE}, "data_fallback": {fallback or "null"}',
         advice="the source failed and --synthetic-on-fail replaced it: nothing is learned",
     )
 
@@ -89,7 +89,7 @@ def settings(e: Evidence, limits: Limits) -> Row:
         f"{metrics.config_file}, {metrics.num_params / 1e6:.1f}M parameters, {metrics.steps} steps "
         f"of {metrics.tokens_per_step} tokens, {saves}",
         limit=limit,
-        evidence=f"{METRICS}, config.yaml",
+        evidence=f"{METRICS_FILE}, config.yaml",
         advice="name the config (CONFIG, --config) and set train.save_every",
     )
 
@@ -106,7 +106,7 @@ def precision(e: Evidence, limits: Limits) -> Row:
         is_cpu or e.run.metrics.dtype == "bf16",
         f"{e.run.metrics.dtype} on {e.run.metrics.device}",
         limit=limit,
-        evidence=f'{METRICS}, "dtype"',
+        evidence=f'{METRICS_FILE}, "dtype"',
         advice="set runtime.precision=bf16",
     )
 
@@ -138,7 +138,7 @@ def _steps(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
         e.step >= needed,
         f"{e.step}",
         limit=f"{needed}",
-        evidence=f'{METRICS}, "step"',
+        evidence=f'{METRICS_FILE}, "step"',
         advice=f"the run ended ({e.run.standing}) before them; look why, then start it again",
     )
 
@@ -155,7 +155,7 @@ def finished(e: Evidence, limits: Limits) -> Row:
         metrics.status == "finished" and metrics.step >= metrics.steps,
         f"{e.run.status}, {e.step} of {metrics.steps} steps",
         limit=limit,
-        evidence=f'{METRICS}, "status" and "step"',
+        evidence=f'{METRICS_FILE}, "status" and "step"',
         advice="the same command goes on from the last checkpoint",
     )
 
@@ -184,10 +184,10 @@ def no_errors(e: Evidence, limits: Limits) -> Row:
     """No NaN, no out-of-memory, no missing data, no error in a log."""
     found = list(e.errors)
     if e.run.status in BROKEN:
-        found.append(f'{METRICS}, "status": "{e.run.status}"')
+        found.append(f'{METRICS_FILE}, "status": "{e.run.status}"')
     # metrics.json of a killed process still says "running".
     if e.run.death:
-        found.append(f'{METRICS}, "status": "running", but it {e.run.standing}')
+        found.append(f'{METRICS_FILE}, "status": "running", but it {e.run.standing}')
     if e.run.anomaly:
         found.append(f"{ANOMALY}: {e.run.anomaly}")
     found += [
@@ -203,7 +203,7 @@ def no_errors(e: Evidence, limits: Limits) -> Row:
         not found,
         f"{len(found)}",
         limit="0",
-        evidence=found[0] if found else f'{METRICS}, "status": "{e.run.status}"',
+        evidence=found[0] if found else f'{METRICS_FILE}, "status": "{e.run.status}"',
         advice="docs/operate.md says what each kind means; look at that line first",
     )
 
@@ -268,8 +268,8 @@ def watchdog(e: Evidence, limits: Limits) -> Row:
     rung = [alarm for alarm in e.run.alarms if alarm.action != "clear"]
     if rung:
         value, last = f"{len(rung)} of late", rung[-1]
-        evidence = f"{ALARMS}, {last.action} {last.type}: {last.text}"
-        advice = last.advice or f"look at {ALARMS}"
+        evidence = f"{ALARMS_FILE}, {last.action} {last.type}: {last.text}"
+        advice = last.advice or f"look at {ALARMS_FILE}"
         return judged("alarms", False, value, limit="0", evidence=evidence, advice=advice)
     # `no_stall` judges heartbeat_stall already; do not fail twice for one cause.
     now = [a for rule in RULES if rule is not heartbeat_stall for a in rule(e.run, limits)]
@@ -277,12 +277,12 @@ def watchdog(e: Evidence, limits: Limits) -> Row:
         value, evidence = f"{len(now)} now", f"{now[0].file}, {now[0].type}: {now[0].text}"
         return judged("alarms", False, value, limit="0", evidence=evidence, advice=now[0].advice)
     # The watchdog creates the file when it starts, so that "no alarm" differs from "not watched".
-    if (e.run.folder / ALARMS).exists():
-        return judged("alarms", True, "0", limit="0", evidence=ALARMS)
+    if (e.run.folder / ALARMS_FILE).exists():
+        return judged("alarms", True, "0", limit="0", evidence=ALARMS_FILE)
     return missing(
         "alarms",
         limit="0",
-        evidence=f"no {ALARMS}: nobody watched",
+        evidence=f"no {ALARMS_FILE}: nobody watched",
         advice="let `nsa watch RUN_FOLDER` run beside it",
         essential=False,
     )
@@ -370,7 +370,7 @@ def resumed(e: Evidence, limits: Limits) -> Row:
         return missing(
             "resumed",
             limit="from a checkpoint",
-            evidence=f'{METRICS}, "resumed_at": null: nobody stopped it',
+            evidence=f'{METRICS_FILE}, "resumed_at": null: nobody stopped it',
             advice="touch .HALT, then the same command; or `nsa prove-resume`",
             essential=False,
         )
@@ -379,7 +379,7 @@ def resumed(e: Evidence, limits: Limits) -> Row:
         e.step > at,
         f"at step {at}, now at {e.step}",
         limit="from a checkpoint",
-        evidence=f'{METRICS}, "resumed_at"',
+        evidence=f'{METRICS_FILE}, "resumed_at"',
         advice="no step has followed yet: judge again",
     )
 
@@ -438,7 +438,7 @@ def long_enough(e: Evidence, limits: Limits) -> Row:
         is_done or hours >= limits.pilot_h,
         f"{hours:.2f} h, {metrics.step} of {metrics.steps} steps",
         limit=limit,
-        evidence=f'{METRICS}, "train_s"',
+        evidence=f'{METRICS_FILE}, "train_s"',
         advice="the same command goes on from the last checkpoint",
     )
 

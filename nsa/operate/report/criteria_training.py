@@ -23,7 +23,7 @@ from nsa.operate.run_folder import START_LINES, number
 from nsa.operate.watch.rules import fallbacks_rising, loss_plateau, plateau_window
 from nsa.records import TRAINING
 from nsa.records.heartbeat import PROGRESS
-from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import METRICS_FILE
 
 # --- loss ---
 
@@ -66,7 +66,7 @@ def loss_start(e: Evidence, limits: Limits) -> Row | None:
         return None  # a resumed run: its first logged loss is not that of an untrained model
     limit = "about ln V" if guess is None else f"{guess:.3f} +- {limits.loss_start_nats:g} nats"
     if guess is None or metrics is None or metrics.loss_first is None:
-        evidence = f"no config.yaml, or no loss_first in {METRICS}"
+        evidence = f"no config.yaml, or no loss_first in {METRICS_FILE}"
         todo = "wait for the first step"
         return missing("first loss", limit=limit, evidence=evidence, advice=todo, essential=False)
     return judged(
@@ -74,7 +74,7 @@ def loss_start(e: Evidence, limits: Limits) -> Row | None:
         abs(metrics.loss_first - guess) <= limits.loss_start_nats,
         f"{metrics.loss_first:.4f}",
         limit=limit,
-        evidence=f'{METRICS}, "loss_first"',
+        evidence=f'{METRICS_FILE}, "loss_first"',
         advice="compare the tokenizer of the data with the model's; run the causality tests",
     )
 
@@ -160,11 +160,11 @@ def held_out(e: Evidence, limits: Limits) -> Row:
         return missing(
             "held-out loss",
             limit="measured and finite",
-            evidence=f'{METRICS}, "val_loss": null',
+            evidence=f'{METRICS_FILE}, "val_loss": null',
             advice="set train.eval_every",
             essential=False,
         )
-    where = f"val.csv, step {e.vals[-1].step}" if e.vals else f'{METRICS}, "val_loss"'
+    where = f"val.csv, step {e.vals[-1].step}" if e.vals else f'{METRICS_FILE}, "val_loss"'
     value = f"{metrics.val_loss:.4f} nats"
     ok = math.isfinite(metrics.val_loss)
     return judged("held-out loss", ok, value, limit="measured and finite", evidence=where)

@@ -21,7 +21,7 @@ from nsa.operate.run_files import RunFiles
 from nsa.operate.run_folder import Rank, Run, mixed_writers, number, read_run, rising
 from nsa.records import TRAINING, Beat, TrainingRow, ValRow
 from nsa.records.heartbeat import BOOT, NON_FINITE, PROGRESS
-from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import METRICS_FILE
 from nsa.records.numbers import SCALARS, finite, scalars_of
 
 MOST_BYTES = 16 << 20
@@ -205,7 +205,7 @@ def _log_errors(files: RunFiles) -> list[str]:
 
 # --- building blocks of the criteria ---
 
-NO_METRICS = f"no {METRICS} that can be read"
+NO_METRICS = f"no {METRICS_FILE} that can be read"
 
 Criterion = Callable[[Evidence, Limits], Row | None]
 """Judges one thing; None where it does not apply, e.g. gates of a model with dense attention."""
