@@ -211,39 +211,35 @@ Criterion = Callable[[Evidence, Limits], Row | None]
 """Judges one thing; None where it does not apply, e.g. gates of a model with dense attention."""
 
 
-def judged(
-    name: str,
-    ok: bool,
-    value: str,
-    *,
-    limit: str,
-    evidence: str,
-    advice: str = "",
-    essential: bool = True,
-) -> Row:
-    """A row for a measured value."""
-    return Row(
-        name=name,
-        value=value,
-        limit=limit,
-        verdict=PASS if ok else FAIL,
-        evidence=evidence,
-        advice="" if ok else advice,
-        essential=essential,
-    )
+class Question(NamedTuple):
+    """What a criterion asks; its methods make the row of the answer."""
 
+    name: str
+    limit: str
+    """What is allowed."""
 
-def missing(name: str, *, limit: str, evidence: str, advice: str, essential: bool) -> Row:
-    """A row for a value that was not recorded."""
-    return Row(
-        name=name,
-        value="-",
-        limit=limit,
-        verdict=NOT_MEASURED,
-        evidence=evidence,
-        advice=advice,
-        essential=essential,
-    )
+    def judged(self, ok: bool, value: str, *, evidence: str, advice: str = "") -> Row:
+        """A value was measured; `advice` is for the case that it is not good."""
+        return Row(
+            name=self.name,
+            value=value,
+            limit=self.limit,
+            verdict=PASS if ok else FAIL,
+            evidence=evidence,
+            advice="" if ok else advice,
+        )
+
+    def missing(self, evidence: str, advice: str, *, essential: bool = False) -> Row:
+        """Nothing was recorded; without an essential answer there is no GO."""
+        return Row(
+            name=self.name,
+            value="-",
+            limit=self.limit,
+            verdict=NOT_MEASURED,
+            evidence=evidence,
+            advice=advice,
+            essential=essential,
+        )
 
 
 def known(points: Sequence[Point]) -> list[tuple[float, Point]]:
