@@ -363,7 +363,7 @@ def best_effort(path: Path) -> Iterator[None]:
 def complain(path: Path, error: OSError, what: str = "not written") -> None:
     """Print a warning to stderr; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
-        text = f"[telemetry] {path}: {what} ({error.strerror or error}); the run goes on"
+        text = f"[telemetry] {path}: {what} ({error.strerror or error}); the run continues"
         print(text, file=sys.stderr, flush=True)
 
 

@@ -296,7 +296,7 @@ class Tracker:
         process.wait()
         self._say(
             f"[telemetry] {self._name} gets no more of this run: {why}{self._last_words()}; "
-            "the run goes on, and its files are complete"
+            "the run continues, and its files are complete"
         )
 
     def _last_words(self) -> str:
@@ -340,7 +340,7 @@ def open_tracker(
                 start_new_session=True,  # Ctrl-C must reach only the trainer, which closes this
             )
     except OSError as error:
-        say(f"[telemetry] {name} gets nothing of this run: {error}; the run goes on")
+        say(f"[telemetry] {name} gets nothing of this run: {error}; the run continues")
         return Tracker()
     say(f"[telemetry] {name} follows this run as {tracked.id}; what it prints is in {log}")
     tracker = Tracker(name, process, log, say)

@@ -26,7 +26,7 @@ from nsa.model.rope import document_positions
 from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.triton import launcher, problem
 from nsa.ops.triton.documents import index_documents
-from nsa.ops.triton.launcher import INTERPRETED, Known, Launch
+from nsa.ops.triton.launcher import INTERPRETED, CachedLaunch, Launch
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.gpu import DEVICE, on_gpu
 from nsa.train import loss as loss_functions
@@ -133,7 +133,7 @@ def test_the_quick_way_enters_the_device_only_where_another_is_current(
 
     kernel = {(1,): first_run}
     tensor = SimpleNamespace(get_device=lambda: 1)
-    memo: dict[Any, Known] = {}
+    memo: dict[Any, CachedLaunch] = {}
     for _ in range(2):
         launcher.start(memo, "here", kernel, (None, tensor), lambda: Launch.plain((1,), (), {}))
     (known,) = memo.values()

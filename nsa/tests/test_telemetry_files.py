@@ -412,7 +412,9 @@ def test_a_full_disk_is_reported_by_what_asks_for_a_halt(
 
     said = capsys.readouterr().err
     for name in (".HALT", ".anomaly_type", "env.json", "mem_boot.json"):
-        assert f"{tmp_path / name}: not written (No space left on device); the run goes on" in said
+        assert (
+            f"{tmp_path / name}: not written (No space left on device); the run continues" in said
+        )
 
 
 # stackdump_*.txt

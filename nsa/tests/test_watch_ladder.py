@@ -22,7 +22,7 @@ from nsa.operate.limits import GPU, Limits
 from nsa.operate.process import is_gone, same_command, send, why_not_ours
 from nsa.operate.run_folder import read_run
 from nsa.operate.watch.rules import judge
-from nsa.operate.watch.watchdog import Ladder, Watch, Webhook
+from nsa.operate.watch.watchdog import Escalation, Watch, Webhook
 from nsa.records import RunEnvironment, read_env, sentinels
 from nsa.records.alarms import Alarm, last_alarms
 from nsa.records.dumps import PREFIX
@@ -121,11 +121,11 @@ def test_without_kill_it_stops_at_halt_and_without_halt_at_the_note(
     recorder.run(40)
     alarms = judge(read_run(tmp_path, now=recorder.now + 300), LIMITS)
     for options, actions in (({"halt": False}, ["note"]), ({}, ["note", "halt"])):
-        ladder = Ladder(**options)
+        escalation = Escalation(**options)
         done = []
         for later_s in (300, 3000, 30_000):
             run = read_run(tmp_path, now=recorder.now + later_s)
-            done += [alarm.action for alarm in ladder.climb(run, alarms, LIMITS)]
+            done += [alarm.action for alarm in escalation.update(run, alarms, LIMITS)]
         assert done == actions
 
 

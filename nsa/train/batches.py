@@ -156,7 +156,7 @@ def without_data(cfg: Config, error: LoaderFailed, say: Callable[[str], None]) -
     for line in (
         "!" * 80,
         f"[data] {error}",
-        "[data] --synthetic-on-fail: training goes on with RANDOM TOKENS, from which nothing can",
+        "[data] --synthetic-on-fail: training continues with RANDOM TOKENS, from which nothing can",
         "[data] be learned; metrics.json says so, too (data_fallback)",
         "!" * 80,
     ):

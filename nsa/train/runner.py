@@ -325,7 +325,7 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
         trainer.saver.wait()
         raise Interrupted(
             f"interrupted after step {log.metrics.step}; the logs are in {log.folder}; the same "
-            "command goes on from the last checkpoint, if there is one"
+            "command resumes from the last checkpoint, if there is one"
         ) from None
 
 

@@ -208,7 +208,7 @@ def _run_detached(place: str, plan: Plan, args: argparse.Namespace) -> int:
         return 0
     session = args.session or plan.profile.session
     if terminal.in_tmux(session, command, plan.records, _say):
-        _say(f"it goes on in {session}; logs: {plan.logs(plan.profile.phases[-1])[0]}")
+        _say(f"it continues in {session}; logs: {plan.logs(plan.profile.phases[-1])[0]}")
         return 0
     # The tmux session has ended: report the result that it left in run.info.
     try:

@@ -203,7 +203,7 @@ class Phases:
             return code, self._end(transcript, phase, f"NO-GO: the trainer ended with {code}")
         if metrics is None or metrics.status != "finished":
             at = f"at step {metrics.step}" if metrics else "before its first step"
-            text = f"stopped {at} ({ended.stopped or 'asked to'}); the same command goes on"
+            text = f"stopped {at} ({ended.stopped or 'asked to'}); the same command resumes it"
             return OK, self._end(transcript, phase, text)
         verdict = judge(folder, phase.judged, limits=self._limits_of(phase))
         transcript.write(f"{verdict.text()}\n".encode())

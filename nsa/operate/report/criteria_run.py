@@ -140,7 +140,7 @@ def finished(e: Evidence, limits: Limits) -> Row:
         metrics.status == "finished" and metrics.step >= metrics.steps,
         f"{e.run.status}, {e.step} of {metrics.steps} steps",
         evidence=f'{METRICS_FILE}, "status" and "step"',
-        advice="the same command goes on from the last checkpoint",
+        advice="the same command resumes from the last checkpoint",
     )
 
 
@@ -395,7 +395,7 @@ def long_enough(e: Evidence, limits: Limits) -> Row:
         is_done or hours >= limits.pilot_h,
         f"{hours:.2f} h, {metrics.step} of {metrics.steps} steps",
         evidence=f'{METRICS_FILE}, "train_s"',
-        advice="the same command goes on from the last checkpoint",
+        advice="the same command resumes from the last checkpoint",
     )
 
 

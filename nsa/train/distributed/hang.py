@@ -218,7 +218,7 @@ class HangWatch:
         self._say(
             f"rank {mine.rank} is ended after {still_s:.0f} s in {mine.span} of update "
             f"{mine.step}: NSA_PG_TIMEOUT_MIN would end the waiting at {self._timeout_s:.0f} s; a "
-            "launcher that restarts goes on from the last checkpoint"
+            "launcher that restarts resumes from the last checkpoint"
         )
         os._exit(STALLED)
 
