@@ -26,7 +26,7 @@ from nsa.train.checkpoint.file import BadCheckpoint, manifest_path
 
 VERSION = 1
 SCHEMA = "nsa-handoff"
-NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 PREFIX = "handoff/"
 """Prefix of every name in the archive."""
 ITEMS = {
@@ -96,19 +96,24 @@ def read_manifest(content: bytes) -> Manifest:
         found: dict[str, Any] = json.loads(content)
         if (found.get("schema"), found.get("version")) != (SCHEMA, VERSION):
             raise ValueError(
-                f"{NAME} is of {found.get('schema')!r:.40} version {found.get('version')!r:.20}; "
+                f"{MANIFEST_FILE} is of {found.get('schema')!r:.40} "
+                f"version {found.get('version')!r:.20}; "
                 f"this program reads {SCHEMA} version {VERSION}; use the program that wrote it"
             )
         files = [Entry(**entry) for entry in found.pop("files")]
         missing = [Missing(**entry) for entry in found.pop("missing")]
         manifest = Manifest(**found, files=files, missing=missing)
         for record in (manifest, *manifest.files, *manifest.missing):
-            require_types(record, NAME)
+            require_types(record, MANIFEST_FILE)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{NAME} is not a manifest of a handoff ({error!s:.200})") from None
+        raise ValueError(
+            f"{MANIFEST_FILE} is not a manifest of a handoff ({error!s:.200})"
+        ) from None
     for entry in manifest.files:
         if not is_safe(entry.path):
-            raise ValueError(f"{NAME} names {entry.path!r:.80}, which is no plain relative path")
+            raise ValueError(
+                f"{MANIFEST_FILE} names {entry.path!r:.80}, which is no plain relative path"
+            )
     return manifest
 
 
