@@ -162,6 +162,33 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+# --- processes: a pid may be reused, pid and start time together identify one ---
+
+PROC = Path("/proc")
+STATE, FLAGS, START_TICKS = 0, 6, 19
+"""Indices into `stat_fields`: process state (R, S, T, ...), kernel flags, start time in clock ticks
+since boot."""
+
+
+def stat_fields(pid: int | str) -> list[str] | None:
+    """Fields of /proc/PID/stat after the program name; None if there is no such process."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The program name is in parentheses and may itself contain ")" and spaces.
+    return text.rpartition(")")[2].split()
+
+
+def start_ticks(pid: int | str = "self") -> int:
+    """Start time of a process in clock ticks since boot; 0 if unknown.
+
+    A pid may be reused; pid and start time together identify a process.
+    """
+    fields = stat_fields(pid)
+    return int(fields[START_TICKS]) if fields else 0
+
+
 # --- temporary files, and the removal of abandoned ones ---
 # An unfinished file is named `.{name}.{pid}-{start}@{host}.tmp`. `start` is the start time of its
 # process in clock ticks since boot: in containers, every run may have the same pid.
@@ -169,8 +196,6 @@ def _fsync(path: Path) -> None:
 NAME = re.compile(
     r"\.(?P<name>.+?)(?:\.(?P<pid>\d+)(?:-(?P<start>\d+)@(?P<host>[^/]+))?)?\.tmp", re.DOTALL
 )
-START_TICKS = 19
-"""Index of the start time among the fields after the program name in /proc/PID/stat."""
 
 
 def temporary_name(path: Path) -> Path:
@@ -242,13 +267,10 @@ def _host() -> str:
 
 def _start(pid: int) -> str | None:
     """Start time of a process in clock ticks; None if there is none, "0" without /proc."""
-    if not Path("/proc/self/stat").exists():
+    if not (PROC / "self" / "stat").exists():
         return "0" if _is_alive(pid) else None
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()[START_TICKS]
+    fields = stat_fields(pid)
+    return None if fields is None else fields[START_TICKS]
 
 
 def _is_alive(pid: int) -> bool:
@@ -341,7 +363,7 @@ def best_effort(path: Path) -> Iterator[None]:
 def complain(path: Path, error: OSError, what: str = "not written") -> None:
     """Print a warning to stderr; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
-        text = f"[telemetry] {path}: {what} ({error.strerror or error}); the run goes on"
+        text = f"[telemetry] {path}: {what} ({error.strerror or error}); the run continues"
         print(text, file=sys.stderr, flush=True)
 
 

@@ -27,7 +27,6 @@ from nsa.records import (
     VAL,
     CounterFiles,
     CsvLog,
-    GpuReading,
     Heartbeat,
     Metrics,
     TrainingRow,
@@ -148,9 +147,10 @@ class DemoRun:
                 dt_fetch_s=fetch_s,
                 fetch_p50_ms=3.8 + self.random.gauss(0, 0.2),
                 fetch_p95_ms=9.5 + self.random.gauss(0, 0.8),
-                gpu=GpuReading(
-                    memory + 40 * rank, 21_504, 92 + self.random.randrange(7), 58 + rank
-                ),
+                gpu_mem_alloc=memory + 40 * rank,
+                gpu_mem_reserved=21_504,
+                gpu_util_pct=92 + self.random.randrange(7),
+                gpu_temp_c=58 + rank,
                 attention=attention,
                 layers=layers,
                 fallbacks=counts,

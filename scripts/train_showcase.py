@@ -15,7 +15,7 @@ from nsa.config.env import translate_torch_logs
 if __name__ == "__main__":
     translate_torch_logs()  # before anything imports torch
 
-from nsa.cli.main import in_sentences
+from nsa.cli.main import run_command
 from nsa.cli.train import add_train_flags, train
 from nsa.config import StrictParser
 from nsa.data import end_process
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = StrictParser(prog="train_showcase", description=(__doc__ or "").splitlines()[0])
     add_train_flags(parser)
     args = parser.parse_args(arguments)
-    return in_sentences("train_showcase", lambda: train(args, "train_showcase"))
+    return run_command("train_showcase", lambda: train(args, "train_showcase"))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; bad input is one line on stderr and exit code 2."""
     args = _parser().parse_args(argv)
     args.arguments = list(sys.argv[1:] if argv is None else argv)
-    return in_sentences("nsa", lambda: int(args.command(args)))
+    return run_command("nsa", lambda: int(args.command(args)))
 
 
-def in_sentences(program: str, command: Callable[[], int]) -> int:
+def run_command(program: str, command: Callable[[], int]) -> int:
     """Run a command; print expected errors as one line, without a traceback."""
     try:
         code = command()

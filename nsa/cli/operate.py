@@ -86,7 +86,7 @@ def add_watch_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of `nsa watch` and scripts/_watchdog.py."""
     parser.add_argument("--once", action="store_true", help="judge once; the exit code says how")
     parser.add_argument(
-        "--until-ended", action="store_true", help="stop watching when the run has ended"
+        "--until-ended", action="store_true", help="stop watching when the run has ended or died"
     )
     parser.add_argument("--interval", type=float, metavar="S", help="default NSA_WATCH_INTERVAL_S")
     parser.add_argument(

@@ -114,7 +114,7 @@ class PagedCache(DecodedCache):
         if x.shape[0] != self.batch:
             raise ValueError(
                 f"{x.shape[0]} tokens given to a cache with {self.batch} places; give one for each "
-                f"place, of which those without a sequence are passed over"
+                f"place, of which those without a sequence are skipped"
             )
         if x.device != self.device:
             raise ValueError(f"tokens on {x.device}, cache on {self.device}; use one device")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from nsa.operate.text import sparkline as draw
 from nsa.operate.watch.rules import allowed_silence, judge
 from nsa.records import Beat
 from nsa.records.alarms import Alarm
+from nsa.records.numbers import FALLBACK_PREFIX, SCALARS, SHARES, Number, scalars_of
 
 TAIL_BYTES = 1 << 20
 """Read from the end of each heartbeat: a few hundred logged steps."""
@@ -234,20 +235,19 @@ def _loss(run: Run, width: int, bars: str) -> Iterator[Part]:
 
 def _speed(run: Run, last: Beat | None) -> Iterator[Part]:
     row = run.rows[-1] if run.rows else None
-    speed = number(last, "toks_per_s") if last else (row.toks_per_s if row else None)
-    lr = number(last, "lr") if last else (row.lr if row else None)
-    if speed is None:
+    # Without a heartbeat, training.csv still has the speed and the learning rate.
+    values = row._asdict() if row and last is None else {}
+    if last is not None:
+        values = {name: value for name, value in scalars_of(last.extra) if value is not None}
+    if "toks_per_s" not in values:
         yield Part(NOT_MEASURED)
         return
-    yield Part(f"{speed:,.0f} tokens/s")
-    for name, form in (("step_time_s", "step {:.3g} s"), ("mfu", "mfu {:.1%}")):
-        value = number(last, name) if last else None
-        yield Part(form.format(value) if value is not None else f"{name} {NOT_MEASURED}")
-    if lr is not None:
-        yield Part(f"lr {lr:.2e}")
-    norm = number(last, "grad_norm") if last else None
-    if norm is not None:
-        yield Part(f"gradient norm {norm:.3g}", PLAIN if norm > 0 else BAD)
+    for entry in _in_row("speed"):
+        if entry.name in values:
+            is_bad = entry.name == "grad_norm" and values[entry.name] <= 0
+            yield Part(_text(entry, values[entry.name]), BAD if is_bad else PLAIN)
+        elif entry.name in ("step_time_s", "mfu"):
+            yield Part(f"{entry.name} {NOT_MEASURED}")
 
 
 def _memory(run: Run, last: Beat | None, limits: Limits) -> Iterator[Part]:
@@ -261,9 +261,7 @@ def _memory(run: Run, last: Beat | None, limits: Limits) -> Iterator[Part]:
         yield Part(f"process {size(rss * MIB)}")
     else:
         yield Part(NOT_MEASURED)
-    for name, form in (("gpu_util_pct", "GPU busy {:.0f}%"), ("gpu_temp_c", "{:.0f} C")):
-        if last is not None and (value := number(last, name)) is not None:
-            yield Part(form.format(value))
+    yield from _measured(last, "memory")
     if run.free_bytes is not None:
         low = run.free_bytes < limits.free_gib * (1 << 30)
         yield Part(f"disk {size(run.free_bytes)} free", BAD if low else PLAIN)
@@ -271,13 +269,10 @@ def _memory(run: Run, last: Beat | None, limits: Limits) -> Iterator[Part]:
 
 def _data(last: Beat | None, limits: Limits) -> Iterator[Part]:
     wait_s = number(last, "dt_fetch_s") if last else None
-    if last is None or wait_s is None:
+    if wait_s is None:
         yield Part(NOT_MEASURED)
         return
-    yield Part(f"fetch {1e3 * wait_s:.0f} ms", WARN if wait_s > limits.fetch_s else PLAIN)
-    for name, label in (("fetch_p50_ms", "p50"), ("fetch_p95_ms", "p95")):
-        if (value := number(last, name)) is not None:
-            yield Part(f"{label} {value:.0f} ms")
+    yield from _measured(last, "data", {"dt_fetch_s": WARN if wait_s > limits.fetch_s else PLAIN})
 
 
 def _gates(last: Beat | None, limits: Limits) -> Iterator[Part]:
@@ -286,14 +281,35 @@ def _gates(last: Beat | None, limits: Limits) -> Iterator[Part]:
     if last is None or entropy is None or largest is None:
         yield Part(NOT_MEASURED)
         return
-    yield Part(f"entropy {entropy:.2f}", GOOD if entropy > limits.gate_entropy_low else BAD)
-    yield Part(f"largest {largest:.2f}", GOOD if largest < limits.gate_max else BAD)
-    collapsed = number(last, "collapse_fraction") or 0.0
-    yield Part(f"collapsed {collapsed:.1%}", WARN if collapsed > 0 else GOOD)
-    shares = last.extra.get("gate_branch_shares")
-    if isinstance(shares, list) and all(isinstance(share, int | float) for share in shares):
-        named = zip(("cmp", "sel", "win"), shares, strict=False)
-        yield Part(" ".join(f"{name} {share:.2f}" for name, share in named))
+    styles = {
+        "entropy_mean": GOOD if entropy > limits.gate_entropy_low else BAD,
+        "max_gate_mean": GOOD if largest < limits.gate_max else BAD,
+        "collapse_fraction": WARN if number(last, "collapse_fraction") else GOOD,
+    }
+    yield from _measured(last, "gates", styles)
+    known = dict(scalars_of(last.extra))
+    shares = [(part.name, known.get(part.name)) for part in SHARES]
+    if any(share is not None for _, share in shares):
+        names = ((name.removeprefix("share_"), share) for name, share in shares)
+        yield Part(" ".join(f"{name} {share:.2f}" for name, share in names if share is not None))
+
+
+def _measured(
+    last: Beat | None, row: str, styles: Mapping[str, str] | None = None
+) -> Iterator[Part]:
+    """The numbers of a row that were measured; `styles` by name."""
+    for entry in _in_row(row):
+        if last is not None and (value := number(last, entry.name)) is not None:
+            yield Part(_text(entry, value), (styles or {}).get(entry.name, PLAIN))
+
+
+def _in_row(row: str) -> list[Number]:
+    return [entry for entry in SCALARS if entry.monitor and entry.monitor.row == row]
+
+
+def _text(entry: Number, value: float) -> str:
+    assert entry.monitor is not None and entry.curve is not None
+    return entry.monitor.text.format(value * entry.curve.factor)
 
 
 def _fallbacks(last: Beat | None) -> Iterator[Part]:
@@ -303,8 +319,8 @@ def _fallbacks(last: Beat | None) -> Iterator[Part]:
         return
     yield Part(f"{total:.0f}", WARN if total else GOOD)
     for name, count in last.extra.items():
-        if name.startswith("fb_") and name != "fb_total_fallbacks" and count:
-            yield Part(f"{name.removeprefix('fb_')} {count}", WARN)
+        if name.startswith(FALLBACK_PREFIX) and name != "fb_total_fallbacks" and count:
+            yield Part(f"{name.removeprefix(FALLBACK_PREFIX)} {count}", WARN)
 
 
 def _checkpoint(run: Run) -> Iterator[Part]:

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from nsa import files
 from nsa.config.env import HIDDEN, with_package
-from nsa.records import machine
+from nsa.files import START_TICKS, stat_fields
 from nsa.records.env import RunEnvironment
-from nsa.records.machine import START_TICKS, driver_version, stat_fields
+from nsa.records.machine import driver_version
 
 # --- the process of a rank ---
 
@@ -34,7 +35,7 @@ def is_gone(pid: int, env: RunEnvironment, started: int = 0) -> bool | None:
     `started` is its start time in clock ticks, 0 if unknown. Same pid with another start time
     means that the pid was reused.
     """
-    if env.hostname != platform.node() or not (machine.PROC / "self").exists():
+    if env.hostname != platform.node() or not (files.PROC / "self").exists():
         return None
     fields = stat_fields(pid)
     if fields is None or fields[0] in ("Z", "X"):
@@ -124,7 +125,7 @@ def _started(fields: Sequence[str]) -> float:
 
 def _command(pid: int) -> list[str]:
     try:
-        text = (machine.PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
+        text = (files.PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return []
     return text.removesuffix("\0").split("\0")
@@ -132,7 +133,7 @@ def _command(pid: int) -> list[str]:
 
 def _handles(pid: int, number: signal.Signals) -> bool:
     try:
-        text = (machine.PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+        text = (files.PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     # SigCgt is a hex bit mask of handled signals; bit n - 1 is signal n.

@@ -1,52 +1,27 @@
-"""Read a run folder into one `Run` object: status, ranks, losses, checkpoints, alarms.
+"""What a run folder says about its run, as one `Run` object: status, ranks, losses, checkpoints.
 
-Nothing is written or locked. Files that are torn, foreign or of a newer version are listed in
-`Run.problems`; everything else is still read.
+`run_files.py` opens the files; here they are put together and interpreted.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-import shutil
-import stat
 import time
-import types
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from statistics import median, median_high
 
-from nsa.files import read_text
 from nsa.operate.process import is_gone
+from nsa.operate.run_files import Checkpoint, RunFiles
 from nsa.operate.text import duration
-from nsa.records import (
-    TRAINING,
-    Beat,
-    Metrics,
-    RunEnvironment,
-    TrainingRow,
-    last_rows,
-    read_env,
-    read_metrics,
-)
-from nsa.records.alarms import NAME as ALARMS
-from nsa.records.alarms import Alarm, last_alarms
-from nsa.records.env import NAME as ENV
-from nsa.records.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP, tail_beats
-from nsa.records.metrics import NAME as METRICS
-from nsa.records.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
-from nsa.records.spans import read_span
+from nsa.records import Beat, Metrics, RunEnvironment, TrainingRow
+from nsa.records.alarms import Alarm
+from nsa.records.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP
+from nsa.records.numbers import finite
+from nsa.records.sentinels import Halt
 
 # --- what is read, and how much of it ---
 
-HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
-CHECKPOINT = re.compile(r"checkpoint_step(\d+)(\.pt)?")
-"""One file, or a folder of shards."""
 ROWS = 20_000
 """Lines read from the end of training.csv."""
 RECENT_GAPS = 200
@@ -61,16 +36,6 @@ LOST_S, LOST_GAPS = 3600.0, 20.0
 and at least LOST_GAPS times its longest interval between two beats."""
 START_LINES = 2
 """Logged lines to ignore after a start, while memory and speed settle."""
-T = TypeVar("T")
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint on disk; not verified here (`nsa checkpoint verify` does that)."""
-
-    step: int
-    num_bytes: int
-    written: float
-    """Unix time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +71,28 @@ class Rank:
             # An evaluation or a save makes an interval long without being a stall.
             pairs = pairwise([b for b in self.since_boot if b.msg == kind][-RECENT_GAPS - 1 :])
             gaps = [y.ts - x.ts for x, y in pairs if not x.is_pause and not y.is_pause]
+            if gaps:
+                return gaps
+        return []
+
+    def all_gaps(self, first_step_s: float) -> list[float]:
+        """Like `gaps`, over every process in `beats`, which may be a sample of the file.
+
+        Left out: the time between two processes, the first step of each unless it took more than
+        `first_step_s`, and intervals that have lost lines to sampling.
+        """
+        for kind in (BEAT, PROGRESS):
+            lines = [beat for beat in self.beats if beat.msg in (kind, BOOT) and not beat.is_pause]
+            pairs = [(x, y) for x, y in pairwise(lines) if x.msg == y.msg == kind]
+            first = {id(y) for x, y in pairwise(lines) if x.msg == BOOT}
+            steps = [y.step - x.step for x, y in pairs]
+            apart = median_high(steps) if steps else 0
+            gaps = [
+                y.ts - x.ts
+                for x, y in pairs
+                if 0 < y.step - x.step <= apart
+                and (id(x) not in first or y.ts - x.ts > first_step_s)
+            ]
             if gaps:
                 return gaps
         return []
@@ -200,7 +187,7 @@ class Run:
     def losses(self) -> list[tuple[int, float | None]]:
         """(step, loss) from training.csv, else from the heartbeat; None for a non-finite loss."""
         if self.rows:
-            return [(row.step, row.loss if _is_number(row.loss) else None) for row in self.rows]
+            return [(row.step, finite(row.loss)) for row in self.rows]
         beats = self.ranks[0].beats if self.ranks else []
         lines = rising([beat for beat in beats if beat.msg == PROGRESS])
         return [(beat.step, number(beat, "loss")) for beat in lines]
@@ -234,87 +221,45 @@ def read_run(
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
-    attempt = _Attempt([])
+    files = RunFiles(folder)
     now = time.time() if now is None else now
-    table = folder / TRAINING
-    # .HALT counts even when its content is unreadable; this read only records the problem.
-    attempt(folder / HALT, partial(read_text, folder / HALT))
-    env = attempt(folder / ENV, lambda: _typed(read_env(folder), folder / ENV))
+    env = files.env()
     # Ranks before metrics.json: a run that ends writes metrics.json first and then exits. The
     # other order could see "running" and then a process that is gone, and report a death.
-    ranks = _ranks(folder, env, tail_bytes, attempt)
+    ranks = _ranks(files, env, tail_bytes)
     return Run(
         folder=folder,
         now=now,
-        metrics=attempt(folder / METRICS, lambda: _typed(read_metrics(folder), folder / METRICS)),
+        metrics=files.metrics(),
         env=env,
         ranks=ranks,
-        rows=attempt(table, lambda: last_rows(TrainingRow, table, ROWS)) or [],
-        checkpoints=attempt(folder, lambda: _checkpoints(folder)) or [],
-        halt=attempt(folder / HALT, lambda: read_halt(folder)),
-        anomaly=attempt(folder / ANOMALY, lambda: read_anomaly(folder)),
-        alarms=attempt(folder / ALARMS, lambda: last_alarms(folder, SHOWN_ALARMS)) or [],
-        free_bytes=attempt(folder, lambda: shutil.disk_usage(folder).free),
-        problems=attempt.problems,
+        rows=files.last_training(ROWS),
+        checkpoints=files.checkpoints(),
+        halt=files.halt(),
+        anomaly=files.anomaly(),
+        alarms=files.alarms(SHOWN_ALARMS),
+        free_bytes=files.free_bytes(),
+        problems=files.problems,
     )
 
 
 def number(beat: Beat, name: str) -> float | None:
     """A field of a heartbeat line as a finite number, else None."""
-    value = beat.extra.get(name)
-    return float(value) if isinstance(value, int | float) and _is_number(value) else None
+    return finite(beat.extra.get(name))
 
 
-def _typed(record: T, path: Path) -> T:
-    require_types(record, str(path))
-    return record
-
-
-def try_read(path: Path, load: Callable[[], T], problems: list[str]) -> T | None:
-    """Call a reader; None if the file is missing, None plus a problem if it is malformed."""
-    try:
-        return load()
-    except FileNotFoundError:
-        return None
-    # Anything a hostile or foreign JSON file can cause in a parser or in the type checks.
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        text = str(error)
-        problems.append(text if path.name in text else f"{path}: {text}")
-        return None
-
-
-class _Attempt(NamedTuple):
-    """Calls readers and collects what they could not read."""
-
-    problems: list[str]
-
-    def __call__(self, path: Path, load: Callable[[], T]) -> T | None:
-        """See `try_read`."""
-        return try_read(path, load, self.problems)
-
-
-def _ranks(
-    folder: Path, env: RunEnvironment | None, tail_bytes: int, attempt: _Attempt
-) -> list[Rank]:
-    found = attempt(folder, lambda: heartbeat_files(folder)) or []
+def _ranks(files: RunFiles, env: RunEnvironment | None, tail_bytes: int) -> list[Rank]:
     ranks = []
-    for rank, path in found:
-        beats, bad = attempt(path, partial(tail_beats, path, tail_bytes)) or ([], [])
-        if bad:
-            attempt.problems.append(f"{len(bad)} lines cannot be read, the last: {bad[-1]}")
-        attempt.problems.extend(mixed_writers(path, beats))
+    for rank, path in files.heartbeats():
+        beats = files.last_beats(path, tail_bytes)
+        files.problems.extend(mixed_writers(path, beats))
         # The start time guards against a pid that the system has given to another process.
         pid = next((beat.pid for beat in reversed(beats) if beat.pid), None)
-        place = read_span(folder, rank)
+        place = files.span(rank)
         started = place.started if place is not None and place.pid == pid else 0
         gone = is_gone(pid, env, started) if pid and env else None
         ranks.append(Rank(rank=rank, path=path, beats=beats, gone=gone))
     return ranks
-
-
-def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
-    """Heartbeat files of a folder as (rank, path), in rank order."""
-    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := HEARTBEAT.fullmatch(p.name)))
 
 
 def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
@@ -326,20 +271,6 @@ def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
     return [f"{path}: processes {pids} write it at the same time; end all but one of these runs"]
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
-    found = []
-    for path in folder.glob("checkpoint_step*"):
-        if match := CHECKPOINT.fullmatch(path.name):
-            with suppress(FileNotFoundError):  # the trainer may delete an old checkpoint meanwhile
-                status = path.lstat()
-                if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-                    continue
-                files = list(path.iterdir()) if stat.S_ISDIR(status.st_mode) else [path]
-                size = sum(file.lstat().st_size for file in files)
-                found.append(Checkpoint(int(match[1]), size, status.st_mtime))
-    return sorted(found)
-
-
 def rising(beats: list[Beat]) -> list[Beat]:
     """Drop lines whose step a later line reaches again, as after a rollback."""
     kept: list[Beat] = []
@@ -347,36 +278,3 @@ def rising(beats: list[Beat]) -> list[Beat]:
         if not kept or beat.step < kept[-1].step:
             kept.append(beat)
     return kept[::-1]
-
-
-def _is_number(value: float) -> bool:
-    return not isinstance(value, bool) and abs(value) < float("inf")
-
-
-# --- type checks for records read from disk ---
-
-
-def require_types(record: Any, where: str) -> None:
-    """Raise ValueError where a field of a dataclass does not have its declared type."""
-    for name, kind in get_type_hints(type(record)).items():
-        if dataclasses.is_dataclass(record) and not _fits(getattr(record, name), kind):
-            raise ValueError(
-                f"{where}: {name}={getattr(record, name)!r:.60} is not of type {kind}; the file is "
-                "damaged, or of another program"
-            )
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
-    # JSON writes 1.0 as 1, so an int is a valid float. A bool is an int in Python, but not here.
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)

@@ -21,7 +21,7 @@ from nsa.records.heartbeat import Beat, iso, strict
 from nsa.tail import lines_from_end
 
 SCHEMA = 1
-NAME = "alarms.jsonl"
+ALARMS_FILE = "alarms.jsonl"
 TYPES = (
     "heartbeat_stall",
     "throughput_flatline",
@@ -79,7 +79,7 @@ def append_alarm(folder: Path | str, alarm: Alarm, now: float | None = None) -> 
     The file is reopened for each line, because a new run moves the old file away.
     """
     stamped = dataclasses.replace(alarm, ts=round(time.time() if now is None else now, 6))
-    file = LineFile(Path(folder) / NAME)
+    file = LineFile(Path(folder) / ALARMS_FILE)
     file.append(json.dumps(as_line(stamped), allow_nan=False))
     file.close()
     return stamped
@@ -91,7 +91,7 @@ def note_watch(folder: Path | str) -> None:
     Errors are ignored here; `append_alarm` warns about them when a line is lost.
     """
     with suppress(OSError):
-        os.close(open_regular(Path(folder) / NAME, APPEND))
+        os.close(open_regular(Path(folder) / ALARMS_FILE, APPEND))
 
 
 def as_line(alarm: Alarm) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def as_line(alarm: Alarm) -> dict[str, Any]:
 
 def last_alarms(folder: Path | str, most: int) -> list[Alarm]:
     """Up to `most` of the last alarms, oldest first; none if the file is missing."""
-    path = Path(folder) / NAME
+    path = Path(folder) / ALARMS_FILE
     found: list[Alarm] = []
     for line in lines_from_end(path, TAIL_BYTES):
         if len(found) == most:
@@ -123,7 +123,7 @@ def _parse(text: str, where: str) -> Alarm:
         iso(alarm.ts)  # raises if the timestamp is out of range
     except (KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise ValueError(
-            f"{where}: not a line of {NAME} ({error}): {text[:80]!r}; "
+            f"{where}: not a line of {ALARMS_FILE} ({error}): {text[:80]!r}; "
             "remove that line, or look who else writes this file"
         ) from None
     if schema > SCHEMA:
@@ -139,7 +139,7 @@ def _parse(text: str, where: str) -> Alarm:
 # `step`, FIELDS, and `layers`: one object per layer with the layer fields of the heartbeat.
 
 VERSION = 1
-GATE_DETAILS_NAME = "gate_collapse_details.json"
+GATE_DETAILS_FILE = "gate_collapse_details.json"
 FIELDS = ("entropy_mean", "max_gate_mean", "collapse_fraction", "gate_branch_shares")
 
 
@@ -152,7 +152,7 @@ def write_gate_details(folder: Path, beat: Beat) -> Path:
         layers = []
     # Missing fields become null: a partial record is better than none.
     content |= {name: beat.extra.get(name) for name in FIELDS} | {"layers": layers}
-    path = folder / GATE_DETAILS_NAME
+    path = folder / GATE_DETAILS_FILE
     with best_effort(path):
         write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
     return path
@@ -160,10 +160,10 @@ def write_gate_details(folder: Path, beat: Beat) -> Path:
 
 def read_gate_details(folder: Path) -> dict[str, Any]:
     """Read the file of a run folder."""
-    content: dict[str, Any] = json.loads(read_text(folder / GATE_DETAILS_NAME))
+    content: dict[str, Any] = json.loads(read_text(folder / GATE_DETAILS_FILE))
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{folder / GATE_DETAILS_NAME} has version {content.get('version')!r}; this program "
+            f"{folder / GATE_DETAILS_FILE} has version {content.get('version')!r}; this program "
             f"reads version {VERSION}; use the program that wrote it"
         )
     return content

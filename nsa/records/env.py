@@ -25,7 +25,7 @@ from nsa.records import machine
 from nsa.records.heartbeat import iso
 
 VERSION = 1
-NAME = "env.json"
+ENV_FILE = "env.json"
 # Only these variables are recorded: the full environment may hold secrets of other programs.
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CONFIG")
 PREFIXES = ("NSA_", "NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
@@ -61,7 +61,7 @@ class RunEnvironment:
 
 def write_env(out_dir: Path | str, argv: Sequence[str] | None = None) -> Path:
     """Write env.json of this process; on a full disk, warn and continue."""
-    path = Path(out_dir) / NAME
+    path = Path(out_dir) / ENV_FILE
     content = dataclasses.asdict(collect(argv))
     with best_effort(path):
         write_text(path, json.dumps(content, indent=2) + "\n")
@@ -70,7 +70,7 @@ def write_env(out_dir: Path | str, argv: Sequence[str] | None = None) -> Path:
 
 def read_env(out_dir: Path | str) -> RunEnvironment:
     """Read env.json of a run folder."""
-    path = Path(out_dir) / NAME
+    path = Path(out_dir) / ENV_FILE
     content = json.loads(read_text(path))
     if content.get("version") != VERSION:
         raise ValueError(

@@ -22,11 +22,19 @@ from types import TracebackType
 from typing import NamedTuple
 
 from nsa.config import ConfigError
-from nsa.files import explain, is_at, open_regular, write_text
+from nsa.files import (
+    FLAGS,
+    STATE,
+    explain,
+    is_at,
+    open_regular,
+    start_ticks,
+    stat_fields,
+    write_text,
+)
 from nsa.records import alarms, env, hang_report, launch, metrics, results, sentinels, sinks, tables
 from nsa.records.env import hide_arguments
 from nsa.records.heartbeat import iso
-from nsa.records.machine import FLAGS, STATE, start_ticks, stat_fields
 from nsa.records.sentinels import read_halt
 
 MODEL = "model.pt"
@@ -35,25 +43,25 @@ CHECKPOINTS = "checkpoint_step*"
 RUN_FILES = (
     tables.TRAINING,
     tables.VAL,
-    metrics.NAME,
-    metrics.CONFIG_NAME,
-    results.SAMPLE_NAME,
-    results.CURVE_NAME,
+    metrics.METRICS_FILE,
+    metrics.CONFIG_FILE,
+    results.SAMPLE_FILE,
+    results.CURVE_FILE,
     MODEL,
     CHECKPOINTS,
     tables.K_STATS,
     tables.FALLBACK_COUNTERS,
     tables.SELECTION,
-    env.NAME,
+    env.ENV_FILE,
     results.DTYPES,
     results.OPT_STATE,
     sinks.FOLDER,
     sinks.TRACKER,
     sinks.LOG,
     "wandb",
-    alarms.NAME,
-    alarms.GATE_DETAILS_NAME,
-    launch.PHASE_NAME,
+    alarms.ALARMS_FILE,
+    alarms.GATE_DETAILS_FILE,
+    launch.PHASE_FILE,
     sentinels.ANOMALY,
     sentinels.DONE + "*",
     "anomaly_step*.pt",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.files import LineFile
-from nsa.records.machine import GpuReading
+from nsa.records.numbers import ATTENTION, FALLBACK_PREFIX, NUMBERS
 from nsa.tail import Line, complete_lines, lines_from_end, sampled_lines
 
 NON_FINITE = "non_finite"
@@ -54,7 +54,7 @@ def _plain(value: Any, key: str, lost: dict[str, str]) -> Any:
 # --- writer ---
 
 SCHEMA = 1
-NAME = "heartbeat_rank{rank}.jsonl"
+HEARTBEAT_FILE = "heartbeat_rank{rank}.jsonl"
 BASE_FIELDS = ("schema", "ts", "iso", "pid", "rank", "step", "msg")
 
 BOOT, BEAT, PROGRESS, STEP_END = "boot", "beat", "progress", "step_end"
@@ -63,26 +63,6 @@ LOADER_ERROR = "fineweb_loader_error"
 LOADER_WARMUP = "fineweb_loader_warmup"
 WATCHDOG_DUMP = "watchdog_dump"
 
-ATTENTION_FIELDS = {  # name in the line: name in AttentionStats.summary()
-    "entropy_mean": "entropy_mean",
-    "max_gate_mean": "max_gate_mean",
-    "collapse_fraction": "collapse_fraction",
-    "gate_entropy_mean": "entropy_mean",
-    "gate_entropy_min": "entropy_min",
-    "gate_max_gate": "max_gate_max",
-    "gate_collapse_frac": "collapse_fraction",
-    "gate_branch_shares": "branch_shares",
-    "sel_k_mean": "sel_k_mean",
-    "sel_k_max": "sel_k_max",
-    "sel_rows": "sel_rows",
-    "sel_pct_at_max": "sel_pct_at_max",
-}
-"""Gate health is written under two names each, because readers of both exist."""
-BRANCH_SHARES = ("share_cmp", "share_sel", "share_win")
-LAYER_FIELDS = {
-    name: key for name, key in ATTENTION_FIELDS.items() if key not in ("branch_shares", "sel_rows")
-}
-"""Per layer: name in the line, name in AttentionStats.per_layer()."""
 SEARCH_BYTES = 4 * 1024 * 1024
 """How far back from the end of the file `last_beat` searches."""
 
@@ -103,7 +83,7 @@ class Heartbeat:
         """
         self.rank, self._every = rank, every
         self._clock = clock or (lambda: time.time())
-        self.path = Path(out_dir) / NAME.format(rank=rank)
+        self.path = Path(out_dir) / HEARTBEAT_FILE.format(rank=rank)
         self.file = LineFile(self.path)
 
     @property
@@ -145,42 +125,26 @@ class Heartbeat:
         self,
         step: int,
         *,
-        loss: float,
-        toks_per_s: float | None,
-        lr: float | None,
-        grad_norm: float | None = None,
-        step_time_s: float | None = None,
-        mfu: float | None = None,
-        dt_fetch_s: float | None = None,
-        fetch_p50_ms: float | None = None,
-        fetch_p95_ms: float | None = None,
-        gpu: GpuReading | None = None,
-        rss_mib: float | None = None,
         attention: Mapping[str, Any] | None = None,
         layers: Sequence[Mapping[str, float]] | None = None,
         fallbacks: Mapping[str, int] | None = None,
+        **measured: float | None,
     ) -> None:
-        """The metrics of a logged update; unknown values are null.
+        """The NUMBERS of a logged update, those of MEASURED by name; unknown values are null.
 
         `attention` is AttentionStats.summary(), `layers` is AttentionStats.per_layer(), and
         `fallbacks` is tables.fallback_counts().
         """
-        extra: dict[str, Any] = {
-            "loss": loss,
-            "toks_per_s": toks_per_s,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "step_time_s": step_time_s,
-            "mfu": mfu,
-            "dt_fetch_s": dt_fetch_s,
-            "fetch_p50_ms": fetch_p50_ms,
-            "fetch_p95_ms": fetch_p95_ms,
-        }
-        extra |= (gpu or GpuReading())._asdict() | {"rss_mib": rss_mib}
-        extra |= {name: (attention or {}).get(key) for name, key in ATTENTION_FIELDS.items()}
-        extra["layers"] = None if layers is None else _by_field(layers)
-        extra |= {f"fb_{name}": count for name, count in (fallbacks or {}).items()}
-        self.write(step, PROGRESS, extra)
+        given: dict[str, Any] = {**measured}
+        given |= {number.name: (attention or {}).get(number.stat) for number in ATTENTION}
+        given |= {f"{FALLBACK_PREFIX}{name}": count for name, count in (fallbacks or {}).items()}
+        if unknown := given.keys() - {number.name for number in NUMBERS}:
+            raise ValueError(
+                f"heartbeat: {', '.join(sorted(unknown))} is not a number of a logged step; "
+                "add it to NUMBERS in nsa/records/numbers.py"
+            )
+        line = {number.name: given.get(number.name) for number in NUMBERS}
+        self.write(step, PROGRESS, line | {"layers": None if layers is None else _by_field(layers)})
 
     def step_end(self, step: int) -> None:
         """A logged update ended."""
@@ -211,11 +175,13 @@ class Heartbeat:
 
 def _by_field(layers: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
     """Each field as a list over layers, so that its name is written once per line."""
-    fields: dict[str, list[Any]] = {
-        name: [layer[key] for layer in layers] for name, key in LAYER_FIELDS.items()
-    }
-    shares = [[layer[key] for key in BRANCH_SHARES] for layer in layers]
-    return fields | {"gate_branch_shares": shares}
+    fields: dict[str, list[Any]] = {}
+    for number in ATTENTION:
+        if number.by_layer:
+            fields[number.name] = [layer[number.stat] for layer in layers]
+        elif number.parts:
+            fields[number.name] = [[layer[part.name] for part in number.parts] for layer in layers]
+    return fields
 
 
 def iso(ts: float) -> str:

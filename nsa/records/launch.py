@@ -18,7 +18,7 @@ from nsa.files import read_text, write_text
 from nsa.records.heartbeat import iso
 
 VERSION = 1
-NAME = "run.info"
+RUN_INFO_FILE = "run.info"
 INFO, DONE = "[info] ", "[done] "
 
 
@@ -82,7 +82,7 @@ def write_run_info(path: Path, info: RunInfo) -> Path:
 
 def read_run_info(path: Path) -> RunInfo:
     """Read a run.info, given the file or the folder of a launch."""
-    path = path / NAME if path.is_dir() else path
+    path = path / RUN_INFO_FILE if path.is_dir() else path
     found: dict[str, Any] = {}
     kinds = get_type_hints(RunInfo)
     for line in read_text(path).splitlines():
@@ -140,7 +140,7 @@ def _line(text: str) -> str:
 # Schema, version 1: the fields of PhaseVerdict as one JSON object, in the run folder of the phase.
 
 PHASE_VERSION = 1
-PHASE_NAME = "phase.json"
+PHASE_FILE = "phase.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +160,14 @@ class PhaseVerdict:
 
 def write_verdict(folder: Path, verdict: PhaseVerdict) -> Path:
     """Replace phase.json in the folder."""
-    write_text(folder / PHASE_NAME, json.dumps(dataclasses.asdict(verdict), indent=2) + "\n")
-    return folder / PHASE_NAME
+    write_text(folder / PHASE_FILE, json.dumps(dataclasses.asdict(verdict), indent=2) + "\n")
+    return folder / PHASE_FILE
 
 
 def read_verdict(folder: Path) -> PhaseVerdict | None:
     """The verdict in the folder; None if it is missing or invalid, so the phase runs again."""
     try:
-        content = json.loads(read_text(folder / PHASE_NAME))
+        content = json.loads(read_text(folder / PHASE_FILE))
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict) or content.get("version") != PHASE_VERSION:

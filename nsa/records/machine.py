@@ -1,39 +1,13 @@
-"""Facts about the machine: processes from /proc, GPU load from NVML, memory from torch."""
+"""Facts about the GPUs of the machine: load from NVML, memory from torch."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
-
-
-PROC = Path("/proc")
-STATE, FLAGS, START_TICKS = 0, 6, 19
-"""Indices into `stat_fields`: process state (R, S, T, ...), kernel flags, start time in clock ticks
-since boot."""
-
-
-def stat_fields(pid: int | str) -> list[str] | None:
-    """Fields of /proc/PID/stat after the program name; None if there is no such process."""
-    try:
-        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The program name is in parentheses and may itself contain ")" and spaces.
-    return text.rpartition(")")[2].split()
-
-
-def start_ticks(pid: int | str = "self") -> int:
-    """Start time of a process in clock ticks since boot; 0 if unknown.
-
-    A pid may be reused; pid and start time together identify a process.
-    """
-    fields = stat_fields(pid)
-    return int(fields[START_TICKS]) if fields else 0
 
 
 # --- NVML: GPU load, temperature and driver version ---

@@ -20,7 +20,7 @@ from nsa.config.load import parse_config
 from nsa.files import read_text, write_text
 
 VERSION = 1
-NAME = "metrics.json"
+METRICS_FILE = "metrics.json"
 
 
 @dataclass(kw_only=True)
@@ -91,16 +91,16 @@ def write_metrics(folder: Path, metrics: Metrics) -> Path:
     """Replace metrics.json in the folder."""
     # JSON has no NaN: json.dumps would raise.
     content = _finite(dataclasses.asdict(metrics))
-    write_text(folder / NAME, json.dumps(content, indent=2, allow_nan=False) + "\n")
-    return folder / NAME
+    write_text(folder / METRICS_FILE, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return folder / METRICS_FILE
 
 
 def read_metrics(folder: Path) -> Metrics:
     """Read metrics.json of a run folder."""
-    content = json.loads(read_text(folder / NAME))
+    content = json.loads(read_text(folder / METRICS_FILE))
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{folder / NAME} has version {content.get('version')!r}; this program reads "
+            f"{folder / METRICS_FILE} has version {content.get('version')!r}; this program reads "
             f"version {VERSION}; use the program that wrote it"
         )
     return Metrics(**content)
@@ -116,16 +116,16 @@ def _finite(value: Any) -> Any:
 
 # --- config.yaml: the resolved settings; the file can be used as --config again ---
 
-CONFIG_NAME = "config.yaml"
+CONFIG_FILE = "config.yaml"
 
 
 def write_config(folder: Path, config: Config, source: str) -> Path:
     """Write the resolved settings; the first line names the file they came from."""
     head = f"# Resolved settings of a run that was started with {source}\n"
-    write_text(folder / CONFIG_NAME, head + yaml.safe_dump(to_container(config), sort_keys=False))
-    return folder / CONFIG_NAME
+    write_text(folder / CONFIG_FILE, head + yaml.safe_dump(to_container(config), sort_keys=False))
+    return folder / CONFIG_FILE
 
 
 def read_config(folder: Path) -> Config:
     """Read the settings back. Environment overrides are already in them and are not applied."""
-    return parse_config(read_text(folder / CONFIG_NAME), str(folder / CONFIG_NAME))
+    return parse_config(read_text(folder / CONFIG_FILE), str(folder / CONFIG_FILE))

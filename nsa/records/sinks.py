@@ -1,4 +1,4 @@
-"""Sinks of the curves of a run: TensorBoard events in tb/, Weights & Biases, trackio."""
+"""The curves of a run and their sinks: TensorBoard events in tb/, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,13 +20,55 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nsa.config import Config, ConfigError, to_container
 from nsa.config.env import raw
 from nsa.files import best_effort, complain, open_regular, read_text, write_text
+from nsa.records.numbers import ATTENTION, EVALUATED, MEASURED, Number
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+# --- the points of the curves: one definition for TensorBoard and for trackers ---
+
+Scalars = dict[str, float]
+"""Values by tag."""
+
+
+def train_scalars(**numbers: float | None) -> Scalars:
+    """The numbers of a logged step; one that is not known has no point."""
+    return _tagged(MEASURED, numbers)
+
+
+def val_scalars(*, loss: float, ppl: float) -> Scalars:
+    """The result of an evaluation."""
+    return _tagged(EVALUATED, {"loss": loss, "ppl": ppl})
+
+
+def _tagged(numbers: Sequence[Number], values: Mapping[str, float | None]) -> Scalars:
+    known = ((number.tag, values.get(number.name)) for number in numbers if number.tag)
+    return {tag: value for tag, value in known if value is not None}
+
+
+def attention_scalars(
+    attention: Mapping[str, Any] | None, layers: Sequence[Mapping[str, float]] | None
+) -> Scalars:
+    """Gates and selection, over all layers and by layer, if they were collected.
+
+    `attention` is AttentionStats.summary(), `layers` is AttentionStats.per_layer().
+    """
+    scalars: Scalars = {}
+    for number in ATTENTION if attention else ():
+        value = (attention or {})[number.stat]
+        if number.parts:
+            scalars |= {part.tag: x for part, x in zip(number.parts, value, strict=True)}
+        elif number.tag:
+            scalars[number.tag] = value
+    # TensorBoard shows what precedes the slash together: all layers of a number.
+    for index, layer in enumerate(layers or ()):
+        scalars |= {f"layer_{name}/{index:02d}": value for name, value in layer.items()}
+    return scalars
+
+
 # --- tb/: TensorBoard events, written by rank 0 ---
-# Tags are those of scalars.py. The step of an event is the number of optimizer updates.
+# The step of an event is the number of optimizer updates.
 
 FOLDER = "tb"
 FLUSH_S = 30
@@ -254,7 +296,7 @@ class Tracker:
         process.wait()
         self._say(
             f"[telemetry] {self._name} gets no more of this run: {why}{self._last_words()}; "
-            "the run goes on, and its files are complete"
+            "the run continues, and its files are complete"
         )
 
     def _last_words(self) -> str:
@@ -298,7 +340,7 @@ def open_tracker(
                 start_new_session=True,  # Ctrl-C must reach only the trainer, which closes this
             )
     except OSError as error:
-        say(f"[telemetry] {name} gets nothing of this run: {error}; the run goes on")
+        say(f"[telemetry] {name} gets nothing of this run: {error}; the run continues")
         return Tracker()
     say(f"[telemetry] {name} follows this run as {tracked.id}; what it prints is in {log}")
     tracker = Tracker(name, process, log, say)

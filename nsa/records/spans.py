@@ -20,11 +20,10 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
-from nsa.files import best_effort, open_regular, read_text
-from nsa.records.machine import start_ticks
+from nsa.files import best_effort, open_regular, read_text, start_ticks
 
 SCHEMA = 1
-NAME = "span_rank{rank}.json"
+SPAN_FILE = "span_rank{rank}.json"
 SIZE = 512
 
 START, UPDATE, EVALUATE, SAVE = "start", "update", "evaluate", "save"
@@ -89,7 +88,7 @@ class Spans:
             f'{{"schema": {SCHEMA}, "rank": {rank}, "pid": {os.getpid()}, '
             f'"host": {json.dumps(platform.node()[:64])}, "started": {start_ticks()}, '
         )
-        self._path = folder / NAME.format(rank=rank)
+        self._path = folder / SPAN_FILE.format(rank=rank)
         self.renew()
 
     def renew(self) -> None:
@@ -191,14 +190,14 @@ class span:
 
 def forget(folder: Path) -> None:
     """Remove the files of an earlier start: its ranks are gone, and their number may differ."""
-    for path in folder.glob(NAME.format(rank="*")):
+    for path in folder.glob(SPAN_FILE.format(rank="*")):
         path.unlink(missing_ok=True)
 
 
 def read_span(folder: Path | str, rank: int) -> Place | None:
     """The last known place of a rank; None if the file is missing or invalid."""
     try:
-        text = read_text(Path(folder) / NAME.format(rank=rank))
+        text = read_text(Path(folder) / SPAN_FILE.format(rank=rank))
         place = Place(**json.loads(text))
     except (OSError, ValueError, TypeError, RecursionError):
         return None

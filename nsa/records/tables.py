@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 from nsa.files import LineFile, best_effort, is_regular, read_text, write_text
+from nsa.records.numbers import NUMBERS
 from nsa.tail import Line, complete_lines, lines_from_end, sampled_lines
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ TRAINING = "training.csv"
 VAL = "val.csv"
 TAIL_BYTES = 1 << 20
 """How far back `last_rows` reads."""
-FORMATS = {"lr": ".6e", "toks_per_s": ".0f"}
+FORMATS = {number.name: number.csv for number in NUMBERS if number.csv}
 """Columns with their own format; default: ints as they are, floats with six decimals."""
 
 
@@ -238,13 +239,8 @@ class CounterFiles:
 
 def k_stats_row(step: int, attention: Mapping[str, Any]) -> KStatsRow:
     """The selection part of AttentionStats.summary()."""
-    return KStatsRow(
-        step,
-        attention["sel_k_mean"],
-        int(attention["sel_k_max"]),
-        int(attention["sel_rows"]),
-        attention["sel_pct_at_max"],
-    )
+    cells = zip(KStatsRow._fields[1:], _types(KStatsRow)[1:], strict=True)
+    return KStatsRow(step, *(cast(attention[f"sel_{name}"]) for name, cast in cells))
 
 
 def fallback_counts(counts: Mapping[Fallback, int] | None = None) -> dict[str, int]:

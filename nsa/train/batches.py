@@ -160,7 +160,7 @@ def with_random_tokens(cfg: Config, error: LoaderFailed, say: Callable[[str], No
     for line in (
         "!" * 80,
         f"[data] {error}",
-        "[data] --synthetic-on-fail: training goes on with RANDOM TOKENS, from which nothing can",
+        "[data] --synthetic-on-fail: training continues with RANDOM TOKENS, from which nothing can",
         "[data] be learned; metrics.json says so, too (data_fallback)",
         "!" * 80,
     ):

@@ -12,8 +12,7 @@ from nsa.data import Tokenizer
 from nsa.files import best_effort, replacing
 from nsa.model import TinyLM
 from nsa.records import Metrics, PlotUnavailable, draw_loss_curve, write_sample
-from nsa.records.results import CURVE_NAME as CURVE
-from nsa.records.results import SAMPLE_NAME as SAMPLE
+from nsa.records.results import CURVE_FILE, SAMPLE_FILE
 from nsa.records.sentinels import write_anomaly, write_halt
 from nsa.train.checkpoint.model_file import save_model
 from nsa.train.checkpoint.writer import num_tensor_bytes, why_not_written
@@ -45,7 +44,7 @@ def finish(
         ) from None
     try:
         title = f"{trainer.cfg.data.dataset}, {log.metrics.num_params:,} parameters"
-        with best_effort(trainer.folder / CURVE):
+        with best_effort(trainer.folder / CURVE_FILE):
             files.append(draw_loss_curve(trainer.folder, log.training.rows, log.val.rows, title))
     except PlotUnavailable as missing:
         say(f"[done] no loss curve: {missing}")
@@ -65,7 +64,7 @@ def _sample(trainer: Trainer, model: TinyLM, sampler: Sampler) -> list[Path]:
         say(f"[done] no sample: the whole model does not fit {device}")
         return []
     say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
-    with best_effort(trainer.folder / SAMPLE):
+    with best_effort(trainer.folder / SAMPLE_FILE):
         return [write_sample(trainer.folder, text)]
     return []
 

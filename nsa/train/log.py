@@ -33,7 +33,7 @@ from nsa.records import (
 )
 from nsa.records.dumps import peak_memory_mib, rss_mib
 from nsa.records.machine import read_gpu
-from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import METRICS_FILE
 from nsa.records.spans import span
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.errors import NonFiniteLoss
@@ -276,11 +276,11 @@ class RunLog:
                 self._ranks.on_rank_0(write_metrics, self.folder, self.metrics)
         except OSError as error:
             if not self._stale:
-                complain(self.folder / METRICS, error)
+                complain(self.folder / METRICS_FILE, error)
             self._stale = True
         else:
             self._stale = False
-        return self.folder / METRICS
+        return self.folder / METRICS_FILE
 
     def _write_due_line(self) -> None:
         line, self._due = self._due, None
@@ -314,13 +314,18 @@ class RunLog:
         return StepReport(
             row=row,
             eta_s=(self.metrics.steps - row.step) * usual_s,
-            step_time_s=step_time_s,
-            grad_norm=self._norm,
+            numbers={
+                "loss": row.loss,
+                "toks_per_s": row.toks_per_s,
+                "lr": row.lr,
+                "step_time_s": step_time_s,
+                "mfu": self._mfu(row.toks_per_s),
+                "grad_norm": self._norm,
+                **self.telemetry.fetch_times()._asdict(),
+                **read_gpu(device)._asdict(),
+                "rss_mib": rss_mib() if device.type == "cpu" else None,
+            },
             shows_norm=self._shows_norm,
-            fetch=self.telemetry.fetch_times(),
-            mfu=self._mfu(row.toks_per_s),
-            gpu=read_gpu(device),
-            rss_mib=rss_mib() if device.type == "cpu" else None,
             attention=None if stats is None else stats.summary(),
             layers=None if stats is None else stats.per_layer(),
             maps=None if stats is None else stats.selection_maps(),

@@ -7,14 +7,14 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from nsa.config import Config, to_container
 from nsa.data import Data, Rows
 from nsa.model.stats import LayerMap
-from nsa.records import Folder, GpuReading, Metrics, TrainingRow
+from nsa.records import Folder, Metrics, TrainingRow
 from nsa.train.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ MIB_PER_GIB = 1024
 class FetchTimes(NamedTuple):
     """Wait for the last batch, and percentiles of recent waits; all None before the first."""
 
-    last_s: float | None = None
-    p50_ms: float | None = None
-    p95_ms: float | None = None
+    dt_fetch_s: float | None = None
+    fetch_p50_ms: float | None = None
+    fetch_p95_ms: float | None = None
 
     @staticmethod
     def of(seconds: Sequence[float]) -> FetchTimes:
@@ -47,18 +47,10 @@ class StepReport:
     row: TrainingRow
     eta_s: float
     """Estimated seconds to the end of the run."""
-    step_time_s: float
-    """Mean seconds per update since the previous line."""
-    grad_norm: float
-    """Before clipping."""
+    numbers: Mapping[str, float | None]
+    """The values of records.numbers.MEASURED by name; None or missing if not known."""
     shows_norm: bool = False
     """Whether the console line shows grad_norm; files always have it."""
-    fetch: FetchTimes = field(default_factory=FetchTimes)
-    mfu: float | None = None
-    """Model FLOPs utilization, 0 to 1, since the previous line; None if the peak is unknown."""
-    gpu: GpuReading = field(default_factory=GpuReading)
-    rss_mib: float | None = None
-    """RSS of the process; None on a GPU."""
     attention: Mapping[str, Any] | None = None
     """AttentionStats.summary(), if collected."""
     layers: Sequence[Mapping[str, float]] | None = None
@@ -75,19 +67,20 @@ def step_line(report: StepReport) -> str:
 
 def step_numbers(report: StepReport) -> list[str]:
     """The numbers of a line in order; unknown ones are omitted."""
-    row, fetch, gpu = report.row, report.fetch, report.gpu
+    row, known = report.row, {k: v for k, v in report.numbers.items() if v is not None}
     parts = [f"loss {row.loss:.4f}", f"lr {row.lr:.2e}", f"toks/s {row.toks_per_s:.0f}"]
     if report.shows_norm:
-        parts.append(f"grad_norm {report.grad_norm:.4f}")
-    if fetch.last_s is not None:
-        parts.append(f"fetch {1e3 * fetch.last_s:.0f}ms")
-        parts += [f"fetch_p50 {fetch.p50_ms:.0f}ms", f"fetch_p95 {fetch.p95_ms:.0f}ms"]
-    if report.mfu is not None:
-        parts.append(f"mfu {report.mfu:.1%}")
-    if gpu.gpu_mem_alloc is not None and gpu.gpu_mem_reserved is not None:
-        parts.append(f"mem {_gib(gpu.gpu_mem_alloc)}/{_gib(gpu.gpu_mem_reserved)}GiB")
-    elif report.rss_mib is not None:
-        parts.append(f"rss {_gib(report.rss_mib)}GiB")
+        parts.append(f"grad_norm {known['grad_norm']:.4f}")
+    if "dt_fetch_s" in known:
+        parts.append(f"fetch {1e3 * known['dt_fetch_s']:.0f}ms")
+        parts.append(f"fetch_p50 {known['fetch_p50_ms']:.0f}ms")
+        parts.append(f"fetch_p95 {known['fetch_p95_ms']:.0f}ms")
+    if "mfu" in known:
+        parts.append(f"mfu {known['mfu']:.1%}")
+    if "gpu_mem_alloc" in known:
+        parts.append(f"mem {_gib(known['gpu_mem_alloc'])}/{_gib(known['gpu_mem_reserved'])}GiB")
+    elif "rss_mib" in known:
+        parts.append(f"rss {_gib(known['rss_mib'])}GiB")
     return parts
 
 

@@ -25,7 +25,7 @@ from nsa.model.cost import peak_flops, training_flops_per_token
 from nsa.ops import fallbacks
 from nsa.records import MODEL, Metrics, open_folder, write_config
 from nsa.records.folder import Folder
-from nsa.records.metrics import CONFIG_NAME as CONFIG_FILE
+from nsa.records.metrics import CONFIG_FILE
 from nsa.records.sentinels import obeyed, write_anomaly
 from nsa.records.sinks import Tracker, open_tracker, require_tracker
 from nsa.records.spans import forget
@@ -413,7 +413,7 @@ def _record_ending(trainer: Trainer) -> Iterator[None]:
         trainer.saver.wait()
         raise Interrupted(
             f"interrupted after step {log.metrics.step}; the logs are in {log.folder}; the same "
-            "command goes on from the last checkpoint, if there is one"
+            "command resumes from the last checkpoint, if there is one"
         ) from None
 
 

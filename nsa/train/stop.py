@@ -96,7 +96,7 @@ class Stop:
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(
                 f"interrupted in step {self.step}; the logs are in {self._folder}; the same "
-                "command goes on from the last checkpoint, if there is one"
+                "command resumes from the last checkpoint, if there is one"
             ) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -15,8 +15,7 @@ from nsa.records import CounterFiles, Heartbeat, MemoryDumps, open_tensorboard
 from nsa.records.dumps import Installed, install
 from nsa.records.env import write_env
 from nsa.records.heartbeat import BEAT
-from nsa.records.scalars import Scalars, attention_scalars, train_scalars, val_scalars
-from nsa.records.sinks import Tracker
+from nsa.records.sinks import Scalars, Tracker, attention_scalars, train_scalars, val_scalars
 from nsa.records.spans import here
 from nsa.records.tables import SelectionFile, fallback_counts
 from nsa.train.loss import Evaluation
@@ -123,30 +122,21 @@ class Telemetry:
 
     def logged(self, report: StepReport) -> None:
         """Record a logged update in all sinks."""
-        row, fetch = report.row, report.fetch
+        step = report.row.step
         self.heartbeat.progress(
-            row.step,
-            loss=row.loss,
-            toks_per_s=row.toks_per_s,
-            lr=row.lr,
-            grad_norm=report.grad_norm,
-            step_time_s=report.step_time_s,
-            mfu=report.mfu,
-            dt_fetch_s=fetch.last_s,
-            fetch_p50_ms=fetch.p50_ms,
-            fetch_p95_ms=fetch.p95_ms,
-            gpu=report.gpu,
-            rss_mib=report.rss_mib,
+            step,
+            **report.numbers,
             attention=report.attention,
             layers=report.layers,
             fallbacks=fallback_counts(),
         )
-        self.heartbeat.step_end(row.step)
-        self._curves(row.step, _scalars(report))
+        self.heartbeat.step_end(step)
+        scalars = train_scalars(**report.numbers)
+        self._curves(step, scalars | attention_scalars(report.attention, report.layers))
         if self._counters is not None:
-            self._counters.append(row.step, report.attention)
+            self._counters.append(step, report.attention)
         if self._selection is not None and report.maps:
-            self._selection.append(row.step, report.maps)
+            self._selection.append(step, report.maps)
 
     def evaluated(self, step: int, found: Evaluation) -> None:
         """Record an evaluation."""
@@ -155,15 +145,3 @@ class Telemetry:
     def _curves(self, step: int, scalars: Scalars) -> None:
         self._board.add(step, scalars)
         self._tracker.add(step, scalars)
-
-
-def _scalars(report: StepReport) -> Scalars:
-    row = report.row
-    scalars = train_scalars(
-        loss=row.loss,
-        toks_per_s=row.toks_per_s,
-        lr=row.lr,
-        grad_norm=report.grad_norm,
-        mfu=report.mfu,
-    )
-    return scalars | attention_scalars(report.attention, report.layers)

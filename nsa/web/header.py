@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from nsa.files import read_text
 from nsa.operate.limits import HALTING, Limits, limits_for
+from nsa.operate.run_files import RunFiles, file_stamp
 from nsa.operate.run_folder import Rank, Run, number
 from nsa.operate.text import printable
 from nsa.operate.watch.rules import allowed_silence, judge
 from nsa.records.alarms import Alarm
-from nsa.records.env import NAME as ENV
-from nsa.records.metrics import CONFIG_NAME as CONFIG
+from nsa.records.env import ENV_FILE
+from nsa.records.metrics import CONFIG_FILE
+from nsa.records.numbers import CHARTS, EVALUATED, NUMBERS, SCALARS, Chart, curves_of
 
-MOST_BYTES = 1 << 20
 MOST_KEYS = 2000
 MOST_DEPTH = 8
 MOST_SETTING_TEXT = 300
@@ -36,32 +33,28 @@ class Settings:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: dict[str, str] = {}
-        self._known: dict[str, tuple[tuple[int, int, int], Flat]] = {}
+        self._known: dict[str, tuple[object, Flat]] = {}
 
     def config(self) -> Flat:
         """config.yaml as dotted keys; empty if it cannot be read."""
-        return self._load(CONFIG, yaml.safe_load)
+        return self._load(CONFIG_FILE, RunFiles.plain_config)
 
     def env(self) -> Flat:
         """env.json by field; empty if it cannot be read."""
-        return self._load(ENV, json.loads)
+        return self._load(ENV_FILE, RunFiles.plain_env)
 
-    def _load(self, name: str, parse: Callable[[str], Any]) -> Flat:
-        """Parse as plain data, so that files of a newer version can still be shown."""
-        path = self.folder / name
-        try:
-            status = path.lstat()
-            # The inode detects a file replaced by rename within the resolution of mtime.
-            stamp = status.st_ino, status.st_size, status.st_mtime_ns
-            if name not in self._known or self._known[name][0] != stamp:
-                self._known[name] = stamp, dict(_flatten(parse(read_text(path, MOST_BYTES))))
-                self.problems.pop(name, None)
-        except FileNotFoundError:
+    def _load(self, name: str, read: Callable[[RunFiles], Any]) -> Flat:
+        stamp = file_stamp(self.folder / name)
+        if stamp is None:
             return {}
-        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-            text = " ".join(str(error).split())[:MOST_SETTING_TEXT]
-            self.problems[name] = f"{path}: {text}"
-            return {}
+        if name not in self._known or self._known[name][0] != stamp:
+            files = RunFiles(self.folder)
+            content = read(files)
+            self.problems.pop(name, None)
+            if files.problems:
+                self.problems[name] = files.problems[0]
+                return {}
+            self._known[name] = stamp, dict(_flatten(content))
         return self._known[name][1]
 
 
@@ -115,14 +108,40 @@ def side_by_side(tables: Sequence[Flat]) -> list[dict[str, Any]]:
     return rows
 
 
+# --- which charts the page has ---
+
+
+def describe_charts() -> dict[str, Any]:
+    """All charts with their curves, and the numbers of the picture by layer.
+
+    The page spells no number itself: charts.js draws what stands here.
+    """
+    forms = {name: chart.form for chart in CHARTS for name, _ in curves_of(chart, SCALARS)}
+    return {
+        "charts": [dataclasses.asdict(chart) | {"series": _series(chart)} for chart in CHARTS],
+        "layers": [
+            {"key": number.name, "form": forms[number.name], **number.layer._asdict()}
+            for number in SCALARS
+            if number.layer is not None
+        ],
+    }
+
+
+def _series(chart: Chart) -> list[dict[str, Any]]:
+    """The curves of a chart; `table` is that of /api/series, empty for the logged steps."""
+    tables = {"": SCALARS, "val": EVALUATED}
+    return [
+        {"key": name, "table": table, **curve._asdict()}
+        for table, numbers in tables.items()
+        for name, curve in curves_of(chart, numbers)
+    ]
+
+
 # --- the state of a run as one JSON object ---
 
 LEVELS = {"finished": "good", "halted": "warn", "interrupted": "warn"}
 """Statuses of runs that ended well; any other end is bad."""
-HEADER_FIELDS = (
-    *("toks_per_s", "step_time_s", "mfu", "grad_norm", "lr", "dt_fetch_s", "entropy_mean"),
-    *("rss_mib", "gpu_mem_alloc", "gpu_mem_reserved", "gpu_util_pct", "gpu_temp_c"),
-)
+HEAD_NUMBERS = tuple(number.name for number in NUMBERS if number.in_head)
 MOST_TEXT = 600
 MOST_PROBLEMS = 30
 
@@ -184,7 +203,7 @@ def _numbers(run: Run) -> dict[str, Any]:
     )
     losses = [loss for _, loss in run.losses if loss is not None]
     ages = [age for rank in run.ranks if (age := rank.age_s(run.now)) is not None]
-    found = {name: number(last, name) if last else None for name in HEADER_FIELDS}
+    found = {name: number(last, name) if last else None for name in HEAD_NUMBERS}
     if row is not None:
         found["toks_per_s"] = found["toks_per_s"] or row.toks_per_s
         found["lr"] = found["lr"] or row.lr

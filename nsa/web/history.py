@@ -1,333 +1,95 @@
-"""History of a run for the dashboard: read once, then only what its files grow by.
-
-Heartbeats and CSV files are followed; selection.jsonl is indexed by byte offset and parsed on
-request. Memory is bounded for runs of any length.
-"""
+"""History of a run for the dashboard: its curves, layers and timelines, in bounded memory."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import re
-import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from nsa.files import open_binary
-from nsa.operate.run_folder import heartbeat_files, number
-from nsa.records import TRAINING, VAL, Beat, FallbackRow, TrainingRow, ValRow
-from nsa.records.heartbeat import BOOT, PROGRESS, BrokenHeartbeat, parse_beat, parse_head
-from nsa.records.tables import SELECTION, parse_row, parse_selection
-from nsa.tail import Follower, Line, sample_lines
+from nsa.operate.followed_run import FollowedRun
+from nsa.records import TRAINING, VAL, Beat, TrainingRow, ValRow
+from nsa.records.numbers import SCALARS, finite, scalars_of
 from nsa.web.table import LayerTable, Table
 from nsa.web.timeline import Timeline
 
-MOST_BACK = 64 << 20
-MOST_MAPS = 512
-PLACE = re.compile(r"the line at byte (\d+)")
-
-
-# --- selection.jsonl: an index of byte offsets ---
-
-
-class _Entry(NamedTuple):
-    step: int
-    offset: int
-    num_bytes: int
-
-
-class SelectionIndex:
-    """Byte offsets of the selection maps, by rising step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / SELECTION
-        self.problems: list[str] = []
-        self._follower = Follower(self.path, MOST_BACK)
-        self._entries: list[_Entry] = []
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps that have a map."""
-        return [entry.step for entry in self._entries]
-
-    def read(self, budget: int) -> tuple[bool, bool]:
-        """Read new lines; returns whether the file grew, and whether more is left."""
-        try:
-            lines, anew, more = self._follower.read(budget)
-        except OSError as error:
-            self.problems = [f"{self.path}: {error.strerror or error}"]
-            return False, False
-        if anew:
-            self._entries, self.problems = [], []
-        for line in lines:
-            match = PLACE.fullmatch(line.where)
-            assert match is not None
-            self._add(line.text, int(match[1]))
-        return anew or bool(lines), more
-
-    def load(self, step: int) -> dict[str, Any] | None:
-        """The map of a step, or the last one before it; None if there is none."""
-        entries = [entry for entry in self._entries if entry.step <= step] or self._entries[:1]
-        if not entries:
-            return None
-        entry = entries[-1]
-        with open_binary(self.path) as file:
-            content = os.pread(file.fileno(), entry.num_bytes, entry.offset)
-        text = content.decode("utf-8", "replace")
-        where = f"{self.path}, the line at byte {entry.offset}"
-        return dataclasses.asdict(parse_selection(text, where)) | {"steps": self.steps}
-
-    def _add(self, text: str, offset: int) -> None:
-        where = f"{self.path}, the line at byte {offset}"
-        try:
-            content = json.loads(text)
-            step = content.get("step") if isinstance(content, dict) else None
-            if type(step) is not int:
-                raise ValueError("it has no step")
-        except (ValueError, RecursionError) as error:
-            self.problems = [f"{where}: not a line of {SELECTION} ({error})"]
-            return
-        while self._entries and self._entries[-1].step >= step:
-            self._entries.pop()
-        # A rollback or resume repeats steps: the newer line replaces the older ones.
-        self._entries.append(_Entry(step, offset, len(text.encode())))
-        del self._entries[:-MOST_MAPS]
-
-
-# --- heartbeats and CSV files ---
-# Of a file larger than HISTORY_BYTES the end is read and the part before it is sampled.
-
-HISTORY_BYTES = 64 << 20
-"""Read from the end of the first rank's heartbeat: all of a run of 50,000 steps."""
-RANK_BYTES = 32 << 20
-"""For other ranks, where only the times of beats matter; less when there are many ranks."""
-ALL_RANKS_BYTES = 256 << 20
-CHUNK_BYTES = 1 << 20
-PLACES = 512
-"""Sample positions in the part before that."""
-MOST_RANKS = 64
-SHARES = ("share_cmp", "share_sel", "share_win")
-BEAT_COLUMNS = (
-    *("loss", "toks_per_s", "lr", "grad_norm", "step_time_s", "mfu"),
-    *("dt_fetch_s", "fetch_p50_ms", "fetch_p95_ms"),
-    *("gpu_mem_alloc", "gpu_mem_reserved", "rss_mib", "gpu_util_pct", "gpu_temp_c"),
-    *("entropy_mean", "gate_entropy_min", "max_gate_mean", "collapse_fraction"),
-    *("sel_k_mean", "sel_k_max", "sel_pct_at_max"),
-    *SHARES,
-    *(f"fb_{name}" for name in FallbackRow._fields[1:]),
-)
+COLUMNS = tuple(number.name for number in SCALARS if number.curve)
+"""Numbers of a progress line that a chart draws."""
 
 
 class History:
-    """Tables of one run folder; `read` updates them in bounded pieces."""
+    """Tables of one run folder; `read` updates them with what the files grew by."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.progress = Table(BEAT_COLUMNS)
-        self.training = Table(TrainingRow._fields[1:])
-        self.val = Table(ValRow._fields[1:])
-        self.layers = LayerTable()
-        self.selection = SelectionIndex(folder)
-        self.timelines: dict[int, Timeline] = {}
-        self.version = 0
-        """Increases with every update."""
-        self._problems: dict[str, str] = {}  # the last problem of each kind
-        self._bad_lines: dict[str, int] = {}
-        self._notes: dict[str, str] = {}
-        self._pid: int | None = None  # the current writer; lines of other pids are not plotted
-        self._foreign = 0
-        self._beats: dict[int, Follower] = {}
-        self._rows = {
-            VAL: (Follower(folder / VAL, RANK_BYTES), ValRow, self.val),
-            TRAINING: (Follower(folder / TRAINING, HISTORY_BYTES), TrainingRow, self.training),
+        self.progress = Table(COLUMNS)
+        self.tables = {
+            TRAINING: Table(TrainingRow._fields[1:]),
+            VAL: Table(ValRow._fields[1:]),
         }
+        self.layers = LayerTable()
+        self.timelines: dict[int, Timeline] = {}
+        self._files = FollowedRun(folder, self)
+        self.selection = self._files.selection
+        self.read, self.problems = self._files.read, self._files.problems
 
-    def read(self, patience_s: float = 0.1) -> bool:
-        """Read for about this many seconds; returns whether more is left."""
-        until = time.monotonic() + patience_s
-        more = self._read_selection() | self._read_rows(until)
-        self._find_ranks()
-        for rank in sorted(self._beats):
-            more |= self._read_rank(rank, until)
-        return more
+    @property
+    def version(self) -> int:
+        """Increases with every update."""
+        return self._files.version
 
-    def problems(self) -> list[str]:
-        """What could not be read or was left out, as sentences."""
-        found = [*self._problems.values(), *self._notes.values(), *self.selection.problems]
-        for path, count in self._bad_lines.items():
-            found.append(f"{path}: {count} lines were passed over")
-        if self._foreign:
-            found.append(
-                f"{self.folder}: {self._foreign} lines of another process than the one that "
-                "started last are not in the curves"
-            )
-        return found
+    # --- answers ---
 
     def series(self, first: float, last: float, points: int) -> dict[str, Any]:
         """All curves between two steps; `training` only if it covers more than `progress`."""
-        tables = {"progress": self.progress, "val": self.val}
+        tables = {"progress": self.progress, "val": self.tables[VAL]}
         if self._has_training:
-            tables["training"] = self.training
+            tables["training"] = self.tables[TRAINING]
         return {name: table.window(first, last, points) for name, table in tables.items()}
 
     def newest(self) -> dict[str, float]:
         """The last losses of the curves, so that header and curves show the same numbers."""
-        table = self.training if self._has_training else self.progress
-        found = {"loss": table.last("loss"), "val_loss": self.val.last("loss")}
+        table = self.tables[TRAINING] if self._has_training else self.progress
+        found = {"loss": table.last("loss"), "val_loss": self.tables[VAL].last("loss")}
         return {name: value for name, value in found.items() if value is not None}
 
     @property
     def _has_training(self) -> bool:
-        return self._reaches_further(self.training, self.progress)
-
-    @staticmethod
-    def _reaches_further(one: Table, other: Table) -> bool:
+        """Whether training.csv reaches further than the heartbeat."""
+        one, other = self.tables[TRAINING], self.progress
         if one.first_step is None or one.last_step is None:
             return False
         if other.first_step is None or other.last_step is None:
             return True
         return one.first_step < other.first_step or one.last_step > other.last_step
 
-    def _read_selection(self) -> bool:
-        grew, more = self.selection.read(CHUNK_BYTES)
-        self.version += grew
-        return more
+    # --- what FollowedRun read ---
 
-    def _read_rows(self, until: float) -> bool:
-        waiting = False
-        for name, (follower, kind, table) in self._rows.items():
-            more = True
-            while more and time.monotonic() < until:
-                try:
-                    lines, anew, more = follower.read(CHUNK_BYTES)
-                except OSError as error:
-                    self._problems[name] = f"{follower.path}: {error.strerror or error}"
-                    more = False
-                    break
-                self._problems.pop(name, None)
-                if anew:
-                    table.clear()
-                    self._forget_bad(follower.path)
-                for line in lines:
-                    self._add_row(follower.path, kind, table, line)
-                self.version += anew or bool(lines)
-            waiting |= more
-        return waiting
+    def restart_table(self, name: str) -> None:
+        """A CSV file was replaced."""
+        self.tables[name].clear()
 
-    def _add_row(self, path: Path, kind: Any, table: Table, line: Line) -> None:
-        try:
-            row = parse_row(kind, line, path)
-        except ValueError as error:
-            self._note_bad(path, error)
-            return
-        if row is not None:
-            table.add(row[0], 0.0, {name: _finite(getattr(row, name)) for name in row._fields[1:]})
+    def add_row(self, name: str, row: TrainingRow | ValRow) -> None:
+        """A line of a CSV file."""
+        values = {column: finite(getattr(row, column)) for column in row._fields[1:]}
+        self.tables[name].add(row.step, 0.0, values)
 
-    def _find_ranks(self) -> None:
-        try:
-            found = heartbeat_files(self.folder)
-        except OSError as error:
-            self._problems["folder"] = f"{self.folder}: {error.strerror or error}"
-            return
-        self._problems.pop("folder", None)
-        if len(found) > MOST_RANKS:
-            self._notes["ranks"] = f"{self.folder}: {len(found)} ranks; {MOST_RANKS} are followed"
-        for rank, path in found[:MOST_RANKS]:
-            if rank not in self._beats:
-                is_first = rank == found[0][0]
-                most = HISTORY_BYTES if is_first else min(RANK_BYTES, ALL_RANKS_BYTES // len(found))
-                self._beats[rank] = Follower(path, most)
-                self.timelines[rank] = Timeline()
+    def restart_rank(self, rank: int) -> None:
+        """The heartbeat of a rank is new."""
+        self.timelines[rank] = Timeline()
 
-    def _read_rank(self, rank: int, until: float) -> bool:
-        follower, more = self._beats[rank], True
-        is_first = rank == min(self._beats)
-        while more and time.monotonic() < until:
-            try:
-                lines, anew, more = follower.read(CHUNK_BYTES)
-                if anew:
-                    self._forget_bad(follower.path)
-                    self._start_anew(rank, is_first, follower)
-            except OSError as error:
-                self._problems[f"rank {rank}"] = f"{follower.path}: {error.strerror or error}"
-                return False
-            self._problems.pop(f"rank {rank}", None)
-            for line in lines:
-                self._add_beat(rank, is_first, follower.path, line)
-            self.version += anew or bool(lines)
-        return more
+    def add_beat(self, rank: int, beat: Beat) -> None:
+        """Any line of a heartbeat."""
+        self.timelines[rank].add(beat)
 
-    def _start_anew(self, rank: int, is_first: bool, follower: Follower) -> None:
-        self.timelines[rank].clear()
-        if not is_first:
-            return
+    def restart_progress(self) -> None:
+        """The heartbeat of the first rank is new."""
         self.progress.clear()
         self.layers.clear()
-        self._pid, self._foreign = None, 0
-        if follower.begun_at:
-            self._notes["sampled"] = (
-                f"{follower.path}: {(follower.begun_at >> 20) + (HISTORY_BYTES >> 20):,} MiB; the "
-                f"last {HISTORY_BYTES >> 20} MiB are read, and the part before them is sampled at "
-                f"{PLACES} places"
-            )
-            for lines in sample_lines(follower.path, follower.begun_at, PLACES):
-                self._add_sample(follower.path, lines)
 
-    def _add_sample(self, path: Path, lines: list[Line]) -> None:
-        """Use the first progress line of a sampled block."""
-        for line in lines:
-            if '"progress"' in line.text:
-                try:
-                    beat = parse_beat(path, line)
-                except BrokenHeartbeat:
-                    continue  # a damaged file is reported when its end is read
-                if beat.msg == PROGRESS:
-                    self._add_progress(beat)
-                    return
-
-    def _add_beat(self, rank: int, is_first: bool, path: Path, line: Line) -> None:
-        try:
-            beat = parse_beat(path, line) if is_first else parse_head(path, line)
-        except BrokenHeartbeat as error:
-            self._note_bad(path, error)
-            return
-        self.timelines[rank].add(beat)
-        if not is_first:
-            return
-            # A boot starts at the resumed step: later points of the old process are undone.
-        if beat.msg == BOOT:
-            self._pid = beat.pid
-            self.progress.cut(beat.step)
-            self.layers.cut(beat.step)
-        elif self._pid is None:
-            self._pid = beat.pid
-        elif beat.pid is not None and beat.pid != self._pid:
-            self._foreign += 1
-            return
-        if beat.msg == PROGRESS:
-            self._add_progress(beat)
-
-    def _add_progress(self, beat: Beat) -> None:
-        values = {name: number(beat, name) for name in BEAT_COLUMNS if name not in SHARES}
-        shares = beat.extra.get("gate_branch_shares")
-        if isinstance(shares, list) and len(shares) == len(SHARES):
-            values |= {
-                name: float(share)
-                for name, share in zip(SHARES, shares, strict=True)
-                if type(share) in (int, float)
-            }
-        self.progress.add(beat.step, beat.ts, values)
+    def add_progress(self, beat: Beat) -> None:
+        """A logged step of the first rank."""
+        self.progress.add(beat.step, beat.ts, dict(scalars_of(beat.extra)))
         self.layers.add(beat)
 
-    def _forget_bad(self, path: Path) -> None:
-        self._bad_lines.pop(str(path), None)
-        self._problems.pop(f"line {path.name}", None)
-
-    def _note_bad(self, path: Path, error: ValueError) -> None:
-        self._bad_lines[str(path)] = self._bad_lines.get(str(path), 0) + 1
-        self._problems[f"line {path.name}"] = str(error)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if abs(value) < float("inf") else None
+    def resume_at(self, step: int) -> None:
+        """A boot starts at the resumed step: later points of the old process are undone."""
+        self.progress.cut(step)
+        self.layers.cut(step)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from nsa.web.access import Access
+from nsa.web.header import describe_charts
 
 MOST_POINTS = 2000
 FAR = 1e15
@@ -69,6 +70,7 @@ def _timeline(runs: Runs, query: Query) -> dict[str, Any]:
 
 PATHS: dict[str, Callable[[Runs, Query], dict[str, Any]]] = {
     "/api/runs": lambda runs, query: runs.runs(),
+    "/api/charts": lambda runs, query: describe_charts(),
     "/api/settings": lambda runs, query: runs.settings(),
     "/api/series": _series,
     "/api/layers": _layers,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nsa.records import Beat
+from nsa.records.numbers import ATTENTION
 
 Array = NDArray[np.float64]
 DIGITS = 6
@@ -182,15 +184,12 @@ def _plain(values: Array) -> list[float | None]:
 
 # --- per-layer gates and selection ---
 
-FIELDS = (
-    "entropy_mean",
-    "gate_entropy_min",
-    "max_gate_mean",
-    "collapse_fraction",
-    "sel_k_mean",
-    "sel_pct_at_max",
-)
-SHARES = ("share_cmp", "share_sel", "share_win")
+FIELDS = tuple(number.name for number in ATTENTION if number.layer)
+LISTS = {
+    number.name: tuple(part.name for part in number.parts) for number in ATTENTION if number.parts
+}
+"""Fields that are lists, with the names of their entries."""
+COLUMNS = (*FIELDS, *chain.from_iterable(LISTS.values()))
 MOST_LAYERS = 512
 
 
@@ -247,7 +246,7 @@ class LayerTable:
             "step": [self._steps[i] for i in edges],
             "fields": {
                 name: [_gaps(table[:, layer, index]) for layer in range(table.shape[1])]
-                for index, name in enumerate(FIELDS + SHARES)
+                for index, name in enumerate(COLUMNS)
             },
         }
 
@@ -261,12 +260,12 @@ def _matrix(beat: Beat) -> NDArray[np.float32] | None:
     """[layers, fields] of a line; None if it is malformed."""
     fields = beat.extra.get("layers")
     try:
+        lists = [np.array(fields[name], dtype=np.float32) for name in LISTS]  # type: ignore[index]
         columns = [fields[name] for name in FIELDS]  # type: ignore[index]
-        shares = np.array(fields["gate_branch_shares"], dtype=np.float32)  # type: ignore[index]
-        matrix = np.concatenate([np.array(columns, dtype=np.float32).T, shares], axis=1)
+        matrix = np.concatenate([np.array(columns, dtype=np.float32).T, *lists], axis=1)
     except (KeyError, TypeError, ValueError):
         return None
-    fits = matrix.shape[1] == len(FIELDS) + len(SHARES) and 0 < len(matrix) <= MOST_LAYERS
+    fits = matrix.shape[1] == len(COLUMNS) and 0 < len(matrix) <= MOST_LAYERS
     return matrix if fits else None
 
 

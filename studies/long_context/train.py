@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nsa.config.load import REPOSITORY
 from nsa.records import MODEL, read_metrics
-from nsa.records.metrics import NAME as METRICS
+from nsa.records.metrics import METRICS_FILE
 from studies.long_context.presets import Preset
 from studies.long_context.text import TOKENIZER
 
@@ -69,7 +69,7 @@ def shards_folder(out: Path, preset: Preset, number: int) -> Path:
 
 def is_trained(folder: Path) -> bool:
     """Whether the run of the folder came to its end."""
-    if not (folder / METRICS).is_file() or not (folder / MODEL).is_file():
+    if not (folder / METRICS_FILE).is_file() or not (folder / MODEL).is_file():
         return False
     return read_metrics(folder).status == "finished"
 

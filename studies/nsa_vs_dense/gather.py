@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_heartbeat
-from nsa.records.heartbeat import BEAT, NAME, PROGRESS, Beat
+from nsa.records.heartbeat import BEAT, HEARTBEAT_FILE, PROGRESS, Beat
 from nsa.records.tables import SELECTION, read_rows, read_selection
 
 MOST_POINTS = 400
@@ -27,7 +27,7 @@ def gather_curves(folder: Path) -> dict[str, Any]:
     return {
         "training": {"step": [r.step for r in training], "loss": [r.loss for r in training]},
         "val": {"step": [r.step for r in val], "loss": [r.loss for r in val]},
-        "gates": _gates(read_heartbeat(folder / NAME.format(rank=0))),
+        "gates": _gates(read_heartbeat(folder / HEARTBEAT_FILE.format(rank=0))),
         "reads": _reads(folder),
     }
 
@@ -35,7 +35,7 @@ def gather_curves(folder: Path) -> dict[str, Any]:
 def steps_per_s(folder: Path) -> float | None:
     """One over the median time from an update to the next: neither the first, which compiles, nor
     pauses for logs and evaluations change it. None for a run of one step."""
-    beats = read_heartbeat(folder / NAME.format(rank=0))
+    beats = read_heartbeat(folder / HEARTBEAT_FILE.format(rank=0))
     starts = [beat for beat in beats if beat.msg == BEAT and not beat.is_pause]
     times = [b.ts - a.ts for a, b in itertools.pairwise(starts) if b.step == a.step + 1]
     return 1 / statistics.median(times) if times else None

@@ -21,7 +21,7 @@ from typing import IO
 from nsa.files import replacing
 from nsa.operate.handoff.contents import (
     ITEMS,
-    NAME,
+    MANIFEST_FILE,
     PREFIX,
     Collection,
     Entry,
@@ -79,8 +79,8 @@ def hand_over(
         staged = [_stage(source, known, open_files) for source in found.sources]
         manifest = Manifest(
             run=folder.resolve().name,
-            status=found.metrics.status if found.metrics else None,
-            step=found.metrics.step if found.metrics else None,
+            status=found.run.status if found.run.metrics else None,
+            step=found.run.metrics.step if found.run.metrics else None,
             files=[entry for entry, _ in staged],
             missing=found.missing,
         )
@@ -131,7 +131,7 @@ def _write(path: Path, manifest: Manifest, files: list[IO[bytes]]) -> None:
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, compresslevel=LEVEL, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
-        archive.addfile(_member(NAME, len(content)), io.BytesIO(content))
+        archive.addfile(_member(MANIFEST_FILE, len(content)), io.BytesIO(content))
         for entry, file in zip(manifest.files, files, strict=True):
             archive.addfile(_member(entry.path, entry.bytes), file)
 
@@ -195,10 +195,14 @@ def examine(path: Path) -> tuple[Manifest, list[str]]:
 
 
 def _manifest(archive: tarfile.TarFile, first: tarfile.TarInfo | None) -> Manifest:
-    if first is None or first.name != PREFIX + NAME or not first.isreg():
-        raise ValueError(f"its first file is not {PREFIX}{NAME}; it is no archive of nsa handoff")
+    if first is None or first.name != PREFIX + MANIFEST_FILE or not first.isreg():
+        raise ValueError(
+            f"its first file is not {PREFIX}{MANIFEST_FILE}; it is no archive of nsa handoff"
+        )
     if first.size > LARGEST_MANIFEST:
-        raise ValueError(f"its {NAME} has {first.size} bytes; {LARGEST_MANIFEST} are allowed")
+        raise ValueError(
+            f"its {MANIFEST_FILE} has {first.size} bytes; {LARGEST_MANIFEST} are allowed"
+        )
     file = archive.extractfile(first)
     return read_manifest(file.read() if file else b"")
 

@@ -19,15 +19,14 @@ from typing import IO, Any, NamedTuple
 from nsa.config.load import REPOSITORY
 from nsa.files import open_binary
 from nsa.operate.handoff.redact import hide
-from nsa.operate.run_folder import require_types
-from nsa.records.metrics import NAME as METRICS
-from nsa.records.metrics import Metrics, read_metrics
+from nsa.operate.run_files import require_types
+from nsa.operate.run_folder import read_run
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import BadCheckpoint, manifest_path
 
 VERSION = 1
 SCHEMA = "nsa-handoff"
-NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 PREFIX = "handoff/"
 """Prefix of every name in the archive."""
 ITEMS = {
@@ -80,7 +79,7 @@ class Manifest:
     run: str
     """Name of the run folder."""
     status: str | None = None
-    """Status in metrics.json."""
+    """Status in metrics.json; `died` if that is `running` and the processes are gone."""
     step: int | None = None
     files: list[Entry] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
@@ -97,19 +96,24 @@ def read_manifest(content: bytes) -> Manifest:
         found: dict[str, Any] = json.loads(content)
         if (found.get("schema"), found.get("version")) != (SCHEMA, VERSION):
             raise ValueError(
-                f"{NAME} is of {found.get('schema')!r:.40} version {found.get('version')!r:.20}; "
+                f"{MANIFEST_FILE} is of {found.get('schema')!r:.40} "
+                f"version {found.get('version')!r:.20}; "
                 f"this program reads {SCHEMA} version {VERSION}; use the program that wrote it"
             )
         files = [Entry(**entry) for entry in found.pop("files")]
         missing = [Missing(**entry) for entry in found.pop("missing")]
         manifest = Manifest(**found, files=files, missing=missing)
         for record in (manifest, *manifest.files, *manifest.missing):
-            require_types(record, NAME)
+            require_types(record, MANIFEST_FILE)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{NAME} is not a manifest of a handoff ({error!s:.200})") from None
+        raise ValueError(
+            f"{MANIFEST_FILE} is not a manifest of a handoff ({error!s:.200})"
+        ) from None
     for entry in manifest.files:
         if not is_safe(entry.path):
-            raise ValueError(f"{NAME} names {entry.path!r:.80}, which is no plain relative path")
+            raise ValueError(
+                f"{MANIFEST_FILE} names {entry.path!r:.80}, which is no plain relative path"
+            )
     return manifest
 
 
@@ -144,7 +148,7 @@ class Collection:
         self.folder, self.open_files = folder, open_files
         self.sources: list[Source] = []
         self.missing: list[Missing] = []
-        self.metrics = read_metrics_if_whole(folder)
+        self.run = read_run(folder)
 
     def collect(self, run_info: Path | None, report: Path | None) -> None:
         """Look for every item, in checklist order."""
@@ -238,16 +242,6 @@ class Collection:
     def _miss(self, item: str, reason: str) -> None:
         clean = "".join(hide(line)[0] for line in reason.splitlines())
         self.missing.append(Missing(item=item, reason=clean))
-
-
-def read_metrics_if_whole(folder: Path) -> Metrics | None:
-    """metrics.json of the run; None if missing or malformed."""
-    try:
-        metrics = read_metrics(folder)
-        require_types(metrics, METRICS)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None
-    return metrics
 
 
 def find_run_info(folder: Path) -> Path | None:

@@ -28,8 +28,7 @@ from nsa.records.folder import (
     held_by,
     take_lock,
 )
-from nsa.records.launch import NAME as RUN_INFO
-from nsa.records.launch import read_run_info
+from nsa.records.launch import RUN_INFO_FILE, read_run_info
 from nsa.records.sentinels import read_halt, write_halt
 
 STOP_OLD_S = 600.0
@@ -209,11 +208,11 @@ def _run_detached(place: str, plan: Plan, args: argparse.Namespace) -> int:
         return 0
     session = args.session or plan.profile.session
     if terminal.in_tmux(session, command, plan.records, _say):
-        _say(f"it goes on in {session}; logs: {plan.logs(plan.profile.phases[-1])[0]}")
+        _say(f"it continues in {session}; logs: {plan.logs(plan.profile.phases[-1])[0]}")
         return 0
     # The tmux session has ended: report the result that it left in run.info.
     try:
-        info = read_run_info(plan.records / RUN_INFO)
+        info = read_run_info(plan.records / RUN_INFO_FILE)
     except FileNotFoundError:
         _say(f"it has ended before its first phase; try again with --where {terminal.FOREGROUND}")
         return 1

@@ -20,13 +20,18 @@ from nsa.operate.launch.plan import Plan
 from nsa.operate.launch.profiles import Phase
 from nsa.operate.report.command import judge
 from nsa.operate.report.verdict import write_report
+from nsa.operate.run_files import RunFiles
 from nsa.records.folder import LAUNCH, RUN, STOPPING, FolderHeld, FolderLock, take_lock
 from nsa.records.heartbeat import iso
-from nsa.records.launch import NAME as RUN_INFO
-from nsa.records.launch import PHASE_NAME as VERDICT
-from nsa.records.launch import PhaseVerdict, read_verdict, write_run_info, write_verdict
-from nsa.records.metrics import NAME as METRICS
-from nsa.records.metrics import Metrics, read_metrics
+from nsa.records.launch import (
+    PHASE_FILE,
+    RUN_INFO_FILE,
+    PhaseVerdict,
+    read_verdict,
+    write_run_info,
+    write_verdict,
+)
+from nsa.records.metrics import METRICS_FILE, Metrics
 from nsa.records.sentinels import HALT, read_halt, write_halt
 
 OK, NO_GO, FAILED, REFUSED = 0, 1, 1, 3
@@ -117,7 +122,7 @@ class Phases:
         self._write()
 
     def _write(self) -> None:
-        path = self._plan.records / RUN_INFO
+        path = self._plan.records / RUN_INFO_FILE
         with best_effort(path):  # a full disk must not stop the supervision of a run
             write_run_info(path, self._info)
 
@@ -139,7 +144,7 @@ class Phases:
                 # metrics.json of an earlier run must not be taken for a result of this one.
                 before = _metrics_mtime(folder)
                 ended = self._train(phase, transcript)
-                metrics = _metrics(folder) if _metrics_mtime(folder) != before else None
+                metrics = RunFiles(folder).metrics() if _metrics_mtime(folder) != before else None
                 return self._judged(phase, transcript, ended, metrics)
         finally:
             transcript.close()
@@ -156,7 +161,7 @@ class Phases:
 
     def _train(self, phase: Phase, transcript: Transcript) -> Ended:
         plan, folder = self._plan, self._plan.folder(phase)
-        (folder / VERDICT).unlink(missing_ok=True)
+        (folder / PHASE_FILE).unlink(missing_ok=True)
         command = plan.command(phase)
         alone = "torch.distributed.run" not in command
         left = plan.restarts(phase) if alone else 0  # torchrun does its own restarts
@@ -198,11 +203,11 @@ class Phases:
             return code, self._end(transcript, phase, f"NO-GO: the trainer ended with {code}")
         if metrics is None or metrics.status != "finished":
             at = f"at step {metrics.step}" if metrics else "before its first step"
-            text = f"stopped {at} ({ended.stopped or 'asked to'}); the same command goes on"
+            text = f"stopped {at} ({ended.stopped or 'asked to'}); the same command resumes it"
             return OK, self._end(transcript, phase, text)
         verdict = judge(folder, phase.judged, limits=self._limits_of(phase))
         transcript.write(f"{verdict.text()}\n".encode())
-        with best_effort(folder / VERDICT):
+        with best_effort(folder / PHASE_FILE):
             write_report(self._plan.records / f"report_{phase.name}", verdict)
             write_verdict(folder, self._verdict(phase, verdict.go))
         if verdict.go:
@@ -253,15 +258,8 @@ def _remove_own_halt(folder: Path) -> None:
 def _metrics_mtime(folder: Path) -> int | None:
     """Modification time of metrics.json, to detect that it was replaced."""
     try:
-        return (folder / METRICS).stat().st_mtime_ns
+        return (folder / METRICS_FILE).stat().st_mtime_ns
     except OSError:
-        return None
-
-
-def _metrics(folder: Path) -> Metrics | None:
-    try:
-        return read_metrics(folder)
-    except (OSError, ValueError, TypeError):  # missing, torn, or another schema version
         return None
 
 

@@ -19,7 +19,7 @@ from nsa.operate.limits import limits_for, with_values
 from nsa.operate.preflight import config_checks, kernel_checks, machine_checks, run_checks
 from nsa.operate.preflight.config_checks import Check, Planned
 from nsa.operate.report.command import parse_limits
-from nsa.operate.report.evidence import judged, missing
+from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import FAIL, Row, Verdict
 from nsa.operate.text import first_line
 from nsa.records.heartbeat import iso
@@ -131,27 +131,21 @@ def _check(plan: Planned) -> list[Row]:
 
 
 def _try(name: str, check: Check, plan: Planned) -> Row | None:
+    asked = Question(name, "done without an error")
     try:
         return check(plan)
     except EXPECTED as error:
-        return judged(
-            name,
+        return asked.judged(
             False,
             first_line(error)[:200],
-            limit="done without an error",
             evidence=type(error).__name__,
             advice="the message says what is wrong",
         )
 
 
 def _not_tried(name: str, failed: str) -> Row:
-    return missing(
-        name,
-        limit="tried",
-        evidence=f"not tried, because of {failed}",
-        advice=f"see {failed}",
-        essential=True,
-    )
+    asked = Question(name, "tried")
+    return asked.missing(f"not tried, because of {failed}", f"see {failed}", essential=True)
 
 
 @contextmanager

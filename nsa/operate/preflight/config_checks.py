@@ -12,7 +12,7 @@ from nsa.config import Config
 from nsa.config.env import in_effect
 from nsa.model.cost import parameter_counts
 from nsa.operate.limits import Limits
-from nsa.operate.report.evidence import judged
+from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.train.errors import LONG_STEPS
 from nsa.train.runtime import Runtime
@@ -82,12 +82,11 @@ HARMFUL = {
 
 def config_named(plan: Planned) -> Row:
     """The user named the config."""
-    return judged(
-        "config",
+    asked = Question("config", "named by --config or CONFIG")
+    return asked.judged(
         plan.config_named,
         f"{plan.config_path}: {plan.num_params / 1e6:.1f}M parameters, {plan.config.train.steps} "
         f"steps of {plan.tokens_per_step} tokens",
-        limit="named by --config or CONFIG",
         evidence="--config" if plan.config_named else "nobody named it: a default",
         advice="pass --config FILE, or export CONFIG",
     )
@@ -95,6 +94,7 @@ def config_named(plan: Planned) -> Row:
 
 def config_sane(plan: Planned) -> Row:
     """No setting makes the run pointless."""
+    asked = Question("settings", "none that makes the run pointless")
     config, found = plan.config, []
     train, nsa = config.train, config.nsa
     # A new rule must also change the count of rules in the evidence below.
@@ -108,11 +108,9 @@ def config_sane(plan: Planned) -> Row:
         found.append(f"train.log_every={train.log_every} logs next to nothing")
     if train.steps >= LONG_STEPS and config.data.dataset.startswith("synthetic"):
         found.append(f"data.dataset={config.data.dataset} in a long run: nothing to learn")
-    return judged(
-        "settings",
+    return asked.judged(
         not found,
         found[0] if found else "nothing unusual",
-        limit="none that makes the run pointless",
         evidence=f"{len(found)} of 5 rules: {'; '.join(found)}" if found else "5 rules",
         advice="change it, in the file or on the command line",
     )
@@ -120,15 +118,14 @@ def config_sane(plan: Planned) -> Row:
 
 def precision(plan: Planned) -> Row:
     """A GPU run uses bf16, and the GPU supports it."""
+    asked = Question("precision", "bf16 on a GPU that has it")
     wanted, is_gpu = plan.config.runtime.precision, plan.runtime.device.type == "cuda"
     is_bf16 = wanted == "bf16"
     # Emulated bf16 runs, but at a fraction of the speed.
     lacks_it = is_gpu and is_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return judged(
-        "precision",
+    return asked.judged(
         not is_gpu or (is_bf16 and not lacks_it),
         f"{wanted} on {plan.runtime.device}",
-        limit="bf16 on a GPU that has it",
         evidence="the GPU has no bf16" if lacks_it else "runtime.precision",
         advice="set runtime.precision=bf16, or use another GPU",
     )
@@ -138,11 +135,10 @@ def checkpoints(plan: Planned) -> Row:
     """A long run saves checkpoints."""
     train = plan.config.train
     is_long = train.steps >= LONG_STEPS
-    return judged(
-        "save_every",
+    asked = Question("save_every", f"> 0 from {LONG_STEPS} steps on; the run has {train.steps}")
+    return asked.judged(
         not is_long or 0 < train.save_every <= train.steps,
         f"{train.save_every}",
-        limit=f"> 0 from {LONG_STEPS} steps on; the run has {train.steps}",
         evidence="train.save_every",
         advice="set train.save_every, to 5000 or less",
     )
@@ -150,12 +146,11 @@ def checkpoints(plan: Planned) -> Row:
 
 def switches(plan: Planned) -> Row:
     """No variable for tests or triage is still set."""
+    asked = Question("environment", "no switch of a test or a triage")
     found = [f"{k}={v}: {HARMFUL[k]}" for k, v in in_effect().items() if k in HARMFUL]
-    return judged(
-        "environment",
+    return asked.judged(
         not found,
         "; ".join(found) or ", ".join(f"{k}={v}" for k, v in in_effect().items()) or "all default",
-        limit="no switch of a test or a triage",
         evidence="the environment of this process",
         advice="unset it",
     )

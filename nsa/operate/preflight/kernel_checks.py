@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.model.cost import block_spec
 from nsa.operate.preflight.config_checks import Planned
-from nsa.operate.report.evidence import judged
+from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.ops import nsa_attention
 from nsa.train.build import build_model
@@ -50,11 +50,12 @@ def parity(plan: Planned) -> Row | None:
     allowed = getattr(plan.limits, f"parity_{plan.runtime.precision}")
     allowed_grad = max(allowed, plan.limits.parity_grad)
     ok = error <= allowed and grad_error <= allowed_grad and other_rows <= plan.limits.parity_rows
-    return judged(
-        "kernel parity",
+    asked = Question(
+        "kernel parity", f"{allowed:g}, {allowed_grad:g}; {plan.limits.parity_rows:.2%}"
+    )
+    return asked.judged(
         ok,
         f"error {error:.1e}, of gradients {grad_error:.1e}; {other_rows:.2%} of rows select others",
-        limit=f"{allowed:g}, {allowed_grad:g}; {plan.limits.parity_rows:.2%}",
         evidence=f"{backend} against the oracle, {length} tokens, the run's heads and blocks, "
         f"{plan.runtime.precision}",
         advice="do not train; runtime.backend=torch rules the kernels out; report it",
@@ -63,6 +64,7 @@ def parity(plan: Planned) -> Row | None:
 
 def causality(plan: Planned) -> Row:
     """Changing later tokens changes no bit of the earlier logits of a one-layer model."""
+    asked = Question("causality", "bit-equal up to every cut")
     one_layer = dataclasses.replace(
         plan.config,
         model=dataclasses.replace(plan.config.model, n_layers=1),
@@ -86,11 +88,9 @@ def causality(plan: Planned) -> Row:
                 leaks.append(t)
     is_finite = bool(before.isfinite().all())
     value = f"tokens after {leaks[0]} change what is before" if leaks else "no bit changes"
-    return judged(
-        "causality",
+    return asked.judged(
         not leaks and is_finite,
         value if is_finite else "the output is not finite",
-        limit="bit-equal up to every cut",
         evidence=f"one layer of the run's model, {length} tokens, {plan.runtime.precision}",
         advice="do not train: the loss would lie; scripts/run_gpu_causality_test.sh --full",
     )

@@ -12,16 +12,15 @@ from pathlib import Path
 
 import torch
 
-from nsa.files import size
+from nsa.files import PROC, size
 from nsa.model.cost import training_memory
 from nsa.operate.preflight.config_checks import Planned
 from nsa.operate.process import why_not_ours
-from nsa.operate.report.evidence import judged, missing
+from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import Run, read_run
 from nsa.operate.text import GIB, MIB, duration
 from nsa.records import machine
-from nsa.records.machine import PROC
 from nsa.records.sentinels import HALT, read_halt
 
 PROBE_BYTES = 64 * MIB
@@ -38,11 +37,12 @@ def disk_space(plan: Planned) -> Row:
     saves = train.steps // train.save_every if train.save_every else 1
     kept = min(saves, train.keep_last or saves) + 1
     needed = max(kept * plan.checkpoint_bytes, int(plan.limits.free_gib * GIB))
-    return judged(
-        "disk space",
+    asked = Question(
+        "disk space", f">= {size(needed)}: {kept} checkpoints of {size(plan.checkpoint_bytes)}"
+    )
+    return asked.judged(
         free >= needed,
         f"{size(free)} free",
-        limit=f">= {size(needed)}: {kept} checkpoints of {size(plan.checkpoint_bytes)}",
         evidence=f"the disk of {plan.folder}",
         advice="make room, set train.keep_last lower, or train.out_dir elsewhere",
     )
@@ -61,11 +61,10 @@ def disk_speed(plan: Planned) -> Row:
     rate = PROBE_BYTES / MIB / (time.perf_counter() - start)
     path.unlink()
     limit = plan.limits.write_mib_per_s
-    return judged(
-        "disk speed",
+    asked = Question("disk speed", f">= {limit:g} MiB/s")
+    return asked.judged(
         rate >= limit,
         f"{rate:.0f} MiB/s, a checkpoint in {plan.checkpoint_bytes / MIB / rate:.1f} s",
-        limit=f">= {limit:g} MiB/s",
         evidence=f"{PROBE_BYTES // MIB} MiB written and brought to the disk of {plan.folder}",
         advice="use a local disk for train.out_dir, and train.backup_dir for the network",
     )
@@ -75,17 +74,14 @@ def memory(plan: Planned) -> Row:
     """A training step fits into the free memory."""
     parts = training_memory(plan.config)
     needed, free = sum(parts.values()), free_memory(plan.runtime.device)
-    limit = f"<= {plan.limits.memory_share:g} x what is free"
+    asked = Question("memory", f"<= {plan.limits.memory_share:g} x what is free")
     largest = max(parts, key=lambda name: parts[name])
     if free is None:
-        todo = "look at it by hand"
         evidence = f"this system does not say what is free; the estimate is {size(needed)}"
-        return missing("memory", limit=limit, evidence=evidence, advice=todo, essential=False)
-    return judged(
-        "memory",
+        return asked.missing(evidence, "look at it by hand")
+    return asked.judged(
         needed <= plan.limits.memory_share * free,
         f"{size(needed)} of {size(free)} free",
-        limit=limit,
         evidence=f"the estimate of `nsa info`; most of it {largest}, {size(parts[largest])}",
         advice="train.batch_size lower with more accumulation, runtime.gradient_checkpointing=true"
         ", a shorter train.seq_len; or end what else uses the device",
@@ -106,15 +102,14 @@ def free_memory(device: torch.device) -> int | None:
 
 def processes(plan: Planned) -> Row:
     """No other run writes to this folder or, with a GPU, trains on this machine."""
+    asked = Question("processes", "no other run here")
     found = [f"pid {pid} writes to {plan.folder}" for pid in writers(plan.folder)]
     # Runs can share a CPU, but two on one GPU run out of memory or slow each other down.
     if plan.runtime.device.type == "cuda":
         found += [f"pid {pid}: {command}" for pid, command in trainers()]
-    return judged(
-        "processes",
+    return asked.judged(
         not found,
         f"{len(found)} others" if found else "no other",
-        limit="no other run here",
         evidence=found[0][:160] if found else "heartbeats of the folder, /proc",
         advice="stop it (touch .HALT in its folder, or kill PID), or choose another train.out_dir",
     )
@@ -163,15 +158,14 @@ def is_trainer(words: Sequence[str]) -> bool:
 
 def halt_file(plan: Planned) -> Row:
     """No stale .HALT file is left from an earlier run."""
+    asked = Question("halt file", f"no {HALT}")
     halt = read_halt(plan.folder)
     value = "none"
     if halt is not None:
         value = f"{duration(halt.age_s)} old: {halt.reason or 'without a reason'}"
-    return judged(
-        "halt file",
+    return asked.judged(
         halt is None,
         value,
-        limit=f"no {HALT}",
         evidence=f"{plan.folder / HALT}",
         advice="look why it is there, then remove it: the run would stop at once",
     )
@@ -179,17 +173,16 @@ def halt_file(plan: Planned) -> Row:
 
 def versions(plan: Planned) -> Row:
     """Driver, torch and Triton versions match."""
+    asked = Question("versions", "a driver for torch's CUDA, the Triton that torch asks for")
     cuda, triton = torch.version.cuda, _installed("triton")
     problems = (
         pairing_problems(cuda, machine.driver_version(), triton, metadata.requires("torch") or [])
         if plan.runtime.device.type == "cuda"
         else []
     )
-    return judged(
-        "versions",
+    return asked.judged(
         not problems,
         f"torch {torch.__version__}, triton {triton}, driver {machine.driver_version()}",
-        limit="a driver for torch's CUDA, the Triton that torch asks for",
         evidence="; ".join(problems) or "the packages and the driver",
         advice="install the pair that constraints.txt names, or a newer driver",
     )

@@ -20,13 +20,12 @@ from nsa.data import SourceLost, within
 from nsa.data.shards import verify_shards
 from nsa.files import size
 from nsa.operate.preflight.config_checks import Planned
-from nsa.operate.report.evidence import judged, missing
+from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import number
 from nsa.operate.text import duration, first_line
 from nsa.records import read_heartbeat
-from nsa.records.heartbeat import NAME as HEARTBEAT
-from nsa.records.heartbeat import PROGRESS
+from nsa.records.heartbeat import HEARTBEAT_FILE, PROGRESS
 from nsa.train import LoaderFailed, TrainError, run
 from nsa.train.batches import LoaderOptions, open_in_time
 from nsa.train.checkpoint import file as checkpoint_file
@@ -38,16 +37,14 @@ PART_STEPS = 3
 def all_reduce(plan: Planned) -> Row:
     """All ranks join the process group and all-reduce a tensor."""
     backend = group_backend(plan)
-    limit = f"the right sum within {plan.limits.all_reduce_s:g} s"
+    asked = Question("all-reduce", f"the right sum within {plan.limits.all_reduce_s:g} s")
     start = time.perf_counter()
     device, timeout_s = plan.runtime.device.type, plan.limits.all_reduce_s
     problem = reduce_once(plan.ranks, plan.scratch / "store", backend, device, timeout_s)
     seconds = time.perf_counter() - start
-    return judged(
-        "all-reduce",
+    return asked.judged(
         not problem and seconds <= plan.limits.all_reduce_s,
         problem or f"{plan.ranks} ranks, {seconds:.2f} s with their start",
-        limit=limit,
         evidence=f"{backend}, {plan.ranks} processes on this machine",
         advice="NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1, TORCH_BACKEND",
     )
@@ -62,25 +59,21 @@ def group_backend(plan: Planned) -> str:
 def first_batch(plan: Planned) -> Row:
     """The first batch arrives in time, and its token ids fit the vocabulary."""
     limit_s, config = plan.limits.first_batch_s, plan.config
-    limit = f"within {limit_s:g} s; ids below {config.data.vocab}"
+    asked = Question("first batch", f"within {limit_s:g} s; ids below {config.data.vocab}")
     start = time.perf_counter()
     try:
         batch = within(limit_s, lambda: _read_batch(plan, limit_s), "the first batch")
     except (SourceLost, LoaderFailed, ValueError, OSError) as error:
-        return judged(
-            "first batch",
+        return asked.judged(
             False,
             first_line(error)[:200],
-            limit=limit,
             evidence=f"data.dataset={config.data.dataset}",
             advice="`nsa data prepare` makes shards of local documents; look at the network",
         )
     seconds, largest = time.perf_counter() - start, int(batch.max())
-    return judged(
-        "first batch",
+    return asked.judged(
         largest < config.data.vocab and int(batch.min()) >= 0,
         f"{seconds:.2f} s, {tuple(batch.shape)}, largest id {largest}",
-        limit=limit,
         evidence=f"data.dataset={config.data.dataset}",
         advice="the tokenizer of the data is not that of the config",
     )
@@ -88,17 +81,16 @@ def first_batch(plan: Planned) -> Row:
 
 def shards(plan: Planned) -> Row | None:
     """Prepared shards match the checksums in their manifest."""
+    asked = Question("shards", "the sha256 of the manifest")
     if plan.config.data.dataset != "shards":
         return None
     folder, start = Path(plan.config.data.local_path), time.perf_counter()
     problems = verify_shards(folder)
     seconds = time.perf_counter() - start
     more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return judged(
-        "shards",
+    return asked.judged(
         not problems,
         problems[0][:200] + more if problems else f"all match their sha256 ({seconds:.1f} s)",
-        limit="the sha256 of the manifest",
         evidence=str(folder),
         advice="copy the shards again, or prepare them again (`nsa data prepare`)",
     )
@@ -153,7 +145,7 @@ def rehearse(plan: Planned) -> Rehearsal:
 
 def _step_times(folder: Path) -> list[float]:
     """Seconds per step from the heartbeat, without the first step of each part."""
-    beats = read_heartbeat(folder / HEARTBEAT.format(rank=0))
+    beats = read_heartbeat(folder / HEARTBEAT_FILE.format(rank=0))
     # The first step of each part compiles kernels or fills caches.
     lines = [beat for beat in beats if beat.msg == PROGRESS and beat.step % PART_STEPS != 1]
     return [seconds for beat in lines if (seconds := number(beat, "step_time_s")) is not None]
@@ -187,12 +179,11 @@ def rehearsal_config(config: Config, folder: Path) -> Config:
 
 def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:
     """A checkpoint is written, verified and resumed from."""
-    return judged(
-        "checkpoint",
+    asked = Question("checkpoint", f"written, verified, resumed at step {PART_STEPS}")
+    return asked.judged(
         not rehearsal.problem and rehearsal.resumed_at == PART_STEPS,
         rehearsal.problem[:200]
         or f"{size(rehearsal.checkpoint_bytes)}, verified, resumed at step {rehearsal.resumed_at}",
-        limit=f"written, verified, resumed at step {PART_STEPS}",
         evidence=f"{2 * PART_STEPS} updates of the run on random tokens, in two parts",
         advice="the message says what to change; `nsa prove-resume` shows more",
     )
@@ -200,17 +191,14 @@ def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:
 
 def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
     """The run finishes in time and within the agreed cost."""
-    limit = f"<= {plan.limits.eta_h:g} h"
-    if plan.max_cost is not None:
-        limit += f", cost <= {plan.max_cost:g}"
+    cost_limit = "" if plan.max_cost is None else f", cost <= {plan.max_cost:g}"
+    asked = Question("time", f"<= {plan.limits.eta_h:g} h{cost_limit}")
     if rehearsal.problem:
         todo = "the checkpoint check says what to change"
-        evidence = "no step was done"
-        return missing("time", limit=limit, evidence=evidence, advice=todo, essential=True)
+        return asked.missing("no step was done", todo, essential=True)
     if plan.max_cost is not None and plan.price_per_h is None:
         todo = "pass --price, or set NSA_PRICE_PER_H"
-        evidence = "no price for an hour"
-        return missing("time", limit=limit, evidence=evidence, advice=todo, essential=True)
+        return asked.missing("no price for an hour", todo, essential=True)
     # Weak scaling is assumed: every rank does one rank's work per step.
     seconds = plan.config.train.steps * rehearsal.step_s
     value = f"{duration(seconds)} for {plan.config.train.steps} steps"
@@ -219,11 +207,9 @@ def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
         value += f", cost {cost:,.2f} at {plan.price_per_h:g}/h"
     is_cheap = plan.max_cost is None or cost is None or cost <= plan.max_cost
     speed = plan.tokens_per_step / rehearsal.step_s
-    return judged(
-        "time",
+    return asked.judged(
         seconds / 3600 <= plan.limits.eta_h and is_cheap,
         value,
-        limit=limit,
         evidence=f"{rehearsal.step_s:.3g} s per step, {speed:,.0f} tokens/s, measured on one rank, "
         "without evaluations",
         advice="fewer train.steps, runtime.cuda_graph=true, more GPUs; or another limit (--limit)",

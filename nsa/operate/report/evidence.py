@@ -6,10 +6,10 @@ length is judged in seconds. Nothing is written; unreadable files are listed in 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -17,17 +17,17 @@ from typing import NamedTuple
 from nsa.config import Config
 from nsa.operate.limits import Limits
 from nsa.operate.report.verdict import FAIL, NOT_MEASURED, PASS, Row
-from nsa.operate.run_folder import Run, mixed_writers, number, read_run, rising, try_read
-from nsa.records import TRAINING, VAL, Beat, TrainingRow, ValRow
-from nsa.records.heartbeat import BOOT, NON_FINITE, PROGRESS, sample_beats
-from nsa.records.metrics import CONFIG_NAME as CONFIG
-from nsa.records.metrics import NAME as METRICS
-from nsa.records.metrics import read_config
-from nsa.records.tables import sample_rows
-from nsa.tail import Line, lines_from_end
+from nsa.operate.run_files import RunFiles
+from nsa.operate.run_folder import Rank, Run, mixed_writers, number, read_run, rising
+from nsa.records import TRAINING, Beat, TrainingRow, ValRow
+from nsa.records.heartbeat import BOOT, NON_FINITE, PROGRESS
+from nsa.records.metrics import METRICS_FILE
+from nsa.records.numbers import SCALARS, finite, scalars_of
 
 MOST_BYTES = 16 << 20
-"""Read at most from the first rank's heartbeat, and from each CSV table."""
+"""Read at most from the first rank's heartbeat, from all others, and from each CSV table."""
+LEAST_BYTES = 1 << 20
+"""Read at least from each heartbeat, however many ranks there are."""
 LOG_BYTES = 1 << 20
 """Read from the end of each log."""
 STARTED = "[boot] loading config"
@@ -66,6 +66,8 @@ class Evidence:
     """The records of a run, ready to be judged."""
 
     run: Run
+    ranks: list[Rank]
+    """The ranks with their heartbeats from the start of the run; `run` has only the ends."""
     config: Config | None
     lines: list[Beat]
     """Logged steps of the first rank, in rising order."""
@@ -101,13 +103,23 @@ class Evidence:
                 found.append(Point(beat.step, value, f"{self.run.heartbeat}, {record(beat)}"))
         if found or name not in TrainingRow._fields:
             return found
-        finite = (-float("inf"), float("inf"))
         # training.csv is the fallback: it has fewer columns, but survives a lost heartbeat.
         for row in self.rows:
             if self.window.first <= row.step <= self.window.last:
-                value = float(getattr(row, name))
-                known = value if finite[0] < value < finite[1] else None
-                found.append(Point(row.step, known, f"{TRAINING}, step {row.step}"))
+                value = finite(getattr(row, name))
+                found.append(Point(row.step, value, f"{TRAINING}, step {row.step}"))
+        return found
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """(step, value) of every number, over the whole run; finite values only."""
+        found: dict[str, list[tuple[float, float]]] = {number.name: [] for number in SCALARS}
+        for beat in self.lines:
+            for name, value in scalars_of(beat.extra):
+                if value is not None:
+                    found[name].append((beat.step, value))
+        whole = dataclasses.replace(self, window=ALL)
+        for name in TrainingRow._fields[1:]:
+            found[name] = found[name] or [(p.step, value) for value, p in known(whole.points(name))]
         return found
 
 
@@ -125,36 +137,39 @@ def read_evidence(folder: Path, *, now: float | None = None) -> Evidence:
         raise ValueError(
             f"{folder} cannot be read ({error.strerror}); read it as its owner, or copy it"
         ) from None
-    problems = list(run.problems)
-    beats: list[Beat] = []
-    if run.ranks:
-        path = run.ranks[0].path
-        read = try_read(path, partial(sample_beats, path, MOST_BYTES), problems)
-        beats = read[0] if read else []
-    # Only the last run in the file is judged; an earlier one is named in `mixed`.
-    begin, other = last_run(beats)
-    beats = beats[begin:]
-    rows = try_read(
-        folder / TRAINING, lambda: sample_rows(TrainingRow, folder / TRAINING, MOST_BYTES), problems
-    )
-    vals = try_read(folder / VAL, lambda: sample_rows(ValRow, folder / VAL, MOST_BYTES), problems)
-    for name, found in ((TRAINING, rows), (VAL, vals)):
-        if found and found[1]:
-            problems.append(
-                f"{name}: {len(found[1])} lines cannot be read, the first: {found[1][0]}"
-            )
+    files = RunFiles(folder)
+    ranks, other = _sampled_ranks(run, files)
+    beats = ranks[0].beats if ranks else []
     together = [text for rank in run.ranks for text in mixed_writers(rank.path, rank.beats)]
     return Evidence(
         run=run,
-        config=try_read(folder / CONFIG, lambda: read_config(folder), problems),
+        ranks=ranks,
+        config=files.config(),
         lines=rising([beat for beat in beats if beat.msg == PROGRESS]),
         events=beats,
-        rows=rows[0] if rows else [],
-        vals=vals[0] if vals else [],
+        rows=files.sampled_training(MOST_BYTES),
+        vals=files.sampled_val(MOST_BYTES),
         mixed="; ".join([*together, *([other] if other else [])]),
-        errors=_log_errors(folder, problems),
-        problems=list(dict.fromkeys(problems)),
+        errors=_log_errors(files),
+        problems=list(dict.fromkeys([*run.problems, *files.problems])),
     )
+
+
+def _sampled_ranks(run: Run, files: RunFiles) -> tuple[list[Rank], str]:
+    """The ranks with all of their heartbeats, or samples, and a note if two runs are mixed.
+
+    Only the last run in a file is judged; an earlier one is named in the note.
+    """
+    ranks, note = [], ""
+    for rank in run.ranks:
+        # The others share as much as the first has for itself.
+        share = 1 if rank is run.ranks[0] else len(run.ranks) - 1
+        beats = files.sampled_beats(rank.path, max(MOST_BYTES // share, LEAST_BYTES))
+        begin, other = last_run(beats)
+        ranks.append(dataclasses.replace(rank, beats=beats[begin:]))
+        if rank is run.ranks[0]:
+            note = other
+    return ranks, note
 
 
 def last_run(beats: Sequence[Beat]) -> tuple[int, str]:
@@ -177,11 +192,10 @@ def last_run(beats: Sequence[Beat]) -> tuple[int, str]:
     return begin, text
 
 
-def _log_errors(folder: Path, problems: list[str]) -> list[str]:
+def _log_errors(files: RunFiles) -> list[str]:
     found: list[str] = []
-    for path in sorted(folder.glob("*.log")):
-        lines = try_read(path, partial(_end_of, path), problems)
-        for line in lines or []:  # newest first: stop at the start of the current process
+    for path, lines in files.log_ends(LOG_BYTES):
+        for line in lines:  # newest first: stop at the start of the current process
             if STARTED in line.text:
                 break
             if ERRORS.search(line.text):
@@ -189,51 +203,43 @@ def _log_errors(folder: Path, problems: list[str]) -> list[str]:
     return found[::-1]
 
 
-def _end_of(path: Path) -> list[Line]:
-    return [*lines_from_end(path, LOG_BYTES)]
-
-
 # --- building blocks of the criteria ---
 
-NO_METRICS = f"no {METRICS} that can be read"
+NO_METRICS = f"no {METRICS_FILE} that can be read"
 
 Criterion = Callable[[Evidence, Limits], Row | None]
 """Judges one thing; None where it does not apply, e.g. gates of a model with dense attention."""
 
 
-def judged(
-    name: str,
-    ok: bool,
-    value: str,
-    *,
-    limit: str,
-    evidence: str,
-    advice: str = "",
-    essential: bool = True,
-) -> Row:
-    """A row for a measured value."""
-    return Row(
-        name=name,
-        value=value,
-        limit=limit,
-        verdict=PASS if ok else FAIL,
-        evidence=evidence,
-        advice="" if ok else advice,
-        essential=essential,
-    )
+class Question(NamedTuple):
+    """What a criterion asks; its methods make the row of the answer."""
 
+    name: str
+    limit: str
+    """What is allowed."""
 
-def missing(name: str, *, limit: str, evidence: str, advice: str, essential: bool) -> Row:
-    """A row for a value that was not recorded."""
-    return Row(
-        name=name,
-        value="-",
-        limit=limit,
-        verdict=NOT_MEASURED,
-        evidence=evidence,
-        advice=advice,
-        essential=essential,
-    )
+    def judged(self, ok: bool, value: str, *, evidence: str, advice: str = "") -> Row:
+        """A value was measured; `advice` is for the case that it is not good."""
+        return Row(
+            name=self.name,
+            value=value,
+            limit=self.limit,
+            verdict=PASS if ok else FAIL,
+            evidence=evidence,
+            advice="" if ok else advice,
+        )
+
+    def missing(self, evidence: str, advice: str, *, essential: bool = False) -> Row:
+        """Nothing was recorded; without an essential answer there is no GO."""
+        return Row(
+            name=self.name,
+            value="-",
+            limit=self.limit,
+            verdict=NOT_MEASURED,
+            evidence=evidence,
+            advice=advice,
+            essential=essential,
+        )
 
 
 def known(points: Sequence[Point]) -> list[tuple[float, Point]]:

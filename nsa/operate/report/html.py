@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from nsa.operate.report.evidence import ALL, Evidence, known
+from nsa.operate.report.evidence import Evidence
 from nsa.operate.report.verdict import COLUMNS, FAIL, GO, NO_GO, NOT_MEASURED, PASS, Row, Verdict
 from nsa.operate.text import printable
+from nsa.records import ValRow
+from nsa.records.numbers import CHARTS, EVALUATED, SCALARS, Chart, curves_of
 
 CLASSES = {PASS: "good", FAIL: "bad", NOT_MEASURED: "dim", GO: "good", NO_GO: "bad"}
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --card: #fff; --ink: #1c2024; --dim: #60646c;
-  --line: #e2e4e8; --good: #18794e; --bad: #c62a2f; --c0: #0b68cb; --c1: #ad5700; --c2: #6e40c9; }
+  --line: #e2e4e8; --good: #18794e; --bad: #c62a2f; --c0: #0b68cb; --c1: #ad5700; --c2: #6e40c9;
+  --c3: #18794e; }
 @media (prefers-color-scheme: dark) { :root { --page: #111315; --card: #191c1f; --ink: #e8eaed;
   --dim: #9ba1a8; --line: #2d3135; --good: #4cc38a; --bad: #ff6369; --c0: #6cb2ff; --c1: #f0a04b;
-  --c2: #b794f6; } }
+  --c2: #b794f6; --c3: #4cc38a; } }
 body { margin: 0 auto; padding: 2rem 1.25rem; max-width: 75rem; background: var(--page);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
@@ -53,7 +55,8 @@ svg .title { font-weight: 600; fill: var(--ink); } svg .y { text-anchor: end; }
 svg .x { text-anchor: middle; } svg .grid { stroke: var(--line); }
 svg polyline, svg path { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
 .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); }
-circle.c0 { fill: var(--c0); } circle.c1 { fill: var(--c1); }
+.c3 { stroke: var(--c3); }
+circle.c0 { fill: var(--c0); } circle.c1 { fill: var(--c1); } circle.c2 { fill: var(--c2); }
 """
 
 
@@ -82,42 +85,21 @@ def page(verdict: Verdict, evidence: Evidence) -> str:
 
 
 def curves(evidence: Evidence) -> list[str]:
-    """One chart per recorded quantity, over the whole run."""
-    whole = dataclasses.replace(evidence, window=ALL)
+    """The charts of the dashboard, as far as they have points, over the whole run."""
+    points = evidence.curves()
+    return [drawn for definition in CHARTS if (drawn := _chart(definition, points, evidence.vals))]
 
-    # Curves show the whole run even if the verdict is about an early window.
-    def curve(label: str, name: str, scale: float = 1.0) -> Curve:
-        pairs = known(whole.points(name))
-        return Curve(label, [(point.step, value * scale) for value, point in pairs])
 
-    held_out = Curve("held-out", [(float(row.step), row.loss) for row in evidence.vals])
-    gib = 1 / 1024
-    charts = (
-        chart("loss (nats per token)", [curve("training", "loss"), held_out]),
-        chart("tokens/s, all ranks", [curve("tokens/s", "toks_per_s")]),
-        chart("seconds per step", [curve("step", "step_time_s")]),
-        chart("gradient norm, before clipping", [curve("norm", "grad_norm")]),
-        chart("learning rate", [curve("rate", "lr")]),
-        chart(
-            "memory (GiB)",
-            [
-                curve("held", "gpu_mem_reserved", gib),
-                curve("tensors", "gpu_mem_alloc", gib),
-                curve("process", "rss_mib", gib),
-            ],
-        ),
-        chart(
-            "gates: entropy (nats) and the largest",
-            [curve("entropy", "entropy_mean"), curve("largest", "max_gate_mean")],
-        ),
-        chart(
-            "wait for a batch (ms)",
-            [curve("median", "fetch_p50_ms"), curve("95th percentile", "fetch_p95_ms")],
-        ),
-        chart("GPU load (%)", [curve("load", "gpu_util_pct")]),
-        chart("fallbacks since the start", [curve("calls", "fb_total_fallbacks")]),
-    )
-    return [drawn for drawn in charts if drawn]
+def _chart(definition: Chart, points: Mapping[str, list[Point]], vals: Sequence[ValRow]) -> str:
+    lines = []
+    for name, curve in curves_of(definition, SCALARS):
+        line = [(step, value * curve.factor) for step, value in points[name]]
+        if not curve.rare or any(value for _, value in line):
+            lines.append(Curve(curve.label, line))
+    for name, curve in curves_of(definition, EVALUATED):
+        lines.append(Curve(curve.label, [(row.step, getattr(row, name)) for row in vals]))
+    unit = f" ({definition.unit})" if definition.unit else ""
+    return chart(f"{definition.title}{unit}", lines)
 
 
 def _row(row: Row) -> str:
@@ -143,11 +125,14 @@ MOST_POINTS = 400
 NUM_TICKS = 4
 
 
+Point = tuple[float, float]
+
+
 class Curve(NamedTuple):
     """A named line; its index selects the colour."""
 
     name: str
-    points: list[tuple[float, float]]
+    points: list[Point]
 
 
 def chart(title: str, curves: Sequence[Curve]) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 
 from nsa.config.describe import markdown_table, text_table
 from nsa.files import read_text, write_text
-from nsa.operate.run_folder import require_types
+from nsa.operate.run_files import require_types
 from nsa.operate.text import printable
 
 SCHEMA = 1
-NAME = "report.json"
+REPORT_FILE = "report.json"
 PASS, FAIL, NOT_MEASURED = "PASS", "FAIL", "NOT MEASURED"
 GO, NO_GO, UNKNOWN = "GO", "NO-GO", "CANNOT JUDGE"
 EXIT_CODES = {GO: 0, NO_GO: 1, UNKNOWN: 2}
@@ -126,13 +126,13 @@ class Verdict:
 
 def write_report(folder: Path, verdict: Verdict) -> Path:
     """Write report.json."""
-    write_text(folder / NAME, verdict.json())
-    return folder / NAME
+    write_text(folder / REPORT_FILE, verdict.json())
+    return folder / REPORT_FILE
 
 
 def read_report(folder: Path) -> Verdict:
     """Read report.json; reject a newer schema or a different kind of file."""
-    path = folder / NAME
+    path = folder / REPORT_FILE
     try:
         content: dict[str, Any] = json.loads(read_text(path))
         schema, word = content.pop("schema"), content.pop("verdict")

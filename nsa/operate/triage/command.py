@@ -14,7 +14,7 @@ from nsa.config.describe import markdown_table, text_table
 from nsa.config.env import read
 from nsa.files import read_text, write_text
 from nsa.operate.process import find_gpus
-from nsa.operate.run_folder import require_types
+from nsa.operate.run_files import require_types
 from nsa.operate.triage.trials import (
     BASELINE,
     TRAINER,

@@ -19,8 +19,9 @@ from nsa.config import BAD_INPUT, Config, ConfigError, load_config
 from nsa.config.env import changed
 from nsa.config.load import REPOSITORY
 from nsa.files import open_binary, open_regular, write_text
+from nsa.operate.run_files import RunFiles
 from nsa.operate.text import printable
-from nsa.records import last_beat, read_metrics, write_config
+from nsa.records import last_beat, write_config
 
 # --- the toggles ---
 
@@ -296,10 +297,8 @@ def _judge(
     out: Path,
     log: Path,
 ) -> Outcome:
-    steps_done, loss = 0, None
-    with suppress(OSError, ValueError, TypeError):  # no metrics.json yet: 0 steps done
-        metrics = read_metrics(out)
-        steps_done, loss = metrics.step, metrics.loss_last
+    metrics = RunFiles(out).metrics()
+    steps_done, loss = (metrics.step, metrics.loss_last) if metrics else (0, None)
     if code is None:
         kind, fault = "timeout", f"no end within {trial.timeout_s:g} s, at step {steps_done}"
     elif code != 0:

@@ -267,7 +267,7 @@ def disk_full(run: Run, limits: Limits) -> list[Alarm]:
             file=".",
             text=f"{run.free_bytes / GIB:.2f} GiB are free on the disk of {run.folder}, less than "
             f"{limit / GIB:.2f}",
-            advice="make room; lines and checkpoints that find none are lost, the run goes on",
+            advice="make room; lines and checkpoints that find none are lost, the run continues",
         )
     ]
 

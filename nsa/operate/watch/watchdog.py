@@ -50,6 +50,12 @@ class Judgement(NamedTuple):
         was_seen = self.run.ended or any(rank.last for rank in self.run.ranks)
         return HEALTHY if was_seen else NOTHING
 
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will come: the run ended, or died and the alarm for that is out."""
+        # A launcher may restart a dead run at once; the alarm waits long enough to see that.
+        return self.run.ended or (self.run.over and bool(self.alarms))
+
 
 class Watch:
     """Watches one run folder; keeps the escalation state between polls."""
@@ -66,7 +72,7 @@ class Watch:
     ) -> None:
         """`adapt` maps the limits of the run's device to the limits to use."""
         self.folder = folder
-        self._ladder = Ladder(halt=halt, kill=kill)
+        self._escalation = Escalation(halt=halt, kill=kill)
         self._webhook, self._say, self._adapt = webhook, say, adapt
         self._said: tuple[str, ...] = ()
 
@@ -80,7 +86,7 @@ class Watch:
         alarms = judge(run, limits)
         new = [
             append_alarm(self.folder, alarm, run.now)
-            for alarm in self._ladder.climb(run, alarms, limits)
+            for alarm in self._escalation.update(run, alarms, limits)
         ]
         for alarm in new:
             self._say(f"[watch] {describe_alarm(alarm)}")
@@ -141,7 +147,7 @@ def watch(folder: Path, args: argparse.Namespace) -> int:
             judgement = watching.look()
             rang |= bool(judgement.alarms)
             code = ALARM if rang else judgement.code
-            if args.once or (args.until_ended and judgement.run.ended):
+            if args.once or (args.until_ended and judgement.is_final):
                 return code
             time.sleep(interval_s)
     except KeyboardInterrupt:
@@ -175,7 +181,7 @@ STEPS = ("note", "halt", *SIGNALS)
 IDLE = -1
 
 
-class Ladder:
+class Escalation:
     """Tracks which alarms are active and how far the escalation has gone."""
 
     def __init__(self, *, halt: bool = True, kill: bool = False) -> None:
@@ -184,7 +190,7 @@ class Ladder:
         self._ringing: dict[tuple[str, int | None], Alarm] = {}
         self._step, self._since = IDLE, 0.0  # index into STEPS, and Unix time when reached
 
-    def climb(self, run: Run, alarms: Sequence[Alarm], limits: Limits) -> list[Alarm]:
+    def update(self, run: Run, alarms: Sequence[Alarm], limits: Limits) -> list[Alarm]:
         """Take the actions that are due; return cleared, new and escalated alarms, in order."""
         now = {alarm.key: alarm for alarm in alarms}
         over = [alarm for key, alarm in self._ringing.items() if key not in now]

@@ -23,11 +23,11 @@ from nsa.ops.triton.tiles import Tiles
 ALIGNMENT = 16
 """Bytes of the widest load. Triton compiles a kernel separately for pointers that are aligned."""
 
-Memo = dict[Any, "Known"]
+Memo = dict[Any, "CachedLaunch"]
 """Cached launches, by place in the code and by which addresses are misaligned."""
 
 
-class Known(NamedTuple):
+class CachedLaunch(NamedTuple):
     """A compiled kernel (None for an empty grid), its launcher, grid, numbers and constants."""
 
     compiled: Any
@@ -105,7 +105,7 @@ def start(
     if not interpreted():
         rest = (*one.numbers, *one.constants.values())
         run = None if compiled is None else compiled.run
-        memo[place] = Known(compiled, run, (first, second, third), rest, device)
+        memo[place] = CachedLaunch(compiled, run, (first, second, third), rest, device)
 
 
 def _misaligned(addresses: list[Any]) -> tuple[bool, ...] | None:
@@ -135,7 +135,7 @@ def _is_current(device: int) -> bool:
     return torch._C._cuda_getDevice() == device
 
 
-def _launch_cached(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+def _launch_cached(known: CachedLaunch, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
     """Launch from the memo; switching the device costs time, and is rarely needed."""
     if _is_current(known.device):
         _run(known, tensors, addresses)
@@ -144,7 +144,7 @@ def _launch_cached(known: Known, tensors: tuple[Any, ...], addresses: list[Any])
         _run(known, tensors, addresses)
 
 
-def _run(known: Known, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+def _run(known: CachedLaunch, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
     """What `compiled[grid](...)` does, without looking up device, hooks and pointers again."""
     compiled, run, grid, rest, device = known
     if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:

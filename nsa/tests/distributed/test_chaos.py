@@ -309,7 +309,7 @@ def test_a_full_disk_on_rank_0_costs_checkpoints_and_not_the_run(
     (folder / ".HALT").touch()
     codes, printed = ranks.finish()
     assert codes == [0, 0], printed
-    assert "the run goes on without it" in printed
+    assert "the run continues without it" in printed
     steps = checkpoints(folder)
     assert lost not in steps and steps[0] == 2 and steps[-1] > lost
     for step in steps:
@@ -344,7 +344,7 @@ def test_a_corrupt_latest_checkpoint_is_passed_over(
     newest.write_bytes(content)
     codes, printed = start(**PLAIN).finish()
     assert codes == [0, 0], printed
-    assert printed.count("[resume] passed over") == 1 and "checkpoint_step6.pt" in printed
+    assert printed.count("[resume] skipped") == 1 and "checkpoint_step6.pt" in printed
     assert f"3 of {STEPS} steps are done" in printed
     assert_equal(folder, undisturbed)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from nsa.config import Config
+from nsa.files import start_ticks
 from nsa.records import read_heartbeat
 from nsa.records.hang_report import (
     GONE,
@@ -29,7 +30,6 @@ from nsa.records.hang_report import (
     sentence,
     write_report,
 )
-from nsa.records.machine import start_ticks
 from nsa.records.spans import PAUSE_S, SIZE, Place, Spans, read_span, span
 from nsa.train import run
 from nsa.train.distributed.hang import (

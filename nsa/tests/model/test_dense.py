@@ -20,7 +20,7 @@ from nsa.model import DenseAttention, TinyLM
 from nsa.model.cost import cache_bytes, decode_reads, forward_flops
 from nsa.model.rope import apply_rope
 from nsa.records import read_metrics
-from nsa.records.heartbeat import ATTENTION_FIELDS
+from nsa.records.numbers import ATTENTION
 from nsa.tests.support.helpers import assert_near
 from nsa.train import TrainResult, load_model, run
 
@@ -203,7 +203,7 @@ def test_gate_and_selection_fields_of_a_run_are_null_not_wrong(
     assert len(progress) == 3
     for line in progress:
         assert line["loss"] > 0
-        assert {line[name] for name in ATTENTION_FIELDS} == {None}
+        assert {line[number.name] for number in ATTENTION} == {None}
     assert read_metrics(result.folder).attention_stats == {}
     assert len((result.folder / "k_stats.csv").read_text().splitlines()) == 1  # the header
     assert "gate" not in "".join(result.model.state_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -28,6 +29,8 @@ from nsa.operate.handoff.contents import (
     read_manifest,
 )
 from nsa.operate.handoff.redact import LONGEST_LINE, hide, hide_lines, lines_of, secrets_in
+from nsa.records import read_metrics, write_metrics
+from nsa.tests.support.recording import dead_pid
 from nsa.train import run as train
 
 SECRETS = {
@@ -112,6 +115,17 @@ def test_the_archive_has_exactly_the_checklist(run_folder: Path, tmp_path: Path)
     assert (manifest.status, manifest.step, manifest.run) == ("finished", 3, "m7c_125m")
     assert read_manifest(found["handoff/manifest.json"]) == manifest
     assert state(run_folder.parent) == before
+
+
+def test_a_run_whose_process_is_gone_is_handed_over_as_died(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    write_metrics(run_folder, dataclasses.replace(read_metrics(run_folder), status="running"))
+    beats = run_folder / "heartbeat_rank0.jsonl"
+    beats.write_text(beats.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {dead_pid()}'))
+    (run_folder / "span_rank0.json").unlink(missing_ok=True)
+
+    assert hand_over(run_folder, tmp_path / "h.tar.gz").status == "died"
 
 
 def test_the_same_run_gives_the_same_archive(run_folder: Path, tmp_path: Path) -> None:

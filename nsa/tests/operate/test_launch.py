@@ -161,7 +161,7 @@ def test_a_signal_to_the_launcher_ends_the_run_with_a_checkpoint(
     assert read_metrics(folder).status == "halted"
     assert (folder / f"checkpoint_step{step}.pt").exists()
     assert not (folder / ".HALT").exists()
-    assert f"phase 3: stopped at step {step} (SIGTERM); the same command goes on" in printed
+    assert f"phase 3: stopped at step {step} (SIGTERM); the same command resumes it" in printed
 
     (folder / ".HALT.done").unlink()
     process = start(*arguments, "--stop-old", NP=ranks)

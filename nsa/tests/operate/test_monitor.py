@@ -16,14 +16,14 @@ from rich.console import Console
 
 from nsa.cli.main import main
 from nsa.config import Config
-from nsa.files import size, write_text
+from nsa.files import size, start_ticks, write_text
 from nsa.operate.monitor import Report, monitor
 from nsa.operate.report.command import judge_evidence
 from nsa.operate.report.evidence import read_evidence
 from nsa.operate.run_folder import read_run
 from nsa.operate.text import duration, printable, progress_bar, sparkline
 from nsa.operate.watch.watchdog import describe_run
-from nsa.records import machine, sentinels
+from nsa.records import sentinels
 from nsa.records.alarms import Alarm, append_alarm
 from nsa.records.spans import Spans
 from nsa.tests.conftest import REPOSITORY
@@ -212,7 +212,7 @@ def test_a_dead_run_is_not_called_running_by_any_reader(
     here.close()
     assert "died" not in look(recorder.now + 5)[0]
     place = folder / "span_rank0.json"
-    started = machine.start_ticks()
+    started = start_ticks()
     place.write_text(
         place.read_text().replace(f'"started": {started}', f'"started": {started - 1}')
     )

@@ -172,6 +172,12 @@ def silent(recorder: Recorder) -> None:
     recorder.now += 4000
 
 
+def paused_early(recorder: Recorder) -> None:
+    """A stall long before the end: many more beats follow than the end of the file holds."""
+    recorder.now += 4000
+    recorder.run(8000)
+
+
 def slow_source(recorder: Recorder) -> None:
     path = recorder.folder / "heartbeat_rank0.jsonl"
     path.write_text(path.read_text("utf-8").replace('"dt": 2.5', '"dt": 250.0'), "utf-8")
@@ -211,6 +217,7 @@ NO = [
     ("100", "errors", lambda r: r.beats[0].loader_error("gone")),
     ("launch", "heartbeats", no_second_rank),
     ("100", "stalls", silent),
+    ("100", "stalls", paused_early),
     ("launch", "data", metric(data_fallback="the hub is down")),
     ("launch", "config", metric(config_file="configs/train_showcase.yaml")),
     ("launch", "precision", metric(dtype="fp32")),

@@ -34,7 +34,7 @@ from nsa.records import Heartbeat, sentinels
 from nsa.records.alarms import TYPES, Alarm, append_alarm, last_alarms, read_gate_details
 from nsa.records.machine import GpuReading
 from nsa.tests.conftest import REPOSITORY
-from nsa.tests.support.recording import GATES, Recorder
+from nsa.tests.support.recording import GATES, Recorder, dead_pid
 from nsa.train import Halted, RunRefused, locked_folder, run, runner
 from nsa.train.build import build_model
 
@@ -513,6 +513,24 @@ def test_an_alarm_that_rang_before_the_end_is_in_the_exit_code(
     monkeypatch.setattr("nsa.operate.watch.watchdog.time.sleep", sleep)
     assert main(["watch", str(recorder.folder), "--until-ended", "--halt", "0"]) == 1
     assert len(looks) == 1
+
+
+def test_a_run_that_died_ends_the_watch_with_an_alarm(
+    recorder: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is gone, and metrics.json says running for ever."""
+    monkeypatch.setattr("nsa.operate.watch.rules.GIB", 1)
+    recorder.run(40)
+    path = recorder.beats[0].path
+    path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {dead_pid()}'))
+    looks: list[float] = []
+    monkeypatch.setattr("nsa.operate.watch.watchdog.time.sleep", looks.append)
+    monkeypatch.setattr(
+        "nsa.operate.run_folder.time.time", lambda: recorder.now + 6 + 5 * len(looks)
+    )
+    assert main(["watch", str(recorder.folder), "--until-ended"]) == 1
+    assert len(looks) == 1, "a launcher has a moment to start it again"
+    assert "died at step 40: its process is gone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from nsa import files
 from nsa.operate.limits import GPU, Limits
 from nsa.operate.process import is_gone, same_command, send, why_not_ours
 from nsa.operate.run_folder import read_run
 from nsa.operate.watch.rules import judge
-from nsa.operate.watch.watchdog import Ladder, Watch, Webhook
-from nsa.records import RunEnvironment, machine, read_env, sentinels
+from nsa.operate.watch.watchdog import Escalation, Watch, Webhook
+from nsa.records import RunEnvironment, read_env, sentinels
 from nsa.records.alarms import Alarm, last_alarms
 from nsa.records.dumps import PREFIX
 from nsa.tests.conftest import REPOSITORY
@@ -120,11 +121,11 @@ def test_without_kill_it_stops_at_halt_and_without_halt_at_the_note(
     recorder.run(40)
     alarms = judge(read_run(tmp_path, now=recorder.now + 300), LIMITS)
     for options, actions in (({"halt": False}, ["note"]), ({}, ["note", "halt"])):
-        ladder = Ladder(**options)
+        escalation = Escalation(**options)
         done = []
         for later_s in (300, 3000, 30_000):
             run = read_run(tmp_path, now=recorder.now + later_s)
-            done += [alarm.action for alarm in ladder.climb(run, alarms, LIMITS)]
+            done += [alarm.action for alarm in escalation.update(run, alarms, LIMITS)]
         assert done == actions
 
 
@@ -205,8 +206,8 @@ def test_whether_a_process_is_gone_is_only_known_on_its_machine(env: RunEnvironm
     assert env.hostname == platform.node()
     assert is_gone(os.getpid(), env) is False
     assert is_gone(dead_pid(), env) is True
-    assert is_gone(os.getpid(), env, machine.start_ticks()) is False
-    assert is_gone(os.getpid(), env, machine.start_ticks() - 1) is True, "its number was given anew"
+    assert is_gone(os.getpid(), env, files.start_ticks()) is False
+    assert is_gone(os.getpid(), env, files.start_ticks() - 1) is True, "its number was given anew"
     assert is_gone(dead_pid(), dataclasses.replace(env, hostname="elsewhere")) is None
 
 
@@ -244,7 +245,7 @@ def test_a_process_that_died_rings_soon_and_nothing_is_written_for_it(
 def test_proc_that_cannot_be_read_is_nobody_to_signal(
     env: RunEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "PROC", tmp_path)
+    monkeypatch.setattr(files, "PROC", tmp_path)
     assert is_gone(os.getpid(), env) is None
     assert "is gone" in why_not_ours(os.getppid(), time.time(), env)
 

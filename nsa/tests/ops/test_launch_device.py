@@ -27,7 +27,7 @@ from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.machine import interpreted
 from nsa.ops.triton import launcher, problem
 from nsa.ops.triton.documents import index_documents
-from nsa.ops.triton.launcher import Known, Launch
+from nsa.ops.triton.launcher import CachedLaunch, Launch
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.support.gpu import DEVICE, on_gpu
 from nsa.train import loss as loss_functions
@@ -134,7 +134,7 @@ def test_the_quick_way_enters_the_device_only_where_another_is_current(
 
     kernel = {(1,): first_run}
     tensor = SimpleNamespace(get_device=lambda: 1)
-    memo: dict[Any, Known] = {}
+    memo: dict[Any, CachedLaunch] = {}
     for _ in range(2):
         launcher.start(memo, "here", kernel, (None, tensor), lambda: Launch.plain((1,), (), {}))
     (known,) = memo.values()

@@ -117,7 +117,7 @@ def test_progress_has_gate_health_in_both_spellings(tmp_path: Path) -> None:
         fetch_p50_ms=9.0,
         fetch_p95_ms=20.0,
         rss_mib=900.0,
-        gpu=GpuReading(1200, 2000, 97, 61),
+        **GpuReading(1200, 2000, 97, 61)._asdict(),
         attention=stats,
         layers=collected().per_layer(),
         fallbacks=fallback_counts({}),
@@ -171,7 +171,7 @@ def test_a_line_without_statistics_has_no_layers(tmp_path: Path) -> None:
 
 def test_progress_on_a_cpu_without_statistics_has_all_fields_as_null(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path)
-    heartbeat.progress(1, loss=2.5, toks_per_s=10.0, lr=1e-4, gpu=read_gpu("cpu"))
+    heartbeat.progress(1, loss=2.5, toks_per_s=10.0, lr=1e-4, **read_gpu("cpu")._asdict())
 
     (line,) = lines(heartbeat.path)
 

@@ -55,7 +55,6 @@ from nsa.records import (
     read_memory,
     read_rows,
     results,
-    scalars,
     sentinels,
     sinks,
     spans,
@@ -66,8 +65,14 @@ from nsa.records import folder as folders
 from nsa.records.alarms import Alarm, as_line
 from nsa.records.heartbeat import BASE_FIELDS
 from nsa.records.launch import PhaseVerdict, RunInfo
-from nsa.records.scalars import attention_scalars, train_scalars, val_scalars
-from nsa.records.sinks import Tracked, write_tracked
+from nsa.records.numbers import EVALUATED, SCALARS
+from nsa.records.sinks import (
+    Tracked,
+    attention_scalars,
+    train_scalars,
+    val_scalars,
+    write_tracked,
+)
 from nsa.records.tables import SelectionRecord
 from nsa.tests.support.gpu import on_gpu
 from nsa.train.checkpoint import file as checkpoint_file
@@ -407,7 +412,9 @@ def test_a_full_disk_is_reported_by_what_asks_for_a_halt(
 
     said = capsys.readouterr().err
     for name in (".HALT", ".anomaly_type", "env.json", "mem_boot.json"):
-        assert f"{tmp_path / name}: not written (No space left on device); the run goes on" in said
+        assert (
+            f"{tmp_path / name}: not written (No space left on device); the run continues" in said
+        )
 
 
 # stackdump_*.txt
@@ -543,6 +550,9 @@ def test_a_full_disk_costs_the_dump_only(
 
 # tb/
 
+TAGS = [number.tag for number in (*SCALARS, *EVALUATED) if number.tag]
+LAYER_TAGS = [f"layer_{name}" for name in (*GATE_FIELDS, *SELECTION_FIELDS)]
+
 
 def test_events_read_back_what_was_written(tmp_path: Path) -> None:
     board = open_tensorboard(tmp_path)
@@ -562,9 +572,8 @@ def test_events_read_back_what_was_written(tmp_path: Path) -> None:
     assert found["gates/entropy_min"] == [(1, 0.5)] and found["gates/share_win"] == [(1, 0.25)]
     assert found["selection/k_max"] == [(1, SUMMARY["sel_k_max"])]
     assert [found[f"layer_entropy_mean/{i:02d}"] for i in (0, 1)] == [[(1, 0.25)], [(1, 0.75)]]
-    fixed = {*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS}
-    by_layer = {f"{tag}/{i:02d}" for tag in scalars.LAYER_TAGS for i in (0, 1)}
-    assert found.keys() == fixed | by_layer
+    by_layer = {f"{tag}/{i:02d}" for tag in LAYER_TAGS for i in (0, 1)}
+    assert found.keys() == {*TAGS} | by_layer
 
 
 def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
@@ -766,8 +775,8 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         },
         "study_results.md": {*study_results.FIELDS, *study_results.ARM_FIELDS},
         "tensorboard.md": {
-            *(*scalars.TRAIN_TAGS, *scalars.VAL_TAGS, *scalars.GATE_TAGS, *scalars.SELECTION_TAGS),
-            *(f"{tag}/{{layer}}" for tag in scalars.LAYER_TAGS),
+            *TAGS,
+            *(f"{tag}/{{layer}}" for tag in LAYER_TAGS),
         },
     }
 

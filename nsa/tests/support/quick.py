@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nsa.files import replacing
 from nsa.records import TrainingRow, ValRow
-from nsa.records.results import CURVE_NAME
+from nsa.records.results import CURVE_FILE
 
 SAMPLE_TOKENS = 4
 
@@ -16,6 +16,6 @@ def draw_nothing(
     folder: Path, training: Sequence[TrainingRow], val: Sequence[ValRow], title: str
 ) -> Path:
     """In the place of draw_loss_curve, which test_telemetry.py tests."""
-    with replacing(folder / CURVE_NAME) as temporary:
+    with replacing(folder / CURVE_FILE) as temporary:
         temporary.write_bytes(b"no picture")
-    return folder / CURVE_NAME
+    return folder / CURVE_FILE

@@ -115,9 +115,10 @@ class Recorder:
             "layers": [LAYER, LAYER],
             "fallbacks": fallback_counts({}),
         } | changed
+        gpu: GpuReading = line.pop("gpu")
         self.rows.append(TrainingRow(self.step, line["loss"], line["lr"], line["toks_per_s"]))
         for beat in self.beats:
-            beat.progress(self.step, **line)
+            beat.progress(self.step, **line, **gpu._asdict())
             beat.step_end(self.step)
         self.metrics.loss_last = line["loss"]
 

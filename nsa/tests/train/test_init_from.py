@@ -133,7 +133,7 @@ def test_the_weights_identify_a_run_and_their_path_does_not(
     _, printed = train(same)
 
     assert "4 of 6 steps are done" in printed
-    assert f"checkpoint_step4.pt is not needed: the run goes on from {folder}" in printed
+    assert f"checkpoint_step4.pt is not needed: the run resumes from {folder}" in printed
 
 
 def test_weights_that_are_gone_do_not_stand_for_random_ones(

@@ -190,7 +190,7 @@ def test_a_damaged_latest_checkpoint_is_skipped_with_a_warning(
         train(cfg, resume=str(path))
     _, printed = train(cfg)
 
-    assert "passed over" in printed and "checkpoint_step5" in printed
+    assert "[resume] skipped" in printed and "checkpoint_step5" in printed
     assert "3 of 8 steps are done" in printed
 
 

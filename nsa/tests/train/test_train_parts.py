@@ -284,21 +284,18 @@ def report(**changes: Any) -> StepReport:
     fields: dict[str, Any] = {
         "row": TrainingRow(12340, 10.1234, 2e-4, 1234567.4),
         "eta_s": 123456.0,
-        "step_time_s": 0.1,
-        "grad_norm": 1.25,
-        "fetch": FetchTimes(0.0123, 12.0, 3456.0),
-        "mfu": 0.4123,
-        "gpu": GpuReading(130000, 140000, 99, 60),
+        "numbers": {"grad_norm": 1.25, "mfu": 0.4123}
+        | FetchTimes(0.0123, 12.0, 3456.0)._asdict()
+        | GpuReading(130000, 140000, 99, 60)._asdict(),
     }
+    fields["numbers"] |= changes.pop("numbers", {})
     return StepReport(**(fields | changes))
 
 
 ON_A_CPU = {
     "row": TrainingRow(1, 5.5, 1e-3, 1234.4),
     "eta_s": 75.0,
-    "mfu": None,
-    "gpu": GpuReading(),
-    "rss_mib": 614.4,
+    "numbers": {"mfu": None, "rss_mib": 614.4} | GpuReading()._asdict(),
 }
 SHOWN: dict[str, dict[str, Any]] = {"gpu": {}, "norm": {"shows_norm": True}, "cpu": ON_A_CPU}
 
@@ -310,7 +307,7 @@ def test_step_line_is_the_one_that_other_programs_read() -> None:
 
     assert step_line(report()) == begins + fetch + ends
     assert step_line(report(shows_norm=True)) == begins + " | grad_norm 1.2500" + fetch + ends
-    assert step_line(report(fetch=FetchTimes())) == begins + ends
+    assert step_line(report(numbers=FetchTimes()._asdict())) == begins + ends
 
 
 def test_fetch_times_are_the_last_and_the_percentiles() -> None:

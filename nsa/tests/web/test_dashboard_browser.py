@@ -15,6 +15,7 @@ import pytest
 
 from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_rows
 from nsa.records.alarms import Alarm, append_alarm
+from nsa.records.numbers import CHARTS
 from nsa.web.access import Access
 from nsa.web.server import Server
 from nsa.web.source import Sources
@@ -106,19 +107,13 @@ def inked(page: Any, selector: str) -> int:
     return int(page.locator(selector).first.evaluate(script))
 
 
-CHARTS = (
-    *("loss", "val", "grad", "lr", "toks", "mfu", "step", "fetch"),
-    *("memory", "util", "temp", "fallbacks", "shares", "entropy", "collapse", "blocks"),
-)
-
-
 def test_every_chart_of_a_run_is_drawn(tmp_path: Path, open_page: Open) -> None:
     run = demo(tmp_path)
     while run.step < 1000:  # the first evaluation
         run.advance()
     run.write_status("running")
     page = open_page(run)
-    for name in CHARTS:
+    for name in (chart.id for chart in CHARTS):
         assert inked(page, f"#chart-{name} canvas") > 300, name
         assert page.locator(f"#chart-{name} .empty").is_hidden(), name
     assert page.locator("#selection-maps figure").count() == 12

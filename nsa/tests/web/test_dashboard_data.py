@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from nsa.operate import followed_run
 from nsa.records import Beat, read_config
 from nsa.records.tables import read_selection
 from nsa.tail import Follower
 from nsa.tests.support.recording import Recorder
-from nsa.web import history
 from nsa.web.header import Settings
 from nsa.web.history import History
 from nsa.web.source import Source, Sources
@@ -140,8 +140,8 @@ def test_of_a_huge_heartbeat_the_end_is_read_and_the_rest_sampled(
     recorder = Recorder(tmp_path, monkeypatch, log_every=5, csv=False)
     recorder.run(2000)
     size = recorder.beats[0].path.stat().st_size
-    monkeypatch.setattr(history, "HISTORY_BYTES", size // 10)
-    monkeypatch.setattr(history, "PLACES", 8)
+    monkeypatch.setattr(followed_run, "HISTORY_BYTES", size // 10)
+    monkeypatch.setattr(followed_run, "PLACES", 8)
     monkeypatch.setattr("nsa.tail.SAMPLE_BYTES", 8192)
     whole = History(tmp_path)
     while whole.read():
@@ -223,7 +223,7 @@ def test_half_written_and_foreign_files_are_named_and_the_rest_is_shown(
     said = "\n".join(run["problems"])
     for name in ("metrics.json", "env.json", "config.yaml", "val.csv", "selection.jsonl"):
         assert name in said, said
-    assert "alarms.jsonl" in said and "lines were passed over" in said
+    assert "alarms.jsonl" in said and "lines were skipped" in said
     assert run["series"]["progress"]["step"] == list(range(10, 151, 10))
     assert run["series"]["val"]["columns"]["loss"]["mean"] == [2.0]
 

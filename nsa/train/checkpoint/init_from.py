@@ -80,7 +80,7 @@ class Origin:
         self.weights.clear()
         if self.path:
             gone = f" (and could not be: {self.problem})" if self.problem else ""
-            say(f"[init] {self.path} is not needed{gone}: the run goes on from {start.path}")
+            say(f"[init] {self.path} is not needed{gone}: the run resumes from {start.path}")
 
 
 def find_origin(ranks: Strategy, cfg: Config, vocab: int) -> Origin:

@@ -132,7 +132,7 @@ def _newest(asked: RequestedRun, say: Say) -> Start | None:
         try:
             return _start(path, find.peek(path), asked)
         except BadCheckpoint as error:
-            say(f"[resume] passed over: {error}")
+            say(f"[resume] skipped: {error}")
     return None
 
 

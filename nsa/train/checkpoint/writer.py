@@ -125,7 +125,7 @@ class Saver:
             self._thread = None
         problems, self._problems = self._problems, []
         for problem in problems:
-            self._say(f"[checkpoint] {problem}; the run goes on without it")
+            self._say(f"[checkpoint] {problem}; the run continues without it")
         return not self._failed
 
     def _write(self, content: Content) -> None:

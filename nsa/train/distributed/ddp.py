@@ -183,7 +183,7 @@ class Group(Strategy):
             if _is_loss_of_rank(error):
                 raise RankLost(
                     f"{self.name} lost another rank, in {here.broken}: {str(error).splitlines()[0]}"
-                    "; look at the messages of that rank; a launcher that restarts goes on from "
+                    "; look at the messages of that rank; a launcher that restarts resumes from "
                     "the last checkpoint, and so does the same command"
                 ) from error
             return
@@ -396,7 +396,7 @@ def _same_failure(
     is_own = problem is not None and not isinstance(problem, WaitEnded)
     if problem is not None and is_own and (damaged < 0 or isinstance(problem, DamagedShard)):
         return problem
-    text = f"rank {rank} got no data, and no rank goes on without it"
+    text = f"rank {rank} got no data, and no rank continues without it"
     if damaged >= 0:
-        text = f"rank {damaged} has a damaged shard, and says above which; no rank goes on"
+        text = f"rank {damaged} has a damaged shard, and says above which; no rank continues"
     return LoaderFailed(text, started=started, exit_code=code, damaged=damaged >= 0)

@@ -24,12 +24,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-from nsa.files import best_effort, is_at, open_regular, read_text, write_text
+from nsa.files import (
+    STATE,
+    best_effort,
+    is_at,
+    open_regular,
+    read_text,
+    start_ticks,
+    stat_fields,
+    write_text,
+)
 from nsa.records import Heartbeat
 from nsa.records.dumps import OWN, WATCHDOG_PREFIX, write_dump
 from nsa.records.hang_report import GONE, RUNS, SILENT, STOPPED, RankState, sentence, write_report
 from nsa.records.heartbeat import strict
-from nsa.records.machine import STATE, start_ticks, stat_fields
 from nsa.records.spans import Place, Spans, here, read_span
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.errors import STALLED
@@ -210,7 +218,7 @@ class HangWatch:
         self._say(
             f"rank {mine.rank} is ended after {still_s:.0f} s in {mine.span} of update "
             f"{mine.step}: NSA_PG_TIMEOUT_MIN would end the waiting at {self._timeout_s:.0f} s; a "
-            "launcher that restarts goes on from the last checkpoint"
+            "launcher that restarts resumes from the last checkpoint"
         )
         os._exit(STALLED)
 

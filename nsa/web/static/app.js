@@ -1,7 +1,7 @@
 // The page: asks for what is new every two seconds, and hands it to the parts.
 
 import { Chart } from "./chart.js";
-import { lastLosses, linesOf, SECTIONS } from "./charts.js";
+import { chartTable, lastLosses, linesOf } from "./charts.js";
 import { make, runColour } from "./dom.js";
 import { Distances } from "./distances.js";
 import { filesOf, Settings } from "./files.js";
@@ -44,7 +44,8 @@ const shared = {
 };
 const $ = (id) => document.getElementById(id);
 const charts = [];
-let heats = [];
+let heats = [],
+  layerFields = [];
 const distances = new Distances();
 const maps = new SelectionMaps((step) => loadSelection(state.focus, step));
 const strips = new Strips(() => loadTimelines().then(drawStrips));
@@ -60,8 +61,10 @@ const focusSelect = make("select", {
   },
 });
 
-function build() {
-  for (const section of SECTIONS) {
+async function build() {
+  const { sections, layers } = chartTable(await ask("charts"));
+  layerFields = layers;
+  for (const section of sections) {
     const grid = make("div", { className: "grid" });
     for (const definition of section.charts) {
       const chart = new Chart(definition, shared);
@@ -204,13 +207,13 @@ function drawHeats(runs) {
   const wanted =
     runs.length === 1
       ? [
-          [runs[0], 0],
-          [runs[0], 3],
+          [runs[0], "entropy_mean"],
+          [runs[0], "share_sel"],
         ]
-      : runs.map((run) => [run, 0]);
+      : runs.map((run) => [run, "entropy_mean"]);
   const key = wanted.map(([run, field]) => `${run.id}:${field}`).join();
   if (heatPlace.dataset.key !== key) {
-    heats = wanted.map(([run, field]) => new LayerHeat(run, field, shared));
+    heats = wanted.map(([run, field]) => new LayerHeat(run, layerFields, field, shared));
     heatPlace.replaceChildren(distances.node, ...heats.map((heat) => heat.node));
     heatPlace.dataset.key = key;
   }
@@ -282,6 +285,7 @@ async function live() {
   for (;;) {
     if (!document.hidden) {
       try {
+        if (!charts.length) await build();
         await look();
       } catch (error) {
         link("lost", "no answer");
@@ -293,7 +297,6 @@ async function live() {
   }
 }
 
-build();
 listen();
 setTheme(localStorage.getItem("nsa-theme") ?? "auto");
 live();

@@ -26,7 +26,7 @@ export class Chart {
         "header",
         {},
         make("h3", { textContent: definition.title }),
-        make("span", { className: "unit", textContent: definition.unit ?? "" }),
+        make("span", { className: "unit", textContent: definition.unit }),
         this.hint,
       ),
       this.legend,
@@ -65,7 +65,7 @@ export class Chart {
   }
 
   isLog() {
-    return this.definition.log === true || (this.definition.log === "loss" && this.shared.logLoss);
+    return this.definition.log || (this.definition.log_switch && this.shared.logLoss);
   }
 
   px(step) {
@@ -90,7 +90,7 @@ export class Chart {
     context.lineWidth = 1;
     context.textAlign = "right";
     context.textBaseline = "middle";
-    const format = this.definition.tick ?? compact;
+    const format = this.definition.tick;
     for (const value of this.isLog() ? logTicks(...this.y) : ticks(...this.y, 4)) {
       const y = Math.round(this.py(value)) + 0.5;
       if (y < EDGE.top - 2 || y > bottom + 1) continue;
@@ -216,7 +216,7 @@ export class Chart {
   // The legend has the value at the crosshair, with a band also its ends; or else the last number
   // that was logged, as the head of the run does. What the curve makes of it is called smoothed.
   readOut(hover) {
-    const format = this.definition.format ?? compact;
+    const format = this.definition.format;
     const words = [];
     const parts = this.lines.map((line) => {
       const i = hover === null ? lastKnown(line.y) : nearest(line.x, hover);

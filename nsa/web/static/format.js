@@ -34,6 +34,10 @@ export const mib = (value) =>
 export const bytes = (value) => (Number.isFinite(value) ? mib(value / 1048576) : DASH);
 export const fixed = (digits) => (value) => (Number.isFinite(value) ? value.toFixed(digits) : DASH);
 
+// The forms of nsa/records/numbers.py; "fixed 3" is fixed(3).
+const FORMS = { compact: (value) => compact(value), integer, percent };
+export const formOf = (form) => FORMS[form] ?? fixed(Number(form.split(" ")[1]));
+
 // The same two largest units as the terminal monitor: 7 s, 3 min 20 s, 5 h 12 min, 2 d 3 h.
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return DASH;

@@ -1,7 +1,6 @@
 // Gates by layer over time: a picture with a row for each layer.
 
 import { heatColour, make, sharpen, variable } from "./dom.js";
-import { LAYER_FIELDS } from "./charts.js";
 import { nearest } from "./chart.js";
 import { compact } from "./format.js";
 import { ticks } from "./scale.js";
@@ -9,7 +8,8 @@ import { ticks } from "./scale.js";
 const EDGE = { left: 30, right: 12, bottom: 22 };
 
 export class LayerHeat {
-  constructor(run, field, shared) {
+  // fields: what can be shown, from chartTable; key: what is shown first.
+  constructor(run, fields, key, shared) {
     this.shared = shared;
     this.select = make(
       "select",
@@ -17,14 +17,14 @@ export class LayerHeat {
         ariaLabel: "What is shown by layer",
         on: {
           change: () => {
-            this.field = LAYER_FIELDS[this.select.selectedIndex];
+            this.field = fields[this.select.selectedIndex];
             this.draw();
           },
         },
       },
-      LAYER_FIELDS.map((f, i) => make("option", { textContent: f.label, selected: i === field })),
+      fields.map((f) => make("option", { textContent: f.label, selected: f.key === key })),
     );
-    this.field = LAYER_FIELDS[field];
+    this.field = fields.find((f) => f.key === key) ?? fields[0];
     this.hint = make("div", { className: "legend number" });
     this.canvas = make("canvas", { role: "img" });
     this.plot = make("div", { className: "plot heat" }, this.canvas);
