@@ -43,13 +43,13 @@ class Settings:
         """env.json by field; empty if it cannot be read."""
         return self._load(ENV_FILE, RunFiles.plain_env)
 
-    def _load(self, name: str, read: Callable[[RunFiles], Any]) -> Flat:
+    def _load(self, name: str, parse: Callable[[RunFiles], Any]) -> Flat:
         stamp = file_stamp(self.folder / name)
         if stamp is None:
             return {}
         if name not in self._known or self._known[name][0] != stamp:
             files = RunFiles(self.folder)
-            content = read(files)
+            content = parse(files)
             self.problems.pop(name, None)
             if files.problems:
                 self.problems[name] = files.problems[0]
