@@ -207,7 +207,7 @@ def argv_of(start: Start, names: dict[str, str]) -> list[str]:
         names = {**names, "new": str(folder / f"new{next(_count)}")}
     program, *rest = shlex.split(start.line)
     filled = [text.format(**names) for text in rest]
-    return ["-m", "nsa.cli.main", *filled] if program == "nsa" else filled
+    return ["-m", "nsa.cli", *filled] if program == "nsa" else filled
 
 
 def summarize(

@@ -110,6 +110,9 @@ def free_bytes(path: Path) -> int | None:
     return None
 
 
+MIB, GIB = 1 << 20, 1 << 30
+
+
 def size(num_bytes: float) -> str:
     """Format a number of bytes with a fitting unit."""
     if num_bytes < 1024:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from nsa.cli.main import subcommands
+from nsa.cli.__main__ import subcommands
 from nsa.config.env import recorded
 from scripts.rehearsal_report import FAIL, MISSING, PASS, Row
 from scripts.surface import Command, parts_of

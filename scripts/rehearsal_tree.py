@@ -33,7 +33,7 @@ def make_tree(tree: Path) -> None:
         path.write_text(yaml.safe_dump(_smaller(path, tree), sort_keys=False), encoding="utf-8")
     shims = tree / "home" / "bin"
     shims.mkdir()
-    command = f'#!/bin/sh\nPYTHONPATH="{tree}" exec python -m nsa.cli.main "$@"\n'
+    command = f'#!/bin/sh\nPYTHONPATH="{tree}" exec python -m nsa.cli "$@"\n'
     (shims / "nsa").write_text(command, encoding="utf-8")
     (shims / "nsa").chmod(0o755)
 

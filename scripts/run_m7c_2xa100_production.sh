@@ -4,4 +4,4 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_nsa.sh"
 "$python" -m nsa.operate.process --text
-exec "$python" -m nsa.cli.main launch --profile "${PROFILE:-m7c}" "$@"
+exec "$python" -m nsa.cli launch --profile "${PROFILE:-m7c}" "$@"

@@ -3,4 +3,4 @@
 # Variables and flags as in run_2xa100_production.sh.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_nsa.sh"
-exec "$python" -m nsa.cli.main launch --profile "${PROFILE:-prime}" "$@"
+exec "$python" -m nsa.cli launch --profile "${PROFILE:-prime}" "$@"

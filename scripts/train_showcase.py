@@ -15,7 +15,7 @@ from nsa.config.env import translate_torch_logs
 if __name__ == "__main__":
     translate_torch_logs()  # before anything imports torch
 
-from nsa.cli.main import run_command
+from nsa.cli.__main__ import run_command
 from nsa.cli.train import add_train_flags, train
 from nsa.config import StrictParser
 from nsa.data import end_process

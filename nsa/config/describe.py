@@ -1,4 +1,6 @@
-"""Settings as tables: for `nsa keys` and `nsa env`, and for docs/configuration.md.
+"""Text for people: tables, durations, one line of an error; settings as tables.
+
+The tables of settings are for `nsa keys` and `nsa env`, and for docs/configuration.md.
 
 `python -m nsa.config.describe PAGE` rewrites the generated tables in a page.
 """
@@ -48,7 +50,32 @@ def show(value: object) -> str:
     return str(value) if value != "" else '""'
 
 
-# --- content ---
+# --- text ---
+
+
+def printable(text: str) -> str:
+    """Replace control characters: files of a run may contain terminal escape sequences."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error message; the class name if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def duration(seconds: float) -> str:
+    """Format a time span in its two largest units: 7 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    rest = round(seconds)
+    if rest < 60:
+        return f"{rest} s"
+    if rest < 3600:
+        return f"{rest // 60} min {rest % 60} s"
+    if rest < 86400:
+        return f"{rest // 3600} h {rest % 3600 // 60} min"
+    return f"{rest // 86400} d {rest % 86400 // 3600} h"
+
+
+# --- settings ---
 
 
 def variable_rows(environ: Mapping[str, str] | None = None) -> Rows:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions
@@ -17,12 +20,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from nsa.config.describe import duration, printable
 from nsa.config.env import check_environment, read
-from nsa.files import size
+from nsa.files import MIB, size
 from nsa.operate.limits import Limits, limits_for
 from nsa.operate.run_folder import Rank, Run, number, read_run
-from nsa.operate.text import ASCII_BARS, BARS, MIB, duration, printable, progress_bar
-from nsa.operate.text import sparkline as draw
 from nsa.operate.watch.rules import allowed_silence, judge
 from nsa.records import Beat
 from nsa.records.alarms import Alarm
@@ -35,6 +37,9 @@ LABEL = 10
 """Width of the label column in characters."""
 LONGEST = 60
 """Longer parts get a line of their own and wrap."""
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.-=+*#@"
+"""For terminals without Unicode."""
 
 
 # --- drawing and following ---
@@ -224,7 +229,7 @@ def _loss(run: Run, width: int, bars: str) -> Iterator[Part]:
         yield Part(NOT_MEASURED)
         return
     yield Part(f"{losses[-1]:.4f}")
-    yield Part(draw(losses, max(10, width // 3), bars))
+    yield Part(sparkline(losses, max(10, width // 3), bars))
     yield Part(f"lowest {min(losses):.4f}")
     metrics = run.metrics
     if metrics is not None and metrics.val_loss is not None:
@@ -355,3 +360,25 @@ def _alarms(run: Run, alarms: Sequence[Alarm]) -> Iterator[Part]:
         yield Part(f"{at} {alarm.action} {alarm.type}: {alarm.text}", WARN)
     if not alarms and not run.alarms:
         yield Part("none", GOOD)
+
+
+# --- bars ---
+
+
+def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
+    """Draw a curve in at most `width` characters; each is the mean of an equal slice of values."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known or width <= 0:
+        return ""
+    count = min(width, len(known))
+    edges = [len(known) * i // count for i in range(count + 1)]
+    means = [fmean(known[a:b]) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((mean - low) * scale)] for mean in means)
+
+
+def progress_bar(share: float, width: int, full: str = "█", empty: str = "░") -> str:
+    """Draw a fraction between 0 and 1."""
+    done = round(min(max(share, 0.0), 1.0) * width)
+    return full * done + empty * (width - done)

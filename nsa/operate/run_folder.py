@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, median_high
 
+from nsa.config.describe import duration
 from nsa.operate.process import is_gone
 from nsa.operate.run_files import Checkpoint, RunFiles
-from nsa.operate.text import duration
 from nsa.records import Beat, Metrics, RunEnvironment, TrainingRow
 from nsa.records.alarms import Alarm
 from nsa.records.heartbeat import BEAT, BOOT, PROGRESS, SEARCH_BYTES, WATCHDOG_DUMP

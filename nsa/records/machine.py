@@ -6,6 +6,8 @@ import ctypes
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from nsa.files import MIB
+
 if TYPE_CHECKING:
     import torch
 
@@ -66,8 +68,6 @@ def _library() -> ctypes.CDLL | None:
 
 
 # --- the device of a run, for its heartbeat ---
-
-MIB = 1024 * 1024
 
 
 class GpuReading(NamedTuple):

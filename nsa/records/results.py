@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nsa.files import best_effort, read_text, replacing, write_text
+from nsa.files import MIB, best_effort, read_text, replacing, write_text
 from nsa.records.tables import TrainingRow, ValRow
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 DTYPES = "dtypes_report.txt"
 OPT_STATE = "opt_state_mb.txt"
 VERSION = 1
-MIB = 2**20
 
 
 class ParameterType(NamedTuple):

@@ -21,6 +21,7 @@ from nsa.config import Config, ConfigError, to_container
 from nsa.config.env import raw
 from nsa.files import best_effort, complain, open_regular, read_text, write_text
 from nsa.records.numbers import ATTENTION, EVALUATED, MEASURED, Number
+from nsa.records.tracker_process import Point, Start, encode
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -238,7 +239,7 @@ class Tracker:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each curve; never blocks."""
         if self._process is not None:
-            self._send({"step": step, "values": dict(values)})
+            self._send(Point(step=step, values=dict(values)))
 
     def renew(self) -> None:
         """Write tracker.json again after the folder was removed."""
@@ -265,8 +266,8 @@ class Tracker:
             self._drop(f"it ended with exit code {code}")
         self._process = None
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        self._waiting += json.dumps(message).encode() + b"\n"
+    def _send(self, message: Start | Point) -> None:
+        self._waiting += encode(message)
         self._push()
         # A tracker that stopped reading: drop it before the queue grows without bound.
         if len(self._waiting) > MOST_WAITING:
@@ -345,9 +346,16 @@ def open_tracker(
     say(f"[telemetry] {name} follows this run as {tracked.id}; what it prints is in {log}")
     tracker = Tracker(name, process, log, say)
     tracker.tracked = tracked
-    start = {"kind": name, "project": raw("WANDB_PROJECT") or PROJECT, "name": folder.name}
-    start |= {"id": tracked.id, "folder": str(folder)}
-    tracker._send(start | {"config": to_container(cfg)})
+    tracker._send(
+        Start(
+            kind=name,
+            project=raw("WANDB_PROJECT") or PROJECT,
+            name=folder.name,
+            id=tracked.id,
+            folder=str(folder),
+            config=to_container(cfg),
+        )
+    )
     return tracker
 
 

@@ -1,7 +1,7 @@
-"""Child process that talks to a tracker: reads lines of JSON from stdin until end-of-file.
+"""Child process that talks to a tracker, and the lines of JSON that it reads from stdin.
 
-The first line (Start) names the library and the run; the others are points of its curves. sinks.py
-starts this file by path.
+The first line (Start) names the library and the run; the others (Point) are points of its curves,
+until end-of-file. sinks.py starts this file by path and writes the lines.
 """
 
 from __future__ import annotations
@@ -11,20 +11,42 @@ import importlib
 import json
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
-Start = dict[str, Any]
-"""Keys: kind, project, name, id, folder, config."""
+
+class Start(TypedDict):
+    """The first line: what a run of the tracker is opened with."""
+
+    kind: str
+    """Name of the library's module: wandb or trackio."""
+    project: str
+    name: str
+    id: str
+    """A resumed run continues under the same id."""
+    folder: str
+    config: dict[str, Any]
+
+
+class Point(TypedDict):
+    """Every other line: a value for each curve, at one step."""
+
+    step: int
+    values: dict[str, float]
+
+
+def encode(message: Start | Point) -> bytes:
+    """One line for stdin."""
+    return json.dumps(message).encode() + b"\n"
 
 
 def main() -> None:
     """Open the tracker's run, log every point, and finish it."""
-    start = json.loads(sys.stdin.readline())
+    start: Start = json.loads(sys.stdin.readline())
     run = OPENERS[start["kind"]](importlib.import_module(start["kind"]), start)
     for line in sys.stdin:
         if not line.endswith("\n"):
             break  # truncated line: the trainer was killed while writing it
-        point = json.loads(line)
+        point: Point = json.loads(line)
         run.log(point["values"], step=point["step"])
     run.finish()
 

@@ -74,8 +74,8 @@ from nsa.train.finish import Sampler, finish, record_anomaly, summarize
 from nsa.train.locked_folder import LockedFolder, locked
 from nsa.train.log import RunLog
 from nsa.train.progress import HangupSafeStream, Progress, print_boot_messages
-from nsa.train.rollback import Rollback, with_rollbacks
 from nsa.train.runtime import Runtime, deterministic_algorithms, resolve_runtime
+from nsa.train.spikes import Rollback, with_rollbacks
 from nsa.train.stop import Stop, launcher_pid
 from nsa.train.telemetry import Telemetry
 from nsa.train.trainer import Trainer

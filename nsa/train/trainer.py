@@ -28,9 +28,8 @@ from nsa.train.locked_folder import LockedFolder
 from nsa.train.log import RunLog, Spike
 from nsa.train.loss import evaluate
 from nsa.train.optimizer import TrainOptimizer, load_optimizer, lr_at
-from nsa.train.rollback import LossSpike, find_rollback
 from nsa.train.runtime import Runtime
-from nsa.train.spikes import Spikes
+from nsa.train.spikes import LossSpike, Spikes, find_rollback
 from nsa.train.step import EagerStep, MicroBatch, Updated
 from nsa.train.stop import ORPHANED, Stop
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa.config.describe import printable
 from nsa.operate.limits import HALTING, Limits, limits_for
 from nsa.operate.run_files import RunFiles, file_stamp
 from nsa.operate.run_folder import Rank, Run, number
-from nsa.operate.text import printable
 from nsa.operate.watch.rules import allowed_silence, judge
 from nsa.records.alarms import Alarm
 from nsa.records.env import ENV_FILE

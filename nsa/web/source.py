@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa.config.describe import printable
 from nsa.operate.run_folder import Run, read_run
-from nsa.operate.text import printable
 from nsa.web import timeline
 from nsa.web.header import MOST_PROBLEMS, MOST_TEXT, Settings, describe, side_by_side
 from nsa.web.history import History

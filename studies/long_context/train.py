@@ -36,7 +36,7 @@ def train_stage(
     """Train, or go on training; what the run measured. A run that has finished is only read."""
     folder = stage_folder(out, attention, preset, number)
     if not is_trained(folder):
-        command = [sys.executable, "-m", "nsa.cli.main", "train", "--config", str(BASE)]
+        command = [sys.executable, "-m", "nsa.cli", "train", "--config", str(BASE)]
         command += overrides(attention, preset, number, text, out)
         _run(command, folder, left_s)
     metrics = read_metrics(folder)

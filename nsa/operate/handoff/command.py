@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
+from nsa.config.describe import printable
 from nsa.files import replacing
 from nsa.operate.handoff.contents import (
     ITEMS,
@@ -32,7 +33,6 @@ from nsa.operate.handoff.contents import (
     read_manifest,
 )
 from nsa.operate.handoff.redact import as_bytes, hide, hide_lines, lines_of, secrets_in
-from nsa.operate.text import printable
 from nsa.train.checkpoint.file import CHUNK
 
 COMPLETE, INCOMPLETE = 0, 1

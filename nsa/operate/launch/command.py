@@ -200,7 +200,7 @@ def _announce(plan: Plan) -> None:
 
 def _run_detached(place: str, plan: Plan, args: argparse.Namespace) -> int:
     """Restart this launch in tmux or in the background."""
-    command = [sys.executable, "-m", "nsa.cli.main", *args.arguments]
+    command = [sys.executable, "-m", "nsa.cli", *args.arguments]
     # The last flag wins in argparse: this launch must not detach again.
     command += ["--where", terminal.FOREGROUND, "--records", str(plan.records)]
     if place == terminal.BACKGROUND:

@@ -91,7 +91,7 @@ class Phases:
         command = [
             sys.executable,
             "-m",
-            "nsa.cli.main",
+            "nsa.cli",
             "preflight",
             "--config",
             plan.config_of(phase),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from nsa.config import Config
+from nsa.config.describe import first_line
 from nsa.config.env import read
 from nsa.files import write_text
 from nsa.operate.limits import limits_for, with_values
@@ -21,7 +22,6 @@ from nsa.operate.preflight.config_checks import Check, Planned
 from nsa.operate.report.command import parse_limits
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import FAIL, Row, Verdict
-from nsa.operate.text import first_line
 from nsa.records.heartbeat import iso
 from nsa.train import TrainError
 from nsa.train.runtime import resolve_runtime

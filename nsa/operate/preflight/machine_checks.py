@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from nsa.files import PROC, size
+from nsa.config.describe import duration
+from nsa.files import GIB, MIB, PROC, size
 from nsa.model.cost import training_memory
 from nsa.operate.preflight.config_checks import Planned
 from nsa.operate.process import why_not_ours
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import Run, read_run
-from nsa.operate.text import GIB, MIB, duration
 from nsa.records import machine
 from nsa.records.sentinels import HALT, read_halt
 
@@ -151,7 +151,7 @@ def is_trainer(words: Sequence[str]) -> bool:
         return False
     if any(Path(word).name == "train_showcase.py" for word in words[1:]):
         return True
-    modules = ("nsa.cli", "nsa.cli.main")
+    modules = ("nsa.cli", "nsa.cli.__main__")
     entries = [i for i, word in enumerate(words) if word in modules or Path(word).name == "nsa"]
     return any(words[i + 1 : i + 2] == ["train"] for i in entries)
 

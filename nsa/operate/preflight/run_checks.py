@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.config import Config
+from nsa.config.describe import duration, first_line
 from nsa.config.env import read
 from nsa.data import SourceLost, within
 from nsa.data.shards import verify_shards
@@ -23,7 +24,6 @@ from nsa.operate.preflight.config_checks import Planned
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import number
-from nsa.operate.text import duration, first_line
 from nsa.records import read_heartbeat
 from nsa.records.heartbeat import HEARTBEAT_FILE, PROGRESS
 from nsa.train import LoaderFailed, TrainError, run

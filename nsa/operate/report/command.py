@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from nsa.config.describe import duration
 from nsa.config.env import check_environment
 from nsa.files import write_text
 from nsa.operate.limits import Limits, limits_for, with_values
@@ -20,7 +21,6 @@ from nsa.operate.report import criteria_training as state
 from nsa.operate.report.evidence import ALL, Criterion, Evidence, Window, read_evidence
 from nsa.operate.report.html import page
 from nsa.operate.report.verdict import Verdict, write_report
-from nsa.operate.text import duration
 from nsa.records.heartbeat import iso
 
 MARKDOWN, HTML = "report.md", "report.html"

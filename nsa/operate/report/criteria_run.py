@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from nsa.config.describe import first_line
 from nsa.files import size
 from nsa.operate.limits import Limits
 from nsa.operate.report.evidence import NO_METRICS, Criterion, Evidence, Question, record
 from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import Rank
-from nsa.operate.text import first_line
 from nsa.operate.watch.rules import RULES, heartbeat_stall
 from nsa.records import MODEL
 from nsa.records.alarms import ALARMS_FILE

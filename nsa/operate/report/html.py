@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from nsa.config.describe import printable
 from nsa.operate.report.evidence import Evidence
 from nsa.operate.report.verdict import COLUMNS, FAIL, GO, NO_GO, NOT_MEASURED, PASS, Row, Verdict
-from nsa.operate.text import printable
 from nsa.records import ValRow
 from nsa.records.numbers import CHARTS, EVALUATED, SCALARS, Chart, curves_of
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.config.describe import markdown_table, text_table
+from nsa.config.describe import markdown_table, printable, text_table
 from nsa.files import read_text, write_text
 from nsa.operate.run_files import require_types
-from nsa.operate.text import printable
 
 SCHEMA = 1
 REPORT_FILE = "report.json"

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nsa.config import BAD_INPUT, Config, ConfigError, load_config
+from nsa.config.describe import printable
 from nsa.config.env import changed
 from nsa.config.load import REPOSITORY
 from nsa.files import open_binary, open_regular, write_text
 from nsa.operate.run_files import RunFiles
-from nsa.operate.text import printable
 from nsa.records import last_beat, write_config
 
 # --- the toggles ---

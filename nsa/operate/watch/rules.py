@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from nsa.files import GIB
 from nsa.operate.limits import Limits
 from nsa.operate.run_folder import START_LINES, Rank, Run, number
 from nsa.records import TRAINING, Beat
@@ -194,8 +195,6 @@ def _lost(beat: Beat) -> dict[str, Any]:
 
 
 # --- resources: memory, kernels, disk ---
-
-GIB = 1 << 30
 
 
 def memory_creep(run: Run, limits: Limits) -> list[Alarm]:

@@ -17,11 +17,11 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from nsa.config.describe import printable
 from nsa.config.env import check_environment, read
 from nsa.operate.limits import HALTING, Limits, limits_for
 from nsa.operate.process import send
 from nsa.operate.run_folder import Rank, Run, read_run
-from nsa.operate.text import printable
 from nsa.operate.watch.rules import judge
 from nsa.records.alarms import Alarm, append_alarm, as_line, note_watch, write_gate_details
 from nsa.records.sentinels import write_anomaly, write_halt

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import StrictParser, known_keys, load_config
 from nsa.config.env import TABLE, in_effect
 from nsa.config.load import REPOSITORY
@@ -33,7 +33,7 @@ Nsa = Callable[..., subprocess.CompletedProcess[str]]
 def run_nsa(python: object, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the command as its own process, in an environment that holds only `environ`."""
     return subprocess.run(
-        [str(python), "-m", "nsa.cli.main", *arguments],
+        [str(python), "-m", "nsa.cli", *arguments],
         env={"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "error", **environ},
         capture_output=True,
         text=True,
@@ -67,7 +67,7 @@ def test_env_still_lists_when_a_name_is_wrong_and_then_says_so(nsa: Nsa) -> None
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    command = f"set -o pipefail; {sys.executable} -m nsa.cli.main keys | (exec <&-; sleep 1)"
+    command = f"set -o pipefail; {sys.executable} -m nsa.cli keys | (exec <&-; sleep 1)"
 
     result = subprocess.run(
         ["bash", "-c", command],
@@ -217,7 +217,7 @@ def test_version_is_that_of_the_package(nsa: Nsa) -> None:
 
 
 def test_listing_settings_does_not_load_torch() -> None:
-    call = "from nsa.cli.main import main; main(['keys'])"
+    call = "from nsa.cli.__main__ import main; main(['keys'])"
     code = f"import sys; {call}; sys.exit('torch' in sys.modules)"
 
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
@@ -265,7 +265,7 @@ def test_the_old_torch_logs_channel_is_translated_with_one_line(
     for program in (
         [str(REPOSITORY / "scripts" / "train_showcase.py"), "--help"],
         [str(REPOSITORY / "scripts" / "train_showcase_fsdp.py"), "--help"],
-        ["-m", "nsa.cli.main", "plan", "--config", QUICKSTART],
+        ["-m", "nsa.cli", "plan", "--config", QUICKSTART],
     )[: 1 if early else 3]:
         result = subprocess.run(
             [sys.executable, *program],

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nsa import BlockSpec, nsa_attention
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import DataConfig, load_config
 from nsa.config.env import TABLE
 from nsa.data import Loader, Rows, open_data, streamed_rows

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import BAD_INPUT, Config, DataConfig
 from nsa.config.load import REPOSITORY
 from nsa.data import ByteTokenizer, Data, DataError, open_data, prepare

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import Config, to_container
 from nsa.data import ByteTokenizer
 from nsa.generate import Completion, Completions, Limits, Sampling
@@ -162,7 +162,7 @@ def test_the_stream_reaches_a_pipe_token_by_token(model_file: Path) -> None:
         [
             sys.executable,
             "-m",
-            "nsa.cli.main",
+            "nsa.cli",
             "generate",
             "--model",
             str(model_file),

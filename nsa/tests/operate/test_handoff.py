@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import Config
 from nsa.operate.handoff.command import examine, hand_over
 from nsa.operate.handoff.contents import (

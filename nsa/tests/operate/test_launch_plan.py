@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.cli.operate import add_launch_flags
 from nsa.config import StrictParser, load_config
 from nsa.config.env import TABLE, check_environment

@@ -230,7 +230,7 @@ def test_without_an_environment_of_its_own_a_script_takes_python(tmp_path: Path)
     fake.mkdir(parents=True)
     for folder in (fake.parent, fake):
         (folder / "__init__.py").touch()
-    (fake / "main.py").write_text("import sys; print(sys.argv[1:])")
+    (fake / "__main__.py").write_text("import sys; print(sys.argv[1:])")
     done = subprocess.run(
         ["bash", str(tmp_path / "scripts" / "train_m7c_prime.sh"), "--list"],
         env=environment(PYTHON=sys.executable),

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import Config
+from nsa.config.describe import duration, printable
 from nsa.files import size, start_ticks, write_text
-from nsa.operate.monitor import Report, monitor
+from nsa.operate.monitor import Report, monitor, progress_bar, sparkline
 from nsa.operate.report.command import judge_evidence
 from nsa.operate.report.evidence import read_evidence
 from nsa.operate.run_folder import read_run
-from nsa.operate.text import duration, printable, progress_bar, sparkline
 from nsa.operate.watch.watchdog import describe_run
 from nsa.records import sentinels
 from nsa.records.alarms import Alarm, append_alarm

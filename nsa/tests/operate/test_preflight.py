@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import Config
 from nsa.model import TinyLM
 from nsa.operate.limits import CPU, refresh, with_values
@@ -213,7 +213,7 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A real run at work, and its folder."""
     folder = tmp_path / "busy"
     config = [*TINY, "train.steps=4000", "train.eval_every=0", f"train.out_dir={folder}"]
-    command = [sys.executable, "-m", "nsa.cli.main", "train"]
+    command = [sys.executable, "-m", "nsa.cli", "train"]
     command += ["--config", "configs/base.yaml", *config]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL)
@@ -247,10 +247,10 @@ def test_a_run_that_is_still_at_work_is_no_go(
     [
         ("python -u scripts/train_showcase.py --steps 3", True),
         ("/usr/bin/python3.11 /x/bin/torchrun --nproc_per_node=2 scripts/train_showcase.py", True),
-        ("python -m nsa.cli.main train --config x", True),
+        ("python -m nsa.cli train --config x", True),
         ("python -m nsa.cli train", True),
         ("python /x/.venv/bin/nsa train", True),
-        ("python -m nsa.cli.main preflight --config train", False),
+        ("python -m nsa.cli preflight --config train", False),
         ("vim scripts/train_showcase.py", False),
         ("tail -f train_showcase.py", False),
         ("", False),

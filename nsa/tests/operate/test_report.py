@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.cli.operate import REPORT_POINTS
 from nsa.config import Config
 from nsa.operate.report import html

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import Config
 from nsa.config.env import TABLE
 from nsa.operate.triage import trials

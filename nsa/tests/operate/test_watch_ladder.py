@@ -215,7 +215,7 @@ def test_whether_a_process_is_gone_is_only_known_on_its_machine(env: RunEnvironm
     ("command", "argv", "is_same"),
     [
         ("python -u scripts/t.py --steps 3", "scripts/t.py --steps 3", True),
-        ("python -m nsa.cli.main train --key secret", "/x/nsa/cli/main.py train --key ***", True),
+        ("python -m nsa.cli train --key secret", "/x/nsa/cli/__main__.py train --key ***", True),
         ("/v/bin/python /v/bin/nsa train a=secret", "/v/bin/nsa train a=***", True),
         ("python -m pytest x", "/lib/pytest/__main__.py x", True),
         ("python scripts/t.py --steps 4", "scripts/t.py --steps 3", False),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.files import APPEND, LineFile, NotRegular, open_regular, read_text, write_text
 from nsa.operate.watch.watchdog import Watch
 from nsa.tests.conftest import REPOSITORY

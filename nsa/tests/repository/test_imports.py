@@ -17,7 +17,7 @@ import pytest
 import nsa
 from bench import bench_startup
 from bench.bench_startup import COMMANDS, FILES, OPERATOR, Start
-from nsa.cli import main
+from nsa.cli import __main__ as console
 from nsa.data import DataError
 from nsa.data.errors import need
 from nsa.tests.conftest import REPOSITORY
@@ -91,7 +91,7 @@ def start(arguments):
     if arguments[0] == "-c":
         exec(arguments[1], {})
     elif arguments[0] == "-m":
-        from nsa.cli.main import main
+        from nsa.cli.__main__ import main
         return main(arguments[2:])
     else:
         runpy.run_path(arguments[0], run_name="__main__")
@@ -112,7 +112,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A tiny run, shards and an archive, for commands to read."""
 
     def run_here(start: Start, tree: Path, names: dict[str, str]) -> None:
-        assert main.main(bench_startup.argv_of(start, names)[2:]) == start.code, start.line
+        assert console.main(bench_startup.argv_of(start, names)[2:]) == start.code, start.line
 
     return bench_startup.prepare(tmp_path_factory.mktemp("start") / "made", do=run_here)
 
@@ -170,7 +170,7 @@ def test_every_command_stands_in_the_table_of_starts() -> None:
     lines = [start.line for start in COMMANDS]
     own = {"prove-resume": "nsa.train.prove_resume", "preflight": "nsa.operate.preflight.command"}
     own |= {"dashboard": "nsa.cli.dashboard"}
-    for name in main.subcommands():
+    for name in console.subcommands():
         known = own.get(name, f"nsa {name}")
         assert any(known in line for line in lines), f"{name}: give it a line in bench_startup"
     for group in ("data", "checkpoint"):
@@ -180,7 +180,7 @@ def test_every_command_stands_in_the_table_of_starts() -> None:
 
 
 def _subcommands_of(group: str) -> list[str]:
-    parser: argparse.ArgumentParser = main._parser()
+    parser: argparse.ArgumentParser = console._parser()
     for name in ("", group):
         (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         if not name:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from nsa.cli.main import _parser as cli_parser
-from nsa.cli.main import subcommands
+from nsa.cli.__main__ import _parser as cli_parser
+from nsa.cli.__main__ import subcommands
 from nsa.config import Config, StrictParser, known_keys, load_config, to_container
 from nsa.config.env import TABLE
 from nsa.records import Metrics, read_heartbeat

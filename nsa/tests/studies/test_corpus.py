@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nsa.cli.main import main as nsa_main
+from nsa.cli.__main__ import main as nsa_main
 from nsa.data.documents import read_documents
 from nsa.tests.support.corpora import (
     ENTRIES,

@@ -59,7 +59,7 @@ def start_launch(
 ) -> subprocess.Popen[str]:
     """Start `nsa launch` on the tiny config of the folder, on the embedded corpus."""
     environ = {"CONFIG": "tiny.yaml", "DATASET": "shakespeare", "NP": "1"} | environ
-    command = [python, "-m", "nsa.cli.main", "launch", *LOOSE, *arguments]
+    command = [python, "-m", "nsa.cli", "launch", *LOOSE, *arguments]
     return start_process(command, cwd, **({"PYTHONPATH": str(REPOSITORY)} | environ))
 
 

@@ -317,7 +317,9 @@ def _execute(words: list[str]) -> None:
         exec(words[1], {"__name__": "__main__"})
     elif words[0] == "-m":
         sys.argv = words[1:]
-        sys.modules.pop(words[1], None)  # runpy warns of a module that is there already
+        # runpy warns of a module that is there already; a package runs its __main__.
+        is_package = hasattr(sys.modules.get(words[1]), "__path__")
+        sys.modules.pop(f"{words[1]}.__main__" if is_package else words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
@@ -337,7 +339,7 @@ def _import_everything() -> None:
     import torch.distributed.fsdp
     import torch.distributed.run  # noqa: F401
 
-    import nsa.cli.main
+    import nsa.cli.__main__
     import nsa.generate.decode
     import nsa.operate.launch.command
     import nsa.operate.preflight.command

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import load_config
 from nsa.records.metrics import read_config
 from nsa.tests.conftest import REPOSITORY
@@ -216,7 +216,7 @@ def test_an_empty_folder_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_resume_is_proved_and_a_broken_one_is_not(nursery: Nursery, tmp_path: Path) -> None:
     def call() -> subprocess.CompletedProcess[str]:
-        words = [str(nursery.python), "-m", "nsa.cli.main", *command]
+        words = [str(nursery.python), "-m", "nsa.cli", *command]
         return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
     config = tmp_path / "tiny.yaml"

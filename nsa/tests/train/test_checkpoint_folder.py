@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.config import Config
 from nsa.files import temporary_name
 from nsa.operate.run_folder import read_run

@@ -19,7 +19,7 @@ from nsa.tests.support.effects import TINY
 
 RUNS = """
 import ctypes, json, os, sys, threading, time
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.train import stop
 from nsa.train.trainer import Trainer
 
@@ -166,11 +166,12 @@ def kill(pid: int) -> None:
 def test_ctrl_c_in_any_command_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nsa.cli import main, settings
+    from nsa.cli import settings
+    from nsa.cli.__main__ import main
 
     def interrupted(args: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(settings, "_keys", interrupted)
-    assert main.main(["keys"]) == 130
+    assert main(["keys"]) == 130
     assert capsys.readouterr().err == "nsa: interrupted\n"

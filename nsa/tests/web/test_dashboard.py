@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 import pytest
 
 from nsa.cli import dashboard as command
-from nsa.cli.main import main
+from nsa.cli.__main__ import main
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.support.recording import Recorder
 from nsa.web.access import COOKIE, Access, find_token
@@ -352,9 +352,9 @@ def test_the_run_folder_is_not_touched(recorder: Recorder) -> None:
 
 def test_the_command_listens_without_torch_and_ends_by_ctrl_c(recorder: Recorder) -> None:
     code = (
-        "import signal, sys, nsa.cli.main\n"
+        "import signal, sys, nsa.cli.__main__\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `&` ignores it\n"
-        f"code = nsa.cli.main.main(['dashboard', {str(recorder.folder)!r}, '--port', '0'])\n"
+        f"code = nsa.cli.__main__.main(['dashboard', {str(recorder.folder)!r}, '--port', '0'])\n"
         "sys.exit(99 if 'torch' in sys.modules else code)\n"
     )
     with subprocess.Popen(

@@ -16,7 +16,6 @@ from nsa.config import Config, ConfigError, TrainConfig, to_container
 from nsa.data import Data
 from nsa.train.checkpoint.file import Content
 from nsa.train.optimizer import lr_at
-from nsa.train.spikes import ACTING
 
 DECIDING = (
     *("steps", "seq_len", "lr", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip"),
@@ -31,6 +30,8 @@ YOUNGER = (
 SCHEDULE = ("steps", "lr", "lr_schedule", "warmup_steps", "decay_steps")
 """Keys of the train group that affect only the learning rates."""
 BATCH, DATA = "global batch", "data (train)"
+SPIKE_RULES_THAT_ACT = ("skip", "rollback")
+"""Values of train.spike_rule that change the weights."""
 INITIAL = "initial weights"
 """sha256 of the weights of train.init_from, if set (init_from.py)."""
 UNKNOWN = "unknown"
@@ -57,7 +58,7 @@ def identity_of(cfg: Config, data: Data, world_size: int = 1) -> Identity:
         found.pop(name, None)
         if groups[group][key] != usual[group][key]:
             found[name] = groups[group][key]
-    if cfg.train.spike_rule in ACTING:
+    if cfg.train.spike_rule in SPIKE_RULES_THAT_ACT:
         keys = ("spike_rule", "spike_threshold", "spike_window")
         found |= {f"train.{key}": groups["train"][key] for key in keys}
     found |= {DATA: data.train.fingerprint(), "data (val)": data.val.fingerprint()}
