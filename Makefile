@@ -26,7 +26,7 @@ check: lint  ## lint and the tests of the first promises, in under a minute
 	$(PY) -m pytest -n 2 --timeout 60 -q $(CHECKED) -k "not bit_for_bit or plain"
 
 test: $(VENV)/.installed-dev  ## run the CPU test suite
-	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos and not slow"
+	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos and not rehearsal and not slow"
 
 sweep: $(VENV)/.installed-dev  ## compile every shape for every GPU; slow
 	$(PY) -m pytest -n 2 --timeout 7200 -m "slow and not gpu"
@@ -57,7 +57,7 @@ mutants: $(VENV)/.installed-dev  ## plant known bugs in turn and show that the t
 	$(PY) scripts/mutants.py
 
 rehearse: $(VENV)/.installed-dev  ## run every command of the runbooks for real, small, on the CPU
-	$(PY) scripts/rehearse.py
+	$(PY) -m pytest -n 2 --dist loadgroup --timeout 300 -v -m rehearsal nsa/tests/repository/test_rehearsal.py
 
 clean:  ## remove the environment, build output and caches (what runs wrote under artifacts/ stays)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from nsa.config import BAD_INPUT, StrictParser
 from studies.corpus.build import build
-from studies.corpus.pack import DEFAULT_MB, pack
+from studies.corpus.pack import DEFAULT_MB, pack, unpack
 from studies.corpus.sources import LIST, read_sources
-from studies.corpus.unpack import unpack
 
 FOLDER = Path("artifacts/corpus")
 

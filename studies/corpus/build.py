@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import IO
 
 from nsa.files import put_in_place, temporary_name
-from studies.corpus.archives import read_members
-from studies.corpus.dedup import Seen
-from studies.corpus.errors import CorpusError
-from studies.corpus.fetch import Download, fetch
-from studies.corpus.forms import documents_of
+from studies.corpus.fetch import Download, fetch, read_members
 from studies.corpus.record import FILE_NAME as RECORD
 from studies.corpus.record import Counts, KindRecord, Record, write_licences, write_record
 from studies.corpus.sources import CODE, PROSE, Package, Source, Sources
+from studies.corpus.text import CorpusError, Seen, documents_of
 
 LEAST_CHARS = 256
 """A shorter document is dropped."""

@@ -1,27 +1,97 @@
-"""A corpus as .xz files, for a machine without a network: prose, some code, GPT-2's files.
+"""A corpus as .xz files for a machine without a network (prose, some code, GPT-2's files), and back.
 
 The files are independent of each other, so that all cores compress and decompress at the same time;
-the same corpus and the same limit give the same bytes. What the pack holds is in pack.json.
+the same corpus and the same limit give the same bytes. pack.json lists the files of a pack, and
+what each becomes (docs/schemas/corpus_pack_json.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import lzma
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nsa.files import put_in_place, temporary_name
 from studies.corpus.build import TOKENIZER_FOLDER
-from studies.corpus.errors import CorpusError
 from studies.corpus.fetch import sha256_of
-from studies.corpus.pack_manifest import FILE_NAME, Packed, write_pack_manifest
 from studies.corpus.record import FILE_NAME as RECORD
 from studies.corpus.record import LICENCES, read_record
 from studies.corpus.sources import CODE, PROSE
+from studies.corpus.text import CorpusError
+
+# --- pack.json ---
+
+SCHEMA = 1
+FILE_NAME = "pack.json"
+SHA256 = re.compile(r"[0-9a-f]{64}")
+PACKED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.xz")
+TARGET_NAME = re.compile(r"([a-z0-9]+/)?[A-Za-z0-9][A-Za-z0-9._]*")
+"""A file, or a file in a folder; nothing that leads elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """One .xz file; those with the same target follow each other in it, as in the list."""
+
+    file: str
+    sha256: str
+    target: str
+    bytes: int
+    """After decompression."""
+    content_sha256: str
+    """After decompression."""
+
+
+def write_pack_manifest(folder: Path, files: list[Packed]) -> None:
+    """Write it, all or nothing; the pack counts as complete from then on."""
+    content = {"schema": SCHEMA, "files": [dataclasses.asdict(file) for file in files]}
+    temporary = temporary_name(folder / FILE_NAME)
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    put_in_place(temporary, folder / FILE_NAME)
+
+
+def read_pack_manifest(folder: Path) -> list[Packed]:
+    """Return the files; refuse names that lead out of a folder, and numbers that are none."""
+    path = folder / FILE_NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {content['schema']!r}")
+        files = [_checked(entry) for entry in content["files"]]
+        if len({file.file for file in files}) != len(files):
+            raise ValueError("a file is named twice")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(
+            f"{path}: not the list of a complete pack of schema {SCHEMA} "
+            f"({type(error).__name__}: {error}); pack the corpus again"
+        ) from None
+    return files
+
+
+def _checked(entry: dict[str, Any]) -> Packed:
+    packed = Packed(**entry)
+    for value, pattern in (
+        (packed.file, PACKED_NAME),
+        (packed.target, TARGET_NAME),
+        (packed.sha256, SHA256),
+        (packed.content_sha256, SHA256),
+    ):
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise ValueError(f"{value!r} does not fit {pattern.pattern}")
+    if type(packed.bytes) is not int or packed.bytes < 0:
+        raise ValueError(f"bytes={packed.bytes!r} is not a whole number")
+    return packed
+
+
+# --- pack ---
 
 DEFAULT_MB = 52
 MIB = 1 << 20
@@ -153,3 +223,63 @@ def _write(folder: Path, part: Part, compressed: bytes) -> Packed:
         bytes=len(part.content),
         content_sha256=hashlib.sha256(part.content).hexdigest(),
     )
+
+
+# --- unpack ---
+
+
+def unpack(
+    folder: Path, out: Path, *, jobs: int = 0, say: Callable[[str], None] = lambda line: None
+) -> list[Path]:
+    """Restore every file; nothing gets its name unless all of the pack is as it was written."""
+    files = read_pack_manifest(folder)
+    sizes: dict[str, int] = {}
+    places = []
+    for packed in files:
+        places.append((packed, sizes.get(packed.target, 0)))
+        sizes[packed.target] = sizes.get(packed.target, 0) + packed.bytes
+    temporary = {target: temporary_name(out / target) for target in sizes}
+    try:
+        for target, path in temporary.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.truncate(sizes[target])
+        with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+            tasks = [
+                pool.submit(_restore, folder, packed, temporary[packed.target], start)
+                for packed, start in places
+            ]
+            for task in tasks:
+                task.result()
+    except BaseException:  # Ctrl-C as well: half a file is of no use to anybody
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+        raise
+    for target, path in temporary.items():
+        put_in_place(path, out / target)
+        say(f"{out / target}: {sizes[target]:,} bytes")
+    return [out / target for target in temporary]
+
+
+def _restore(folder: Path, packed: Packed, path: Path, start: int) -> None:
+    """Decompress one file of the pack to its place in the target."""
+    try:
+        compressed = (folder / packed.file).read_bytes()
+    except OSError as error:
+        raise CorpusError(
+            f"{folder / packed.file}: {error.strerror}; bring the pack again"
+        ) from None
+    if hashlib.sha256(compressed).hexdigest() != packed.sha256:
+        raise CorpusError(f"{folder / packed.file} was changed or cut; bring the pack again")
+    try:
+        # One byte more than allowed is enough to see that there is too much.
+        content = lzma.LZMADecompressor().decompress(compressed, packed.bytes + 1)
+    except lzma.LZMAError as error:
+        raise CorpusError(f"{folder / packed.file}: {error}; pack the corpus again") from None
+    if hashlib.sha256(content).hexdigest() != packed.content_sha256:
+        raise CorpusError(
+            f"{folder / packed.file}: its content is not what pack.json says; pack the corpus again"
+        )
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(content)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.files import put_in_place, temporary_name
-from studies.corpus.errors import CorpusError
 from studies.corpus.sources import Sources
+from studies.corpus.text import CorpusError
 
 SCHEMA = 1
 FILE_NAME, LICENCES = "corpus.json", "LICENCES.md"

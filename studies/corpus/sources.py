@@ -22,8 +22,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from studies.corpus.errors import CorpusError
-from studies.corpus.forms import FORMS
+from studies.corpus.text import FORMS, CorpusError
 
 VERSION = 1
 LIST = Path(__file__).with_name("sources.toml")

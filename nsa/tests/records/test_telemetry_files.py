@@ -77,9 +77,7 @@ from nsa.records.tables import SelectionRecord
 from nsa.tests.support.gpu import on_gpu
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint import folder as checkpoint_folder
-from scripts.rehearsal_report import Rehearsal
-from scripts.rehearsal_report import Row as RehearsedRow
-from studies.corpus.pack_manifest import Packed
+from studies.corpus.pack import Packed
 from studies.corpus.record import KindRecord
 from studies.long_context.results import Grid, Probe
 from studies.long_context.results import Results as NeedleResults
@@ -756,9 +754,6 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         # What is really written is held to these two in test_corpus.py and test_corpus_pack.py.
         "corpus_json.md": {field.name for field in dataclasses.fields(KindRecord)},
         "corpus_pack_json.md": {field.name for field in dataclasses.fields(Packed)},
-        "rehearsal.md": {
-            *(f.name for kind in (Rehearsal, RehearsedRow) for f in dataclasses.fields(kind)),
-        },
         "triage.md": {
             *(f.name for kind in (Triage, Outcome) for f in dataclasses.fields(kind)),
             *command.VERDICTS,

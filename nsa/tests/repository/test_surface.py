@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +18,7 @@ from nsa.cli.__main__ import subcommands
 from nsa.config import Config, StrictParser, known_keys, load_config, to_container
 from nsa.config.env import TABLE
 from nsa.records import Metrics, read_heartbeat
-from nsa.train import run
-from scripts.rehearsal_report import Rehearsal, Row, read_rehearsal, write_rehearsal
-from scripts.surface import (
+from nsa.tests.support.surface import (
     REPOSITORY,
     SCRIPT,
     Command,
@@ -31,6 +28,7 @@ from scripts.surface import (
     simple_commands,
     variables_of,
 )
+from nsa.train import run
 
 SURFACE = load()
 COMMANDS = commands()
@@ -282,41 +280,3 @@ def test_what_runbooks_name_exists(path: Path) -> None:
         assert (REPOSITORY / name).is_file(), name
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link
-
-
-# The rehearsal
-
-
-def test_a_rehearsal_reads_back_what_was_written(tmp_path: Path) -> None:
-    command = Command(id="C1", run="true", lane=1)
-    rows = [Row.of(command, verdict=v, reason="r", exit_code=0) for v in ("PASS", "EXEMPT")]
-    done = Rehearsal(seconds=1.0, rows=rows)
-    write_rehearsal(tmp_path, done)
-    assert read_rehearsal(tmp_path) == done and done.passed
-    assert not Rehearsal(seconds=1.0, rows=[Row.of(command, verdict="MISSING", reason="")]).passed
-    (tmp_path / "rehearsal.json").write_text('{"version": 2}')
-    with pytest.raises(ValueError, match="has version 2"):
-        read_rehearsal(tmp_path)
-
-
-def test_verdicts_of_a_rehearsal_can_fail(tmp_path: Path) -> None:
-    from scripts.rehearsal_run import Lane
-
-    def verdict(run: str, **fields: Any) -> tuple[str, str]:
-        row = lane.run(Command(id="C1", run=run, lane=1, **fields))
-        return row.verdict, row.reason
-
-    (tmp_path / "old").touch()
-    os.utime(tmp_path / "old", (1, 1))
-    with Lane(tmp_path, tmp_path, {}) as lane:
-        assert verdict("echo yes; touch new", prints=["yes"], artifact="new")[0] == "PASS"
-        assert verdict("exit 3", exit=3)[0] == "PASS"
-        assert verdict("sleep 60 & echo up; wait", until_s=20, prints=["up"])[0] == "PASS"
-        assert verdict("false; true") == ("FAIL", "exit code 1, not 0: no output")
-        assert verdict("echo no", prints=["yes"]) == ("FAIL", "it did not print 'yes'")
-        assert verdict("true", artifact="none") == ("FAIL", "none is not there")
-        assert verdict("true", artifact="old") == ("FAIL", "old is old")
-        assert verdict("sleep 60", limit_s=0.2) == ("FAIL", "not done in 0.2 s")
-        assert verdict("sleep 60", until_s=0.2, prints=["up"])[0] == "FAIL"
-        assert verdict("bash scripts/none.sh")[0] == "MISSING"
-        assert verdict("nsa no-such-command")[0] == "MISSING"

@@ -29,14 +29,11 @@ from nsa.tests.support.corpora import (
 )
 from studies.corpus import __main__ as command
 from studies.corpus import fetch as fetching
-from studies.corpus.archives import MAX_MEMBER_BYTES, read_members
 from studies.corpus.build import build
-from studies.corpus.dedup import Seen
-from studies.corpus.errors import CorpusError
-from studies.corpus.forms import cut_long, decode, documents_of, tidy
-from studies.corpus.html import html_text
+from studies.corpus.fetch import MAX_MEMBER_BYTES, read_members
 from studies.corpus.record import read_record
 from studies.corpus.sources import LIST, Package, read_sources
+from studies.corpus.text import CorpusError, Seen, cut_long, decode, documents_of, html_text, tidy
 
 
 @pytest.fixture
@@ -205,7 +202,7 @@ def test_member_that_is_too_large_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_MEMBER_BYTES > 1 << 20
-    monkeypatch.setattr("studies.corpus.archives.MAX_MEMBER_BYTES", 10)
+    monkeypatch.setattr("studies.corpus.fetch.MAX_MEMBER_BYTES", 10)
     (tmp_path / "x.tgz").write_bytes(tar({"a": b"x" * 11}))
 
     with pytest.raises(CorpusError, match="a is larger than 10 bytes"):

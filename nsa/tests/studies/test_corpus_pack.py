@@ -13,11 +13,9 @@ from nsa.tests.support.corpora import served, sha256, tiny_sources
 from studies.corpus import __main__ as command
 from studies.corpus import pack as packing
 from studies.corpus.build import build
-from studies.corpus.errors import CorpusError
-from studies.corpus.pack import pack
-from studies.corpus.pack_manifest import FILE_NAME, read_pack_manifest
+from studies.corpus.pack import FILE_NAME, pack, read_pack_manifest, unpack
 from studies.corpus.sources import LIST
-from studies.corpus.unpack import unpack
+from studies.corpus.text import CorpusError
 
 WHOLE = {"LICENCES.md", "corpus.json", "gpt2/encoder.json", "gpt2/vocab.bpe", "prose.jsonl"}
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[3]
 FILE = REPOSITORY / "docs" / "surface.toml"
 VERSION = 1
 SCRIPT = re.compile(r"\b(?:scripts|bench)/[\w/.-]+\.(?:py|sh)\b")

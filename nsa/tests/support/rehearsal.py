@@ -1,20 +1,29 @@
-"""The commands of one lane, one after the other, each in a session of its own, and verdicts."""
+"""What test_rehearsal.py runs commands in: a copy of the repository in which everything is small.
+
+The commands of a lane share a copy and run one after the other, each in a session of its own.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import yaml
 
 from nsa.cli.__main__ import subcommands
 from nsa.config.env import recorded
-from scripts.rehearsal_report import FAIL, MISSING, PASS, Row
-from scripts.surface import Command, parts_of
+from nsa.tests.data.test_tokenizers import write_gpt2
+from nsa.tests.support.hub import Hub, parquet_bytes
+from nsa.tests.support.surface import REPOSITORY, Command, load, parts_of
 
 PRELUDE = """\
 set -eo pipefail
@@ -27,6 +36,7 @@ ended() { for _ in $(seq 900); do kill -0 "$1" 2> /dev/null || return 0; sleep 0
 """What a rehearsal may use beside the command: waiting for a file, and for the end of a process."""
 KEPT = ("LANG", "TMPDIR", "PATH")
 END_S = 20.0
+DOCUMENT_LINES = 40
 
 
 class Lane:
@@ -64,12 +74,12 @@ class Lane:
             with suppress(ProcessLookupError):
                 os.killpg(session, signal.SIGKILL)
 
-    def run(self, command: Command) -> Row:
-        """Run a command to its end, or until it has printed what it must, and judge it."""
+    def run(self, command: Command) -> list[str]:
+        """Run a command to its end, or until it has printed what it must; what is wrong with it."""
         if missing := self._missing(command):
-            return Row.of(command, verdict=MISSING, reason=f"{', '.join(missing)} does not exist")
+            return [f"{', '.join(missing)} does not exist"]
         log = self.logs / f"{command.id}.log"
-        start, began = time.perf_counter(), time.time()
+        began = time.time()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 ["bash", "-c", PRELUDE + command.rehearsed],
@@ -82,17 +92,7 @@ class Lane:
             )
             self._sessions.append(process.pid)
             code = self._wait(process, command, log)
-        seconds = time.perf_counter() - start
-        artifact, problems = self._problems(command, code, log, began)
-        return Row.of(
-            command,
-            verdict=FAIL if problems else PASS,
-            reason="; ".join(problems) or "as it should",
-            exit_code=code,
-            artifact=artifact,
-            seconds=seconds,
-            log=f"{self.logs.name}/{log.name}",
-        )
+        return self._problems(command, code, log, began)
 
     def _missing(self, command: Command) -> list[str]:
         known = {f"nsa {name}" for name in subcommands()}
@@ -116,9 +116,7 @@ class Lane:
                 process.wait()
         return code
 
-    def _problems(
-        self, command: Command, code: int | None, log: Path, began: float
-    ) -> tuple[str, list[str]]:
+    def _problems(self, command: Command, code: int | None, log: Path, began: float) -> list[str]:
         problems = []
         if code is None and not command.until_s:
             problems.append(f"not done in {command.limit_s:g} s")
@@ -129,7 +127,7 @@ class Lane:
         new = [path for path in found if path.stat().st_mtime >= began - 1]
         if command.artifact and not new:
             problems.append(f"{command.artifact} is {'old' if found else 'not there'}")
-        return str(new[-1].relative_to(self.tree)) if new else "", problems
+        return problems
 
 
 def _unprinted(command: Command, log: Path) -> list[str]:
@@ -146,3 +144,67 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# --- the copy of the tree, and a dataset on this machine ---
+
+
+def make_tree(tree: Path) -> None:
+    """Copy what git knows and what is new, make the configs small, and link the environment."""
+    for name in _files():
+        target = tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, target)
+    (tree / ".venv").symlink_to((REPOSITORY / ".venv").resolve())
+    (tree / "artifacts").mkdir()
+    (tree / "home").mkdir()
+    (tree / "gpt2").mkdir()
+    write_gpt2(tree / "gpt2", "vocab.json", "merges.txt")
+    for path in sorted((tree / "configs").glob("*.yaml")):
+        path.write_text(yaml.safe_dump(_smaller(path, tree), sort_keys=False), encoding="utf-8")
+    shims = tree / "home" / "bin"
+    shims.mkdir()
+    command = f'#!/bin/sh\nPYTHONPATH="{tree}" exec python -m nsa.cli "$@"\n'
+    (shims / "nsa").write_text(command, encoding="utf-8")
+    (shims / "nsa").chmod(0o755)
+
+
+def _files() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    return [name for name in listed if name and (REPOSITORY / name).is_file()]
+
+
+def _smaller(path: Path, tree: Path) -> dict[str, Any]:
+    """The config with the sizes of a rehearsal, where it sets them; base.yaml sets them all."""
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for group, values in load()["rehearsal"]["keys"].items():
+        given = content.setdefault(group, {}) if path.name == "base.yaml" else content.get(group)
+        for key, value in values.items():
+            if given is None or (key not in given and path.name != "base.yaml"):
+                continue
+            given[key] = min(given.get(key, value), value)  # what is off stays off
+    if content.get("data", {}).get("tokenizer") == "gpt2":
+        content["data"]["tokenizer_path"] = str(tree / "gpt2")  # it would come from the network
+        # A CPU without bf16 needs minutes for one step with this vocabulary.
+        content.setdefault("runtime", {})["precision"] = "fp32"
+    return content
+
+
+@contextmanager
+def dataset() -> Iterator[Hub]:
+    """FineWeb-Edu's place on the hub, on loopback, with documents of the embedded corpus."""
+    texts: list[str] = []
+    for path in sorted((REPOSITORY / "nsa" / "data" / "corpus").glob("*.txt"))[:4]:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        starts = range(0, len(lines), DOCUMENT_LINES)
+        texts += ["".join(lines[start : start + DOCUMENT_LINES]) for start in starts]
+    halves = {"00000": texts[::2], "00001": texts[1::2]}
+    files = {f"data/CC-MAIN-2013-20/train-{n}.parquet": parquet_bytes(t) for n, t in halves.items()}
+    with Hub(files) as hub:
+        yield hub
