@@ -1,4 +1,4 @@
-"""A corpus as .xz files for a machine without a network (prose, some code, GPT-2's files), and back.
+"""A corpus as .xz files for a machine without a network: prose, some code, GPT-2's files. And back.
 
 The files are independent of each other, so that all cores compress and decompress at the same time;
 the same corpus and the same limit give the same bytes. pack.json lists the files of a pack, and
