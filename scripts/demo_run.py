@@ -1,7 +1,7 @@
 """Write a run folder as a run would have left it, with made-up numbers: something to look at.
 
 python scripts/demo_run.py artifacts/demo --steps 50000
-python scripts/demo_run.py artifacts/demo --steps 50000 --done 31000 --live   # and it goes on
+python scripts/demo_run.py artifacts/demo --steps 50000 --done 31000 --live   # and it continues
 
 Every file goes through the writer that a real run uses, under a clock of its own. Nothing is
 trained: the curves are formulas and noise, and no number here was measured anywhere.

@@ -222,7 +222,7 @@ class RunLog:
         """Log a spike; return it if the run must roll back."""
         self.metrics.spikes += 1
         text = f"loss {loss:.4f} at step {self.metrics.step} is a spike: above {limit:.4f}"
-        then = {"skip": "; its update was left out", "log": "; training goes on"}
+        then = {"skip": "; its update was left out", "log": "; training continues"}
         self.progress.say(f"[spike] {text}{then.get(self._spike_rule, '')}")
         return Spike(self.metrics.step, text) if self._spike_rule == "rollback" else None
 

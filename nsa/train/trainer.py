@@ -165,13 +165,13 @@ class Trainer:
         jumped, num_spikes = self.spikes.jumped, self.log.metrics.spikes
         back = find_rollback(self.ranks, self.folder, spike.step, jumped, num_spikes)
         if back is None:
-            self.log.progress.say("[spike] there is no checkpoint before it; training goes on")
+            self.log.progress.say("[spike] there is no checkpoint before it; training continues")
             return
         if asked := self.ranks.stop_request(self.stop):
             self._say_halt(asked)
             raise Halted(
                 f"stopped by {asked}; {spike.text}, so nothing was saved after it; "
-                f"the same command goes on from {back.path.name}"
+                f"the same command resumes from {back.path.name}"
             )
         self.log.progress.say(
             f"[spike] back to {back.path.name}; from there on the data of {back.jumped} updates "
@@ -220,14 +220,14 @@ class Trainer:
         if self.log.is_new(step) and step % (self.cfg.train.save_every or step + 1):
             self.save(step)
         saved = self.saver.wait()
-        return "the same command goes on from there" if saved else "no checkpoint could be written"
+        return "the same command resumes from there" if saved else "no checkpoint could be written"
 
     def leave_unsaved(self) -> str:
         """Save nothing, because the training data is damaged; return what to do, as text."""
         self.saver.wait()
         done = self.log.metrics.resumed_at or 0
         if not self.saver.written:
-            return f"nothing was saved since step {done}; the same command goes on from there"
+            return f"nothing was saved since step {done}; the same command resumes from there"
         names = ", ".join(path.name for path in self.saver.written)
         older = [p for p in find.paths_of(self.folder) if find.step_of(p) <= done]
         back = f"--resume {older[0]}" if older else "--resume none"

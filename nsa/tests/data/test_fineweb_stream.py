@@ -349,7 +349,7 @@ def test_a_stream_that_ends_leaves_a_checkpoint_and_the_run_goes_on(
 
     cfg = config_of(tmp_path / "run")
     monkeypatch.setattr("nsa.train.batches.open_data", ending(lose))
-    with pytest.raises(LoaderFailed, match="the hub is gone; stopped after step.*goes on") as error:
+    with pytest.raises(LoaderFailed, match="the hub is gone; stopped after step.*resumes") as error:
         in_process(cfg, loader=LoaderOptions(synthetic_on_fail=True))  # not once it has started
     assert error.value.exit_code == 11
     step = read_metrics(tmp_path / "run").step

@@ -1,4 +1,4 @@
-"""A disk that really refuses bytes: the run goes on, says so once, and nothing is left half."""
+"""A disk that really refuses bytes: the run continues, says so once, and nothing is left half."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was stopped and goes on is, bit for bit, the run that was not."""
+"""Checkpoints: a run that was stopped and continues is, bit for bit, the run that was not."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ class Case:
 
 OTHER = ("train.seed=7",)
 CASES = [
-    Case(says="the same run goes on"),
-    Case(says="a killed run goes on", status="running"),
-    Case(says="a run that ended by --steps goes on", status="finished", ended_at=4),
+    Case(says="the same run continues"),
+    Case(says="a killed run continues", status="running"),
+    Case(says="a run that ended by --steps continues", status="finished", ended_at=4),
     Case(says="killed between its last checkpoint and model.pt", step=10, status="running"),
     Case(says="the same, named", step=10, status="running", wanted="latest"),
     Case(says="the same, restarted", step=10, status="running", restarted=True),

@@ -120,7 +120,7 @@ def test_log_says_it_and_changes_nothing(
     result, said = train(cfg)
     assert silence == [] and off.metrics.spikes == 0
     assert len(said) == 1 and f"at step {SPIKE} is a spike" in said[0]
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]
     assert read_metrics(Path(cfg.train.out_dir)).spikes == 1
     assert same(result, off)
 
