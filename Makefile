@@ -57,7 +57,7 @@ mutants: $(VENV)/.installed-dev  ## plant known bugs in turn and show that the t
 	$(PY) scripts/mutants.py
 
 rehearse: $(VENV)/.installed-dev  ## run every command of the runbooks for real, small, on the CPU
-	$(PY) -m pytest -n 2 --dist loadgroup --timeout 300 -v -m rehearsal nsa/tests/repository/test_rehearsal.py
+	$(PY) -m pytest -n 2 --dist loadscope --timeout 600 -v -m rehearsal nsa/tests/repository/test_rehearsal.py
 
 clean:  ## remove the environment, build output and caches (what runs wrote under artifacts/ stays)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

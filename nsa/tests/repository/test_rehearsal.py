@@ -1,14 +1,13 @@
 """Every command of docs/surface.toml runs for real on the CPU; only sizes differ (`make rehearse`).
 
-Commands of a lane need what the earlier ones left. xdist gives each lane to one worker, in order;
-`pytest -m rehearsal -k "C12 or N1"` runs some of them.
+Commands of a lane share a copy of the tree, and need what the earlier ones left. A lane is a class,
+which `--dist loadscope` gives to one worker; `pytest -m rehearsal -k "[C12] or [N1]"` runs some.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +17,55 @@ from nsa.tests.support.rehearsal import Lane, dataset, make_tree
 from nsa.tests.support.surface import Command, commands
 
 REHEARSED = [command for command in commands() if not command.exempt]
-OpenLane = Callable[[int], Lane]
 
 
-@pytest.fixture(scope="module")
-def open_lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenLane]:
-    """The lane of a number: a copy of the tree of its own, made when it is first asked for."""
-    lanes: dict[int, Lane] = {}
-    with ExitStack() as stack:
+def of_lane(number: int) -> pytest.MarkDecorator:
+    """The commands of a lane, in the order of the file."""
+    chosen = [command for command in REHEARSED if command.lane == number]
+    return pytest.mark.parametrize("command", chosen, ids=lambda command: command.id)
 
-        def opened(number: int) -> Lane:
-            if number not in lanes:
-                folder = tmp_path_factory.mktemp(f"lane{number}")
-                (folder / "logs").mkdir()
-                environ = stack.enter_context(dataset()).environment(folder / "cache")
-                make_tree(folder / "tree")
-                lane = Lane(folder / "tree", folder / "logs", environ)
-                lanes[number] = stack.enter_context(lane)
-            return lanes[number]
 
-        yield opened
+@pytest.fixture(scope="class")
+def lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lane]:
+    """A copy of the tree, and a dataset on this machine."""
+    folder = tmp_path_factory.mktemp("lane")
+    (folder / "logs").mkdir()
+    make_tree(folder / "tree")
+    with (
+        dataset() as hub,
+        Lane(folder / "tree", folder / "logs", hub.environment(folder / "cache")) as lane,
+    ):
+        yield lane
 
 
 @pytest.mark.rehearsal
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, id=c.id, marks=pytest.mark.xdist_group(f"lane{c.lane}")) for c in REHEARSED],
-)
-def test_the_command_does_what_the_surface_says(command: Command, open_lane: OpenLane) -> None:
-    lane = open_lane(command.lane)
+class TestLane1:
+    """From the toy run and the launch on two GPUs to the hand-over."""
+
+    @of_lane(1)
+    def test_the_command_does_what_the_surface_says(self, command: Command, lane: Lane) -> None:
+        check(command, lane)
+
+
+@pytest.mark.rehearsal
+class TestLane2:
+    """Tests, benchmarks, stops and resumes, the pilot."""
+
+    @of_lane(2)
+    def test_the_command_does_what_the_surface_says(self, command: Command, lane: Lane) -> None:
+        check(command, lane)
+
+
+def check(command: Command, lane: Lane) -> None:
+    """Run it; an error shows what is wrong and the end of its output."""
     problems = lane.run(command)
     log = lane.logs / f"{command.id}.log"
     said = log.read_text(encoding="utf-8", errors="replace")[-3000:] if log.exists() else ""
     assert not problems, f"`{command.rehearsed}`: {'; '.join(problems)}\n{said}"
+
+
+def test_every_command_is_in_a_lane() -> None:
+    assert {command.lane for command in REHEARSED} == {1, 2}
 
 
 def test_a_rehearsal_can_fail(tmp_path: Path) -> None:
