@@ -10,7 +10,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train check test sweep browser chaos lint format types layers mutants rehearse clean
+.PHONY: help train check test sweep browser chaos lint format types layers mutants rehearse dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -26,7 +26,7 @@ check: lint  ## lint and the tests of the first promises, in under a minute
 	$(PY) -m pytest -n 2 --timeout 60 -q $(CHECKED) -k "not bit_for_bit or plain"
 
 test: $(VENV)/.installed-dev  ## run the CPU test suite
-	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos and not rehearsal and not slow"
+	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos and not rehearsal and not wheel and not slow"
 
 sweep: $(VENV)/.installed-dev  ## compile every shape for every GPU; slow
 	$(PY) -m pytest -n 2 --timeout 7200 -m "slow and not gpu"
@@ -58,6 +58,11 @@ mutants: $(VENV)/.installed-dev  ## plant known bugs in turn and show that the t
 
 rehearse: $(VENV)/.installed-dev  ## run every command of the runbooks for real, small, on the CPU
 	$(PY) -m pytest -n 2 --dist loadscope --timeout 600 -v -m rehearsal nsa/tests/repository/test_rehearsal.py
+
+dist: $(VENV)/.installed-dev  ## build wheel and sdist, and use the wheel in a new environment outside the clone
+	rm -rf dist
+	$(PY) -m build --no-isolation --outdir dist .
+	$(PY) -m pytest --timeout 600 -m wheel nsa/tests/repository/test_wheel.py
 
 clean:  ## remove the environment, build output and caches (what runs wrote under artifacts/ stays)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

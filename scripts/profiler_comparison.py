@@ -15,6 +15,7 @@ from bench.compare import RunFailed, compare
 from bench.compare_report import describe, write_comparison
 from nsa.config import BAD_INPUT, StrictParser, load_config
 from nsa.config.env import check_environment, read
+from scripts.train_showcase import CONFIG
 
 OVERRIDES = (
     *("train.eval_every=0", "train.save_every=0", "train.log_every=1000000"),
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = _parser().parse_args(arguments)
     try:
         check_environment()
-        path, folder = flags.config or read("CONFIG"), Path(flags.out_dir)
+        path, folder = flags.config or read("CONFIG") or CONFIG, Path(flags.out_dir)
         overrides = [*flags.overrides, *OVERRIDES, f"runtime.device={flags.device}"]
         found = compare(load_config(path, overrides), path, folder, flags.steps, flags.warmup)
     except ValueError as error:  # bad input, by the convention of this package

@@ -22,6 +22,8 @@ from nsa.data import end_process
 from nsa.model import TinyLM
 
 __all__ = ["TinyLM", "main"]
+CONFIG = "configs/train_showcase.yaml"
+"""The config where neither --config nor the variable CONFIG names one."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = StrictParser(prog="train_showcase", description=(__doc__ or "").splitlines()[0])
     add_train_flags(parser)
     args = parser.parse_args(arguments)
-    return run_command("train_showcase", lambda: train(args, "train_showcase"))
+    return run_command("train_showcase", lambda: train(args, "train_showcase", CONFIG))
 
 
 if __name__ == "__main__":

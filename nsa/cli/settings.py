@@ -14,6 +14,7 @@ from nsa.config.describe import (
     variable_rows,
 )
 from nsa.config.env import check_environment, in_effect, read
+from nsa.config.load import DEFAULT
 
 
 def register(commands: Any) -> None:
@@ -36,14 +37,18 @@ def register(commands: Any) -> None:
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `load` reads: a config file and overrides."""
-    parser.add_argument("--config", metavar="FILE", help="default: the variable CONFIG")
+    parser.add_argument(
+        "--config",
+        metavar="NAME|FILE",
+        help=f"a bundled config by name, or a file; default: the variable CONFIG, or {DEFAULT}",
+    )
     parser.add_argument("overrides", nargs="*", metavar="group.key=value")
 
 
 def load(args: argparse.Namespace, *, quiet: bool = False) -> tuple[str, Config]:
     """Resolve the command's config, and print the environment variables in effect."""
     check_environment()
-    path = args.config or read("CONFIG")
+    path = args.config or read("CONFIG") or DEFAULT
     config = load_config(path, args.overrides)
     # Only rank 0 prints, or every rank of a torchrun job would repeat the list.
     for name, value in in_effect().items() if read("RANK") == 0 and not quiet else ():

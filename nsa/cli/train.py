@@ -12,7 +12,8 @@ from typing import Any
 
 from nsa.cli.settings import add_config_flags, load
 from nsa.config import Config, load_config
-from nsa.config.env import check_environment, in_effect, raw, read
+from nsa.config.env import check_environment, in_effect, read
+from nsa.config.load import DEFAULT, bundled_names
 
 KEYS = {
     "dataset": "data.dataset",
@@ -78,11 +79,21 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     add("--allow-long-run", action="store_true", help=allow)
 
 
-def train(args: argparse.Namespace, program: str) -> int:
-    """Train as configured by the flags of `add_train_flags`; returns the exit code."""
+def train(args: argparse.Namespace, program: str, default: str = DEFAULT) -> int:
+    """Train as configured by the flags of `add_train_flags`; returns the exit code.
+
+    `default` is the config of a command that names none.
+    """
     check_environment()
-    path = args.config or read("CONFIG")
+    named = args.config or read("CONFIG")
+    path = named or default
     config = _resolve(path, args)
+    if not named and default == DEFAULT and read("RANK") == 0:
+        others = ", ".join(name for name in bundled_names() if name != default)
+        print(
+            f"[boot] no config was named, so this trains the bundled {default}; others: "
+            f"--config NAME ({others}), or a file: --config ./my.yaml"
+        )
     for name, value in in_effect().items() if read("RANK") == 0 else ():
         print(f"[boot] environment: {name}={value}")
     # torch is imported only after the config is valid, so that bad input fails at once.
@@ -96,7 +107,7 @@ def train(args: argparse.Namespace, program: str) -> int:
         run(
             config,
             config_path=path,
-            config_named=bool(args.config or raw("CONFIG")),
+            config_named=bool(named),
             allow_long_run=args.allow_long_run,
             stop_after=args.steps,
             model_path=args.save,
@@ -152,7 +163,7 @@ def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text; - or nothing reads stdin")
     where = "model.pt, a checkpoint, or a run folder"
-    add("--model", default="artifacts/train_showcase", metavar="PATH", help=where)
+    add("--model", metavar="PATH", help=f"{where}; default: the newest of {' and '.join(RUNS)}")
     add("--file", metavar="FILE", help="a prompt from a file; - is stdin")
     add("--prompts", metavar="FILE", help="a prompt on every line; - is stdin")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
@@ -178,9 +189,20 @@ def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     check_environment()
+    args.model = args.model or _newest_model()
     from nsa.generate.command import run
 
     return run(args)
+
+
+RUNS = ("artifacts/quickstart", "artifacts/train_showcase")
+"""Folders of the runs of the default configs."""
+
+
+def _newest_model() -> str:
+    """The default run whose model is newest; the first one where there is none yet."""
+    models = [path for path in (Path(run) / "model.pt" for run in RUNS) if path.is_file()]
+    return str(max(models, key=lambda path: path.stat().st_mtime).parent) if models else RUNS[0]
 
 
 def _prove_resume(args: argparse.Namespace) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nsa.config import schema
 from nsa.config.env import HIDDEN, TABLE, Variable, raw
-from nsa.config.load import known_keys, to_container
+from nsa.config.load import REPOSITORY, known_keys, to_container
 
 Rows = list[tuple[str, ...]]
 
@@ -73,6 +74,32 @@ def duration(seconds: float) -> str:
     if rest < 86400:
         return f"{rest // 3600} h {rest % 3600 // 60} min"
     return f"{rest // 86400} d {rest % 86400 // 3600} h"
+
+
+def install_line(extra: str) -> str:
+    """The command that installs what an extra of this package brings."""
+    if (REPOSITORY / "constraints.txt").is_file():  # a clone, with the versions that were tested
+        return f"pip install -c constraints.txt -e '.[{extra}]'"
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        listed = requires("nsa") or []
+    except PackageNotFoundError:  # neither a clone nor installed, e.g. a copied folder
+        listed = []
+    return f"pip install {' '.join(repr(need) for need in _needs_of(extra, listed))}"
+
+
+def _needs_of(extra: str, listed: Sequence[str]) -> list[str]:
+    """Packages of an extra, by the metadata of the wheel; one that names another has its, too."""
+    found: list[str] = []
+    for text in listed:
+        need, _, marker = (part.strip() for part in text.partition(";"))
+        if re.search(rf"extra == [\"']{re.escape(extra)}[\"']", marker):
+            other = re.fullmatch(r"nsa\[(.+)\]", need)
+            names = other[1].split(",") if other else []
+            found += [need] if other is None else []
+            found += [inner for name in names for inner in _needs_of(name, listed)]
+    return found
 
 
 # --- settings ---

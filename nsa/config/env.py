@@ -45,7 +45,14 @@ class Variable:
 
 # Overrides of config keys.
 _CONFIG = (
-    Variable("CONFIG", str, "configs/train_showcase.yaml", "code", "config file of the run"),
+    Variable(
+        "CONFIG",
+        str,
+        None,
+        "code",
+        "config of the run, a file or a bundled name; without it quickstart, and "
+        "configs/train_showcase.yaml for scripts/train_showcase.py",
+    ),
     Variable("NSA_SEQ_LEN", int, None, "code", "tokens per training row", ("train.seq_len={}",)),
     Variable("NSA_BATCH_SIZE", int, None, "code", "rows per micro-batch", ("train.batch_size={}",)),
     Variable(

@@ -55,7 +55,11 @@ class StrictParser(argparse.ArgumentParser):
 # --- the config: defaults < YAML < environment < overrides ---
 
 INHERITS = "inherits"
-REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = PACKAGE.parent
+"""The clone; for an installed wheel it is site-packages."""
+DEFAULT = "quickstart"
+"""The config of a command that names none."""
 MOST_BYTES, MOST_DEPTH, MOST_NODES, MOST_HEIRS = 1 << 18, 16, 10_000, 16
 """Limits of a config: bytes per file, nesting depth, number of values, length of the chain."""
 
@@ -82,11 +86,46 @@ def load_config(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Resolve defaults < YAML (base first) < environment < `group.key=value` overrides."""
-    settings = _from_yaml(Path(path), ())
+    """Resolve defaults < YAML (base first) < environment < `group.key=value` overrides.
+
+    `path` is a file, or the name of a bundled config.
+    """
+    settings = _from_yaml(find_config(path), ())
     settings += [_split(text, f"environment {name}") for name, text in config_overrides(environ)]
     settings += [_split(text, "command line") for text in overrides]
     return build(settings)
+
+
+def find_config(name: str | Path) -> Path:
+    """A file by its path, or a bundled config by its name: `quickstart`, `configs/quickstart.yaml`.
+
+    A file of that path wins, except over a bare name: a folder or file called `quickstart` in the
+    working directory must not change what `--config quickstart` means.
+    """
+    path = Path(name)
+    bundled = _bundled(path)
+    is_bare = path.suffix != ".yaml" and path.parent == Path()
+    return bundled if bundled is not None and (is_bare or not path.is_file()) else path
+
+
+def bundled_names() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(path.stem for path in _bundled_folder().glob("*.yaml"))
+
+
+def _bundled(path: Path) -> Path | None:
+    if path.parent not in (Path(), Path("configs")):
+        return None
+    if path.parent == Path("configs") and path.suffix != ".yaml":
+        return None
+    file = _bundled_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
+    return file if file.is_file() else None
+
+
+def _bundled_folder() -> Path:
+    """In a wheel the configs are inside the package, in a clone beside it."""
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else REPOSITORY / "configs"
 
 
 def build(settings: Sequence[Setting]) -> Config:
@@ -137,7 +176,9 @@ def _from_yaml(path: Path, heirs: tuple[Path, ...]) -> list[Setting]:
     if parent is not None:
         if not isinstance(parent, str):
             raise ConfigError(f"{path}: {INHERITS}={parent!r} is not a file name; name one file")
-        inherited = _from_yaml(path.parent / parent, (*heirs, path.resolve()))
+        beside = path.parent / parent
+        base = beside if beside.is_file() else _bundled(Path(parent)) or beside
+        inherited = _from_yaml(base, (*heirs, path.resolve()))
     return [*inherited, *_flatten(content, str(path))]
 
 
@@ -254,11 +295,12 @@ def _limit_nesting(text: str) -> None:
 
 
 def _existing(path: Path) -> str:
-    for folder in (path.parent, REPOSITORY / "configs"):
-        names = sorted(str(folder / p.name) for p in folder.glob("*.yaml"))
-        if names:
-            return "choose one of " + ", ".join(names)
-    return f"there is no config in {path.parent}"
+    """What could have been meant: the files of the folder that was named, and the bundled names."""
+    bundled = f"a bundled config is named without a path: {', '.join(bundled_names())}"
+    if path.parent == Path() and path.suffix != ".yaml":
+        return f"{bundled}; a file is named with one: ./{path.name}.yaml"
+    names = sorted(str(path.parent / p.name) for p in path.parent.glob("*.yaml"))
+    return f"choose one of {', '.join(names)}; {bundled}" if names else bundled
 
 
 def _flatten(content: Mapping[str, Any], origin: str) -> Iterator[Setting]:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import NoReturn, TypeVar
 
 from nsa.config import ConfigError
+from nsa.config.describe import install_line
 
 
 class DataError(ConfigError):
@@ -29,8 +30,6 @@ class WaitEnded(RuntimeError):
 
 # --- optional packages: imported where used ---
 
-INSTALL = "pip install -c constraints.txt 'nsa[{extra}]'"
-
 
 def need(module: str, reason: str, extra: str = "data") -> ModuleType:
     """Import a module of an extra, or raise with the install command."""
@@ -41,8 +40,10 @@ def need(module: str, reason: str, extra: str = "data") -> ModuleType:
         return found
     except ImportError as error:
         package = module.partition(".")[0]
-        install = INSTALL.format(extra=extra)
-        raise DataError(f"{reason} needs the package {package} ({error}); {install}") from None
+        raise DataError(
+            f"{reason} needs the package {package} ({error}); install it with "
+            f"`{install_line(extra)}`"
+        ) from None
 
 
 # --- time limits ---

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from nsa import files
 from nsa.config.env import HIDDEN, with_package
+from nsa.config.load import REPOSITORY
 from nsa.files import START_TICKS, stat_fields
 from nsa.records.env import RunEnvironment
 from nsa.records.machine import driver_version
@@ -139,6 +140,18 @@ def _handles(pid: int, number: signal.Signals) -> bool:
     # SigCgt is a hex bit mask of handled signals; bit n - 1 is signal n.
     caught = next((line for line in text.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+# --- the trainer ---
+
+
+def trainer() -> list[str]:
+    """What starts the trainer, after `python`.
+
+    In a clone that is the script by which people find the process; a wheel has no scripts.
+    """
+    script = REPOSITORY / "scripts" / "train_showcase.py"
+    return [str(script)] if script.is_file() else ["-m", "nsa.cli", "train"]
 
 
 # --- the GPUs of this machine ---

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nsa.config.describe import install_line
 from nsa.files import MIB, best_effort, read_text, replacing, write_text
 from nsa.records.tables import TrainingRow, ValRow
 
@@ -135,8 +136,7 @@ def draw_loss_curve(
         from matplotlib.figure import Figure  # not pyplot, which opens windows and keeps state
     except ModuleNotFoundError:
         raise PlotUnavailable(
-            f"{CURVE_FILE} needs matplotlib; install it with "
-            "`pip install -c constraints.txt -e '.[plot]'`"
+            f"{CURVE_FILE} needs matplotlib; install it with `{install_line('plot')}`"
         ) from None
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     _draw(figure.subplots(), training, val, title)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nsa.config import Config, ConfigError, to_container
+from nsa.config.describe import install_line
 from nsa.config.env import raw
 from nsa.files import best_effort, complain, open_regular, read_text, write_text
 from nsa.records.numbers import ATTENTION, EVALUATED, MEASURED, Number
@@ -141,7 +142,7 @@ def open_tensorboard(
     except ImportError:
         (say or _to_stderr)(
             "[telemetry] no TensorBoard events: the package is not installed; add it with "
-            "`pip install -c constraints.txt -e '.[tensorboard]'`, or set NSA_TB_DISABLE=1"
+            f"`{install_line('tensorboard')}`, or set NSA_TB_DISABLE=1"
         )
         return TensorBoard(folder, None)
     purge = resumed_at + 1 if resumed_at else None
@@ -314,7 +315,7 @@ def require_tracker(name: str) -> None:
     if name != NO_TRACKER and importlib.util.find_spec(name) is None:
         raise ConfigError(
             f"train.tracker={name}: the package is not installed; install it with "
-            f"`pip install -c constraints.txt -e '.[{name}]'`, or use train.tracker=none",
+            f"`{install_line(name)}`, or use train.tracker=none",
             key="train.tracker",
         )
 

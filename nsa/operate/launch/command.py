@@ -11,9 +11,10 @@ from pathlib import Path
 
 from nsa.config import load_config
 from nsa.config.env import check_environment, in_effect, raw, read, with_package
+from nsa.config.load import find_config
 from nsa.operate.launch import terminal
 from nsa.operate.launch.phases import NO_GO, REFUSED, Phases
-from nsa.operate.launch.plan import Nodes, Plan, check_requirements, choose_ranks, find_config
+from nsa.operate.launch.plan import Nodes, Plan, check_requirements, choose_ranks
 from nsa.operate.launch.profiles import Profile, load_profile, load_profiles
 from nsa.operate.process import Machine, find_gpus, why_not_ours
 from nsa.operate.report.command import parse_limits
@@ -68,7 +69,8 @@ def make_plan(args: argparse.Namespace, machine: Machine) -> Plan:
     profile = load_profile(args.profile)
     profile = profile.with_steps(args.phase_steps or read("NSA_PHASE_STEPS")).only(args.phases)
     nodes = Nodes(count=args.nnodes, rank=args.node_rank, endpoint=args.rdzv_endpoint)
-    config = find_config(args.config or raw("CONFIG") or profile.config_for(machine.max_bytes))
+    named = args.config or raw("CONFIG") or profile.config_for(machine.max_bytes)
+    config = str(find_config(named))
     environ = _environment(profile, machine) | {"CONFIG": config}
     out_dir = args.out_dir or raw("OUT_DIR")
     if not out_dir:

@@ -14,14 +14,13 @@ from pathlib import Path
 
 from nsa.config import Config, load_config, to_container
 from nsa.config.env import in_effect
-from nsa.config.load import REPOSITORY
+from nsa.config.load import REPOSITORY, find_config
 from nsa.config.schema import LOCAL_DATASETS, MADE_DATASETS
 from nsa.operate.launch.profiles import ALL, ONE_PER_GPU, Phase, Profile
-from nsa.operate.process import Machine
+from nsa.operate.process import Machine, trainer
 from nsa.records.env import altered_files, git_commit
 from nsa.records.launch import RunInfo
 
-SCRIPT = REPOSITORY / "scripts" / "train_showcase.py"
 ENDPOINT = re.compile(r"[\w.:\[\]-]+:\d{1,5}", re.ASCII)
 
 
@@ -72,7 +71,7 @@ def trainer_command(
     `job` is the rendezvous id: equal on all nodes, different for each phase.
     """
     if ranks == 1 and nodes.count == 1:
-        return [sys.executable, "-u", str(SCRIPT), "--ddp", "0", *arguments]
+        return [sys.executable, "-u", *trainer(), "--ddp", "0", *arguments]
     command = [sys.executable, "-u", "-m", "torch.distributed.run"]
     command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     if nodes.count == 1:
@@ -84,7 +83,7 @@ def trainer_command(
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.endpoint}"]
         command += [f"--rdzv-conf=is_host={is_host}"]
         command += ["--local-addr=127.0.0.1"] if nodes.on_loopback else []
-    return [*command, str(SCRIPT), "--ddp", "1", *arguments]
+    return [*command, *trainer(), "--ddp", "1", *arguments]
 
 
 # --- the plan ---
@@ -137,7 +136,7 @@ class Plan:
 
     def config_of(self, phase: Phase) -> str:
         """The config file of a phase."""
-        return find_config(phase.config) if phase.config else self.config
+        return str(find_config(phase.config)) if phase.config else self.config
 
     def steps(self, phase: Phase) -> int:
         """Optimizer steps of a phase, at most those of the config."""
@@ -221,13 +220,6 @@ def choose_ranks(profile: Profile, machine: Machine, wanted: str | None) -> int:
     if profile.ranks == ONE_PER_GPU:
         return max(1, len(machine.gpus))
     return int(profile.ranks)
-
-
-def find_config(name: str) -> str:
-    """Path of a config file: as given if it exists, else inside the repository."""
-    if not Path(name).exists() and (REPOSITORY / name).is_file():
-        return str(REPOSITORY / name)
-    return name
 
 
 def check_requirements(config: Config, requirements: Sequence[str]) -> None:

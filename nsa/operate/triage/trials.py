@@ -18,8 +18,8 @@ from pathlib import Path
 from nsa.config import BAD_INPUT, Config, ConfigError, load_config
 from nsa.config.describe import printable
 from nsa.config.env import changed
-from nsa.config.load import REPOSITORY
 from nsa.files import open_binary, open_regular, write_text
+from nsa.operate.process import trainer
 from nsa.operate.run_files import RunFiles
 from nsa.records import last_beat, write_config
 
@@ -195,7 +195,6 @@ def _memory(config: Config, ranks: int) -> list[Toggle]:
 
 # --- one trial: a short run in its own process, with a time limit ---
 
-TRAINER = REPOSITORY / "scripts" / "train_showcase.py"
 END_S = 15.0
 """Seconds between SIGTERM and SIGKILL."""
 DUMP_S = 3.0
@@ -283,7 +282,7 @@ def _command(trial: Trial, toggle: Toggle, config_file: Path, out: Path) -> list
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     ddp = "1" if ranks > 1 else "0"
-    command = [*launcher, str(TRAINER), "--config", str(config_file), "--ddp", ddp]
+    command = [*launcher, *trainer(), "--config", str(config_file), "--ddp", ddp]
     command += ["--steps", str(trial.steps), "--out-dir", str(out), "--resume", "none"]
     return [*command, "--allow-long-run"]
 

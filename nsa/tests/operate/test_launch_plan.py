@@ -13,9 +13,9 @@ from nsa.cli.operate import add_launch_flags
 from nsa.config import StrictParser, load_config
 from nsa.config.env import TABLE, check_environment
 from nsa.operate.launch.command import make_plan
-from nsa.operate.launch.plan import SCRIPT, Nodes, Plan, check_requirements, config_changes
+from nsa.operate.launch.plan import Nodes, Plan, check_requirements, config_changes
 from nsa.operate.launch.profiles import load_profile, load_profiles
-from nsa.operate.process import Gpu, Machine, find_gpus
+from nsa.operate.process import Gpu, Machine, find_gpus, trainer
 from nsa.records import folder as folders
 from nsa.records.folder import LAUNCH, RUN, held_by, take_lock
 from nsa.tests.conftest import REPOSITORY
@@ -129,7 +129,7 @@ def test_the_launcher_follows_the_number_of_gpus(gpus: int, ranks: int) -> None:
     assert made.ranks == ranks
     assert ("torch.distributed.run" in command) == (ranks > 1)
     assert (f"--nproc-per-node={ranks}" in command) == (ranks > 1)
-    position = command.index(str(SCRIPT))
+    position = command.index(trainer()[-1])
     assert command[position + 1 : position + 3] == ["--ddp", "1" if ranks > 1 else "0"]
 
 

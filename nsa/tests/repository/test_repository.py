@@ -198,7 +198,7 @@ def test_python_in_the_parent_of_a_clone_named_nsa_finds_the_package(tmp_path: P
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
     wheels.mkdir()
-    build = "import setuptools.build_meta as b, sys; print(b.build_editable(sys.argv[1]))"
+    build = "import hatchling.build as b, sys; print(b.build_editable(sys.argv[1]))"
     made = _python(build, str(wheels), cwd=clone)
     assert made.returncode == 0, made.stderr
     with zipfile.ZipFile(next(wheels.iterdir())) as wheel:
