@@ -387,5 +387,5 @@ def test_a_hub_without_documents_is_an_error() -> None:
 
 def test_without_the_client_the_install_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs the package datasets .*'nsa\[stream\]'"):
+    with pytest.raises(DataError, match=r"needs the package datasets .*'.\[stream\]'"):
         HubDocuments(DataConfig(dataset="fineweb_edu"), print)

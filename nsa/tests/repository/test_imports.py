@@ -74,7 +74,7 @@ def test_a_folder_of_that_name_is_not_taken_for_the_package(
     """scripts/datasets is one, and scripts/ is on the path of what is started from there."""
     (tmp_path / "nowhere_else").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(DataError, match=r"a stream needs the package nowhere_else .*nsa\[stream\]"):
+    with pytest.raises(DataError, match=r"a stream needs the package nowhere_else .*\[stream\]"):
         need("nowhere_else", "a stream", extra="stream")
 
 

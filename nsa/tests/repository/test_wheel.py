@@ -57,8 +57,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (wheel,) = DIST.glob("*.whl")
     made = Installed(tmp_path_factory.mktemp("wheel"))
     constraints = str(REPOSITORY / "constraints.txt")
-    quietly = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints)
-    quietly += ("--no-compile",)  # bytecode for all of torch takes longer than all tests here
+    # Bytecode for all of torch would take longer than all tests here.
+    quietly = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    quietly += ["-c", constraints]
     # torch first: pip must not choose one by itself.
     subprocess.run([made.python, *quietly, "torch"], check=True)
     subprocess.run([made.python, *quietly, str(wheel)], check=True)
