@@ -20,6 +20,7 @@ from torch import Tensor
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.tile import (
+    COUNTS,
     _band,
     _dot,
     _dot_add,
@@ -32,7 +33,7 @@ from nsa.ops.triton.tile import (
 from nsa.ops.triton.tiles import dkv_tiles, dq_tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def band_dkv(
     t_q, t_q2, t_dout, p_k, p_v, p_stats, p_dk, p_dv, p_bits,
     p_row_start, p_row_key, p_row_block, p_key_first, p_key_last,
@@ -175,7 +176,7 @@ def _sum(p_parts, p_out, i_b, i_block, SIZE, PARTS, BLOCK: tl.constexpr):
     tl.store(p_out + i_b * SIZE + o, total.to(p_out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def sum_parts(p_dk_parts, p_dv_parts, p_dk, p_dv, SIZE_K, SIZE_V, PARTS, BLOCK: tl.constexpr):
     """[B, PARTS, SIZE] fp32 -> [B, SIZE], for the gradients of keys and of values, in order."""
     i_b = tl.program_id(1).to(tl.int64)
@@ -247,7 +248,7 @@ def _branch_dq(
     return b_dq, b_dq2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def band_dq(
     p_q, p_dout, t_k_cmp, t_k2_cmp, t_v_cmp, t_k_sel, t_k2_sel, t_v_sel,
     t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_sel, p_dq_more, p_dq,

@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.tile import (
+    COUNTS,
     _band,
     _dot,
     _dot_add,
@@ -28,7 +29,7 @@ from nsa.ops.triton.tile import (
 from nsa.ops.triton.tiles import forward_tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def band_forward(
     p_q, t_k, t_k2, t_v, p_o, p_lse, p_bits, p_row_start, p_row_key, p_row_block,
     p_gates, p_o_cmp, p_o_win, p_out,

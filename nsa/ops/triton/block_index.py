@@ -19,6 +19,7 @@ from torch import Tensor
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
+from nsa.ops.triton.tile import COUNTS
 from nsa.ops.triton.tiles import Tiles, fitted_block_tiles, padded
 
 
@@ -29,7 +30,7 @@ def _bits(p_words, o_t, m_t):
     return (word[None, :] >> tl.arange(0, 32)[:, None]) & 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def count_choices(
     p_bits, p_counts, S, SUB, NUM_BLOCKS, NUM_WORDS, SUBS: tl.constexpr, BQ: tl.constexpr
 ):  # fmt: skip
@@ -69,7 +70,7 @@ def add_up(p_counts, p_ends, SIZE, BLOCK: tl.constexpr):
         total += tl.sum(counts, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def list_choices(
     p_bits, p_before, p_counts, p_ends, p_queries, p_places, S, SUB, NUM_BLOCKS, NUM_WORDS,
     NUM_ENTRIES, SUBS: tl.constexpr, BQ: tl.constexpr,
@@ -107,7 +108,7 @@ def list_choices(
         at += tl.sum(chosen, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def cut_bins(
     p_ends, p_items, p_item_ends, NUM_CHUNKS, NUM_BLOCKS, NUM_ITEMS, PIECE,
     SUBS: tl.constexpr, NB: tl.constexpr, FILL: tl.constexpr,
@@ -195,6 +196,8 @@ ADD_BLOCK = 8192
 """Counts per tile of add_up."""
 FILL = 1024
 """Unused items that cut_bins marks with one store."""
+CUT_BLOCKS = 1024
+"""Blocks that cut_bins takes at least, so that shorter sequences share its code."""
 
 
 class Inverse(NamedTuple):
@@ -248,7 +251,7 @@ def invert(problem: Problem, chosen: Selection) -> Inverse:
         lambda: Launch.plain(
             (num_chunks, segments),
             (num_chunks, num_blocks, inverse.item_block.shape[2], piece_size(problem)),
-            {"SUBS": SUBS, "NB": padded(num_blocks), "FILL": FILL},
+            {"SUBS": SUBS, "NB": max(padded(num_blocks), CUT_BLOCKS), "FILL": FILL},
         ),
     )
     return inverse

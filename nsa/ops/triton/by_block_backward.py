@@ -27,11 +27,11 @@ from nsa.ops.triton.block_index import (
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.tile import _dot, _dot_add, _load, _offsets, _stats
+from nsa.ops.triton.tile import COUNTS, _dot, _dot_add, _load, _offsets, _stats
 from nsa.ops.triton.tiles import padded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def block_backward(
     p_q, p_k, p_v, p_dout, p_stats, p_dk, p_dv, p_part, p_queries, p_places, p_items, p_item_ends,
     p_ends, p_block_start, p_block_stop,

@@ -33,7 +33,7 @@ from nsa.ops.triton.block_index import (
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.tile import _dot, _dot_add, _load, _offsets, _rows, _store_gated
+from nsa.ops.triton.tile import COUNTS, _dot, _dot_add, _load, _offsets, _rows, _store_gated
 from nsa.ops.triton.tiles import Tiles, padded
 
 
@@ -50,7 +50,7 @@ def _masked_stop(p_queries, first, stop, k0, PER_TILE, ALWAYS: tl.constexpr, BN:
     return tl.where(own, tl.minimum(first + tl.cdiv(BN, PER_TILE) * PER_TILE, stop), first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def block_forward(
     p_q, t_k, t_k2, t_v, p_part, p_part_lse, p_queries, p_places, p_items, p_item_ends, p_ends,
     p_block_start, p_block_stop,

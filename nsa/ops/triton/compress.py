@@ -10,10 +10,11 @@ from torch import Tensor
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import index_documents
 from nsa.ops.triton.launcher import Launch, Memo, ceil_div, form, start
+from nsa.ops.triton.tile import COUNTS
 from nsa.ops.triton.tiles import padded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def mean_forward(
     p_x, p_out, p_cmp_first, N, H, s_xb, s_xs, s_xh,
     L: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
@@ -42,7 +43,7 @@ def mean_forward(
     tl.store(p_rows, (total / L).to(p_out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def mean_backward(
     p_dout, p_dx, p_row_start, p_row_cmp, p_raw_last, S, N, H, s_ob, s_os, s_oh,
     L: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,

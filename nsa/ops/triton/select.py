@@ -22,7 +22,7 @@ from nsa.ops.checks import assert_selection
 from nsa.ops.plan import nvtx
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
-from nsa.ops.triton.tile import FORCED, _band, _dot, _dot_add, _rows
+from nsa.ops.triton.tile import COUNTS, FORCED, _band, _dot, _dot_add, _rows
 from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles
 
 FIRST_GUESS = tl.constexpr(2 << 23)
@@ -167,7 +167,7 @@ def _chosen(scores, o_j, current, N_SEL: tl.constexpr):
     return ((forced & legal) | above | equal).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def choose_blocks(
     p_scores, p_selection, p_num_chosen, p_bits, p_before, p_row_start, p_row_key, p_row_block,
     first_row, num_rows, S, Hkv, WIDTH,
@@ -305,7 +305,7 @@ class Chunk(NamedTuple):
 
     first: int
     stop: int
-    width: int  # numbers per row and level: blocks up to `stop`, or tokens of all documents
+    width: int  # numbers per row and level: blocks up to `stop`, or tokens of all documents, padded
     num_cmp: int  # compressed tokens that the rows can see
 
 
@@ -446,7 +446,8 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
         Chunk(
             max(stop - rows, 0) if stop < seq_len else (seq_len - 1) // rows * rows,
             stop,
-            spec.num_blocks(stop) if levels else num_cmp,
+            # Rows of a multiple of 16 numbers: aligned loads, and one form of the kernels.
+            ceil_div(spec.num_blocks(stop) if levels else num_cmp, 16) * 16,
             num_cmp if problem.packed else spec.num_cmp(stop),
         )
         for stop in stops

@@ -28,6 +28,13 @@ from nsa.ops.spec import NUM_FORCED
 
 FORCED = tl.constexpr(NUM_FORCED)
 
+COUNTS = (
+    *("K", "N", "NUM_WORDS", "NUM_BLOCKS", "NUM_ITEMS", "NUM_CHUNKS", "num_chunks", "first_chunk"),
+    *("PARTS", "HEADS", "SLICES"),
+)
+"""Parameters that change with the length of a sequence and not the code of a kernel. Triton would
+compile anew when one of them becomes 1, or a multiple of 16."""
+
 
 @triton.jit
 def _dot(a, b, UPCAST: tl.constexpr):
