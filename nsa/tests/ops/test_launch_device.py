@@ -7,8 +7,11 @@ that another one is current.
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +23,10 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton import knobs
 from triton.runtime import interpreter
 
-from nsa import BlockSpec, TinyLM, compress, select_blocks
+from nsa import BlockSpec, TinyLM, compress, nsa_attention, select_blocks
 from nsa.generate.decode import GraphedStep
 from nsa.model.rope import document_positions
+from nsa.ops import triton as triton_path
 from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.machine import interpreted
 from nsa.ops.triton import launcher, problem
@@ -241,3 +245,50 @@ def test_a_graph_that_was_captured_under_autocast_outlives_it() -> None:
     for t, logits in enumerate(expected, 30):
         assert torch.equal(step(ids[:, t]), logits), f"at {t}"
     assert len(noise) == 64 and cache.layers[0].dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_a_new_length_needs_no_new_code_but_for_the_choice_of_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton compiles for dtypes, constants, and numbers that are 1 or a multiple of 16."""
+    forms: dict[int, set[tuple[Any, ...]]] = {}
+    seen: list[tuple[Any, ...]] = []
+    for found in pkgutil.iter_modules(triton_path.__path__, "nsa.ops.triton."):
+        module = importlib.import_module(found.name)
+        if hasattr(module, "start"):
+            monkeypatch.setattr(module, "start", lambda *given: seen.append(form_of(*given)))
+    for length in (4096, 8192, 12288, 32768):
+        seen.clear()
+        attend_without_kernels(length)
+        forms[length] = set(seen)
+    assert len(forms[4096]) >= 15, "kernels were not seen"
+    for length, needed in forms.items():
+        assert {form[0] for form in needed - forms[4096]} <= {"choose_blocks"}, length
+
+
+def form_of(memo: Any, place: Any, kernel: Any, tensors: Any, launch: Any) -> tuple[Any, ...]:
+    """What a compiled kernel is for."""
+    one = launch()
+    numbers = kernel.arg_names[len(tensors) : len(tensors) + len(one.numbers)]
+    # The compiled function has the names as an attribute, the interpreted one as an argument.
+    free = getattr(kernel, "do_not_specialize", None) or kernel.kwargs["do_not_specialize"] or ()
+    special = [
+        (name, value == 1, value % 16 == 0, value >= 1 << 31)
+        for name, value in zip(numbers, one.numbers, strict=True)
+        if isinstance(value, int) and name not in free
+    ]
+    dtypes = [getattr(x, "dtype", None) or x.base.dtype for x in tensors if x is not None]
+    sized = (*one.constants.items(), *one.options.items())
+    return (kernel.__name__, *dtypes, *special, *sized)
+
+
+def attend_without_kernels(length: int) -> None:
+    """A forward and a backward pass; what it computes is never looked at."""
+    spec = BlockSpec(l=32, d=16, l_sel=64, n_sel=16, w=512)
+    make = partial(torch.zeros, device=DEVICE, requires_grad=True)
+    q, gates = make(1, length, 4, 16), make(1, length, 4, 3)
+    raw_k, raw_v, k_sel, v_sel, k_win, v_win = (make(1, length, 2, 16) for _ in range(6))
+    k_cmp, v_cmp = (compress(x, spec, backend="triton") for x in (raw_k, raw_v))
+    out = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, backend="triton")
+    out.backward(torch.zeros_like(out))
