@@ -114,7 +114,8 @@ def _endings() -> list[tuple[int, str, str]]:
         (errors.STALLED, "STALLED", "This rank, or one that it waits for, hangs and was ended."),
         (INTERRUPTED, "INTERRUPTED", "Ctrl-C in a command that is not a training run."),
     ]
-    for kind in (errors.TrainError, *errors.TrainError.__subclasses__()):
+    kinds: list[type[errors.TrainError]] = [errors.TrainError]
+    for kind in kinds + errors.TrainError.__subclasses__():
         # Those with an __init__ and no code of their own are told their code.
         if "exit_code" in vars(kind) or "__init__" not in vars(kind):
             found.append((kind.exit_code, kind.__name__, (kind.__doc__ or "").splitlines()[0]))
