@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from nsa.cli.__main__ import _parser as cli_parser
 from nsa.cli.describe import refresh
 from nsa.config import load_config
 from nsa.tests.support.surface import REPOSITORY, simple_commands
-from scripts.site_hooks import links_as_text
+from scripts.site_hooks import OWN_WORKER, WORKER, links_as_text, on_post_page
 
 DOCS = REPOSITORY / "docs"
 SITE = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -74,6 +75,10 @@ def test_the_navigation_has_seven_parts() -> None:
 def test_the_site_loads_nothing_from_elsewhere() -> None:
     assert SITE["theme"]["font"] is False
     assert not {"repo_url", "site_url", "extra_javascript", "extra_css"} & SITE.keys()
+    page = SimpleNamespace(url="how-to/decode.html")
+    html = on_post_page(f'<script src="{WORKER}">', page=page)
+    assert html == '<script src="../assets/search-from-file.js">'
+    assert (DOCS / OWN_WORKER).is_file()
 
 
 def test_the_page_of_commands_is_up_to_date() -> None:
