@@ -1,6 +1,6 @@
 """Draw the pictures of docs/concepts/nsa.md from real selections.
 
-    nsa train --config quickstart nsa.n_sel=6 train.seq_len=512 train.batch_size=2 \
+    nsa train --config quickstart nsa.n_sel=6 train.seq_len=512 train.batch_size=2 \\
         train.out_dir=artifacts/concepts
     python scripts/draw_concepts.py --model artifacts/concepts --out docs/concepts
 
