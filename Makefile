@@ -10,7 +10,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train check test sweep browser chaos lint format types layers mutants rehearse dist clean
+.PHONY: help train check test sweep browser chaos lint format types layers mutants rehearse docs dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -59,13 +59,17 @@ mutants: $(VENV)/.installed-dev  ## plant known bugs in turn and show that the t
 rehearse: $(VENV)/.installed-dev  ## run every command of the runbooks for real, small, on the CPU
 	$(PY) -m pytest -n 2 --dist loadscope --timeout 600 -v -m rehearsal nsa/tests/repository/test_rehearsal.py
 
+# Warnings are errors: a broken link, a page that is not in the navigation. The variable silences a notice of the theme.
+docs: $(VENV)/.installed-docs  ## build the documentation site into site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
 dist: $(VENV)/.installed-dev  ## build wheel and sdist, and use the wheel in a new environment outside the clone
 	rm -rf dist
 	$(PY) -m build --no-isolation --outdir dist .
 	$(PY) -m pytest --timeout 600 -m wheel nsa/tests/repository/test_wheel.py
 
 clean:  ## remove the environment, build output and caches (what runs wrote under artifacts/ stays)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv that came from another machine, or whose python is gone, cannot start: it goes before make looks at its stamps.

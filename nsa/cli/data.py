@@ -31,7 +31,7 @@ def register(commands: Any) -> None:
         ("show", _show, "print what a folder of shards holds"),
     ):
         parsed = actions.add_parser(name, help=text, description=text)
-        parsed.add_argument("folder", metavar="DIR")
+        parsed.add_argument("folder", metavar="DIR", help="as `nsa data prepare` wrote it")
         parsed.set_defaults(command=command)
 
 

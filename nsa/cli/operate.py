@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nsa.cli.settings import load
+from nsa.cli.settings import OVERRIDE, load
 from nsa.config.env import check_environment, raw
 
 # A copy of the keys of POINTS in operate/report/command.py, whose import takes longer.
@@ -44,7 +44,7 @@ def register(commands: Any) -> None:
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of `nsa launch`."""
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="group.key=value")
+    add("overrides", nargs="*", metavar="group.key=value", help=OVERRIDE)
     add("--profile", default="production", metavar="NAME", help="(%(default)s); --list has all")
     add("--list", action="store_true", help="list the profiles")
     add("--config", metavar="FILE", help="default: the variable CONFIG, or the profile's")
@@ -78,7 +78,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _add_watch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="train.out_dir")
     add_watch_flags(parser)
 
 
@@ -130,7 +130,7 @@ def add_triage_flags(parser: argparse.ArgumentParser) -> None:
     add("--all", action="store_true", help="go on after a toggle that cleared the fault")
     add("--list", action="store_true", help="print the toggles of this run, and end")
     add("--out-dir", default="artifacts/triage", metavar="DIR", help="(%(default)s)")
-    add("overrides", nargs="*", metavar="group.key=value")
+    add("overrides", nargs="*", metavar="group.key=value", help=OVERRIDE)
 
 
 def _triage(args: argparse.Namespace) -> int:
@@ -168,7 +168,7 @@ def add_preflight_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON there")
     parser.add_argument("--json", action="store_true", help="print JSON, not the table")
     _add_limit_flag(parser)
-    parser.add_argument("overrides", nargs="*", metavar="group.key=value")
+    parser.add_argument("overrides", nargs="*", metavar="group.key=value", help=OVERRIDE)
 
 
 def _preflight(args: argparse.Namespace) -> int:
@@ -180,7 +180,7 @@ def _preflight(args: argparse.Namespace) -> int:
 
 def add_report_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of `nsa report`."""
-    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="train.out_dir")
     parser.add_argument("--at", choices=REPORT_POINTS, default="final", help="(%(default)s)")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="also write report.md, report.json and report.html"

@@ -16,6 +16,8 @@ from nsa.config.describe import (
 from nsa.config.env import check_environment, in_effect, read
 from nsa.config.load import DEFAULT
 
+OVERRIDE = "sets a config key"
+
 
 def register(commands: Any) -> None:
     """Add the commands to the `nsa` parser."""
@@ -42,7 +44,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help=f"a bundled config by name, or a file; default: the variable CONFIG, or {DEFAULT}",
     )
-    parser.add_argument("overrides", nargs="*", metavar="group.key=value")
+    parser.add_argument("overrides", nargs="*", metavar="group.key=value", help=OVERRIDE)
 
 
 def load(args: argparse.Namespace, *, quiet: bool = False) -> tuple[str, Config]:

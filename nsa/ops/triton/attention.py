@@ -131,7 +131,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         grads[branch] = grads_kv[0], grads_kv[1]
         dq_more = dq if dq_more is None else dq_more + dq
     # Selected branch, in the order of work of the forward. By queries, dq and dk, dv are separate
-    # passes: one pass was slower for large groups (docs/kernels.md).
+    # passes: one pass was slower for large groups (docs/log/kernels.md).
     dq_sel: Tensor | None = None
     if problem.masked:
         grads[1] = banded_backward.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)

@@ -59,7 +59,7 @@ def add_up(p_counts, p_ends, SIZE, BLOCK: tl.constexpr):
     """Running sums of the SIZE counts of a segment.
 
     One program per segment, BLOCK counts at a time: torch.cumsum over a few long rows was much
-    slower (docs/kernels.md).
+    slower (docs/log/kernels.md).
     """
     start = tl.program_id(0).to(tl.int64) * SIZE
     total = 0

@@ -36,7 +36,7 @@ reads the selected blocks only (docs/kernels.md)."""
 BY_QUERY_FROM = 9
 """Heads per group from which its forward is in query order: they fill a tile of 16 rows."""
 LONG_FROM = 49152
-"""Tokens from which cuDNN computes the compressed branch (docs/kernels.md)."""
+"""Tokens from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
 MAX_CACHED = 256
 """Cached problems; a full cache is cleared."""
 

@@ -116,7 +116,7 @@ def shared_addresses(compiled: Any) -> list[str]:
 
     A descriptor is an address of shared memory plus a constant whose upper half names the layout.
     ptxas 12.8 (in Triton 3.6 and 3.7) computes some of the second operand's descriptors from a
-    register that does not hold the address: docs/kernels.md, "Wrong code".
+    register that does not hold the address: docs/log/kernels.md, "Wrong code".
     """
     layouts: dict[str, set[int]] = {}
     made = r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{10,});"

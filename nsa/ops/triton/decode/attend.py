@@ -334,7 +334,7 @@ def attend_tokens(
     p_ids = p_selection + i_seg * N_SEL
     counts = (part == 0) & in_free
     # Every free part repeats the choice and stores the same ids: cheaper than a ticket, for which
-    # one program would read in sequence what all read at once (docs/kernels.md).
+    # one program would read in sequence what all read at once (docs/log/kernels.md).
     if in_free:
         p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
         _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)

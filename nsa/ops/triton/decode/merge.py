@@ -79,7 +79,7 @@ def merge_parts(
 ):  # fmt: skip
     """The gated sum of one head over the branches. ADVANCE: the sequence is then a token longer.
 
-    One head per program: four were slower (docs/kernels.md). The parts of the compressed branch
+    One head per program: four were slower (docs/log/kernels.md). The parts of the compressed branch
     are read before the wait, while attend_tokens still runs.
     """
     i_seg = tl.program_id(1).to(tl.int64)

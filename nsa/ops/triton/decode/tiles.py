@@ -88,7 +88,7 @@ NARROW = Cut(512, 64, 512, 128, 64, 2, 3, token_warps=2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3, beside=True)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)
-"""The fastest of those timed on an H200 (132 multiprocessors); docs/kernels.md has the others.
+"""The fastest of those timed on an H200 (132 multiprocessors); docs/log/kernels.md has the others.
 
 Programs that fill the GPU once and end together are faster than several waves: two or three
 programs of the compressed branch per multiprocessor.
