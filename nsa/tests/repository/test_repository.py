@@ -166,7 +166,17 @@ def test_ci_stops_at_the_first_failure_and_runs_everything() -> None:
     text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert "set -euo pipefail" in text
     steps = re.findall(r"^make (\w+)$", text, re.MULTILINE)
-    assert steps == ["lint", "types", "layers", "test", "dist", "chaos", "browser", "rehearse"]
+    assert steps == [
+        "lint",
+        "types",
+        "layers",
+        "test",
+        "dist",
+        "docs",
+        "chaos",
+        "browser",
+        "rehearse",
+    ]
     assert "|| true" not in text and (ROOT / ".ci" / "run").stat().st_mode & 0o100
 
 
