@@ -168,8 +168,7 @@ assert "nsa.ops.traced" in sys.modules
 
 def test_every_command_stands_in_the_table_of_starts() -> None:
     lines = [start.line for start in COMMANDS]
-    own = {"prove-resume": "nsa.train.prove_resume", "preflight": "nsa.operate.preflight.command"}
-    own |= {"dashboard": "nsa.cli.dashboard"}
+    own = {"preflight": "nsa.operate.preflight.command", "dashboard": "nsa.cli.dashboard"}
     for name in console.subcommands():
         known = own.get(name, f"nsa {name}")
         assert any(known in line for line in lines), f"{name}: give it a line in bench_startup"
