@@ -90,8 +90,9 @@ COMMANDS = (
 """Every command, with the names of what `prepare` makes; {new} is another path at each call.
 `nsa train` with 9000 steps is refused, because it would keep no checkpoint: all of it is loaded,
 and nothing is trained; `nsa prove-resume` is refused because one step cannot be cut in two. `nsa
-preflight` trains, so only its imports are measured, with the exit of a command. `nsa report` builds a model where the folder has weights, and says NO-GO
-where it has none; `nsa handoff` says with exit code 1 that a part, here the report, is missing."""
+preflight` trains, so only its imports are measured, with the exit of a command. `nsa report` builds
+a model where the folder has weights, and says NO-GO where it has none; `nsa handoff` says with exit
+code 1 that a part, here the report, is missing."""
 CONFIG = """inherits: {base}
 model: {{dim: 16, n_layers: 2, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}}
 nsa: {{l: 8, d: 4, l_sel: 8, n_sel: 3, w: 8}}
