@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nsa.config import Config, to_container
-from nsa.config.describe import show, text_table
+from nsa.config.describe import text_table, yaml_value
 from nsa.model.cost import (
     cache_bytes,
     decode_reads,
@@ -43,7 +43,7 @@ def describe_config(config: Config, path: str) -> str:
 
 def _settings(config: Config) -> str:
     rows = [
-        (f"  {group}.{key}", show(value))
+        (f"  {group}.{key}", yaml_value(value))
         for group, keys in to_container(config).items()
         for key, value in keys.items()
     ]
@@ -121,10 +121,10 @@ def _decode(config: Config) -> str:
     return text_table(rows, right=range(1, len(header)))
 
 
-def _shares(parts: dict[str, int], show: Callable[[float], str]) -> str:
+def _shares(parts: dict[str, int], as_text: Callable[[float], str]) -> str:
     total = sum(parts.values())
-    rows = [(f"  {part}", show(size), f"{size / total:.1%}") for part, size in parts.items()]
-    return text_table([*rows, ("  total", show(total), "")], right=(1, 2))
+    rows = [(f"  {part}", as_text(size), f"{size / total:.1%}") for part, size in parts.items()]
+    return text_table([*rows, ("  total", as_text(total), "")], right=(1, 2))
 
 
 # --- numbers with units: FLOPs in powers of 1000, bytes in powers of 1024 ---

@@ -44,7 +44,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def show(value: object) -> str:
+def yaml_value(value: object) -> str:
     """A value as YAML writes it: true, and "" for an empty string."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -136,7 +136,7 @@ def key_rows() -> Rows:
     rows: Rows = [("key", "type", "default", "meaning")]
     for key, kind in known_keys().items():
         group, name = key.split(".")
-        rows.append((key, kind.__name__, show(defaults[group][name]), meanings[key]))
+        rows.append((key, kind.__name__, yaml_value(defaults[group][name]), meanings[key]))
     return rows
 
 
@@ -190,7 +190,7 @@ def _meaning(variable: Variable) -> str:
 def _default(variable: Variable) -> str:
     if isinstance(variable.default, bool):
         return str(int(variable.default))  # 0 or 1, as in a shell
-    return "-" if variable.default is None else show(variable.default)
+    return "-" if variable.default is None else yaml_value(variable.default)
 
 
 if __name__ == "__main__":

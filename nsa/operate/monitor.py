@@ -56,7 +56,7 @@ class Report:
 
     def rows(self, width: int) -> list[Row]:
         """The rows for a width in characters."""
-        return board(self.run, self._alarms, self._limits, width, unicode=self._unicode)
+        return status_rows(self.run, self._alarms, self._limits, width, unicode=self._unicode)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Panel]:
         width = options.max_width - 4  # the frame and its padding
@@ -170,7 +170,7 @@ class Row(NamedTuple):
     parts: list[Part]
 
 
-def board(
+def status_rows(
     run: Run, alarms: Sequence[Alarm], limits: Limits, width: int, *, unicode: bool = True
 ) -> list[Row]:
     """The rows for a width in characters; `alarms` are the active ones."""

@@ -18,7 +18,7 @@ from nsa.config.env import read
 from nsa.files import write_text
 from nsa.operate.limits import limits_for, with_values
 from nsa.operate.preflight import config_checks, kernel_checks, machine_checks, run_checks
-from nsa.operate.preflight.config_checks import Check, Planned
+from nsa.operate.preflight.config_checks import Check, PlannedRun
 from nsa.operate.report.command import parse_limits
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import FAIL, Row, Verdict
@@ -50,7 +50,7 @@ LARGE: dict[str, Check] = {
     "shards": run_checks.shards,
     "first batch": run_checks.first_batch,
 }
-REHEARSED: dict[str, Callable[[Planned, run_checks.Rehearsal], Row]] = {
+REHEARSED: dict[str, Callable[[PlannedRun, run_checks.Rehearsal], Row]] = {
     "checkpoint": run_checks.saves_and_resumes,
     "time": run_checks.eta_and_cost,
 }
@@ -77,7 +77,7 @@ def examine(
     runtime = resolve_runtime(config.runtime, heads, config.model.attention)
     allowed = limits_for(runtime.device.type, runtime.device_name)
     with scratch_beside(Path(config.train.out_dir)) as scratch:
-        plan = Planned(
+        plan = PlannedRun(
             config=config,
             config_path=config_path,
             config_named=config_named,
@@ -116,7 +116,7 @@ def preflight(config: Config, config_path: str, named: bool, args: argparse.Name
     return verdict.exit_code
 
 
-def _check(plan: Planned) -> list[Row]:
+def _check(plan: PlannedRun) -> list[Row]:
     rows = [row for name, check in CHEAP.items() if (row := _try(name, check, plan)) is not None]
     # Skipped checks still get a row, NOT MEASURED, so that the verdict cannot be GO.
     stopped = [row.name for row in rows if row.name in BLOCKING and row.verdict == FAIL]
@@ -130,7 +130,7 @@ def _check(plan: Planned) -> list[Row]:
     return rows + [check(plan, rehearsal) for check in REHEARSED.values()]
 
 
-def _try(name: str, check: Check, plan: Planned) -> Row | None:
+def _try(name: str, check: Check, plan: PlannedRun) -> Row | None:
     asked = Question(name, "done without an error")
     try:
         return check(plan)

@@ -25,7 +25,7 @@ CHECKPOINT_BYTES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedRun:
     """A run before its first step."""
 
     config: Config
@@ -62,7 +62,7 @@ class Planned:
         return rows * train.seq_len
 
 
-Check = Callable[[Planned], Row | None]
+Check = Callable[[PlannedRun], Row | None]
 """Checks one thing; None if it does not apply."""
 
 
@@ -80,7 +80,7 @@ HARMFUL = {
 """Variables for tests and triage that should not be set in a real run."""
 
 
-def config_named(plan: Planned) -> Row:
+def config_named(plan: PlannedRun) -> Row:
     """The user named the config."""
     asked = Question("config", "named by --config or CONFIG")
     return asked.judged(
@@ -92,7 +92,7 @@ def config_named(plan: Planned) -> Row:
     )
 
 
-def config_sane(plan: Planned) -> Row:
+def config_sane(plan: PlannedRun) -> Row:
     """No setting makes the run pointless."""
     asked = Question("settings", "none that makes the run pointless")
     config, found = plan.config, []
@@ -116,7 +116,7 @@ def config_sane(plan: Planned) -> Row:
     )
 
 
-def precision(plan: Planned) -> Row:
+def precision(plan: PlannedRun) -> Row:
     """A GPU run uses bf16, and the GPU supports it."""
     asked = Question("precision", "bf16 on a GPU that has it")
     wanted, is_gpu = plan.config.runtime.precision, plan.runtime.device.type == "cuda"
@@ -131,7 +131,7 @@ def precision(plan: Planned) -> Row:
     )
 
 
-def checkpoints(plan: Planned) -> Row:
+def checkpoints(plan: PlannedRun) -> Row:
     """A long run saves checkpoints."""
     train = plan.config.train
     is_long = train.steps >= LONG_STEPS
@@ -144,7 +144,7 @@ def checkpoints(plan: Planned) -> Row:
     )
 
 
-def switches(plan: Planned) -> Row:
+def switches(plan: PlannedRun) -> Row:
     """No variable for tests or triage is still set."""
     asked = Question("environment", "no switch of a test or a triage")
     found = [f"{k}={v}: {HARMFUL[k]}" for k, v in in_effect().items() if k in HARMFUL]

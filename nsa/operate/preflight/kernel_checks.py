@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.model.cost import block_spec
-from nsa.operate.preflight.config_checks import Planned
+from nsa.operate.preflight.config_checks import PlannedRun
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.ops import nsa_attention
@@ -28,7 +28,7 @@ noise; its error is taken relative to SCALE_OF_ZERO instead."""
 Tensors = dict[str, Tensor]
 
 
-def parity(plan: Planned) -> Row | None:
+def parity(plan: PlannedRun) -> Row | None:
     """Outputs and gradients of the kernels match the oracle, given the oracle's selection."""
     if plan.config.model.attention != "nsa":
         return None
@@ -62,7 +62,7 @@ def parity(plan: Planned) -> Row | None:
     )
 
 
-def causality(plan: Planned) -> Row:
+def causality(plan: PlannedRun) -> Row:
     """Changing later tokens changes no bit of the earlier logits of a one-layer model."""
     asked = Question("causality", "bit-equal up to every cut")
     one_layer = dataclasses.replace(
@@ -96,7 +96,7 @@ def causality(plan: Planned) -> Row:
     )
 
 
-def oracle_length(plan: Planned) -> int:
+def oracle_length(plan: PlannedRun) -> int:
     """Longest sequence that fits the oracle's memory budget, at most the run's seq_len."""
     kind = plan.runtime.device.type
     # Bytes per (query, key) pair: 8 per fp64 value, COPIES tensors, all query heads.
@@ -105,7 +105,7 @@ def oracle_length(plan: Planned) -> int:
     return max(1, min(plan.config.train.seq_len, LONGEST[kind], room))
 
 
-def random_inputs(plan: Planned, length: int) -> tuple[Tensors, Tensor]:
+def random_inputs(plan: PlannedRun, length: int) -> tuple[Tensors, Tensor]:
     """Random inputs of nsa_attention in the run's precision, and an output gradient."""
     model, spec = plan.config.model, block_spec(plan.config)
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +136,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _run(
-    plan: Planned, inputs: Tensors, dout: Tensor, backend: str, selection: Tensor | None = None
+    plan: PlannedRun, inputs: Tensors, dout: Tensor, backend: str, selection: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensors]:
     """Selection, output, and the gradient of every input."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}

@@ -15,7 +15,7 @@ import torch
 from nsa.config.describe import duration
 from nsa.files import GIB, MIB, PROC, size
 from nsa.model.cost import training_memory
-from nsa.operate.preflight.config_checks import Planned
+from nsa.operate.preflight.config_checks import PlannedRun
 from nsa.operate.process import why_not_ours
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
@@ -30,7 +30,7 @@ LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
 MEMINFO = PROC / "meminfo"
 
 
-def disk_space(plan: Planned) -> Row:
+def disk_space(plan: PlannedRun) -> Row:
     """All checkpoints of the run fit, plus one while the oldest is not yet deleted."""
     train, free = plan.config.train, shutil.disk_usage(plan.scratch).free
     # keep_last=0 keeps every checkpoint.
@@ -48,7 +48,7 @@ def disk_space(plan: Planned) -> Row:
     )
 
 
-def disk_speed(plan: Planned) -> Row:
+def disk_speed(plan: PlannedRun) -> Row:
     """A checkpoint is written in reasonable time."""
     # Random bytes, so that a compressing file system cannot cheat; fsync, or we time the cache.
     path, block = plan.scratch / "speed", os.urandom(MIB)
@@ -70,7 +70,7 @@ def disk_speed(plan: Planned) -> Row:
     )
 
 
-def memory(plan: Planned) -> Row:
+def memory(plan: PlannedRun) -> Row:
     """A training step fits into the free memory."""
     parts = training_memory(plan.config)
     needed, free = sum(parts.values()), free_memory(plan.runtime.device)
@@ -100,7 +100,7 @@ def free_memory(device: torch.device) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def processes(plan: Planned) -> Row:
+def processes(plan: PlannedRun) -> Row:
     """No other run writes to this folder or, with a GPU, trains on this machine."""
     asked = Question("processes", "no other run here")
     found = [f"pid {pid} writes to {plan.folder}" for pid in writers(plan.folder)]
@@ -156,7 +156,7 @@ def is_trainer(words: Sequence[str]) -> bool:
     return any(words[i + 1 : i + 2] == ["train"] for i in entries)
 
 
-def halt_file(plan: Planned) -> Row:
+def halt_file(plan: PlannedRun) -> Row:
     """No stale .HALT file is left from an earlier run."""
     asked = Question("halt file", f"no {HALT}")
     halt = read_halt(plan.folder)
@@ -171,7 +171,7 @@ def halt_file(plan: Planned) -> Row:
     )
 
 
-def versions(plan: Planned) -> Row:
+def versions(plan: PlannedRun) -> Row:
     """Driver, torch and Triton versions match."""
     asked = Question("versions", "a driver for torch's CUDA, the Triton that torch asks for")
     cuda, triton = torch.version.cuda, _installed("triton")

@@ -20,7 +20,7 @@ from nsa.config.env import read
 from nsa.data import SourceLost, within
 from nsa.data.shards import verify_shards
 from nsa.files import size
-from nsa.operate.preflight.config_checks import Planned
+from nsa.operate.preflight.config_checks import PlannedRun
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import number
@@ -34,7 +34,7 @@ PART_STEPS = 3
 """Steps before and after the rehearsal's checkpoint; the first step of each part is warm-up."""
 
 
-def all_reduce(plan: Planned) -> Row:
+def all_reduce(plan: PlannedRun) -> Row:
     """All ranks join the process group and all-reduce a tensor."""
     backend = group_backend(plan)
     asked = Question("all-reduce", f"the right sum within {plan.limits.all_reduce_s:g} s")
@@ -50,13 +50,13 @@ def all_reduce(plan: Planned) -> Row:
     )
 
 
-def group_backend(plan: Planned) -> str:
+def group_backend(plan: PlannedRun) -> str:
     """The backend of the run's process group."""
     chosen: str = read("TORCH_BACKEND")
     return chosen or ("nccl" if plan.runtime.device.type == "cuda" else "gloo")
 
 
-def first_batch(plan: Planned) -> Row:
+def first_batch(plan: PlannedRun) -> Row:
     """The first batch arrives in time, and its token ids fit the vocabulary."""
     limit_s, config = plan.limits.first_batch_s, plan.config
     asked = Question("first batch", f"within {limit_s:g} s; ids below {config.data.vocab}")
@@ -79,7 +79,7 @@ def first_batch(plan: Planned) -> Row:
     )
 
 
-def shards(plan: Planned) -> Row | None:
+def shards(plan: PlannedRun) -> Row | None:
     """Prepared shards match the checksums in their manifest."""
     asked = Question("shards", "the sha256 of the manifest")
     if plan.config.data.dataset != "shards":
@@ -96,7 +96,7 @@ def shards(plan: Planned) -> Row | None:
     )
 
 
-def _read_batch(plan: Planned, limit_s: float) -> torch.Tensor:
+def _read_batch(plan: PlannedRun, limit_s: float) -> torch.Tensor:
     # The loader writes its error files to out_dir: keep them out of the run folder.
     train = dataclasses.replace(plan.config.train, out_dir=str(plan.scratch))
     config = dataclasses.replace(plan.config, train=train)
@@ -117,7 +117,7 @@ class Rehearsal(NamedTuple):
     loss: float = 0.0
 
 
-def rehearse(plan: Planned) -> Rehearsal:
+def rehearse(plan: PlannedRun) -> Rehearsal:
     """Train a few steps on random tokens, save, verify, resume and train on."""
     folder = plan.scratch / "run"
     config = rehearsal_config(plan.config, folder)
@@ -177,7 +177,7 @@ def rehearsal_config(config: Config, folder: Path) -> Config:
     return dataclasses.replace(config, train=train, data=data, runtime=runtime)
 
 
-def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:
+def saves_and_resumes(plan: PlannedRun, rehearsal: Rehearsal) -> Row:
     """A checkpoint is written, verified and resumed from."""
     asked = Question("checkpoint", f"written, verified, resumed at step {PART_STEPS}")
     return asked.judged(
@@ -189,7 +189,7 @@ def saves_and_resumes(plan: Planned, rehearsal: Rehearsal) -> Row:
     )
 
 
-def eta_and_cost(plan: Planned, rehearsal: Rehearsal) -> Row:
+def eta_and_cost(plan: PlannedRun, rehearsal: Rehearsal) -> Row:
     """The run finishes in time and within the agreed cost."""
     cost_limit = "" if plan.max_cost is None else f", cost <= {plan.max_cost:g}"
     asked = Question("time", f"<= {plan.limits.eta_h:g} h{cost_limit}")

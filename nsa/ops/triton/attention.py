@@ -23,7 +23,7 @@ from nsa.ops.triton import (
     tile,
 )
 from nsa.ops.triton.banded_forward import Gated
-from nsa.ops.triton.block_index import Inverse, empty_inverse, invert
+from nsa.ops.triton.block_index import QueryLists, empty_lists, list_queries
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
@@ -58,7 +58,7 @@ class Results(NamedTuple):
     num_chosen: Tensor  # [B, Hkv, S] int32
     bits: Tensor  # [B, Hkv, words, S] int32
     before: Tensor  # [B, Hkv, words, S] int16
-    ends: Tensor  # from here on: the Inverse of block_index.py, empty if the forward built none
+    ends: Tensor  # from here on: the QueryLists of block_index.py, empty if the forward built none
     queries: Tensor
     places: Tensor
     item_block: Tensor
@@ -100,8 +100,8 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     with nvtx("branch_attn+gate", marked):
         o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
         gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
-        o_sel, inverse = _selected(problem, inputs, chosen, lse[1], gated)
-    return Results(gated.out, chosen.ids, o_cmp, o_sel, o_win, lse, *chosen[1:], *inverse)
+        o_sel, lists = _selected(problem, inputs, chosen, lse[1], gated)
+    return Results(gated.out, chosen.ids, o_cmp, o_sel, o_win, lse, *chosen[1:], *lists)
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> Inputs:
@@ -140,12 +140,12 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         rest = (q, *keys[1], dout, stats[1])
         if problem.by_query:
             dq_sel = by_query.backward_q(problem, *rest, chosen)
-            inverse = invert(problem, chosen)
-            grads[1] = by_block_backward.backward_kv(problem, *rest, inverse, ordered=ordered)
+            lists = list_queries(problem, chosen)
+            grads[1] = by_block_backward.backward_kv(problem, *rest, lists, ordered=ordered)
         else:
-            inverse = Inverse(*saved[-len(Inverse._fields) :])
+            lists = QueryLists(*saved[-len(QueryLists._fields) :])
             dq_sel, *grads_kv = by_block_backward.backward(
-                problem, *rest, chosen, inverse, ordered=ordered
+                problem, *rest, chosen, lists, ordered=ordered
             )
             grads[1] = grads_kv[0], grads_kv[1]
     if 2 in routes:
@@ -188,18 +188,18 @@ def _band(
 
 def _selected(
     problem: Problem, inputs: Inputs, chosen: Selection, lse: Tensor, gated: Gated
-) -> tuple[Tensor, Inverse]:
-    """Output of the selected branch and the inverse selection, which only block order needs."""
+) -> tuple[Tensor, QueryLists]:
+    """Output of the selected branch, and the lists of queries that only block order needs."""
     q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
     if problem.masked:
         o_sel = banded_forward.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
-        return o_sel, empty_inverse(problem)
+        return o_sel, empty_lists(problem)
     if problem.by_query:
         o_sel = by_query.forward(problem, q, k, v, chosen, lse, gated)
-        return o_sel, empty_inverse(problem)
-    inverse = invert(problem, chosen)
-    o_sel = by_block_forward.forward(problem, q, k, v, chosen, inverse, lse, gated)
-    return o_sel, inverse
+        return o_sel, empty_lists(problem)
+    lists = list_queries(problem, chosen)
+    o_sel = by_block_forward.forward(problem, q, k, v, chosen, lists, lse, gated)
+    return o_sel, lists
 
 
 def _gate_backward(

@@ -200,7 +200,7 @@ CUT_BLOCKS = 1024
 """Blocks that cut_bins takes at least, so that shorter sequences share its code."""
 
 
-class Inverse(NamedTuple):
+class QueryLists(NamedTuple):
     """For every segment, chunk of queries and block, the queries that chose the block.
 
     The work list of a chunk is as long as its worst case.
@@ -213,15 +213,15 @@ class Inverse(NamedTuple):
     item_ends: Tensor  # [segments, chunks, blocks] int32: one past the last item of each bin
 
 
-def invert(problem: Problem, chosen: Selection) -> Inverse:
+def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
     """Four launches: count the choices, sum the counts, list the queries, cut bins into items."""
-    inverse = empty_inverse(problem, sized=True)
-    segments, num_chunks, num_blocks, _ = inverse.ends.shape
+    lists = empty_lists(problem, sized=True)
+    segments, num_chunks, num_blocks, _ = lists.ends.shape
     sub = chunk_size(problem) // SUBS
     grid = (problem.num_words, num_chunks * SUBS, segments)
     sizes = (problem.seq_len, sub, num_blocks, problem.num_words)
     constants = {"SUBS": SUBS, "BQ": min(COUNT_QUERIES, max(sub, 16))}
-    counts = torch.empty_like(inverse.ends)
+    counts = torch.empty_like(lists.ends)
     start(
         problem.memo,
         "count",
@@ -233,35 +233,35 @@ def invert(problem: Problem, chosen: Selection) -> Inverse:
         problem.memo,
         "add up",
         add_up,
-        (counts, inverse.ends),
+        (counts, lists.ends),
         lambda: Launch.plain((segments,), (counts[0].numel(),), {"BLOCK": ADD_BLOCK}, num_warps=8),
     )
     start(
         problem.memo,
         "list",
         list_choices,
-        (chosen.bits, chosen.before, counts, inverse.ends, inverse.queries, inverse.places),
-        lambda: Launch.plain(grid, (*sizes, inverse.queries.shape[1]), constants),
+        (chosen.bits, chosen.before, counts, lists.ends, lists.queries, lists.places),
+        lambda: Launch.plain(grid, (*sizes, lists.queries.shape[1]), constants),
     )
     start(
         problem.memo,
         "cut",
         cut_bins,
-        (inverse.ends, inverse.item_block, inverse.item_ends),
+        (lists.ends, lists.item_block, lists.item_ends),
         lambda: Launch.plain(
             (num_chunks, segments),
-            (num_chunks, num_blocks, inverse.item_block.shape[2], piece_size(problem)),
+            (num_chunks, num_blocks, lists.item_block.shape[2], piece_size(problem)),
             {"SUBS": SUBS, "NB": max(padded(num_blocks), CUT_BLOCKS), "FILL": FILL},
         ),
     )
-    return inverse
+    return lists
 
 
-def empty_inverse(problem: Problem, *, sized: bool = False) -> Inverse:
-    """Memory for an inverse; not `sized`: five empty tensors, for calls that need none."""
+def empty_lists(problem: Problem, *, sized: bool = False) -> QueryLists:
+    """Memory for the lists; not `sized`: five empty tensors, for calls that need none."""
     kinds = (torch.int32, torch.int32, torch.int16, torch.int32, torch.int32)
     if not sized:
-        return Inverse(*(problem.empty(0, dtype=kind) for kind in kinds))
+        return QueryLists(*(problem.empty(0, dtype=kind) for kind in kinds))
     segments, num_blocks = problem.num_segments, problem.num_blocks
     chunk, num_entries = chunk_size(problem), problem.seq_len * problem.spec.n_sel
     num_chunks = ceil_div(problem.seq_len, chunk)
@@ -275,7 +275,7 @@ def empty_inverse(problem: Problem, *, sized: bool = False) -> Inverse:
         (segments, num_chunks, num_blocks),
     )
     pairs = zip(sizes, kinds, strict=True)
-    return Inverse(*(problem.empty(*size, dtype=kind) for size, kind in pairs))
+    return QueryLists(*(problem.empty(*size, dtype=kind) for size, kind in pairs))
 
 
 def piece_size(problem: Problem) -> int:
@@ -323,7 +323,7 @@ class Group(NamedTuple):
 
 
 def group_chunks(
-    problem: Problem, inverse: Inverse, row_bytes: int, ordered: bool = False
+    problem: Problem, lists: QueryLists, row_bytes: int, ordered: bool = False
 ) -> list[Group]:
     """Chunks in groups whose partial results fit PART_BYTES.
 
@@ -333,7 +333,7 @@ def group_chunks(
     chunk_bytes = row_bytes * chunk
     if ordered:
         width = padded(problem.spec.l_sel) * (problem.d_k + problem.d_v)
-        slot_bytes = problem.num_segments * inverse.item_block.shape[2] * width * 4
+        slot_bytes = problem.num_segments * lists.item_block.shape[2] * width * 4
         chunk_bytes = max(chunk_bytes, slot_bytes)
     num_chunks = ceil_div(seq_len, chunk)
     together = max(PART_BYTES // chunk_bytes, 1) if chunk_bytes else num_chunks
@@ -348,12 +348,12 @@ def group_chunks(
     ]
 
 
-def item_sizes(problem: Problem, inverse: Inverse, group: Group) -> tuple[int, ...]:
+def item_sizes(problem: Problem, lists: QueryLists, group: Group) -> tuple[int, ...]:
     """The sizes that open the argument lists of both kernels."""
-    _, num_chunks, num_items = inverse.item_block.shape
+    _, num_chunks, num_items = lists.item_block.shape
     return (
         group.first_chunk, num_chunks, group.first_row, group.num_rows, problem.seq_len,
-        inverse.queries.shape[1], problem.num_blocks, num_items, piece_size(problem),
+        lists.queries.shape[1], problem.num_blocks, num_items, piece_size(problem),
         problem.num_groups, problem.per_group,
     )  # fmt: skip
 

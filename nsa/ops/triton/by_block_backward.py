@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.ops.triton.block_index import (
     Group,
-    Inverse,
+    QueryLists,
     _block_range,
     _item,
     fitted_tiles,
@@ -206,7 +206,7 @@ def backward(
     dout: Tensor,
     stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
     chosen: Selection,
-    inverse: Inverse,
+    lists: QueryLists,
     *,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # the first fp32
@@ -217,15 +217,15 @@ def backward(
     """
     sums = _zeros(k), _zeros(v)
     dq = problem.empty(*q.shape, dtype=torch.float32)
-    groups = group_chunks(problem, inverse, part_bytes(problem, problem.d_k), ordered)
+    groups = group_chunks(problem, lists, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     part = problem.empty(size, problem.d_k)
-    slots = _slots(problem, inverse, groups[0]) if ordered else None
+    slots = _slots(problem, lists, groups[0]) if ordered else None
     for group in groups:
-        _backward_group(problem, group, q, k, v, dout, stats, inverse, slots or sums, part, ordered)
+        _backward_group(problem, group, q, k, v, dout, stats, lists, slots or sums, part, ordered)
         _sum_group(problem, group, part, chosen, dq)
         if slots:
-            _sum_slots(problem, group, q, inverse, slots, sums)
+            _sum_slots(problem, group, q, lists, slots, sums)
     return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
@@ -236,18 +236,18 @@ def backward_kv(
     v: Tensor,
     dout: Tensor,
     stats: Tensor,
-    inverse: Inverse,
+    lists: QueryLists,
     *,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v alone; by_query.backward_q computes that of q."""
     sums = _zeros(k), _zeros(v)
-    groups = group_chunks(problem, inverse, 0, ordered)
-    slots = _slots(problem, inverse, groups[0]) if ordered else None
+    groups = group_chunks(problem, lists, 0, ordered)
+    slots = _slots(problem, lists, groups[0]) if ordered else None
     for group in groups:
-        _backward_group(problem, group, q, k, v, dout, stats, inverse, slots or sums, None, ordered)
+        _backward_group(problem, group, q, k, v, dout, stats, lists, slots or sums, None, ordered)
         if slots:
-            _sum_slots(problem, group, q, inverse, slots, sums)
+            _sum_slots(problem, group, q, lists, slots, sums)
     return sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
@@ -259,7 +259,7 @@ def _backward_group(
     v: Tensor,
     dout: Tensor,
     stats: Tensor,
-    inverse: Inverse,
+    lists: QueryLists,
     grads: tuple[Tensor, Tensor],  # of k and v: their sums, or the slots of the items
     part: Tensor | None,  # partial gradients of q; None: none
     ordered: bool,
@@ -270,13 +270,13 @@ def _backward_group(
         block_backward,
         (
             q, k, v, dout, stats, *grads, q if part is None else part,
-            inverse.queries, inverse.places, inverse.item_block, inverse.item_ends, inverse.ends,
+            lists.queries, lists.places, lists.item_block, lists.item_ends, lists.ends,
             *problem.block_index(q),
         ),
         lambda: Launch.tiled(
-            (inverse.item_block.shape[2], group.num_chunks, problem.num_segments),
+            (lists.item_block.shape[2], group.num_chunks, problem.num_segments),
             (
-                *item_sizes(problem, inverse, group), problem.scale, problem.scale_log2,
+                *item_sizes(problem, lists, group), problem.scale, problem.scale_log2,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3],
             ),
             {**item_constants(problem, q, dout), "WITH_DQ": part is not None, "ORDERED": ordered},
@@ -304,9 +304,9 @@ def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, 
     )  # fmt: skip
 
 
-def _slots(problem: Problem, inverse: Inverse, group: Group) -> tuple[Tensor, Tensor]:
+def _slots(problem: Problem, lists: QueryLists, group: Group) -> tuple[Tensor, Tensor]:
     """Memory for the gradients of k and v of every item of a group of chunks."""
-    num_items = problem.num_segments * group.num_chunks * inverse.item_block.shape[2]
+    num_items = problem.num_segments * group.num_chunks * lists.item_block.shape[2]
     keys = padded(problem.spec.l_sel)
     return (
         problem.empty(num_items, keys, problem.d_k, dtype=torch.float32),
@@ -318,12 +318,12 @@ def _sum_slots(
     problem: Problem,
     group: Group,
     q: Tensor,
-    inverse: Inverse,
+    lists: QueryLists,
     slots: tuple[Tensor, Tensor],
     sums: tuple[Tensor, Tensor],
 ) -> None:
     for name, slot, total in zip("kv", slots, sums, strict=True):
-        _sum_slots_of(problem, group, name, slot, total, inverse, problem.block_index(q))
+        _sum_slots_of(problem, group, name, slot, total, lists, problem.block_index(q))
 
 
 def _sum_slots_of(
@@ -332,15 +332,15 @@ def _sum_slots_of(
     name: str,
     slots: Tensor,
     total: Tensor,
-    inverse: Inverse,
+    lists: QueryLists,
     block_index: tuple[Tensor, ...],
 ) -> None:
-    _, num_chunks, num_items = inverse.item_block.shape
+    _, num_chunks, num_items = lists.item_block.shape
     start(
         problem.memo,
         ("sum of slots", name, group),
         sum_items,
-        (slots, total, inverse.item_ends, *block_index),
+        (slots, total, lists.item_ends, *block_index),
         lambda: Launch.plain(
             (problem.num_blocks, problem.num_segments),
             (

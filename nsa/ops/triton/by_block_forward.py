@@ -21,7 +21,7 @@ from torch import Tensor
 from nsa.ops.triton.banded_forward import Gated
 from nsa.ops.triton.block_index import (
     Group,
-    Inverse,
+    QueryLists,
     _block_range,
     _item,
     fitted_tiles,
@@ -180,18 +180,18 @@ def forward(
     k: Tensor,
     v: Tensor,
     chosen: Selection,
-    inverse: Inverse,
+    lists: QueryLists,
     lse: Tensor,  # [B, Hq, S] fp32, written
     gated: Gated,
 ) -> Tensor:  # [B, S, Hq, Dv]
     """Output of the selected branch; also writes the gated sum."""
     out = torch.empty_like(gated.out)
     tiles = fitted_tiles(problem)
-    groups = group_chunks(problem, inverse, part_bytes(problem, problem.d_v))
+    groups = group_chunks(problem, lists, part_bytes(problem, problem.d_v))
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     part, part_lse = problem.empty(size, problem.d_v), problem.empty(size, dtype=torch.float32)
     for group in groups:
-        _forward_group(problem, group, tiles, q, k, v, inverse, part, part_lse)
+        _forward_group(problem, group, tiles, q, k, v, lists, part, part_lse)
         _merge_group(problem, group, part, part_lse, chosen, out, lse, gated)
     return out
 
@@ -203,7 +203,7 @@ def _forward_group(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    inverse: Inverse,
+    lists: QueryLists,
     part: Tensor,
     part_lse: Tensor,
 ) -> None:
@@ -212,12 +212,12 @@ def _forward_group(
         ("by block", group),
         block_forward,
         (
-            q, *problem.keys(k, v, tiles.BN), part, part_lse, inverse.queries, inverse.places,
-            inverse.item_block, inverse.item_ends, inverse.ends, *problem.block_index(q),
+            q, *problem.keys(k, v, tiles.BN), part, part_lse, lists.queries, lists.places,
+            lists.item_block, lists.item_ends, lists.ends, *problem.block_index(q),
         ),
         lambda: Launch.tiled(
-            (inverse.item_block.shape[2], group.num_chunks, problem.num_segments),
-            (*item_sizes(problem, inverse, group), problem.scale_log2, *q.stride()[:3]),
+            (lists.item_block.shape[2], group.num_chunks, problem.num_segments),
+            (*item_sizes(problem, lists, group), problem.scale_log2, *q.stride()[:3]),
             item_constants(problem, q),
             tiles,
         ),

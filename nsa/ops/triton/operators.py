@@ -31,7 +31,7 @@ from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import attention, banded_forward, select
 from nsa.ops.triton import compress as compression
 from nsa.ops.triton.attention import Inputs, Results, Saved
-from nsa.ops.triton.block_index import empty_inverse
+from nsa.ops.triton.block_index import empty_lists
 from nsa.ops.triton.documents import finite_only
 from nsa.ops.triton.launcher import describable
 from nsa.ops.triton.problem import Problem, problem_of
@@ -279,7 +279,7 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
             problem.empty(batch, groups, seq_len, dtype=torch.int32),
             problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int32),
             problem.empty(batch, groups, problem.num_words, seq_len, dtype=torch.int16),
-            *empty_inverse(problem, sized=not (problem.masked or problem.by_query)),
+            *empty_lists(problem, sized=not (problem.masked or problem.by_query)),
         )
     )
 

@@ -27,7 +27,7 @@ from nsa.data.encode import AHEAD, map_in_order
 from nsa.data.shards import FILE_NAME, Manifest, read_manifest, verify_shards
 from nsa.data.tokenizers import EOS_NAME
 from nsa.operate.limits import CPU
-from nsa.operate.preflight.config_checks import Planned
+from nsa.operate.preflight.config_checks import PlannedRun
 from nsa.operate.preflight.run_checks import shards
 from nsa.operate.report.verdict import FAIL, PASS
 from nsa.records import read_metrics
@@ -105,7 +105,7 @@ def test_preflight_reads_every_byte_of_the_shards(
     folder: Path, tmp_path: Path, tiny_config: Callable[..., Config]
 ) -> None:
     cfg = tiny_config("data.dataset=shards", f"data.local_path={folder}")
-    plan = Planned(
+    plan = PlannedRun(
         config=cfg,
         config_path="tiny.yaml",
         config_named=True,

@@ -24,7 +24,7 @@ from nsa.model import TinyLM
 from nsa.operate.limits import CPU, refresh, with_values
 from nsa.operate.preflight import config_checks, kernel_checks, machine_checks, run_checks
 from nsa.operate.preflight.command import CHEAP, LARGE, REHEARSED, examine
-from nsa.operate.preflight.config_checks import Check, Planned
+from nsa.operate.preflight.config_checks import Check, PlannedRun
 from nsa.operate.report.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row
 from nsa.ops import nsa_attention
 from nsa.records import sentinels
@@ -34,7 +34,7 @@ from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.runtime import Runtime, resolve_runtime
 
 BuildConfig = Callable[..., Config]
-BuildPlan = Callable[..., Planned]
+BuildPlan = Callable[..., PlannedRun]
 SMALL = {"free_gib": 0.0}
 """Whatever room the disk of the tests has is enough."""
 ARISING = LARGE.keys() - {"shards"}
@@ -45,11 +45,11 @@ ARISING = LARGE.keys() - {"shards"}
 def planned(tiny_config: BuildConfig, tmp_path: Path) -> BuildPlan:
     """Return a function that builds a plan on the CPU, with overrides, limits and other fields."""
 
-    def build(*overrides: str, limits: dict[str, float] | None = None, **fields: Any) -> Planned:
+    def build(*overrides: str, limits: dict[str, float] | None = None, **fields: Any) -> PlannedRun:
         config = tiny_config(*overrides)
         scratch = tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)
-        plan = Planned(
+        plan = PlannedRun(
             config=config,
             config_path="tiny.yaml",
             config_named=True,
@@ -408,7 +408,7 @@ def test_a_run_that_takes_too_long_or_costs_too_much_is_no_go(planned: BuildPlan
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(
     tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(plan: Planned) -> Row:
+    def broken(plan: PlannedRun) -> Row:
         raise OSError(5, "Input/output error")
 
     checks: dict[str, Check] = {"disk speed": broken}
