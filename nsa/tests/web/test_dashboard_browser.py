@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -190,6 +191,28 @@ def test_the_pointer_reads_out_and_a_drag_zooms(runs: list[DemoRun], open_page: 
     assert 75 < step < 170, "within what was dragged over"
     reset.click()
     assert reset.is_hidden()
+
+
+def test_a_chart_can_be_enlarged_and_its_points_downloaded(
+    tmp_path: Path, runs: list[DemoRun], open_page: Open
+) -> None:
+    page = open_page(*runs[:2])
+    chart = page.locator("#chart-loss")
+    before = chart.bounding_box()
+    page.get_by_title("Enlarge Loss", exact=True).click()
+    large = chart.bounding_box()
+    assert large["width"] > 1.8 * before["width"] and large["height"] > 1.3 * before["height"]
+    with page.expect_download() as waiting:
+        page.get_by_title("Download Loss as CSV", exact=True).click()
+    waiting.value.save_as(tmp_path / "loss.csv")
+    assert waiting.value.suggested_filename == "loss.csv"
+    with (tmp_path / "loss.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    steps = [int(row["step"]) for row in rows if row["line"].startswith("first")]
+    assert {row["line"].split()[0] for row in rows} == {"first", "second"}
+    assert steps[-1] == 200 and all(0 < float(row["value"]) < 10 for row in rows if row["value"])
+    chart.locator("canvas").last.press("Escape")
+    assert chart.bounding_box()["width"] == before["width"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -16,7 +16,10 @@ export class Chart {
     this.canvas = make("canvas");
     this.overlay = make("canvas", { tabIndex: 0, role: "img" });
     this.empty = make("div", { className: "empty", textContent: "not measured" });
-    this.plot = make("div", { className: "plot" }, this.canvas, this.overlay, this.empty);
+    this.enlarger = button("Enlarge", `Enlarge ${definition.title}`, () => this.enlarge());
+    const csv = button("CSV", `Download ${definition.title} as CSV`, () => this.download());
+    const actions = make("div", { className: "actions" }, csv, this.enlarger);
+    this.plot = make("div", { className: "plot" }, this.canvas, this.overlay, this.empty, actions);
     this.legend = make("div", { className: "legend" });
     this.hint = make("span", { className: "hint number" });
     this.node = make(
@@ -34,6 +37,23 @@ export class Chart {
     );
     this.listen();
     new ResizeObserver(() => this.draw()).observe(this.plot);
+  }
+
+  // As wide as the page, and back.
+  enlarge(large = !this.node.classList.contains("large")) {
+    this.node.classList.toggle("large", large);
+    this.enlarger.textContent = large ? "Shrink" : "Enlarge";
+    this.draw();
+  }
+
+  // What is drawn: the points of the range that is shown, with the ends of their bands.
+  download() {
+    const link = make("a", {
+      href: URL.createObjectURL(new Blob([csvOf(this.lines)], { type: "text/csv" })),
+      download: `${this.definition.id}.csv`,
+    });
+    link.click();
+    URL.revokeObjectURL(link.href);
   }
 
   // lines: [{ label, colour, dash, x, y, low, high, points }]
@@ -270,6 +290,7 @@ export class Chart {
 
   onKey(event) {
     if (event.key === "Escape") {
+      this.enlarge(false);
       this.shared.onHover(null);
       this.shared.onReset();
       return;
@@ -281,6 +302,21 @@ export class Chart {
     const from = this.shared.hover ?? high;
     this.shared.onHover(Math.min(Math.max(from + (way * (high - low)) / 100, low), high));
   }
+}
+
+function button(textContent, title, click) {
+  return make("button", { type: "button", textContent, title, on: { click } });
+}
+
+// One row for each point of each line; a number that is not there is an empty cell.
+function csvOf(lines) {
+  const quoted = (text) => `"${text.replaceAll('"', '""')}"`;
+  const rows = lines.flatMap((line) =>
+    line.x.map((step, i) =>
+      [quoted(line.label), step, line.y[i] ?? "", line.low?.[i] ?? "", line.high?.[i] ?? ""].join(","),
+    ),
+  );
+  return ["line,step,value,least,largest", ...rows, ""].join("\n");
 }
 
 // Several series of several runs: a row for each run.
