@@ -193,6 +193,15 @@ def test_the_pointer_reads_out_and_a_drag_zooms(runs: list[DemoRun], open_page: 
     assert reset.is_hidden()
 
 
+def test_a_phone_reaches_every_section(runs: list[DemoRun], open_page: Open) -> None:
+    page = open_page(runs[0], size=NARROW)
+    links = page.locator("#sections a")
+    assert links.count() >= 6
+    links.get_by_text("Settings").click()
+    section = page.locator("#settings").bounding_box()
+    assert section["y"] < NARROW[1], "it is in view"
+
+
 def test_a_chart_can_be_enlarged_and_its_points_downloaded(
     tmp_path: Path, runs: list[DemoRun], open_page: Open
 ) -> None:
