@@ -193,6 +193,35 @@ def test_the_pointer_reads_out_and_a_drag_zooms(runs: list[DemoRun], open_page: 
     assert reset.is_hidden()
 
 
+@pytest.mark.parametrize(("axis", "unit"), [("tokens", "tokens"), ("time", " s")])
+def test_the_axis_counts_tokens_or_time_and_a_drag_zooms_there_too(
+    runs: list[DemoRun], open_page: Open, axis: str, unit: str
+) -> None:
+    page = open_page(runs[0])
+    box = page.locator("#chart-loss .plot").bounding_box()
+    middle, hint = box["x"] + 0.5 * box["width"], page.locator("#chart-loss .hint")
+    page.mouse.move(middle, box["y"] + 60)
+    hint.get_by_text("step").wait_for()
+    step = int(hint.inner_text().split()[1].replace(",", ""))
+    page.locator("#axis").select_option(axis)
+    page.mouse.move(middle + 1, box["y"] + 60)
+    hint.get_by_text(unit).wait_for()
+    if axis == "tokens":  # 10.2k tokens, say, are that many steps of 4096
+        told = float(hint.inner_text().split()[0].rstrip("kM"))
+        told *= {"k": 1e3, "M": 1e6}.get(hint.inner_text().split()[0][-1], 1)
+        assert abs(told / runs[0].metrics.tokens_per_step - step) < 5
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 60)
+    page.mouse.up()
+    page.locator("#reset-zoom").wait_for()
+    with page.expect_download() as waiting:
+        page.get_by_title("Download Loss as CSV", exact=True).click()
+    rows = waiting.value.path().read_text().splitlines()[1:]
+    assert step - 10 <= int(rows[0].split(",")[1]) <= step + 20, "it begins where the drag did"
+    page.locator("#axis").select_option("step")
+    page.locator("#reset-zoom").wait_for(state="hidden")
+
+
 def test_a_phone_reaches_every_section(runs: list[DemoRun], open_page: Open) -> None:
     page = open_page(runs[0], size=NARROW)
     links = page.locator("#sections a")

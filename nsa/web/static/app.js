@@ -1,5 +1,6 @@
 // The page: asks for what is new every two seconds, and hands it to the parts.
 
+import { AXES, clockOf, toAxis, toStep } from "./axis.js";
 import { Chart } from "./chart.js";
 import { chartTable, lastLosses, linesOf } from "./charts.js";
 import { make, runColour } from "./dom.js";
@@ -23,12 +24,13 @@ const state = {
   focus: 0,
 };
 const shared = {
+  axis: AXES.step,
   hover: null,
   range: null,
   extent: null,
   logLoss: false,
-  onHover(step) {
-    shared.hover = step;
+  onHover(place) {
+    shared.hover = place;
     requestAnimationFrame(() => charts.forEach((chart) => chart.drawOverlay()));
   },
   onZoom(range) {
@@ -42,6 +44,8 @@ const shared = {
     }
   },
 };
+let axis = "step";
+const placesOf = (run, steps) => toAxis(axis, run, steps);
 const $ = (id) => document.getElementById(id);
 const charts = [];
 let heats = [],
@@ -106,8 +110,11 @@ const dataOf = (id) => state.data.get(id) ?? state.data.set(id, {}).get(id);
 // About one for each pixel: more would only draw over each other.
 const points = () =>
   Math.min(800, Math.max(150, Math.max(...charts.map((chart) => chart.plot.clientWidth)) - 60));
-const windowQuery = () =>
-  shared.range ? { from: Math.floor(shared.range[0]), to: Math.ceil(shared.range[1]) } : {};
+const windowQuery = (run) => {
+  if (!shared.range) return {};
+  const [from, to] = shared.range.map((place) => toStep(axis, { ...run, ...dataOf(run.id) }, place));
+  return { from: Math.floor(from), to: Math.ceil(to) };
+};
 
 async function look() {
   const answer = await ask("runs");
@@ -135,11 +142,12 @@ async function look() {
 
 async function loadRun(run) {
   const data = dataOf(run.id),
-    query = { run: run.id, ...windowQuery() };
+    query = { run: run.id, ...windowQuery(run) };
   [data.series, data.layers] = await Promise.all([
     ask("series", { ...query, points: points() }),
     ask("layers", { ...query, points: LAYER_POINTS }),
   ]);
+  if (!shared.range) data.clock = clockOf(data.series.progress);
   const last = data.selection?.steps.at(-1);
   const follows = !data.selection || data.selection.step === last;
   if (run.maps !== null && follows && run.maps !== last)
@@ -186,20 +194,20 @@ function drawCharts() {
   const runs = shownRuns();
   const smoothing = Number($("smoothing").value);
   shared.extent = extentOf(runs);
-  for (const chart of charts) chart.set(linesOf(chart.definition, runs, runColour, smoothing));
+  for (const chart of charts) chart.set(linesOf(chart.definition, runs, runColour, smoothing, placesOf));
   drawHeats(runs);
   drawSelection();
 }
 
-// All charts have the same steps on their axis.
+// All charts have the same range on their axis.
 function extentOf(runs) {
-  const steps = runs.flatMap((run) =>
+  const places = runs.flatMap((run) =>
     Object.values(run.series ?? {}).flatMap((table) =>
-      table.step.length ? [table.step[0], table.step.at(-1)] : [],
+      table.step.length ? (placesOf(run, [table.step[0], table.step.at(-1)]) ?? []) : [],
     ),
   );
-  const low = Math.min(...steps),
-    high = Math.max(...steps);
+  const low = Math.min(...places),
+    high = Math.max(...places);
   return low < high ? [low, high] : null;
 }
 
@@ -213,12 +221,20 @@ function drawHeats(runs) {
       : runs.map((run) => [run, "entropy_mean"]);
   const key = wanted.map(([run, field]) => `${run.id}:${field}`).join();
   if (heatPlace.dataset.key !== key) {
-    heats = wanted.map(([run, field]) => new LayerHeat(run, layerFields, field, shared));
+    heats = wanted.map(([run, field]) => new LayerHeat(run, layerFields, field, hoverOf(run.id)));
     heatPlace.replaceChildren(distances.node, ...heats.map((heat) => heat.node));
     heatPlace.dataset.key = key;
   }
   heats.forEach((heat, i) => heat.set(wanted[i][0].layers, runs.length > 1 ? wanted[i][0].name : "By layer"));
 }
+
+// The pictures by layer tell steps, whatever the axis of the charts is.
+const hoverOf = (id) => ({
+  onHover(step) {
+    const run = shownRuns().find((r) => r.id === id);
+    shared.onHover(step === null || !run ? null : (placesOf(run, [step])?.[0] ?? null));
+  },
+});
 
 function drawSelection() {
   const runs = shownRuns();
@@ -246,6 +262,7 @@ const drawStrips = () =>
 
 async function zoomed() {
   $("reset-zoom").hidden = !shared.range;
+  drawCharts(); // what is there at once, then with more points
   await Promise.all(state.runs.map((run) => loadRun(run)));
   drawCharts();
 }
@@ -274,6 +291,14 @@ function listen() {
     shared.logLoss = event.target.checked;
     drawCharts();
   });
+  $("axis").addEventListener("change", async (event) => {
+    const zoom = shared.range;
+    shared.range = shared.hover = null;
+    axis = event.target.value;
+    shared.axis = AXES[axis];
+    if (zoom) await zoomed();
+    else drawCharts();
+  });
   $("reset-zoom").addEventListener("click", () => shared.onReset());
   $("theme").addEventListener("click", () =>
     setTheme(THEMES[(THEMES.indexOf(localStorage.getItem("nsa-theme") ?? "auto") + 1) % 3]),
@@ -297,6 +322,7 @@ async function live() {
   }
 }
 
+$("axis").append(...Object.entries(AXES).map(([value, { label }]) => make("option", { value, textContent: label })));
 listen();
 setTheme(localStorage.getItem("nsa-theme") ?? "auto");
 live();

@@ -1,14 +1,13 @@
-// A line chart over steps: mean lines, least-to-largest bands, a crosshair that all charts share.
+// A line chart over steps, tokens or time: mean lines, least-to-largest bands, a crosshair that all charts share.
 
 import { make, sharpen, variable } from "./dom.js";
-import { compact } from "./format.js";
 import { logTicks, range, ticks } from "./scale.js";
 
 const EDGE = { left: 52, right: 12, top: 8, bottom: 22 };
 const DASHES = [[], [6, 4], [2, 3]];
 
 export class Chart {
-  // shared: { hover, range, extent, onHover(step), onZoom(range), onReset() }
+  // shared: { axis, hover, range, extent, onHover(place), onZoom(range), onReset() }; places are on the axis
   constructor(definition, shared) {
     this.definition = definition;
     this.shared = shared;
@@ -48,15 +47,16 @@ export class Chart {
 
   // What is drawn: the points of the range that is shown, with the ends of their bands.
   download() {
+    if (!this.x) return;
     const link = make("a", {
-      href: URL.createObjectURL(new Blob([csvOf(this.lines)], { type: "text/csv" })),
+      href: URL.createObjectURL(new Blob([csvOf(this.lines, this.x)], { type: "text/csv" })),
       download: `${this.definition.id}.csv`,
     });
     link.click();
     URL.revokeObjectURL(link.href);
   }
 
-  // lines: [{ label, colour, dash, x, y, low, high, points }]
+  // lines: [{ label, colour, dash, steps, x, y, low, high, points }]
   set(lines) {
     this.lines = lines.filter((line) => line.y.some((value) => value !== null));
     this.draw();
@@ -125,7 +125,7 @@ export class Chart {
       const x = this.px(step);
       if (x < EDGE.left - 1 || x > width - EDGE.right + 1) continue;
       context.textAlign = x > width - EDGE.right - 14 ? "right" : x < EDGE.left + 8 ? "left" : "center";
-      context.fillText(compact(step, 4), x, bottom + 7);
+      context.fillText(this.shared.axis.tick(step), x, bottom + 7);
     }
   }
 
@@ -210,7 +210,7 @@ export class Chart {
       context.globalAlpha = 1;
     }
     if (inside) this.drawCrosshair(context, hover);
-    this.hint.textContent = inside ? `step ${Math.round(hover).toLocaleString("en-US")}` : "";
+    this.hint.textContent = inside ? this.shared.axis.format(hover) : "";
     this.readOut(inside ? hover : null);
   }
 
@@ -309,11 +309,13 @@ function button(textContent, title, click) {
 }
 
 // One row for each point of each line; a number that is not there is an empty cell.
-function csvOf(lines) {
+function csvOf(lines, [low, high]) {
   const quoted = (text) => `"${text.replaceAll('"', '""')}"`;
   const rows = lines.flatMap((line) =>
-    line.x.map((step, i) =>
-      [quoted(line.label), step, line.y[i] ?? "", line.low?.[i] ?? "", line.high?.[i] ?? ""].join(","),
+    line.steps.flatMap((step, i) =>
+      line.x[i] < low || line.x[i] > high
+        ? []
+        : [[quoted(line.label), step, line.y[i] ?? "", line.low?.[i] ?? "", line.high?.[i] ?? ""].join(",")],
     ),
   );
   return ["line,step,value,least,largest", ...rows, ""].join("\n");

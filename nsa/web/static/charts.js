@@ -23,13 +23,15 @@ const withForms = (definition) => ({
 });
 
 // The lines of a chart: colour says the run, and with a single run the series.
-export function linesOf(definition, runs, colourOf, smoothing) {
+// placesOf(run, steps): where on the x axis they are.
+export function linesOf(definition, runs, colourOf, smoothing, placesOf) {
   const single = runs.length === 1;
   const lines = [];
   for (const run of runs) {
     definition.series.forEach((series, index) => {
       const found = column(run.series, series);
-      if (!found || (series.rare && found.y.every((value) => !value))) return;
+      const x = found && placesOf(run, found.steps);
+      if (!x || (series.rare && found.y.every((value) => !value))) return;
       const rows = !single && definition.series.filter((s) => !s.rare).length > 1;
       lines.push({
         label: single ? series.label : rows ? `${run.name} ${series.label}` : run.name,
@@ -38,6 +40,7 @@ export function linesOf(definition, runs, colourOf, smoothing) {
         dash: single ? 0 : Math.min(index, 2),
         points: series.table === "val",
         ...found,
+        x,
         y: definition.smooth ? smooth(found.y, smoothing) : found.y,
         smoothed: Boolean(definition.smooth && smoothing),
       });
@@ -58,7 +61,7 @@ function column(tables, series) {
   const times = (list) =>
     list?.map((v) => (v === null ? null : v * series.factor));
   return {
-    x: table.step,
+    steps: table.step,
     y: times(values.mean),
     low: times(values.low),
     high: times(values.high),
