@@ -13,18 +13,12 @@ from pathlib import Path
 
 from nsa.cli.__main__ import _parser
 from nsa.config import BAD_INPUT, INTERRUPTED
-from nsa.config.describe import Rows, markdown_table
+from nsa.config.describe import Rows, fill, markdown_table
 
 
 def refresh(page: str) -> str:
     """Return a documentation page with its generated parts updated."""
-    for name, text in (("commands", command_markdown()), ("exit codes", exit_code_markdown())):
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        if begin not in page or end not in page:
-            raise ValueError(f"the page has no {begin} ... {end}; put both lines where it belongs")
-        above, below = page.partition(begin)[0], page.partition(end)[2]
-        page = f"{above}{begin}\n{text}\n{end}{below}"
-    return page
+    return fill(page, {"commands": command_markdown(), "exit codes": exit_code_markdown()})
 
 
 # --- commands ---

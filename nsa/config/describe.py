@@ -86,10 +86,10 @@ def install_line(extra: str) -> str:
         listed = requires("nsa") or []
     except PackageNotFoundError:  # neither a clone nor installed, e.g. a copied folder
         listed = []
-    return f"pip install {' '.join(repr(need) for need in _needs_of(extra, listed))}"
+    return f"pip install {' '.join(repr(need) for need in needs_of(extra, listed))}"
 
 
-def _needs_of(extra: str, listed: Sequence[str]) -> list[str]:
+def needs_of(extra: str, listed: Sequence[str]) -> list[str]:
     """Packages of an extra, by the metadata of the wheel; one that names another has its, too."""
     found: list[str] = []
     for text in listed:
@@ -98,7 +98,7 @@ def _needs_of(extra: str, listed: Sequence[str]) -> list[str]:
             other = re.fullmatch(r"nsa\[(.+)\]", need)
             names = other[1].split(",") if other else []
             found += [need] if other is None else []
-            found += [inner for name in names for inner in _needs_of(name, listed)]
+            found += [inner for name in names for inner in needs_of(name, listed)]
     return found
 
 
@@ -163,12 +163,17 @@ def key_meanings() -> dict[str, str]:
 
 def refresh(page: str) -> str:
     """Return a documentation page with its generated tables updated."""
-    for name, table in (("keys", key_markdown()), ("variables", variable_markdown())):
+    return fill(page, {"keys": key_markdown(), "variables": variable_markdown()})
+
+
+def fill(page: str, parts: Mapping[str, str]) -> str:
+    """Replace what stands between `<!-- begin NAME -->` and `<!-- end NAME -->` in a page."""
+    for name, text in parts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if begin not in page or end not in page:
             raise ValueError(f"the page has no {begin} ... {end}; put both lines where it belongs")
         above, below = page.partition(begin)[0], page.partition(end)[2]
-        page = f"{above}{begin}\n{table}\n{end}{below}"
+        page = f"{above}{begin}\n{text}\n{end}{below}"
     return page
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -100,10 +101,10 @@ def find_config(name: str | Path) -> Path:
     """A file by its path, or a bundled config by its name: `quickstart`, `configs/quickstart.yaml`.
 
     A file of that path wins, except over a bare name: a folder or file called `quickstart` in the
-    working directory must not change what `--config quickstart` means.
+    working directory must not change what `--config quickstart` means. `./quickstart` is a file.
     """
     path = Path(name)
-    bundled = _bundled(path)
+    bundled = None if str(name).startswith(f".{os.sep}") else _bundled(path)
     is_bare = path.suffix != ".yaml" and path.parent == Path()
     return bundled if bundled is not None and (is_bare or not path.is_file()) else path
 

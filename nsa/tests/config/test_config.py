@@ -9,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from nsa.config import Config, ConfigError, Setting, build, known_keys, load_config, to_container
-from nsa.config.load import REPOSITORY
+from nsa.config.describe import install_line, needs_of
+from nsa.config.load import REPOSITORY, find_config
 from nsa.data import ByteTokenizer
 
 BASE = REPOSITORY / "configs" / "base.yaml"
@@ -340,3 +341,48 @@ def test_the_vocabulary_is_that_of_the_tokenizer() -> None:
 
 def test_the_config_error_is_a_value_error() -> None:
     assert issubclass(ConfigError, ValueError)
+
+
+# Bundled configs
+
+
+def test_a_bundled_config_is_found_by_name_and_a_file_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bundled = find_config("quickstart")
+    assert bundled.name == "quickstart.yaml" and bundled.is_file()
+    assert find_config("configs/quickstart.yaml") == bundled == find_config("quickstart.yaml")
+    for name in ("./quickstart", "./quickstart.yaml", "elsewhere/quickstart.yaml"):
+        assert find_config(name) == Path(name), "a path is a path, also where no file is"
+    Path("quickstart").mkdir()
+    Path("quickstart.yaml").write_text("train: {seed: 5}\n")
+    assert find_config("quickstart") == bundled
+    assert load_config("quickstart.yaml", environ={}).train.seed == 5
+
+
+def test_a_file_anywhere_inherits_from_a_bundled_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("inherits: quickstart.yaml\ntrain: {seed: 5}\n")
+    config = load_config(tmp_path / "mine.yaml", environ={})
+    assert config == load_config("quickstart", ["train.seed=5"], environ={})
+
+
+def test_a_name_that_is_not_bundled_lists_those_that_are() -> None:
+    with pytest.raises(
+        ConfigError, match=r"quickstrat: no such .*base, .*quickstart.*\./quickstrat"
+    ):
+        load_config("quickstrat", environ={})
+
+
+def test_an_extra_is_installed_by_the_packages_that_it_names() -> None:
+    """As the metadata of a wheel lists them; an extra that names another brings its packages."""
+    listed = [
+        "torch>=2.11",
+        "nsa[data]; extra == 'stream'",
+        "datasets>=5.2; extra == 'stream'",
+        "pyarrow>=16; extra == 'data'",
+        "matplotlib>=3.8; extra == 'plot'",
+    ]
+    assert needs_of("stream", listed) == ["pyarrow>=16", "datasets>=5.2"]
+    assert needs_of("plot", listed) == ["matplotlib>=3.8"]
+    assert install_line("plot") == "pip install -c constraints.txt -e '.[plot]'", "in a clone"
