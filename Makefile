@@ -86,6 +86,11 @@ $(PY):
 	done; \
 	echo "make: no Python 3.11 or newer with the venv module among: $(CANDIDATES); install one (Debian: apt install python3 python3-venv)" >&2; exit 2
 
+# All that CI needs, by one call of pip.
+$(VENV)/.installed-ci: pyproject.toml constraints.txt | $(PY)
+	$(INSTALL) -e '.[dev,docs,browser]'
+	@touch $@ $(foreach extra,dev docs browser,$(VENV)/.installed-$(extra))
+
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
 	@echo "installing nsa[$*] into $(VENV)"
 	$(INSTALL) -e '.[$*]'

@@ -1,4 +1,4 @@
-"""How fast prepared shards give rows: batches of shuffled rows from mapped files, on one core.
+"""Read throughput of prepared shards: batches of shuffled rows from mapped files, on one core.
 
 `python bench/bench_data.py [--tokens 50000000] [--seq-len 2048] [--batch-size 16] [--seconds 3]`;
 the last line is JSON. The files are fresh, so they are read from the page cache, not from a disk.
@@ -28,7 +28,7 @@ NUM_SHARDS = 8
 
 
 def main() -> int:
-    """Make a corpus, prepare it, read batches for a while, and print what was reached."""
+    """Make a corpus, prepare it, read batches for a while, and print the throughput."""
     args = _parser().parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write_corpus(path: Path, num_tokens: int) -> None:
-    """Random letters and spaces; what they say does not matter for the time."""
+    """Random letters and spaces; the content does not affect the time."""
     rng, letters = np.random.default_rng(0), np.frombuffer(b"etaoinshrdlu    ", dtype=np.uint8)
     with path.open("w", encoding="ascii") as file:
         for _ in range(-(-num_tokens // DOCUMENT_CHARS)):

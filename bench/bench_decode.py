@@ -1,8 +1,8 @@
-"""A decode step: ours against dense SDPA in one run, and whole models in tokens per second.
+"""Decode benchmark: a step of NSA against dense SDPA, and full models in tokens per second.
 
 `python bench/bench_decode.py [--config FILE | --shape Hq,Hkv,Dk,Dv ...] [--lengths S ...]`. A step
-appends one token per sequence to caches that hold S - 1, and attends. Reads are counted from the
-keys that were used, and held to the formula. The last line is JSON.
+appends one token per sequence to caches of S - 1 tokens, and attends. Reads are counted from the
+keys that were used, and compared with the formula. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODEL = "configs/m7c_125m_2xa100_production.yaml"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every cell and print a table and a JSON line; 1 where reads miss the formula."""
+    """Measure every cell, print a table and a JSON line; 1 if reads differ from the formula."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(cell: Cell, dense: list[str]) -> list[dict[str, Any]]:
-    """Ours, then dense attention; no memory is a row with that reason."""
+    """Ours, then dense attention; an out-of-memory error becomes a row with that reason."""
     rows = []
     with memory_given_back(cell.device):
         try:
@@ -99,27 +99,37 @@ def _measure_model(
 def _parser() -> argparse.ArgumentParser:
     parser = StrictParser(description=(__doc__ or "").splitlines()[0])
     shapes = parser.add_mutually_exclusive_group()
-    shapes.add_argument("--config", metavar="FILE", help="take heads and blocks from a config")
+    shapes.add_argument("--config", metavar="FILE", help="config with the heads and block sizes")
     shapes.add_argument("--shape", nargs="+", action="extend", metavar="Hq,Hkv,Dk,Dv")
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="S", help="with the new token")
-    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="(cuda: 1 32; cpu: 1)")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="S",
+        help="sequence lengths, including the new token",
+    )
+    parser.add_argument(
+        "--batch", type=int, nargs="+", metavar="B", help="sequences per step (cuda: 1 32; cpu: 1)"
+    )
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="timed steps (20)")
-    parser.add_argument("--dense", nargs="+", choices=list(BACKENDS), help="(those of the device)")
-    model = f"a config to time whole, with its dense twin; none: no model (cuda: {MODEL})"
+    parser.add_argument(
+        "--dense", nargs="+", choices=list(BACKENDS), help="dense SDPA backends (all of the device)"
+    )
+    model = f"config of a full model to time, with its dense twin; none: skip (cuda: {MODEL})"
     parser.add_argument("--model", metavar="FILE|none", help=model)
-    parser.add_argument("--json", metavar="FILE", help="write the JSON there as well")
-    parser.add_argument("--csv", metavar="FILE", help="write a CSV of ours there")
+    parser.add_argument("--json", metavar="FILE", help="also write the JSON to this file")
+    parser.add_argument("--csv", metavar="FILE", help="write our rows as CSV")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
     return parser
 
 
 def _check(args: argparse.Namespace) -> tuple[list[Shape], BlockSpec]:
-    """Heads and blocks; every refusal comes before anything is measured."""
+    """Heads and block sizes; invalid arguments are rejected before anything is measured."""
     numbers = {"--lengths": args.lengths, "--batch": args.batch, "--repeats": [args.repeats]}
     for flag, values in numbers.items():
         if any(value < 1 for value in values or []):
-            raise ValueError(f"{flag} {values} has a number below 1; give whole numbers >= 1")
+            raise ValueError(f"{flag} {values} has a number below 1; use whole numbers >= 1")
     for flag, path in {"--json": args.json, "--csv": args.csv}.items():
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{flag} {path} is in a folder that does not exist; create it first")

@@ -1,11 +1,11 @@
-"""What telemetry and checkpoints cost a training run, by real runs of the trainer in turns.
+"""Overhead of telemetry and checkpoints, measured with real runs of the trainer in turns.
 
 `python bench/bench_overhead.py [--config FILE] [--steps N] [--rounds N] [group.key=value ...]`
 
-Three ways to run the same steps: bare (nothing is logged between the first and the last step),
-with all telemetry, and with all telemetry and one checkpoint in the middle. A checkpoint costs the
-difference of the last two, whatever it delays; at one every SAVE_EVERY steps that is a share of
-the step. Give enough steps for it to be written within half of them. The last line is JSON.
+The same steps run in three ways: bare (nothing is logged between the first and the last step),
+with all telemetry, and with all telemetry and one checkpoint in the middle. The cost of a
+checkpoint is the difference of the last two, spread over SAVE_EVERY steps. Use enough steps that
+the checkpoint is written within half of them. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ LOUD = {"NSA_TB_DISABLE": "0", "NSA_DISABLE_AUX_STATS": "0", "NSA_HEARTBEAT_EVER
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and a JSON line; 1 where a run failed or the goal is missed."""
+    """Measure, print a table and a JSON line; 1 if a run failed or the goal is missed."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.steps < 4 or args.rounds < 1:
-        parser.error(f"--steps {args.steps} --rounds {args.rounds}; give at least 4 and 1")
+        parser.error(
+            f"--steps {args.steps} --rounds {args.rounds}; use at least 4 steps and 1 round"
+        )
     with tempfile.TemporaryDirectory(prefix="overhead") as folder:
         try:
             result = measure(args, Path(folder))
@@ -61,7 +63,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ways = {
         "bare": (QUIET, (f"train.log_every={NEVER}", "train.save_every=0")),
         "telemetry": (LOUD, ("train.log_every=20", "train.save_every=0")),
-        # One, so that it waits for none before it; in the middle, so that no end waits for it.
+        # One, so that it never waits for another write; in the middle, so that the end does not
+        # wait for it.
         "checkpoint": (LOUD, ("train.log_every=20", f"train.save_every={args.steps // 2 + 1}")),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -135,8 +138,10 @@ def describe(result: dict[str, Any]) -> str:
 def _parser() -> StrictParser:
     parser = StrictParser(prog="bench_overhead", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", default=str(PRODUCTION), metavar="FILE")
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="of each run (100)")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of all three (2)")
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="steps per run (100)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, metavar="N", help="rounds of all three runs (2)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="group.key=value")
     return parser
 

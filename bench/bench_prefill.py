@@ -1,4 +1,4 @@
-"""The whole attention, forward and backward, against dense SDPA and another NSA, side by side.
+"""Prefill benchmark: attention forward and backward, against dense SDPA and another NSA.
 
 `python bench/bench_prefill.py [--config FILE | --shape Hq,Hkv,Dk,Dv ... | --preset speed]`.
 Ours is mean compression of raw K/V plus nsa_attention; bench/peers.py says what the others are and
@@ -37,7 +37,7 @@ PEERS_OF = {"cuda": ("cudnn", "flash", "fla"), "cpu": ("math", "fla")}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every case, print a table, the kernels and a JSON line; 1 where ours failed."""
+    """Measure every case, print a table, the kernels and a JSON line; 1 if ours failed."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -65,15 +65,20 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = StrictParser(description=(__doc__ or "").splitlines()[0])
     shapes = parser.add_mutually_exclusive_group()
-    shapes.add_argument("--config", metavar="FILE", help="take heads and blocks from a config")
+    shapes.add_argument("--config", metavar="FILE", help="config with the heads and block sizes")
     shapes.add_argument("--shape", nargs="+", action="extend", metavar="Hq,Hkv,Dk,Dv")
-    shapes.add_argument("--preset", choices=list(PRESETS), help="a fixed list of shapes, lengths")
+    shapes.add_argument("--preset", choices=list(PRESETS), help="fixed list of shapes and lengths")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="S")
-    parser.add_argument("--batch", type=int, help="sequences in a call (1)")
+    parser.add_argument("--batch", type=int, help="sequences per call (1)")
     parser.add_argument("--repeats", type=int, help="timed calls (9, fewer for long sequences)")
-    parser.add_argument("--backend", default="auto", help="of compress and nsa_attention")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, help="(those of the device)")
-    dense = f"measure dense attention above S={DENSE_MAX_LENGTH}, too"
+    parser.add_argument("--backend", default="auto", help="backend of compress and nsa_attention")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        help="implementations to compare with (all of the device)",
+    )
+    dense = f"also measure dense attention above S={DENSE_MAX_LENGTH}"
     parser.add_argument("--dense-long", action="store_true", help=dense)
     parser.add_argument(
         "--selection",
@@ -87,26 +92,26 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="FILE of a whole model: the layer, or the first one with --batch (0)",
+        help="layer of a FILE recorded from a full model; with --batch, the first layer (0)",
     )
     parser.add_argument(
         "--profile",
         choices=["longest", "all", "none"],
         default="longest",
-        help="cases whose kernels are listed: the longest of every shape (CUDA only)",
+        help="cases to list kernels for; longest: the longest case of every shape (CUDA only)",
     )
     parser.add_argument(
-        "--deterministic", action="store_true", help="with torch.use_deterministic_algorithms"
+        "--deterministic", action="store_true", help="use torch.use_deterministic_algorithms"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the JSON there as well")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw time against S")
+    parser.add_argument("--json", metavar="FILE", help="also write the JSON to this file")
+    parser.add_argument("--plot", metavar="FILE.png", help="plot time over S")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
     return parser
 
 
 def _plan(args: argparse.Namespace) -> tuple[list[Case], measure.Setup]:
-    """Cases and setup; every refusal comes from here, before anything is measured."""
+    """Cases and setup; invalid arguments are rejected here, before anything is measured."""
     _check(args)
     shapes, spec = _shapes_and_spec(args)
     select, spec, recorded_length = _selection(args, spec)
@@ -132,18 +137,20 @@ def _plan(args: argparse.Namespace) -> tuple[list[Case], measure.Setup]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what contradicts itself, and files that could not be written at the end."""
+    """Reject contradictory flags, and output files that could not be written at the end."""
     if args.preset and (args.lengths or args.batch):
         raise ValueError(
-            f"--preset {args.preset} fixes lengths and batches; leave out --lengths and --batch, "
-            f"or give --shape instead"
+            f"--preset {args.preset} fixes lengths and batches; drop --lengths and --batch, "
+            f"or use --shape instead"
         )
     if args.preset and args.device == "cpu":
-        raise ValueError("--preset needs a CUDA device, the run is on cpu; give --shape, --lengths")
+        raise ValueError(
+            "--preset needs a CUDA device, the run is on cpu; use --shape and --lengths"
+        )
     numbers = {"--lengths": args.lengths, "--batch": [args.batch], "--repeats": [args.repeats]}
     for flag, values in numbers.items():
         if any(value is not None and value < 1 for value in values or []):
-            raise ValueError(f"{flag} {values} has a number below 1; give whole numbers >= 1")
+            raise ValueError(f"{flag} {values} has a number below 1; use whole numbers >= 1")
     for flag, path in {"--json": args.json, "--plot": args.plot}.items():
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{flag} {path} is in a folder that does not exist; create it first")
@@ -167,7 +174,7 @@ def _selection(
     if args.selection_layer and args.selection in ("random", "clustered"):
         raise ValueError(
             f"--selection-layer {args.selection_layer} with --selection {args.selection}; only a "
-            f"FILE has layers: name one, or leave the layer out"
+            f"FILE has layers: use one, or drop --selection-layer"
         )
     if args.selection == "random":
         return lambda case: None, spec, None
@@ -205,7 +212,7 @@ def _print_head(result: dict[str, Any], cases: list[Case], setup: measure.Setup)
 def _measure(
     cases: list[Case], setup: measure.Setup, result: dict[str, Any], path: str | None
 ) -> list[measure.Row]:
-    """Measure and print case by case; a run that is stopped leaves what it had under `path`."""
+    """Measure and print case by case; a stopped run leaves its results so far under `path`."""
     rows: list[measure.Row] = []
     result |= {"notes": {}, "rows": [], "kernels": []}
     for case in cases:

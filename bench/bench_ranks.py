@@ -1,10 +1,10 @@
-"""What our ranks cost over plain DistributedDataParallel: the same model, data and optimizer.
+"""Overhead of our ranks over plain DistributedDataParallel: same model, data and optimizer.
 
 `torchrun --standalone --nproc_per_node=2 bench/bench_ranks.py [--pairs N] [group.key=value ...]`
 
 Two copies of one model train in turns in the same processes, over gloo on CPUs: one update by the
 trainer's own parts (the agreement before it, spans, skipping, the shared loss), one by a plain loop
-around DistributedDataParallel with clipping and fused AdamW. Who goes first changes from pair to
+around DistributedDataParallel with clipping and fused AdamW. The order alternates from pair to
 pair. The cost is the median over pairs of the ratio of their times. The last line is JSON.
 """
 
@@ -52,13 +52,13 @@ VOCAB = 256
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print on rank 0; 1 where the goal is missed."""
+    """Measure, print on rank 0; 1 if the goal is missed."""
     parser = StrictParser(prog="bench_ranks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=100, help="of updates (%(default)d)")
+    parser.add_argument("--pairs", type=int, default=100, help="pairs of updates (%(default)d)")
     parser.add_argument("overrides", nargs="*", metavar="group.key=value")
     args = parser.parse_args(argv)
     if args.pairs < 1:
-        parser.error(f"--pairs {args.pairs}: give at least 1")
+        parser.error(f"--pairs {args.pairs} is below 1; use 1 or more")
     set_default("NSA_DDP_COMPRESS", "off")
     base = REPOSITORY / "configs" / "base.yaml"
     config = load_config(base, [*SETTINGS, *args.overrides])

@@ -1,12 +1,12 @@
-"""What a command takes to start, against a bare Python and against torch's own import.
+"""Startup time of every command, compared with bare Python and with `import torch`.
 
 `python bench/bench_startup.py [--rounds N] [--against DIR] [--only TEXT]`
 
-Every command runs for real, on a tiny run folder and a few shards made for it, so what is measured
-is its start and little else. Rounds go through all commands in turn, and with --against through
-another checkout of this repository as well, so that a busy machine slows all of them alike. The
-goals are on CPU time (user and system), which depends less on who else is busy. The last line is
-JSON; the exit code is 1 where a goal is missed.
+Every command runs for real, on a tiny run folder and a few shards, so that little but its startup
+is measured. A round runs all commands in turn, with --against also those of another checkout of
+this repository, so that a busy machine slows all of them alike. Goals are on CPU time (user and
+system), which depends less on other load. The last line is JSON; the exit code is 1 if a goal is
+missed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from nsa.config.load import REPOSITORY
 from nsa.records.env import git_commit
 
 FILES, OPERATOR, TRAINS = "files", "operator", "trains"
-"""What a command needs: no torch; torch; torch and an optimizer, whose making loads torch's own
-compiler (torch._dynamo), so that no goal is set."""
+"""What a command needs: no torch; torch; torch, and it trains, draws and samples, so that no goal
+is set."""
 FILES_S = 0.5
-"""Most CPU seconds of a command that only reads files."""
+"""Goal in CPU seconds for a command that only reads files."""
 OPERATOR_S = 0.3
-"""Most CPU seconds beyond torch's own import, of a command that computes."""
+"""Goal in CPU seconds beyond `import torch`, for a command that computes."""
 PYTHON, TORCH = "python -c pass", "python -c 'import torch'"
 OPTIMIZER = (
     "python -c 'import torch; torch.optim.AdamW([torch.zeros(1, requires_grad=True)])'"  # torch's
@@ -78,6 +78,7 @@ COMMANDS = (
     Start("python -c 'import nsa; nsa.nsa_attention, nsa.TinyLM'", OPERATOR),
     Start("nsa info --config {config}", OPERATOR),
     Start("nsa plan --config {config}", OPERATOR),
+    Start("nsa warmup --config {config}", OPERATOR, 2),
     Start("nsa generate a --model {run} --max-new-tokens 2", OPERATOR),
     Start("nsa checkpoint show {run}", OPERATOR),
     Start("nsa checkpoint export {run} --to {new}.safetensors", OPERATOR),
@@ -88,11 +89,12 @@ COMMANDS = (
     Start("nsa train --config {config} train.out_dir={new} train.steps=1", TRAINS),
 )
 """Every command, with the names of what `prepare` makes; {new} is another path at each call.
+
 `nsa train` with 9000 steps is refused, because it would keep no checkpoint: all of it is loaded,
-and nothing is trained; `nsa prove-resume` is refused because one step cannot be cut in two. `nsa
-preflight` trains, so only its imports are measured, with the exit of a command. `nsa report` builds
-a model where the folder has weights, and says NO-GO where it has none; `nsa handoff` says with exit
-code 1 that a part, here the report, is missing."""
+and nothing is trained. `nsa prove-resume` is refused because one step cannot be cut in two, `nsa
+warmup` because the config is for a CPU. `nsa preflight` trains, so only its imports are measured,
+with the exit of a command. `nsa report` builds a model where the folder has weights, and says NO-GO
+where it has none. `nsa handoff` exits with 1: a part is missing, here the report."""
 CONFIG = """inherits: {base}
 model: {{dim: 16, n_layers: 2, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}}
 nsa: {{l: 8, d: 4, l_sel: 8, n_sel: 3, w: 8}}
@@ -111,14 +113,20 @@ class Times(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and a JSON line; 1 where a goal is missed."""
+    """Measure, print a table and a JSON line; 1 if a goal is missed."""
     parser = StrictParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(%(default)d)")
-    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, in turns")
-    parser.add_argument("--only", default="", metavar="TEXT", help="commands that hold this text")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="rounds over all commands (%(default)d)"
+    )
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="another checkout to compare with, in turns"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only commands that contain this text"
+    )
     args = parser.parse_args(argv)
     if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}; give at least 1")
+        parser.error(f"--rounds {args.rounds} is below 1; use 1 or more")
     starts = [start for start in COMMANDS if args.only in start.line]
     trees = {"here": REPOSITORY} | ({"against": args.against} if args.against else {})
     with tempfile.TemporaryDirectory(prefix="startup") as folder:
@@ -178,7 +186,7 @@ def prepare(
 
 
 def run(start: Start, tree: Path, names: dict[str, str]) -> Times:
-    """Run a command in a process of its own; RuntimeError where its exit code is another."""
+    """Run a command in its own process; RuntimeError if its exit code is not the expected one."""
     arguments = argv_of(start, names)
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()

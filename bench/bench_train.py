@@ -1,10 +1,10 @@
-"""Whole training steps, ours and the dense twin, side by side: tokens/s, MFU, memory, ratio.
+"""Training benchmark: full steps of NSA and of the dense twin: tokens/s, MFU, memory, ratio.
 
 `python bench/bench_train.py [--cells 2048x16,8192x4] [--variants nsa,dense-compiled] [--json FILE]`
 trains the production model (bf16 with fp32 weights, GPT-2 vocabulary, random tokens) with full
-updates: forward, backward, clipping, AdamW. A variant is nsa or dense (SDPA pinned to cuDNN), as it
-is, compiled (torch.compile), captured as one CUDA graph, or both. The variants of a cell run in
-turns, so that a clock that drifts hits all. A variant that fails has a line with its reason.
+updates: forward, backward, clipping, AdamW. A variant is nsa or dense (SDPA pinned to cuDNN):
+eager, compiled (torch.compile), captured as one CUDA graph, or both. The variants of a cell run in
+turns, so that clock drift affects all of them. A variant that fails has a line with its reason.
 `--device cpu --tiny` rehearses it without a GPU. The table comes last.
 """
 
@@ -33,7 +33,7 @@ CHILD = Path(__file__).resolve().with_name("train_cell.py")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every cell, print the table; 1 where a variant of ours failed, 0 otherwise."""
+    """Measure every cell, print the table; 1 if a variant of ours failed, 0 otherwise."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -89,7 +89,7 @@ def measure_cell(
 
 
 def run_process(task: Task, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
-    """Measure in a process of its own: how it ended (empty: well), and what it told."""
+    """Measure in a separate process: the error (empty: none), and the events it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events.jsonl"
         path.touch()
@@ -105,13 +105,17 @@ def run_process(task: Task, timeout_s: float) -> tuple[str, list[dict[str, Any]]
 
 def _parser() -> argparse.ArgumentParser:
     parser = StrictParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cells", metavar="SxB,...", help=f"({_default_cells(False)})")
-    parser.add_argument("--variants", default=",".join(NAMES), metavar="NAME,...", help="(all)")
-    parser.add_argument("--steps", type=int, default=20, help="timed updates of a variant (20)")
-    parser.add_argument("--warmup", type=int, default=5, help="updates before them (5)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to rehearse")
-    parser.add_argument("--commit", metavar="NAME", help="what to record where git is not there")
+    parser.add_argument(
+        "--cells", metavar="SxB,...", help=f"lengths x batches ({_default_cells(False)})"
+    )
+    parser.add_argument(
+        "--variants", default=",".join(NAMES), metavar="NAME,...", help="variants to measure (all)"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="timed updates per variant (20)")
+    parser.add_argument("--warmup", type=int, default=5, help="warm-up updates (5)")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model, for a rehearsal")
+    parser.add_argument("--commit", metavar="NAME", help="commit to record if git is not available")
     parser.add_argument("--cell-timeout", type=float, default=540.0, metavar="SECONDS")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
@@ -122,7 +126,7 @@ def _plan(args: argparse.Namespace) -> tuple[list[Cell], list[Variant]]:
     """Cells and variants; refuses what could only fail later."""
     for flag in ("steps", "warmup"):
         if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag} {getattr(args, flag)} is below 1; give 1 or more")
+            raise ValueError(f"--{flag} {getattr(args, flag)} is below 1; use 1 or more")
     if args.device == "cpu" and not args.tiny:
         raise ValueError("the production model takes hours on a cpu; add --tiny to rehearse")
     if args.json and not Path(args.json).absolute().parent.is_dir():

@@ -73,7 +73,7 @@ def parse_shape(text: str) -> Shape:
     parts = text.split(",")
     if len(parts) != 4 or not all(part.strip().isdecimal() for part in parts):
         raise ValueError(
-            f"shape {text!r} is not four whole numbers; give Hq,Hkv,Dk,Dv as in 12,2,64,64"
+            f"shape {text!r} is not four whole numbers; use Hq,Hkv,Dk,Dv as in 12,2,64,64"
         )
     shape = Shape(*(int(part) for part in parts))
     if min(shape) < 1 or shape.Hq % shape.Hkv:

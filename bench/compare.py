@@ -1,8 +1,7 @@
-"""The same training in several ways, each by the real trainer in a process, and what it took.
+"""Run the same training in several variants, each with the real trainer in its own process.
 
-A step lasts from its first heartbeat to that of the next one, and the last step to its numbers. The
-steps are those of a run as it always is: nothing is logged in between, and nothing waits for the
-device.
+A step lasts from its first heartbeat to that of the next one, the last step to its logged line.
+Nothing is logged in between, so nothing synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ VARIANTS = (
         ranks=2,
     ),
 )
-"""The first with as many ranks is what the others are compared with."""
+"""Each variant is compared with the first one that has the same number of ranks."""
 
 
 class RunFailed(RuntimeError):
-    """A run did not finish; without it there is nothing to compare."""
+    """A run did not finish, so nothing can be compared."""
 
 
 def compare(cfg: Config, config_path: str, folder: Path, steps: int, warmup: int) -> Comparison:
-    """Train every variant, one after the other, and measure what they left behind."""
+    """Train every variant, one after the other, and measure from the files they wrote."""
     if not 0 <= warmup < steps:
         raise ValueError(f"--warmup {warmup} must be less than --steps {steps}, and not negative")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a comparison of runs leaves behind: results.json and comparison_report.md.
+"""Files of a comparison of runs: results.json and comparison_report.md.
 
 Schema of results.json, version 2: the fields of Comparison, as one JSON object.
 """
@@ -39,7 +39,7 @@ class Result:
     """Tensors on the GPU at most; on a CPU, the RAM of the process."""
     loss_last: float
     loss_is_equal: bool
-    """To the last bit, with that of the first result of as many ranks."""
+    """Whether it is bitwise equal to that of the first result with as many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

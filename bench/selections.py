@@ -56,7 +56,7 @@ def read_selection(path: str | Path) -> tuple[Tensor, nsa.BlockSpec]:
     missing = {"version", "spec", "selection"} - set(arrays)
     if missing:
         raise ValueError(
-            f"{path} holds {sorted(arrays)} and lacks {sorted(missing)}; record the file with "
+            f"{path} has {sorted(arrays)} but not {sorted(missing)}; record the file with "
             f"write_selection of bench/selections.py"
         )
     version, sizes, ids = arrays["version"], arrays["spec"], arrays["selection"]

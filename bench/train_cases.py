@@ -92,7 +92,7 @@ def parse_cells(text: str) -> list[Cell]:
         match = re.fullmatch(r"\s*(\d+)x(\d+)\s*", part)
         if not match or "0" in match.groups():
             raise ValueError(
-                f"--cells {part!r} is no cell; give length x batch, as in 2048x16, with commas "
+                f"--cells {part!r} is not a cell; use length x batch, as in 2048x16, with commas "
                 "between cells"
             )
         cells.append(Cell(int(match[1]), int(match[2])))

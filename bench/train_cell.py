@@ -1,4 +1,4 @@
-"""Measures the variants of one cell, in a process of its own: what one breaks, no other meets.
+"""Measures the variants of one cell in a separate process, so that a crash affects no other cell.
 
 `python bench/train_cell.py '<task as JSON>' EVENTS`. Every event is a line of JSON in EVENTS:
 `environment`, `begin` (a variant is about to do something), `failed` (with its reason), `row`. The
@@ -88,7 +88,7 @@ class Events:
 
 
 def main(argv: list[str]) -> int:
-    """Prepare every variant, then time them in turns; one that fails leaves the others alone."""
+    """Prepare every variant, then time them in turns; a failure does not affect the others."""
     task, events = Task(**json.loads(argv[0])), Events(argv[1])
     events.write("environment", **describe_machine(task.device))
     torch.compiler.reset()

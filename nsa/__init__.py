@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa.model import NSAAttention, NSACache, TinyLM
-    from nsa.ops import BlockSpec, compress, nsa_attention, select_blocks
+    from nsa.ops import BlockSpec, compress, nsa_attention, select_blocks, sparse_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,15 +18,16 @@ __all__ = [
     "compress",
     "nsa_attention",
     "select_blocks",
+    "sparse_attention",
 ]
 
 
 def on_first_use(package: str, names: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that imports each of its names when it is first used.
+    """Return a lazy `__getattr__` for a package: each name is imported on first use.
 
-    `names` has them by module of the package. Whoever imports one of the other modules does not
-    pay for these: torch takes seconds, and a command that only reads files has no use for it.
-    None of the names may be that of a module: its import would put the module in their place.
+    `names` maps modules of the package to their names. Importing another module of the package then
+    does not import these: torch takes seconds, and commands that only read files do not need it.
+    No name may equal that of a module, because importing the module would replace it.
     """
     homes = {name: f"{package}.{module}" for module, held in names.items() for name in held}
 
@@ -43,7 +44,7 @@ def on_first_use(package: str, names: Mapping[str, tuple[str, ...]]) -> Callable
 __getattr__ = on_first_use(
     __name__,
     {
-        "ops": ("BlockSpec", "compress", "nsa_attention", "select_blocks"),
+        "ops": ("BlockSpec", "compress", "nsa_attention", "select_blocks", "sparse_attention"),
         "model": ("NSAAttention", "NSACache", "TinyLM"),
     },
 )

@@ -19,6 +19,8 @@ class Line(NamedTuple):
 
     text: str
     where: str
+    byte: int = 0
+    """Offset of its first byte; 0 from `complete_lines`, which counts lines instead."""
 
 
 def complete_lines(path: Path) -> Iterator[Line]:
@@ -76,7 +78,8 @@ def _whole_lines(block: bytes, start: int) -> Iterator[Line]:
     """The complete lines of a block, without the partial ones at its two edges."""
     begin = block.find(b"\n") + 1 if start else 0
     while (end := block.find(b"\n", begin)) >= 0:
-        yield Line(_text(block[begin:end]), f"the line at byte {start + begin}")
+        byte = start + begin
+        yield Line(_text(block[begin:end]), f"the line at byte {byte}", byte)
         begin = end + 1
 
 
@@ -93,7 +96,8 @@ def _backwards(descriptor: int, most_bytes: int) -> Iterator[Line]:
             if before < 0 and start > 0:
                 break  # the line begins in an earlier block
             # A line number would require reading the whole file, so report the byte offset.
-            yield Line(_text(held[before + 1 : end]), f"the line at byte {start + before + 1}")
+            byte = start + before + 1
+            yield Line(_text(held[before + 1 : end]), f"the line at byte {byte}", byte)
             held = held[: before + 1]
 
 
@@ -164,7 +168,7 @@ class Follower:
         for line in whole:
             if not self._skipping:
                 text = line.decode("utf-8", errors="replace")
-                lines.append(Line(text, f"the line at byte {start}"))
+                lines.append(Line(text, f"the line at byte {start}", start))
             self._skipping = False
             start += len(line) + 1
         if len(self._held) > MOST_LINE or self._skipping:
@@ -184,6 +188,7 @@ def sample_lines(path: Path, end: int, places: int) -> Iterator[list[Line]]:
             *whole, _ = data.split(b"\n")
             lines = []
             for line in whole:
-                lines.append(Line(line.decode("utf-8", "replace"), f"the line at byte {start}"))
+                text = line.decode("utf-8", "replace")
+                lines.append(Line(text, f"the line at byte {start}", start))
                 start += len(line) + 1
             yield lines

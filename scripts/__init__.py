@@ -1,1 +1,1 @@
-"""Thin entries under the names that the runbooks use."""
+"""Entry scripts under the names that the runbooks use."""

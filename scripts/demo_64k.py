@@ -3,8 +3,7 @@
 `python scripts/demo_64k.py --S 65536 --prefill_tile 4096 --rope_scale 8.0 --use_fa2 1` prints the
 device, the shapes and `prefill_time_ms=... reads_total=...`. The input is made tile by tile, so
 memory is that of the cache and of one tile; it is estimated before anything is allocated. On a GPU
-all of it is done twice: the first time compiles what the machine has not compiled before, and is
-told apart.
+everything runs twice: the first pass compiles kernels and is reported separately.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from nsa.config import BAD_INPUT, StrictParser
 from nsa.config.env import check_environment
 from nsa.model import NSACache
 
-NO_FA2 = "prefill through a cache has its own tiles and uses no FlashAttention kernel"
+NO_FA2 = "no effect: prefill through a cache has its own tiles and uses no FlashAttention kernel"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 1 where the reads that were counted are not those of the formula."""
+    """Run the demo; exit code 1 if the counted reads differ from the formula."""
     args = _parser().parse_args(arguments)
     try:
         check_environment()
@@ -60,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"cache_mib={cache.nbytes() / 2**20:.1f} memory_estimate_mib={needed / 2**20:.1f}")
     if device.type == "cuda":
         print(f"peak_mib={torch.cuda.max_memory_allocated(device) / 2**20:.1f}")
-        print(f"first_time_ms={first_ms:.2f} (compiles what is new to the machine)")
-    print(f"reads of the last token by the formula: {expected} per KV head")
+        print(f"first_time_ms={first_ms:.2f} (includes compilation)")
+    print(f"expected reads of the last token: {expected} per KV head")
     print(f"prefill_time_ms={elapsed_ms:.2f} reads_total={reads_total}")
     return 0 if (reads == expected).all() else 1
 
@@ -87,7 +86,7 @@ def _parser() -> StrictParser:
         )
     scale = "positions are divided by this (8)"
     parser.add_argument("--rope_scale", type=float, default=8.0, metavar="X", help=scale)
-    tile = "tokens of the prompt at a time; 0: all (4096)"
+    tile = "tokens per prefill chunk; 0: all at once (4096)"
     parser.add_argument("--prefill_tile", type=int, default=4096, metavar="N", help=tile)
     parser.add_argument("--use_fa2", type=int, choices=(0, 1), default=1, help=NO_FA2)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
@@ -102,7 +101,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"--device {name} is not known; use auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda") or (device.index or 0) >= torch.cuda.device_count() > 0:
-        raise ValueError(f"--device {name} is not here; use auto, cpu, cuda or cuda:N")
+        raise ValueError(f"--device {name} does not exist here; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: this machine has no CUDA device; use cpu")
     return device
@@ -114,9 +113,11 @@ def _check(
     """Refuse sizes below 1 and what cannot fit; the estimate of memory in bytes."""
     for name in ("S", "B"):
         if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} is below 1; give at least 1")
+            raise ValueError(f"--{name} {getattr(args, name)} is below 1; use 1 or more")
     if args.prefill_tile < 0:
-        raise ValueError(f"--prefill_tile {args.prefill_tile} is below 0; 0 is the whole prompt")
+        raise ValueError(
+            f"--prefill_tile {args.prefill_tile} is below 0; use 0 for the whole prompt, or more"
+        )
     needed = memory_bytes(args, spec, dtype.itemsize)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

@@ -1,9 +1,9 @@
-"""Write a run folder as a run would have left it, with made-up numbers: something to look at.
+"""Write a run folder with made-up numbers, to try the dashboard and other readers without a run.
 
 python scripts/demo_run.py artifacts/demo --steps 50000
 python scripts/demo_run.py artifacts/demo --steps 50000 --done 31000 --live   # and it continues
 
-Every file goes through the writer that a real run uses, under a clock of its own. Nothing is
+Every file goes through the writer that a real run uses, with a simulated clock. Nothing is
 trained: the curves are formulas and noise, and no number here was measured anywhere.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nsa.config import load_config
+from nsa.files import LineFile
 from nsa.model.stats import BINS, LayerMap, distance_edges
 from nsa.records import (
     TRAINING,
@@ -39,12 +40,16 @@ from nsa.records import (
 )
 from nsa.records.alarms import Alarm, append_alarm
 from nsa.records.heartbeat import BEAT
+from nsa.records.results import PROMPT, Sample, append_sample
 from nsa.records.tables import SelectionFile
+from nsa.train.progress import StepReport, step_line
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "m7c_125m_2xa100_production.yaml"
 MAPS = 64
 GROUPS = 2
 CHECKPOINT_BYTES = 1 << 20
+LOG = "production.log"
+TEXT = "What say the people of the house?\n\nQUEEN.\nThey say the king is come, and goes away.\n"
 
 
 class DemoRun:
@@ -65,6 +70,8 @@ class DemoRun:
         self.training = CsvLog(TrainingRow, folder / TRAINING)
         self.val = CsvLog(ValRow, folder / VAL)
         self.counters, self.selection = CounterFiles(folder), SelectionFile(folder)
+        self.printed = LineFile(folder / LOG)
+        self.printed.append(f"[boot] loading config {CONFIG.name}")
         write_env(folder)
         write_config(folder, self.config, str(CONFIG.name))
         tokens = args.ranks * self.config.train.seq_len
@@ -128,7 +135,10 @@ class DemoRun:
         speed = self.metrics.tokens_per_step / self.step_s * self.random.uniform(0.96, 1.02)
         layers = [self.layer(number) for number in range(self.num_layers)]
         attention = self.attention(layers)
-        self.training.append(TrainingRow(self.step, loss, lr, speed))
+        row = TrainingRow(self.step, loss, lr, speed)
+        self.training.append(row)
+        left_s = (self.args.steps - self.step) * self.step_s
+        self.printed.append(step_line(StepReport(row=row, eta_s=left_s, numbers={})))
         counts = fallback_counts({})
         if self.step > 0.6 * self.args.steps and self.args.fallbacks:
             counts |= {"sliding_fa2_fails": 3, "total_fallbacks": 3}
@@ -167,7 +177,7 @@ class DemoRun:
         self.metrics.toks_per_s, self.metrics.mfu = speed, 0.31
 
     def layer(self, number: int) -> dict[str, float]:
-        """Gates of a layer: early layers come to like the window, late ones the selection."""
+        """Gates of a layer: early layers move towards the window, late ones towards selection."""
         depth, age = number / max(1, self.num_layers - 1), 1 - math.exp(-self.step / 9000)
         weights = [
             1 + age * 0.25 * math.sin(5 * depth),
@@ -208,7 +218,7 @@ class DemoRun:
         }
 
     def layer_map(self, number: int) -> LayerMap:
-        """Reads that are spread at first, and then gather near the query and at a few places."""
+        """Reads that are spread out at first, then concentrate near the query and a few blocks."""
         train, spec = self.config.train, self.config.nsa
         num_blocks = -(-train.seq_len // spec.l_sel)
         bins, age = min(BINS, num_blocks), 1 - math.exp(-self.step / 8000)
@@ -230,6 +240,11 @@ class DemoRun:
             reads.append(square)
             distances.append(_distances(square, num_blocks))
         return LayerMap(spec.l_sel, num_blocks, distance_edges(num_blocks), reads, distances)
+
+    def write_sample(self) -> None:
+        """The text that a run leaves at its end."""
+        sample = Sample(ts=round(self.now, 3), step=self.step, prompt=PROMPT, text=TEXT)
+        append_sample(self.folder, sample)
 
     def write_status(self, status: str) -> None:
         """metrics.json."""
@@ -253,35 +268,39 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags of this script."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=50_000, help="of the whole run (%(default)d)")
-    parser.add_argument("--done", type=int, help="updates that are in the folder (all)")
+    parser.add_argument("--steps", type=int, default=50_000, help="steps of the run (%(default)d)")
+    parser.add_argument("--done", type=int, help="steps already in the folder (all)")
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--step-s", type=float, default=0.35, help="seconds (%(default)g)")
+    parser.add_argument("--step-s", type=float, default=0.35, help="seconds per step (%(default)g)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--offset", type=float, default=0.0, help="of the loss, in nats")
-    parser.add_argument("--spike", type=int, default=0, help="the step of a loss spike")
-    parser.add_argument("--fallbacks", action="store_true", help="some appear late in the run")
-    parser.add_argument("--live", action="store_true", help="go on, in real time")
+    parser.add_argument("--offset", type=float, default=0.0, help="added to the loss, in nats")
+    parser.add_argument("--spike", type=int, default=0, help="step with a loss spike; 0: none")
+    parser.add_argument(
+        "--fallbacks", action="store_true", help="add kernel fallbacks late in the run"
+    )
+    parser.add_argument("--live", action="store_true", help="continue in real time until Ctrl-C")
     args = parser.parse_args(argv)
     args.done = args.steps if args.done is None else args.done
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the folder; with --live, go on at the speed of the run until Ctrl-C."""
+    """Write the folder; with --live, continue at the speed of the run until Ctrl-C."""
     args = arguments(argv)
     run = DemoRun(args.folder, args)
     while run.step < args.done:
         run.advance()
     run.write_status("running" if args.done < args.steps else "finished")
+    if args.done >= args.steps:
+        run.write_sample()
     if args.spike and args.spike < args.done:
         alarm = Alarm(
             type="loss_spike",
             step=args.spike,
-            text=f"loss 2.31 at step {args.spike}, far above the usual 1.42",
-            advice="look at the data of these steps; train.spike_rule can leave them out",
+            text=f"loss 2.31 at step {args.spike}, above the median of 1.42",
+            advice="check the data of these steps; train.spike_rule=skip skips them",
         )
         append_alarm(args.folder, alarm, now=run.now - (args.done - args.spike) * args.step_s)
     print(f"{args.folder}: {run.step} made-up steps")

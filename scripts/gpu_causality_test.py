@@ -1,4 +1,4 @@
-"""Show that no output depends on a later token: in forward, in chunked prefill and in decode.
+"""Check that no output depends on a later token: in forward, chunked prefill and decode.
 
 `bash scripts/run_gpu_causality_test.sh [--full]` calls it with NSA_STRICT_ASSERTS=1. It prints
 `Causality test: 3/3 passed` only if everything about causality passed; then come the tests of the
@@ -43,7 +43,7 @@ Run = Callable[[Tensor], Tensor]
 MAX_SHARE_OTHER = 0.01
 """Rows in which two paths may differ: where scores nearly tie, rounding chooses the block."""
 SAME = 1e-4
-"""Two paths in float32 agree in a row up to this part of the largest output."""
+"""Tolerance in float32: two paths may differ by this fraction of the largest output."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,12 @@ ON_CPU = Sizes(
 def main(arguments: list[str] | None = None) -> int:
     """Test on the GPU, or small on the CPU where there is none; return the exit code."""
     parser = StrictParser(prog="run_gpu_causality_test", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--full", action="store_true", help="8192 tokens, not 1024; more tests")
-    parser.add_argument("--no-tests", action="store_true", help="causality alone, without pytest")
+    parser.add_argument(
+        "--full", action="store_true", help="8192 tokens instead of 1024, and more tests"
+    )
+    parser.add_argument(
+        "--no-tests", action="store_true", help="check causality only, without pytest"
+    )
     flags = parser.parse_args(arguments)
     sizes = FULL if flags.full else QUICK
     try:

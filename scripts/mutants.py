@@ -1,4 +1,4 @@
-"""Plant known bugs in a copy of the package, one at a time, and show that the tests catch each.
+"""Mutation test: plant known bugs in a copy of the package, and check that the tests catch each.
 
 `python scripts/mutants.py [NAME ...]`: exit code 0 when the untouched copy passes and every
 mutant fails at least one test. The oracle is never touched: a bug there would prove nothing.
@@ -321,7 +321,7 @@ OPERATION = (
         ("test_report.py::test_each_criterion_fails_when_it_must",),
     ),
 )
-"""Bugs that would lose a run, or tell its operator what is not so."""
+"""Bugs that would lose a run, or mislead its operator."""
 
 MUTANTS = TORCH_PATH + ROTATION + DECODE + KERNELS + OPERATION
 
@@ -360,7 +360,7 @@ def main(names: list[str]) -> int:
 
 
 def _untouched(planned: list[Mutant], interpreted: bool) -> Mutant:
-    """No bug at all: every test of these mutants must pass on it."""
+    """The unmodified copy: every test of these mutants must pass on it."""
     tests = (name for one in planned if one.interpreted == interpreted for name in one.tests)
     return Mutant(UNTOUCHED, "", (), tuple(dict.fromkeys(tests)), interpreted)
 

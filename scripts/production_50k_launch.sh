@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole launch of the 50k run: make room, check the machine, the attention and the config, then run_2xa100_production.sh.
-# MIN_GPUS, STEPS and PRECISION are what must be there; CAUSALITY_FLAGS go to run_gpu_causality_test.sh; an empty PREFLIGHT leaves it out.
+# Launch of the 50k run: list the GPUs, test causality, then run_2xa100_production.sh, which stops an old run and checks the config.
+# MIN_GPUS, STEPS and PRECISION are requirements; CAUSALITY_FLAGS go to run_gpu_causality_test.sh; an empty PREFLIGHT skips the preflight.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_nsa.sh"
 "$python" -m nsa.operate.process --text

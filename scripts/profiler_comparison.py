@@ -46,11 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> StrictParser:
     parser = StrictParser(prog="profiler_comparison", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="of each run (100)")
-    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="not counted (10)")
-    parser.add_argument("--config", metavar="FILE", help="default: the variable CONFIG")
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="steps per run (100)")
+    parser.add_argument(
+        "--warmup", type=int, default=10, metavar="N", help="first steps that are not counted (10)"
+    )
+    parser.add_argument("--config", metavar="FILE", help="config file; default: $CONFIG")
     parser.add_argument("--out-dir", default="artifacts/profiler_comparison", metavar="DIR")
-    parser.add_argument("--device", default="auto", help="as runtime.device; default: auto")
+    parser.add_argument("--device", default="auto", help="as runtime.device (auto)")
     parser.add_argument("overrides", nargs="*", metavar="group.key=value")
     return parser
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Show that no output depends on a later token, then run the tests of the operator. `--full`: 8192 tokens instead of 1024, and more tests.
+# Check that no output depends on a later token, then run the tests of the operator. `--full`: 8192 tokens instead of 1024, and more tests.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="$root/.venv/bin/python"

@@ -13,7 +13,7 @@ from typing import Any
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\n]+)\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 WORKER = "https://unpkg.com/iframe-worker/shim"
-"""What the theme would load from the network, so that search works in a folder of files."""
+"""Script that the theme would load from the network, to make search work from local files."""
 OWN_WORKER = "assets/search-from-file.js"
 
 

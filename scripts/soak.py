@@ -1,10 +1,9 @@
-"""Kill ranks of a run again and again, and show that its end is that of a run nobody touched.
+"""Soak test: kill ranks repeatedly, and check that the result equals that of an undisturbed run.
 
 `python scripts/soak.py [--cycles 30] [--seed 1] [--folder DIR]`: two ranks over gloo, fp32, under
-torchrun. In each cycle a rank, chosen by lot, gets SIGKILL a few updates after the ranks have come
-back, at any place of an update; torchrun starts both again, and they go on from the last
-checkpoint by themselves. Exit code 0 when all final parameters are bit-equal. The last line is
-JSON.
+torchrun. In each cycle a random rank gets SIGKILL a few updates after the restart, at a random
+point of an update. torchrun restarts both ranks, and they resume from the last checkpoint. Exit
+code 0 if all final parameters are bitwise equal. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -53,18 +52,22 @@ PATIENCE_S = 180.0
 
 
 class SoakFailed(RuntimeError):
-    """The run did not do what it should."""
+    """The run did not behave as expected."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run both, compare, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=30, help="kills (%(default)d)")
-    parser.add_argument("--seed", type=int, default=1, help="of who is killed when (%(default)d)")
-    parser.add_argument("--folder", type=Path, help="keep both runs here; default: nowhere")
+    parser.add_argument("--cycles", type=int, default=30, help="number of kills (%(default)d)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the kill schedule (%(default)d)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="keep both runs in this folder; default: a temporary one"
+    )
     args = parser.parse_args(argv)
     if args.cycles < 1:
-        parser.error(f"--cycles {args.cycles}: give at least 1")
+        parser.error(f"--cycles {args.cycles} is below 1; use 1 or more")
     with tempfile.TemporaryDirectory(prefix="soak") as temporary:
         folder = args.folder or Path(temporary)
         try:
@@ -146,7 +149,7 @@ class Job:
             raise SoakFailed(f"torchrun ended with {code}; the end of its log: {self._end()}")
 
     def resumed(self) -> list[int]:
-        """The updates that were done when the ranks came back."""
+        """The updates that were done at each restart."""
         found = re.findall(r"(\d+) of \d+ steps are done", self._log.read_text(errors="replace"))
         return [int(step) for step in found]
 
@@ -163,7 +166,7 @@ class Job:
                 return place
             if time.monotonic() > end or self._process.poll() is not None:
                 self._process.kill()
-                raise SoakFailed(f"rank {rank} did not come back or on: {self._end()}")
+                raise SoakFailed(f"rank {rank} did not restart or made no progress: {self._end()}")
             time.sleep(0.01)
 
     def _end(self) -> str:

@@ -23,7 +23,7 @@ from nsa.model import TinyLM
 
 __all__ = ["TinyLM", "main"]
 CONFIG = "configs/train_showcase.yaml"
-"""The config where neither --config nor the variable CONFIG names one."""
+"""The config if neither --config nor CONFIG is given."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Train with the model shared out over the ranks: train_showcase.py with runtime.strategy=fsdp.
+"""Train with the model sharded over the ranks: train_showcase.py with runtime.strategy=fsdp.
 
 `torchrun --nproc_per_node=N scripts/train_showcase_fsdp.py --config FILE [flags]`.
 """

@@ -21,7 +21,7 @@ from nsa.files import explain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; bad input is one line on stderr and exit code 2."""
+    """Run one command; invalid input prints one line on stderr and exits with 2."""
     args = _parser().parse_args(argv)
     args.arguments = list(sys.argv[1:] if argv is None else argv)
     return run_command("nsa", lambda: int(args.command(args)))
@@ -52,7 +52,7 @@ def entry() -> NoReturn:
     """Entry point of the process: run the command and exit with its code."""
     translate_torch_logs()
     code = main()
-    # At exit Python collects garbage once more: half a second over all that torch has imported.
+    # Skip Python's final garbage collection: over all that torch imports it takes half a second.
     # Frozen objects are left out; the process ends anyway.
     gc.freeze()
     if "nsa.data" not in sys.modules:  # no data source was opened, so no thread can hang

@@ -19,23 +19,30 @@ HOST, PORT = "127.0.0.1", 8787
 
 def register(commands: Any) -> None:
     """Add the command to the `nsa` parser."""
-    text = "show run folders in a browser, live and side by side; it only reads"
+    text = "show run folders in a browser, live and side by side; read-only"
     parser = commands.add_parser("dashboard", help=text, description=text)
     parser.set_defaults(command=dashboard)
-    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR", help="one, or many")
     parser.add_argument(
-        "--host", default=HOST, help="address to listen at (%(default)s); others need a token"
+        "folders", type=Path, nargs="+", metavar="RUN_DIR", help="run folders (train.out_dir)"
     )
-    parser.add_argument("--port", type=int, default=PORT, help="(%(default)d); 0 takes a free one")
+    parser.add_argument(
+        "--host",
+        default=HOST,
+        help="address to listen on (%(default)s); a reachable one needs a token",
+    )
+    parser.add_argument(
+        "--port", type=int, default=PORT, help="port (%(default)d); 0 picks a free one"
+    )
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="holds what a browser must know; only its owner may read it "
-        "(or the variable NSA_DASHBOARD_TOKEN)",
+        help="file with the access token, mode 600; default: $NSA_DASHBOARD_TOKEN",
     )
     parser.add_argument(
-        "--token", metavar="TEXT", help="the same; others on this machine see it in `ps`"
+        "--token",
+        metavar="TEXT",
+        help="the token itself; other users of this machine can see it in `ps`",
     )
 
 
@@ -51,7 +58,7 @@ def dashboard(args: argparse.Namespace) -> int:
     # Bind the port before the reader thread starts, so that a port in use fails at once.
     with _listen(args.host, args.port, access, sources) as server:
         sources.start()
-        print(f"nsa dashboard: {server.url} (Ctrl-C ends it; it only reads)", flush=True)
+        print(f"nsa dashboard: {server.url} (read-only; Ctrl-C to stop)", flush=True)
         if access.token is not None:
             print("open it with ?token=... once; the browser keeps a cookie", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
@@ -61,19 +68,19 @@ def dashboard(args: argparse.Namespace) -> int:
 
 def _folder(path: Path) -> Path:
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder; give run folders (train.out_dir)")
+        raise ValueError(f"{path} is not a folder; pass run folders (train.out_dir)")
     return path.resolve()
 
 
 def _listen(host: str, port: int, access: Access, sources: Sources) -> Server:
     if not 0 <= port < 1 << 16:
-        raise ValueError(f"--port {port} is not a port; give 0 to 65535")
+        raise ValueError(f"--port {port} is not a port; use 0 to 65535")
     from nsa.web.server import Server
 
     try:
         return Server(host, port, access, sources)
     except OSError as error:
         raise ValueError(
-            f"cannot listen at {host} port {port} ({error.strerror or error}); "
-            "give another --port, or 0 for a free one"
+            f"cannot listen on {host} port {port} ({error.strerror or error}); "
+            "use another --port, or 0 for a free one"
         ) from None

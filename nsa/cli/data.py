@@ -17,21 +17,25 @@ def register(commands: Any) -> None:
     actions = parser.add_subparsers(required=True, metavar="COMMAND")
     text = "tokenize local documents into shards, for data.dataset=shards"
     prepare = actions.add_parser("prepare", help=text, description=text)
-    prepare.add_argument("--input", required=True, metavar="PATH", help="as data.local_path")
+    prepare.add_argument(
+        "--input", required=True, metavar="PATH", help="file or folder, as for data.local_path"
+    )
     prepare.add_argument("--output", required=True, metavar="DIR", help="a new or empty folder")
-    prepare.add_argument("--tokenizer", default="byte", help="as data.tokenizer; default: byte")
-    prepare.add_argument("--tokenizer-path", default="", metavar="PATH", help="as in the config")
+    prepare.add_argument("--tokenizer", default="byte", help="as data.tokenizer (byte)")
+    prepare.add_argument(
+        "--tokenizer-path", default="", metavar="PATH", help="as data.tokenizer_path"
+    )
     prepare.add_argument("--eos", default="", metavar="TOKEN", help="as data.eos")
-    prepare.add_argument("--shard-tokens", type=int, metavar="N", help="tokens that end a shard")
-    workers = "threads that tokenize; any number gives the same shards (1)"
+    prepare.add_argument("--shard-tokens", type=int, metavar="N", help="minimum tokens per shard")
+    workers = "tokenizer threads; the shards do not depend on it (1)"
     prepare.add_argument("--workers", type=int, default=1, metavar="N", help=workers)
     prepare.set_defaults(command=_prepare)
     for name, command, text in (
-        ("verify", _verify, "check the size and the hash of every shard; exit code 0 or 1"),
-        ("show", _show, "print what a folder of shards holds"),
+        ("verify", _verify, "check the size and sha256 of every shard; exit code 1 on a mismatch"),
+        ("show", _show, "summarize a folder of shards"),
     ):
         parsed = actions.add_parser(name, help=text, description=text)
-        parsed.add_argument("folder", metavar="DIR", help="as `nsa data prepare` wrote it")
+        parsed.add_argument("folder", metavar="DIR", help="output of `nsa data prepare`")
         parsed.set_defaults(command=command)
 
 
@@ -64,9 +68,8 @@ def _verify(args: argparse.Namespace) -> int:
     problems = verify_shards(Path(args.folder))
     for problem in problems:
         print(f"nsa: {problem}", file=sys.stderr)
-    print(
-        f"{args.folder}: {f'{len(problems)} wrong' if problems else 'every shard is as prepared'}"
-    )
+    found = f"problems: {len(problems)}" if problems else "all shards match the manifest"
+    print(f"{args.folder}: {found}")
     return 1 if problems else 0
 
 

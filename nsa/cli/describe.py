@@ -52,7 +52,7 @@ def _section(name: str, text: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _form(action: argparse.Action) -> str:
-    """An argument as one types it: `--steps N`, `[PROMPT]`, `RUN_DIR ...`."""
+    """An argument as typed: `--steps N`, `[PROMPT]`, `RUN_DIR ...`."""
     if isinstance(action.metavar, str):
         value = action.metavar
     elif action.choices is not None:
@@ -75,7 +75,7 @@ def _meaning(action: argparse.Action) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown leaves as it is."""
+    """Escape characters with a meaning in Markdown."""
     return html.escape(text, quote=False).replace("*", "\\*")
 
 
@@ -92,7 +92,7 @@ def exit_code_markdown() -> str:
     verdicts += [(str(code), word) for word, code in EXIT_CODES.items()]
     return (
         f"{markdown_table(rows)}\n\n"
-        f"`nsa report` and `nsa preflight` answer with their verdict:\n\n{markdown_table(verdicts)}"
+        f"`nsa report` and `nsa preflight` return their verdict:\n\n{markdown_table(verdicts)}"
     )
 
 
@@ -101,16 +101,20 @@ def _endings() -> list[tuple[int, str, str]]:
     from nsa.train import errors
 
     found = [
-        (0, "finished", "The command did what it was asked to do."),
-        (BAD_INPUT, "BAD_INPUT", "Bad input: a flag, a key, a variable, a file."),
+        (0, "finished", "Success."),
+        (
+            BAD_INPUT,
+            "BAD_INPUT",
+            "Invalid input: a flag, config key, environment variable or file.",
+        ),
         (errors.BAD_DATA, "BAD_DATA", "The data is invalid."),
         (errors.NO_DATA, "NO_DATA", "The data did not arrive."),
-        (errors.STALLED, "STALLED", "This rank, or one that it waits for, hangs and was ended."),
+        (errors.STALLED, "STALLED", "Killed because this rank, or one it waits for, hangs."),
         (INTERRUPTED, "INTERRUPTED", "Ctrl-C in a command that is not a training run."),
     ]
     kinds: list[type[errors.TrainError]] = [errors.TrainError]
     for kind in kinds + errors.TrainError.__subclasses__():
-        # Those with an __init__ and no code of their own are told their code.
+        # Classes with an __init__ and no class-level code get it per instance.
         if "exit_code" in vars(kind) or "__init__" not in vars(kind):
             found.append((kind.exit_code, kind.__name__, (kind.__doc__ or "").splitlines()[0]))
     return sorted(found)

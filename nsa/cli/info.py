@@ -31,7 +31,7 @@ def describe_config(config: Config, path: str) -> str:
         f"parameters\n{_parameters(config)}",
         f"{_step(config)}",
         f"cost by part (token: forward; step: forward and backward, one rank)\n{_costs(config)}",
-        f"training one token\n{_beside_dense(config)}",
+        f"training, per token\n{_beside_dense(config)}",
         f"training memory on one rank (estimate)\n{_shares(training_memory(config), _bytes)}",
         f"decoding one sequence: tokens read per KV head, and cache\n{_decode(config)}",
     )

@@ -1,11 +1,12 @@
-"""`nsa env`, `keys`, `info` and `plan`: the settings and their effect on this machine."""
+"""`nsa env`, `keys`, `info`, `plan` and `warmup`: the settings and their effect on this machine."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
-from nsa.config import Config, load_config
+from nsa.config import Config, ConfigError, load_config
 from nsa.config.describe import (
     key_markdown,
     key_rows,
@@ -16,7 +17,7 @@ from nsa.config.describe import (
 from nsa.config.env import check_environment, in_effect, read
 from nsa.config.load import DEFAULT
 
-OVERRIDE = "sets a config key"
+OVERRIDE = "set a config key"
 
 
 def register(commands: Any) -> None:
@@ -26,11 +27,16 @@ def register(commands: Any) -> None:
         ("keys", _keys, "list the config keys and their defaults"),
     ):
         listing = commands.add_parser(name, help=text, description=text)
-        listing.add_argument("--markdown", action="store_true", help="as in the documentation")
+        listing.add_argument(
+            "--markdown",
+            action="store_true",
+            help="print a Markdown table, as in the documentation",
+        )
         listing.set_defaults(command=command)
     for name, command, text in (
         ("info", _info, "print a config and what it costs: parameters, FLOPs, bytes, memory"),
         ("plan", _plan, "print which attention backend would run here, and why"),
+        ("warmup", _warmup, "compile the GPU kernels of a config ahead, in parallel"),
     ):
         parsed = commands.add_parser(name, help=text, description=text)
         add_config_flags(parsed)
@@ -42,7 +48,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="NAME|FILE",
-        help=f"a bundled config by name, or a file; default: the variable CONFIG, or {DEFAULT}",
+        help=f"name of a bundled config, or a file; default: $CONFIG, else {DEFAULT}",
     )
     parser.add_argument("overrides", nargs="*", metavar="group.key=value", help=OVERRIDE)
 
@@ -87,4 +93,31 @@ def _plan(args: argparse.Namespace) -> int:
     print(f"config: {path}")
     print(f"device: {runtime.describe_device()}, precision: {runtime.precision}")
     print(runtime.plan)
+    return 0
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    path, config = load(args)
+    from nsa.train.build import compile_kernels
+    from nsa.train.runtime import deterministic_algorithms, resolve_runtime
+
+    dims = (config.model.d_k, config.model.d_v)
+    runtime = resolve_runtime(config.runtime, dims, config.model.attention)
+    print(f"config: {path}")
+    print(runtime.plan)
+    if runtime.device.type != "cuda":
+        raise ConfigError(
+            f"runtime.device={config.runtime.device} is {runtime.device} here, and kernels are "
+            "compiled for a CUDA GPU; run `nsa warmup` on the machine that will train",
+            key="runtime.device",
+        )
+    from triton import knobs
+
+    began = time.monotonic()
+    with deterministic_algorithms(config.runtime):
+        num_kernels = compile_kernels(config, runtime)
+    print(
+        f"compiled {num_kernels} kernels for {runtime.describe_device()} in "
+        f"{time.monotonic() - began:.1f} s, into {knobs.cache.dir}"
+    )
     return 0

@@ -35,16 +35,23 @@ def register(commands: Any) -> None:
     parser = commands.add_parser("train", help=text, description=text)
     add_train_flags(parser)
     parser.set_defaults(command=lambda args: train(args, "nsa"))
-    text = "continue a text with a trained model"
+    text = "generate text with a trained model"
     parser = commands.add_parser("generate", help=text, description=text)
     _add_generate_flags(parser)
     parser.set_defaults(command=_generate)
-    text = "train in one piece and in two, and show that both are equal bit by bit"
+    text = "train once without a stop and once with a resume, and check that both are bitwise equal"
     parser = commands.add_parser("prove-resume", help=text, description=text)
     add_config_flags(parser)
-    parser.add_argument("--out-dir", required=True, metavar="DIR", help="for both runs, the proof")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="of the whole run (8)")
-    parser.add_argument("--stop-at", type=int, metavar="N", help="default: half of the steps")
+    parser.add_argument(
+        "--out-dir", required=True, metavar="DIR", help="folder for both runs and the proof"
+    )
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps in total (8)")
+    parser.add_argument(
+        "--stop-at",
+        type=int,
+        metavar="N",
+        help="step to stop and resume at; default: half of --steps",
+    )
     parser.set_defaults(command=_prove_resume)
     _add_checkpoint_commands(commands)
 
@@ -56,26 +63,35 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the trainer."""
     add_config_flags(parser)
     add = parser.add_argument
-    add("--steps", type=_count, help="end earlier; the LR schedule stays")
+    add(
+        "--steps",
+        type=_count,
+        metavar="N",
+        help="stop after N steps; fewer than train.steps keep the LR schedule",
+    )
     for flag, key in KEYS.items():
         add(f"--{flag.replace('_', '-')}", help=f"sets {key}")
-    add("--no-gc", action="store_true", help="gradient checkpointing off")
-    add("--save", type=Path, metavar="FILE", help="default: <out_dir>/model.pt")
+    add("--no-gc", action="store_true", help="turn gradient checkpointing off")
+    add("--save", type=Path, metavar="FILE", help="final weights; default: <out_dir>/model.pt")
     add(
         "--resume",
         default="auto",
         metavar="PATH|latest|none",
-        help="default: the newest checkpoint in <out_dir>, if it is of the same run; none starts "
-        "over, and moves the old files to previous/; wins over --init-from",
+        help="default: the newest checkpoint in <out_dir>, if it belongs to the same run; none "
+        "starts from scratch and moves the old files to previous/; overrides --init-from",
     )
-    ddp = "many ranks: -1 as WORLD_SIZE says, 0 never, 1 always (-1)"
+    ddp = "distributed training: -1 if WORLD_SIZE is above 1, 0 never, 1 always (-1)"
     add("--ddp", type=int, choices=(-1, 0, 1), default=-1, help=ddp)
-    timeout = "for the first batch of a stream"
+    timeout = "timeout for the first batch of a stream"
     add("--loader-timeout", type=_seconds, metavar="SECONDS", help=timeout)
-    add("--synthetic-on-fail", action="store_true", help="random tokens if no stream comes")
-    documents = "a line every N documents of a stream"
+    add(
+        "--synthetic-on-fail",
+        action="store_true",
+        help="fall back to random tokens if a stream does not start",
+    )
+    documents = "log a line every N documents of a stream"
     add("--fwe-report-docs", type=_count, metavar="N", help=documents)
-    allow = "start a long run without checkpoints or with a config that nobody named"
+    allow = "allow a long run without checkpoints, or without an explicit config"
     add("--allow-long-run", action="store_true", help=allow)
 
 
@@ -91,7 +107,7 @@ def train(args: argparse.Namespace, program: str, default: str = DEFAULT) -> int
     if not named and default == DEFAULT and read("RANK") == 0:
         others = ", ".join(name for name in bundled_names() if name != default)
         print(
-            f"[boot] no config was named, so this trains the bundled {default}; others: "
+            f"[boot] no --config given, training the bundled {default}; others: "
             f"--config NAME ({others}), or a file: --config ./my.yaml"
         )
     for name, value in in_effect().items() if read("RANK") == 0 else ():
@@ -161,30 +177,38 @@ def _seconds(text: str) -> float:
 
 def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("prompt", nargs="?", metavar="PROMPT", help="the text; - or nothing reads stdin")
+    add("prompt", nargs="?", metavar="PROMPT", help="text to continue; - or nothing: read stdin")
     where = "model.pt, a checkpoint, or a run folder"
     add("--model", metavar="PATH", help=f"{where}; default: the newest of {' and '.join(RUNS)}")
-    add("--file", metavar="FILE", help="a prompt from a file; - is stdin")
-    add("--prompts", metavar="FILE", help="a prompt on every line; - is stdin")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
-    add("--max-len", type=int, default=65536, metavar="N", help="prompt and text, most (65536)")
-    add("--greedy", action="store_true", help="always the most likely token, as temperature 0")
-    add("--temperature", type=float, default=1.0, metavar="T", help="(1)")
-    add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely (all)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest with sum P (1)")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(1: none)")
-    add("--seed", type=int, default=0, metavar="N", help="the same seed, the same text (0)")
-    add("--stop", action="append", metavar="TEXT", help="end before this text; can be repeated")
-    add("--ignore-eos", action="store_true", help="go on after the end of a document")
-    add("--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)")
-    add("--tokenizer", metavar="NAME", help="byte, gpt2, hf or a tokenizer.json (the model's)")
-    add("--tokenizer-path", metavar="PATH", help="as data.tokenizer_path, beside --tokenizer")
+    add("--file", metavar="FILE", help="read one prompt from a file; -: stdin")
+    add("--prompts", metavar="FILE", help="read one prompt per line; -: stdin")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate (128)")
+    add(
+        "--max-len", type=int, default=65536, metavar="N", help="limit for prompt plus text (65536)"
+    )
+    add("--greedy", action="store_true", help="most likely token, same as --temperature 0")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely (0: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (1: off)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(1: off)")
+    add("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
+    add("--stop", action="append", metavar="TEXT", help="stop before this text; can be repeated")
+    add("--ignore-eos", action="store_true", help="continue after the end of a document")
+    add("--batch-size", type=int, default=32, metavar="N", help="prompts per batch (32)")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="byte, gpt2, hf or a tokenizer.json; default: the model's",
+    )
+    add("--tokenizer-path", metavar="PATH", help="as data.tokenizer_path, with --tokenizer")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
-    precision = "of weights and cache (cpu: fp32; cuda: the config's)"
+    precision = "of weights and cache; default: fp32 on cpu, the config's on cuda"
     add("--precision", choices=["fp32", "bf16", "fp16"], help=precision)
-    add("--echo", action="store_true", help="print the prompt, too")
-    add("--no-stream", action="store_true", help="print the text when it is complete")
-    add("--json", action="store_true", help="an object per line: prompt, text, tokens, finish")
+    add("--echo", action="store_true", help="print the prompt too")
+    add("--no-stream", action="store_true", help="print the text only when it is complete")
+    add(
+        "--json", action="store_true", help="one JSON object per line: prompt, text, tokens, finish"
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -196,11 +220,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 RUNS = ("artifacts/quickstart", "artifacts/train_showcase")
-"""Folders of the runs of the default configs."""
+"""Run folders of the default configs."""
 
 
 def _newest_model() -> str:
-    """The default run whose model is newest; the first one where there is none yet."""
+    """The default run with the newest model; the first of RUNS if none has one."""
     models = [path for path in (Path(run) / "model.pt" for run in RUNS) if path.is_file()]
     return str(max(models, key=lambda path: path.stat().st_mtime).parent) if models else RUNS[0]
 
@@ -212,8 +236,8 @@ def _prove_resume(args: argparse.Namespace) -> int:
     folder, steps = Path(args.out_dir), args.steps
     stop_at = steps // 2 if args.stop_at is None else args.stop_at
     holds = prove_resume(config, path, folder, steps, stop_at)
-    verdict = "equal bit by bit" if holds else "NOT equal"
-    print(f"{steps} steps in one piece, and stopped at {stop_at}: {verdict}; proof in {folder}")
+    verdict = "bitwise equal" if holds else "NOT equal"
+    print(f"{steps} steps, without a stop and resumed at {stop_at}: {verdict}; proof in {folder}")
     return 0 if holds else 1
 
 
@@ -225,11 +249,11 @@ def _add_checkpoint_commands(commands: Any) -> None:
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text in (
-        ("verify", "hold checkpoints to their manifests; exit code 0 or 1"),
-        ("show", "print what a checkpoint holds"),
-        ("backup", "copy a checkpoint elsewhere, and verify the copy"),
+        ("verify", "check checkpoints against their manifests; exit code 1 on a mismatch"),
+        ("show", "summarize a checkpoint"),
+        ("backup", "copy a checkpoint to another folder, and verify the copy"),
         ("export", "write the weights as safetensors"),
-        ("convert", "write a checkpoint as a single file, or as a folder of parts"),
+        ("convert", "convert between a single file and a folder of shards"),
     ):
         parsed = actions.add_parser(name, help=text, description=text)
         parsed.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a run folder")

@@ -90,7 +90,7 @@ def install_line(extra: str) -> str:
 
 
 def needs_of(extra: str, listed: Sequence[str]) -> list[str]:
-    """Packages of an extra, by the metadata of the wheel; one that names another has its, too."""
+    """Packages of an extra, from the wheel's metadata; includes those of extras it refers to."""
     found: list[str] = []
     for text in listed:
         need, _, marker = (part.strip() for part in text.partition(";"))

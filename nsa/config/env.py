@@ -50,17 +50,24 @@ _CONFIG = (
         str,
         None,
         "code",
-        "config of the run, a file or a bundled name; without it quickstart, and "
-        "configs/train_showcase.yaml for scripts/train_showcase.py",
+        "config file or bundled name; default: quickstart, and configs/train_showcase.yaml for "
+        "scripts/train_showcase.py",
     ),
     Variable("NSA_SEQ_LEN", int, None, "code", "tokens per training row", ("train.seq_len={}",)),
-    Variable("NSA_BATCH_SIZE", int, None, "code", "rows per micro-batch", ("train.batch_size={}",)),
+    Variable(
+        "NSA_BATCH_SIZE",
+        int,
+        None,
+        "code",
+        "rows per micro-batch and rank",
+        ("train.batch_size={}",),
+    ),
     Variable(
         "NSA_ACCUM",
         int,
         None,
         "code",
-        "micro-batches per optimizer step",
+        "micro-batches per optimizer update",
         ("train.accumulate_grad_batches={}",),
     ),
     Variable("NSA_LR", float, None, "code", "peak learning rate", ("train.lr={}",)),
@@ -91,28 +98,28 @@ _CONFIG = (
 )
 
 _ATTENTION = (
-    Variable("NSA_STRICT_ASSERTS", bool, False, "code", "check every selection for causality"),
+    Variable("NSA_STRICT_ASSERTS", bool, False, "code", "1 asserts that every selection is causal"),
     Variable("NSA_SEL_RANGES_V2", bool, True, "code", "0 selects blocks with the slow reference"),
     Variable(
         "NSA_PREFILL_BATCHED",
         bool,
         True,
         "code",
-        "0 runs prefill token by token through decode; training with 0 is refused",
+        "0 prefills token by token through decode; refused in training",
     ),
     Variable(
         "NSA_PREFILL_TILE",
         int,
         0,
         "code",
-        "tokens per chunk of prefill; 0: all at once, of generation 2048",
+        "tokens per chunk of prefill; 0: all at once, 2048 in generation",
     ),
     Variable(
         "NSA_FORCE_BRANCH",
         str,
         "",
         "code",
-        "every gate becomes one-hot on this branch",
+        "use only this branch: its gate is 1",
         choices=("cmp", "sel", "win"),
     ),
     Variable(
@@ -120,17 +127,17 @@ _ATTENTION = (
         bool,
         False,
         "code",
-        "1: window branch through torch's flash kernels; 0, written out: no branch, whatever else",
+        "1: flash kernels for the window branch; an explicit 0: for no branch",
     ),
     Variable("NSA_USE_FA2_WIN", bool, False, "code", "flash kernels for the window branch"),
     Variable("NSA_USE_FA2_CMP", bool, False, "code", "flash kernels for the compressed branch"),
     Variable("NSA_USE_TRITON_SEL", bool, False, "planned", "Triton kernel, selected branch"),
-    Variable("NSA_SDPA_AUDIT", bool, False, "code", "log once which SDPA backends can run"),
-    Variable("NSA_SDPA_NO_FLASH", bool, False, "code", "no branch uses flash kernels"),
+    Variable("NSA_SDPA_AUDIT", bool, False, "code", "1 logs once which SDPA backends can run"),
+    Variable("NSA_SDPA_NO_FLASH", bool, False, "code", "1 forbids flash kernels"),
     Variable(
-        "NSA_SDPA_FLASH_ONLY", bool, False, "code", "flash kernels asked for run, or it is an error"
+        "NSA_SDPA_FLASH_ONLY", bool, False, "code", "1: error if requested flash kernels cannot run"
     ),
-    Variable("NSA_NVTX", bool, False, "code", "NVTX ranges around the parts of attention"),
+    Variable("NSA_NVTX", bool, False, "code", "1 adds NVTX ranges around the parts of attention"),
     Variable("NSA_DEBUG_LOG", bool, False, "planned", "detailed log of kernel routing"),
     Variable("NSA_TEST_FA2", bool, False, "planned", "run the flash parity tests on a GPU"),
 )
@@ -141,9 +148,9 @@ _TELEMETRY = (
         "NSA_DISABLE_AUX_STATS", bool, False, "code", "1 collects no gate and selection statistics"
     ),
     Variable("NSA_TB_DISABLE", bool, False, "code", "1 writes no TensorBoard events"),
-    Variable("NSA_MEM_DUMP_EVERY", int, 0, "code", "memory snapshot every N steps; 0 is never"),
+    Variable("NSA_MEM_DUMP_EVERY", int, 0, "code", "memory snapshot every N steps; 0: never"),
     Variable("NSA_HEARTBEAT_EVERY", int, 1, "code", "heartbeat line every N steps"),
-    Variable("NSA_LOG_GRAD_NORM", bool, False, "code", "gradient norm in the step line"),
+    Variable("NSA_LOG_GRAD_NORM", bool, False, "code", "1 adds the gradient norm to the step line"),
 )
 
 _DISTRIBUTED = (
@@ -152,20 +159,26 @@ _DISTRIBUTED = (
         str,
         "auto",
         "code",
-        "type of gradients on the wire; auto: bf16 with runtime.precision=bf16, else off",
+        "dtype of exchanged gradients; auto: bf16 with runtime.precision=bf16, else off (fp32)",
         choices=("auto", "bf16", "fp16", "off"),
     ),
-    Variable("NSA_DDP_BUCKET_MB", int, 0, "code", "DDP bucket size in MB; 0 is torch's own"),
-    Variable("NSA_DDP_DISABLE_GC", bool, True, "code", "no gradient checkpointing under DDP"),
+    Variable("NSA_DDP_BUCKET_MB", int, 0, "code", "DDP bucket size in MB; 0: torch's default"),
+    Variable("NSA_DDP_DISABLE_GC", bool, True, "code", "1: no gradient checkpointing under DDP"),
     Variable("NSA_DDP_FIND_UNUSED", bool, False, "code", "DDP find_unused_parameters"),
     Variable("NSA_DDP_STATIC_GRAPH", bool, False, "code", "DDP static_graph"),
-    Variable("NSA_DDP_SAFE_GC_LAYERS", str, "", "code", "A:B checkpoints these layers in DDP"),
+    Variable(
+        "NSA_DDP_SAFE_GC_LAYERS",
+        str,
+        "",
+        "code",
+        "A:B: gradient checkpointing of these layers in DDP",
+    ),
     Variable(
         "NSA_DDP_SAFE_MODE",
         bool,
         False,
         "code",
-        "2 MB buckets, no bucket views, no compression, no static graph, no flash kernels",
+        "1: 2 MB buckets, no bucket views, no compression, no static graph, no flash kernels",
     ),
     Variable("NSA_PG_TIMEOUT_MIN", float, 15.0, "code", "process group timeout in minutes"),
     Variable(
@@ -173,19 +186,35 @@ _DISTRIBUTED = (
         float,
         180.0,
         "code",
-        "seconds in one span that are never called a hang; 0: no watch for hangs",
+        "seconds in one span that never count as a hang; 0: no hang detection",
     ),
-    Variable("NSA_SCALER_INIT_SCALE", float, 65536.0, "code", "fp16 loss scale at the start"),
-    Variable("NSA_SCALER_GROWTH_INTERVAL", int, 2000, "code", "good steps before it grows"),
-    Variable("NSA_SCALER_GROWTH_FACTOR", float, 2.0, "code", "factor when it grows"),
-    Variable("NSA_SCALER_BACKOFF_FACTOR", float, 0.5, "code", "factor after an overflow"),
-    Variable("WORLD_SIZE", int, 1, "code", "ranks, set by torchrun"),
-    Variable("RANK", int, 0, "code", "number of this rank, set by torchrun"),
-    Variable("LOCAL_RANK", int, 0, "code", "number on this machine, set by torchrun: its GPU"),
-    Variable("MASTER_ADDR", str, None, "code", "where ranks meet, set by torchrun"),
-    Variable("MASTER_PORT", int, None, "code", "the port there, set by torchrun"),
-    Variable("TORCHELASTIC_RUN_ID", str, None, "code", "set by torchrun: its ranks end with it"),
-    Variable("TORCHELASTIC_RESTART_COUNT", int, 0, "code", "set by torchrun, apart from the last"),
+    Variable("NSA_SCALER_INIT_SCALE", float, 65536.0, "code", "fp16: initial loss scale"),
+    Variable(
+        "NSA_SCALER_GROWTH_INTERVAL",
+        int,
+        2000,
+        "code",
+        "fp16: steps without overflow before the scale grows",
+    ),
+    Variable("NSA_SCALER_GROWTH_FACTOR", float, 2.0, "code", "fp16: growth factor of the scale"),
+    Variable("NSA_SCALER_BACKOFF_FACTOR", float, 0.5, "code", "fp16: factor after an overflow"),
+    Variable("WORLD_SIZE", int, 1, "code", "number of ranks; set by torchrun"),
+    Variable("RANK", int, 0, "code", "index of this rank; set by torchrun"),
+    Variable(
+        "LOCAL_RANK", int, 0, "code", "index on this machine, selects the GPU; set by torchrun"
+    ),
+    Variable("MASTER_ADDR", str, None, "code", "rendezvous address; set by torchrun"),
+    Variable("MASTER_PORT", int, None, "code", "rendezvous port; set by torchrun"),
+    Variable(
+        "TORCHELASTIC_RUN_ID", str, None, "code", "set by torchrun; its ranks stop if it dies"
+    ),
+    Variable(
+        "TORCHELASTIC_RESTART_COUNT",
+        int,
+        0,
+        "code",
+        "set by torchrun; above 0 the run is a restart",
+    ),
     Variable(
         "TORCH_BACKEND",
         str,
@@ -194,71 +223,75 @@ _DISTRIBUTED = (
         "process group backend; unset: nccl on GPUs, gloo on CPUs",
         choices=("nccl", "gloo"),
     ),
-    Variable("IB_DISABLE", str, None, "code", "old spelling of NCCL_IB_DISABLE"),
+    Variable("IB_DISABLE", str, None, "code", "old name of NCCL_IB_DISABLE"),
     Variable("NCCL_ASYNC_ERROR_HANDLING", str, None, "code", "old TORCH_NCCL_ name, translated"),
     Variable("NCCL_BLOCKING_WAIT", str, None, "code", "old TORCH_NCCL_ name, translated"),
 )
 
 _DATA = (
-    Variable("NSA_FWE_DOC_BATCH", int, 64, "code", "documents of a stream tokenized at a time"),
-    Variable("NSA_FWE_PREFETCH", bool, True, "code", "read batches ahead, in the background"),
-    Variable("NSA_FWE_Q", int, 4, "code", "batches in the queue, of any source"),
-    Variable("NSA_FWE_WARMUP_BATCHES", int, 0, "code", "batches in the queue before step 1"),
+    Variable("NSA_FWE_DOC_BATCH", int, 64, "code", "stream: documents tokenized at a time"),
+    Variable("NSA_FWE_PREFETCH", bool, True, "code", "0 turns prefetching off, for every source"),
+    Variable("NSA_FWE_Q", int, 4, "code", "prefetch queue length in batches, for every source"),
+    Variable("NSA_FWE_WARMUP_BATCHES", int, 0, "code", "batches to prefetch before the first step"),
     Variable(
-        "NSA_FWE_WARMUP_TIMEOUT", float, 0.0, "code", "seconds to wait for them; 0: loader timeout"
+        "NSA_FWE_WARMUP_TIMEOUT",
+        float,
+        0.0,
+        "code",
+        "seconds to wait for them; 0: --loader-timeout",
     ),
 )
 
 _WATCHDOG = (
-    Variable("NSA_WATCH_HALT", bool, True, "code", "nsa watch may write .HALT"),
-    Variable("NSA_WATCH_INTERVAL_S", float, 30.0, "code", "seconds between its judgements"),
-    Variable("NSA_WATCH_HEARTBEAT_STALL_S", float, None, "code", "its limit stall_s"),
-    Variable("NSA_WATCH_FLATLINE_N", int, None, "code", "its limit flatline_n"),
-    Variable("NSA_WATCH_GATE_COLLAPSE_N", int, None, "code", "its limit gate_n"),
+    Variable("NSA_WATCH_HALT", bool, True, "code", "0: nsa watch does not write .HALT"),
+    Variable("NSA_WATCH_INTERVAL_S", float, 30.0, "code", "nsa watch: seconds between checks"),
+    Variable("NSA_WATCH_HEARTBEAT_STALL_S", float, None, "code", "nsa watch: limit stall_s"),
+    Variable("NSA_WATCH_FLATLINE_N", int, None, "code", "nsa watch: limit flatline_n"),
+    Variable("NSA_WATCH_GATE_COLLAPSE_N", int, None, "code", "nsa watch: limit gate_n"),
     Variable(
         "NSA_DASHBOARD_TOKEN",
         str,
         "",
         "code",
-        "what a browser must know to see nsa dashboard; --token-file wins",
+        "access token of nsa dashboard; --token-file wins",
         secret=True,
     ),
-    Variable("NSA_PRICE_PER_H", float, None, "code", "price of an hour, for nsa preflight"),
+    Variable("NSA_PRICE_PER_H", float, None, "code", "price per hour, for nsa preflight"),
 )
 
 _LAUNCHERS = (
     # Strings, not numbers: another program may use the same name with a value we cannot parse.
-    Variable("NP", str, None, "code", "processes that nsa launch starts on this machine"),
-    Variable("DATASET", str, None, "code", "data source that nsa launch passes on"),
-    Variable("LOCAL_PATH", str, "", "code", "local data that nsa launch passes on"),
+    Variable("NP", str, None, "code", "nsa launch: processes on this machine"),
+    Variable("DATASET", str, None, "code", "nsa launch: data.dataset"),
+    Variable("LOCAL_PATH", str, "", "code", "nsa launch: data.local_path"),
     Variable(
         "OUT_DIR",
         str,
         "artifacts/m7c_125m_2xa100_prod",
         "code",
-        "folder that nsa monitor shows, and that nsa launch uses in place of train.out_dir",
+        "nsa monitor: the run folder; nsa launch: replaces train.out_dir",
     ),
     Variable(
-        "NSA_PHASE_STEPS", str, "", "code", "steps of each phase of nsa launch: 1,300,1000,all"
+        "NSA_PHASE_STEPS", str, "", "code", "nsa launch: steps of each phase, as 1,300,1000,all"
     ),
     Variable(
         "NSA_RESTART_COUNT",
         int,
         0,
         "code",
-        "set by nsa launch where it starts a run again: above 0, the run puts nothing aside",
+        "set by nsa launch at a restart; above 0 the run moves no files aside",
     ),
-    Variable("TMUX", str, None, "external", "set inside tmux: nsa launch stays where it is"),
+    Variable("TMUX", str, None, "external", "set inside tmux; nsa launch then opens no session"),
     Variable("PORT", int, 6006, "external", "scripts/run_tensorboard.sh: port"),
     Variable("HOST", str, "127.0.0.1", "external", "scripts/run_tensorboard.sh: address"),
 )
 
 _EXTERNAL = (
-    Variable("NCCL_ALGO", str, None, "external", "NCCL: algorithm, Ring on PCIe"),
-    Variable("NCCL_PROTO", str, None, "external", "NCCL: protocol, Simple on PCIe"),
-    Variable("NCCL_IB_DISABLE", str, None, "external", "NCCL: 1 without InfiniBand"),
-    Variable("NCCL_P2P_DISABLE", str, None, "external", "NCCL: 1 without peer-to-peer"),
-    Variable("NCCL_DEBUG", str, None, "external", "NCCL: log level, WARN or INFO"),
+    Variable("NCCL_ALGO", str, None, "external", "NCCL: algorithm; Ring on PCIe"),
+    Variable("NCCL_PROTO", str, None, "external", "NCCL: protocol; Simple on PCIe"),
+    Variable("NCCL_IB_DISABLE", str, None, "external", "NCCL: 1 disables InfiniBand"),
+    Variable("NCCL_P2P_DISABLE", str, None, "external", "NCCL: 1 disables peer-to-peer"),
+    Variable("NCCL_DEBUG", str, None, "external", "NCCL: log level; WARN or INFO"),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", str, None, "external", "torch: fail fast"),
     Variable("TORCH_NCCL_BLOCKING_WAIT", str, None, "external", "torch: collectives time out"),
     Variable("TORCH_DISTRIBUTED_DEBUG", str, None, "external", "torch: DETAIL for triage"),
@@ -267,14 +300,18 @@ _EXTERNAL = (
     Variable("CUDA_LAUNCH_BLOCKING", str, None, "external", "CUDA: 1 makes launches synchronous"),
     Variable("HF_ENDPOINT", str, None, "external", "hub client: address of the hub"),
     Variable("HF_HOME", str, None, "external", "hub client: cache folder"),
-    Variable("HF_HUB_DOWNLOAD_TIMEOUT", str, None, "external", "hub client: read timeout in s, 10"),
+    Variable(
+        "HF_HUB_DOWNLOAD_TIMEOUT", str, None, "external", "hub client: read timeout in s (10)"
+    ),
     Variable("HF_DATASETS_CACHE", str, None, "external", "datasets: cache folder"),
-    Variable("TOKENIZERS_PARALLELISM", str, None, "external", "tokenizers: threads or not"),
-    Variable("WANDB_MODE", str, None, "external", "wandb: offline keeps everything on disk"),
-    Variable("WANDB_PROJECT", str, None, "external", "wandb: project of the runs; ours is nsa"),
-    Variable("TRACKIO_DIR", str, None, "external", "trackio: folder of its database"),
-    Variable("TRITON_INTERPRET", str, None, "external", "Triton: 1 runs kernels on the CPU"),
-    Variable("PYTHONPATH", str, None, "external", "Python: import folders; not needed here"),
+    Variable(
+        "TOKENIZERS_PARALLELISM", str, None, "external", "tokenizers: multithreading on or off"
+    ),
+    Variable("WANDB_MODE", str, None, "external", "wandb: offline stores runs on disk"),
+    Variable("WANDB_PROJECT", str, None, "external", "wandb: project name (nsa)"),
+    Variable("TRACKIO_DIR", str, None, "external", "trackio: database folder"),
+    Variable("TRITON_INTERPRET", str, None, "external", "Triton: 1 interprets kernels on the CPU"),
+    Variable("PYTHONPATH", str, None, "external", "Python: import path; not needed here"),
 )
 
 TABLE: dict[str, Variable] = {
@@ -378,7 +415,7 @@ def _check_known(variable: Variable, environ: Mapping[str, str]) -> None:
     value = read(variable.name, environ)
     if variable.honoured == "planned" and value != variable.default:
         raise ConfigError(
-            f"{variable.name}={environ[variable.name]!r}: this version does not honour it "
+            f"{variable.name}={environ[variable.name]!r}: not supported by this version "
             f"({variable.meaning}); only its default {variable.default!r} is allowed; unset it"
         )
 

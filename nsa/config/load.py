@@ -168,9 +168,9 @@ def _from_yaml(path: Path, heirs: tuple[Path, ...]) -> list[Setting]:
     # Resolved paths, or a symlink could hide a cycle.
     if path.resolve() in heirs:
         chain = " -> ".join(p.name for p in (*heirs, path))
-        raise ConfigError(f"{path}: {INHERITS} goes in a circle ({chain}); remove one of the links")
+        raise ConfigError(f"{path}: {INHERITS} is circular ({chain}); remove one of these lines")
     if len(heirs) >= MOST_HEIRS:
-        raise ConfigError(f"{path}: more than {MOST_HEIRS} files inherit in a row; use fewer")
+        raise ConfigError(f"{path}: inherits through more than {MOST_HEIRS} files; use fewer")
     content = _parse_yaml(_read_file(path), str(path))
     parent = content.pop(INHERITS, None)
     inherited: list[Setting] = []
@@ -192,13 +192,15 @@ def _read_file(path: Path) -> str:
             # One byte more than allowed tells "too large" without reading all of it.
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{path}: is larger than {MOST_BYTES} bytes, so it is no config")
+            raise ConfigError(
+                f"{path}: has more than {MOST_BYTES} bytes, so is not a config; use another file"
+            )
         return content.decode("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8, so it is no config; name another file") from None
+        raise ConfigError(f"{path}: is not UTF-8, so not a config; use another file") from None
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); name a file that you can read"
+            f"{path}: cannot be read ({error.strerror}); use a readable file"
         ) from None
 
 
@@ -237,14 +239,14 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
         content = {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{origin}: holds a {type(content).__name__}; it must hold groups of keys"
+            f"{origin}: contains a {type(content).__name__}; a config has groups of keys"
         )
     if not content:
-        raise ConfigError(f"{origin}: is empty, which would be a run with every default; {WRITE}")
+        raise ConfigError(f"{origin}: is empty, which would mean every default; {WRITE}")
     keys = [str(key) for key in content]
     # A misspelled group is a typing error with a better message later; here nothing matches.
     if not any(get_close_matches(key, (INHERITS, *GROUPS), n=1) for key in keys):
-        raise ConfigError(f"{origin}: is no config, it has none of the groups; {WRITE}")
+        raise ConfigError(f"{origin}: is not a config: it has none of the groups; {WRITE}")
     return dict(zip(keys, content.values(), strict=True))
 
 
@@ -296,7 +298,7 @@ def _limit_nesting(text: str) -> None:
 
 
 def _existing(path: Path) -> str:
-    """What could have been meant: the files of the folder that was named, and the bundled names."""
+    """Suggestions: the configs in the same folder, and the bundled names."""
     bundled = f"a bundled config is named without a path: {', '.join(bundled_names())}"
     if path.parent == Path() and path.suffix != ".yaml":
         return f"{bundled}; a file is named with one: ./{path.name}.yaml"
@@ -310,9 +312,7 @@ def _flatten(content: Mapping[str, Any], origin: str) -> Iterator[Setting]:
             known = nearest(group, GROUPS)
             raise ConfigError(f"{origin}: unknown group {group!r}; the nearest known is {known!r}")
         if not isinstance(values, dict):
-            raise ConfigError(
-                f"{origin}: {group}={values!r:.80} is no group; put its keys under it"
-            )
+            raise ConfigError(f"{origin}: {group}={values!r:.80} is not a group; put keys under it")
         for key, value in values.items():
             yield Setting(f"{group}.{key}", value, origin)
 

@@ -58,25 +58,25 @@ class ModelConfig:
     dim: int = 2560
     """Width of the residual stream."""
     n_layers: int = 30
-    """Number of blocks, each attention then MLP."""
+    """Number of blocks (attention, then MLP)."""
     n_heads: int = 64
     """Query heads."""
     n_kv_groups: int = 4
-    """Key/value heads; n_heads / n_kv_groups query heads share one and read the same blocks."""
+    """Key/value heads. n_heads / n_kv_groups query heads share one and select the same blocks."""
     d_k: int = 192
-    """Size of a query or key head; even, because RoPE rotates halves."""
+    """Dimension of a query or key head; even, because RoPE rotates halves."""
     d_v: int = 128
-    """Size of a value head; may differ from d_k."""
+    """Dimension of a value head; may differ from d_k."""
     attention: str = "nsa"
-    """nsa, or dense: causal attention to all earlier tokens, to compare with; ignores group nsa."""
+    """nsa, or dense: full causal attention for comparison, which ignores group nsa."""
     tie_embeddings: bool = False
-    """One matrix for the input embedding and the output head; saves vocab * dim parameters."""
+    """Share one matrix between embedding and output head; saves vocab * dim parameters."""
     embed_std: float = 0.02
-    """Initial spread of the embedding; a tied model of dim 64 learns to copy sooner with 0.2."""
+    """Initial std of the embedding; a tied model of dim 64 learns to copy sooner with 0.2."""
     rope_base: float = 10000.0
-    """Base of the RoPE frequencies; larger turns slower, for longer contexts."""
+    """Base of the RoPE frequencies; a larger one rotates slower, for longer contexts."""
     rope_scale: float = 1.0
-    """Positions are divided by this, to read contexts longer than those trained on."""
+    """RoPE positions are divided by this, for contexts longer than in training."""
 
     def __post_init__(self) -> None:
         # Rules within a group stand here; rules between groups are in Config.__post_init__.
@@ -93,19 +93,19 @@ class NSAConfig:
     """Block sizes of Native Sparse Attention, in the paper's letters."""
 
     l: int = 32
-    """Tokens in a compression block."""
+    """Length of a compression block, in tokens."""
     d: int = 16
-    """Tokens between the starts of two compression blocks; divides l and l_sel."""
+    """Stride of the compression blocks, in tokens; divides l and l_sel."""
     l_sel: int = 64
-    """Tokens in a selection block."""
+    """Length of a selection block, in tokens."""
     n_sel: int = 16
-    """Selection blocks that a query reads; the first, the current and the one before are forced."""
+    """Selection blocks per query. The first, the current and the previous block are always read."""
     w: int = 512
-    """Tokens in the sliding window."""
+    """Length of the sliding window, in tokens."""
     phi: str = "avg"
-    """How a block is compressed: avg is the mean, mlp is learned as in the paper."""
+    """Compression of a block: avg is the mean; mlp is learned, as in the paper."""
     gate: str = "softmax"
-    """How the three branches are weighed: softmax over them, or sigmoid each as in the paper."""
+    """Branch weights: softmax over the three branches, or a sigmoid each, as in the paper."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "nsa", "l", "d", "l_sel", "w")
@@ -122,53 +122,53 @@ class TrainConfig:
     """The run: its length, optimization, logging and checkpoints."""
 
     steps: int = 1000
-    """Optimizer updates, and the horizon of the learning-rate schedule."""
+    """Number of optimizer updates; also the horizon of the learning-rate schedule."""
     seq_len: int = 8192
-    """Tokens in a row that the model reads; a row also carries one more target."""
+    """Input tokens per row; a row has one more token, as the last target."""
     batch_size: int = 1
-    """Rows in a micro-batch, per rank."""
+    """Rows per micro-batch and rank."""
     accumulate_grad_batches: int = 1
-    """Micro-batches in an optimizer update; more imitates a larger batch in the same memory."""
+    """Micro-batches per optimizer update: a larger batch in the same memory."""
     optimizer: str = "adamw"
-    """adamw; muon gives the matrices of the blocks orthogonal updates, and AdamW the rest."""
+    """adamw, or muon: Muon for the linear layers of the blocks, AdamW for the rest."""
     lr: float = 2.0e-4
     """Peak learning rate."""
     lr_schedule: str = "cosine"
-    """After the warm-up: cosine falls to the end, constant stays, wsd falls in the last steps."""
+    """After the warm-up: cosine decays to the end, constant stays, wsd decays in the last steps."""
     warmup_steps: int = 0
-    """Updates in which the rate grows linearly; it protects Adam's first estimates."""
+    """Updates of linear warm-up, while Adam's moment estimates are still noisy."""
     decay_steps: int = 0
-    """Updates in which wsd falls to zero at the end; 0 is a fifth of the steps."""
+    """Updates of the final decay to zero with wsd; 0: a fifth of the steps."""
     weight_decay: float = 0.01
-    """Decay of the matrices, as a factor of the learning rate."""
+    """Decoupled weight decay, times the learning rate. None on embeddings, norms and biases."""
     grad_clip: float = 1.0
-    """Largest gradient norm of an update; 0 does not clip."""
+    """Gradient norm limit; 0: no clipping."""
     spike_rule: str = "log"
-    """A loss far above recent ones: off, log it, skip its update, or rollback to a checkpoint."""
+    """On a loss spike: off, log it, skip the update, or rollback to a checkpoint."""
     spike_threshold: float = 8.0
-    """How far above their median is a spike, in robust standard deviations of recent losses."""
+    """Loss spike: this many robust standard deviations above the median of recent losses."""
     spike_window: int = 64
-    """Updates whose losses are recent; there are no spikes before so many."""
+    """Number of recent losses used; until there are so many, nothing is a spike."""
     log_every: int = 20
-    """Updates between two lines of the log and of training.csv."""
+    """Updates between two lines in the log and in training.csv."""
     eval_every: int = 1000
-    """Updates between two evaluations on held-out text; 0 never evaluates."""
+    """Updates between two evaluations on held-out text; 0: never."""
     eval_batches: int = 8
-    """Micro-batches in an evaluation."""
+    """Micro-batches per evaluation and rank."""
     save_every: int = 0
-    """Updates between two checkpoints; 0 writes them only when the run is asked to stop."""
+    """Updates between two checkpoints; 0: only when the run is asked to stop."""
     keep_last: int = 5
-    """Checkpoints that are kept, the newest ones; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0: all."""
     backup_dir: str = ""
-    """Folder elsewhere that gets a verified copy of every checkpoint; empty for none."""
+    """Another folder that gets a verified copy of every checkpoint; empty: none."""
     tracker: str = "none"
-    """Who also gets the curves: wandb or trackio, each with an extra of its name, or none."""
+    """Also log to wandb or trackio (install the extra of that name), or none."""
     init_from: str = ""
-    """A model.pt or checkpoint whose weights a new run starts from; empty for random ones."""
+    """Initial weights of a new run: a model.pt, a checkpoint or a run folder; empty: random."""
     seed: int = 1337
-    """Decides the initial weights and the order of the data."""
+    """Seed of the initial weights and of the data order."""
     out_dir: str = "artifacts/base"
-    """Folder of everything that the run writes."""
+    """Run folder: everything that the run writes."""
 
     def __post_init__(self) -> None:
         counts = ("steps", "seq_len", "batch_size", "accumulate_grad_batches")
@@ -223,23 +223,23 @@ class DataConfig:
     """Data source and tokenizer."""
 
     dataset: str = "synthetic"
-    """shakespeare, synthetic, synthetic_copy, fineweb_edu_local, shards, fineweb_edu (a stream)."""
+    """shakespeare, synthetic, synthetic_copy, fineweb_edu_local, shards, fineweb_edu (streamed)."""
     local_path: str = ""
-    """fineweb_edu_local: a .jsonl, .txt or .parquet file or a folder of them; shards: a folder."""
+    """fineweb_edu_local: a .jsonl, .txt or .parquet file, or a folder of them. shards: a folder."""
     hub_dataset: str = "HuggingFaceFW/fineweb-edu"
-    """fineweb_edu: the dataset on the Hugging Face Hub; its `text` is read from the split train."""
+    """fineweb_edu: dataset on the Hugging Face Hub; reads `text` of the split train."""
     hub_subset: str = ""
-    """fineweb_edu: a part of it, such as sample-10BT; empty is the dataset's default: all of it."""
+    """fineweb_edu: a subset, such as sample-10BT; empty: the dataset's default, everything."""
     hub_revision: str = ""
-    """fineweb_edu: a branch, tag or commit; empty is the newest, which then stays for the run."""
+    """fineweb_edu: a branch, tag or commit, fixed for the run; empty: the newest commit."""
     tokenizer: str = "byte"
-    """How text becomes ids: byte (exactly 256), gpt2 (50257), hf, or a path of a tokenizer.json."""
+    """byte (256 ids), gpt2 (50257), hf, or the path of a tokenizer.json."""
     tokenizer_path: str = ""
-    """hf: its tokenizer.json; gpt2: a folder with its vocabulary files, empty asks tiktoken."""
+    """hf: the tokenizer.json. gpt2: a folder with its vocabulary files; empty: from tiktoken."""
     eos: str = ""
-    """The token that ends a document, where a tokenizer.json has an unusual name for it."""
+    """EOS token of a tokenizer.json, if it has an unusual name."""
     respect_documents: bool = False
-    """Attention and positions stay inside a document; false lets a row read on across its end."""
+    """Keep attention and positions inside a document; false: rows attend across documents."""
 
     def __post_init__(self) -> None:
         one_of("data.dataset", self.dataset, DATASETS)
@@ -290,25 +290,25 @@ class RuntimeConfig:
     """Device, precision and kernels; none of them changes the mathematics."""
 
     device: str = "auto"
-    """auto takes a GPU when there is one; otherwise cpu, cuda or cuda:N."""
+    """cpu, cuda or cuda:N; auto: a GPU if there is one."""
     precision: str = "bf16"
-    """bf16 and fp16 (with loss scaling) keep fp32 weights and optimizer; fp32 suits a CPU."""
+    """fp32, bf16, or fp16 with loss scaling. Weights and optimizer are always fp32."""
     use_flash: bool = True
-    """false forces the torch backend and plain-math SDPA, to rule fused kernels out."""
+    """false: torch backend and math-only SDPA, to rule out fused kernels."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, more time."""
     gc_layers: str = ""
-    """A:B limits checkpointing to layers A to B-1; empty means all layers."""
+    """A:B checkpoints only layers A to B-1; empty: all layers."""
     backend: str = "auto"
-    """reference, torch or triton run or raise; auto picks the best that runs here."""
+    """reference, torch or triton: run or raise. auto: the best that runs here."""
     cuda_graph: bool = False
-    """Replay every update as one CUDA graph: a small model then no longer waits for the host."""
+    """Replay every update as one CUDA graph, so that small models do not wait for the host."""
     compile: bool = False
-    """torch.compile for the blocks in training: the first step takes longer, the others less."""
+    """torch.compile for the blocks in training: a slower first step, then faster ones."""
     deterministic: bool = False
-    """Sum in a fixed order everywhere: runs repeat and resume bit for bit on a GPU too, slower."""
+    """Deterministic sums: GPU runs repeat and resume bit for bit, but slower."""
     strategy: str = "auto"
-    """Of many ranks: ddp, each with a copy of the model, or fsdp, each with a part; auto is ddp."""
+    """With several ranks: ddp (a replica on each) or fsdp (a shard on each); auto: ddp."""
 
     def __post_init__(self) -> None:
         one_of("runtime.precision", self.precision, PRECISIONS)

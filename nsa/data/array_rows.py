@@ -109,7 +109,7 @@ class Rows(Protocol):
         """State for resuming at `position`, which must have been read recently."""
 
     def load_state_dict(self, state: State) -> None:
-        """Prepare to read on from the position that this state was taken for."""
+        """Resume reading at the position of this state."""
 
 
 class AnyOrder:

@@ -43,7 +43,7 @@ def read_documents(path: Path) -> Iterator[Document]:
         except (_Broken, OSError, EOFError, zlib.error) as error:
             reason = str(error) if isinstance(error, _Broken) else f"cannot be read ({error})"
             raise DataError(
-                f"{file} {reason}; {num_good} good documents came before it; correct or remove it"
+                f"{file} {reason}; {num_good} documents before it are valid; fix or remove the file"
             ) from None
 
 
@@ -54,10 +54,12 @@ def find_files(path: Path) -> list[Path]:
     if not path.exists():
         raise DataError(f"{path}: no such file or folder; correct the path (data.local_path)")
     if path.is_file():
-        raise DataError(f"{path}: its type is not known; it must be one of {', '.join(READERS)}")
+        raise DataError(f"{path}: unknown file type; it must be one of {', '.join(READERS)}")
     found = [file for file in path.rglob("*") if file.is_file() and _is_known(file)]
     if not found:
-        raise DataError(f"{path}: holds no file of the types {', '.join(READERS)}; put some there")
+        raise DataError(
+            f"{path}: contains no file of type {', '.join(READERS)}; use another folder"
+        )
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
@@ -111,11 +113,11 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, str]]:
 
 def _checked(text: object, where: str) -> str:
     if not isinstance(text, str):
-        raise _Broken(f"{where}: no {KEY!r} that is a string")
+        raise _Broken(f"{where}: no string {KEY!r}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-        raise _Broken(f"{where}: text that is not Unicode ({error})") from None
+        raise _Broken(f"{where}: invalid Unicode ({error})") from None
     return text
 
 

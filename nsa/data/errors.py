@@ -82,8 +82,8 @@ def within(seconds: float, do: Callable[[], T], what: str) -> T:
 def late(seconds: float, what: str) -> SourceLost:
     """The error for a timeout."""
     return SourceLost(
-        f"{what} did not come within {seconds:g} s; look at the network and the hub (HF_ENDPOINT), "
-        "or give it more time with --loader-timeout SECONDS"
+        f"{what} did not arrive within {seconds:g} s; check the network and the hub (HF_ENDPOINT), "
+        "or set a longer --loader-timeout SECONDS"
     )
 
 
@@ -141,14 +141,14 @@ class Retries:
         self._failures += 1
         if self._failures > self._most:
             raise SourceLost(
-                f"{self._what}: {_describe(error)}; {self._most} attempts to go on have failed; "
-                "look at the network and the hub, then start the same command again"
+                f"{self._what}: {_describe(error)}; gave up after {self._most} failed retries; "
+                "check the network and the hub, then run the same command again"
             ) from error
         wait_s = min(FIRST_S * 2 ** (self._failures - 1), LONGEST_S)
         wait_s *= 0.5 + random.random() / 2
         self._say(
-            f"[data] {self._what}: {_describe(error)}; attempt {self._failures} of {self._most} "
-            f"to go on in {wait_s:.1f} s"
+            f"[data] {self._what}: {_describe(error)}; retry {self._failures} of {self._most} "
+            f"in {wait_s:.1f} s"
         )
         self._sleep(wait_s)
 

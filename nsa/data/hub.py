@@ -49,7 +49,7 @@ class HubDocuments:
         while True:
             if place.file >= self.num_files:
                 if empty:
-                    raise DataError(f"{self.name} holds no documents; name another data.hub_subset")
+                    raise DataError(f"{self.name} has no documents; set another data.hub_subset")
                 # Next epoch. An epoch without any document would loop forever, hence `empty`.
                 place, empty = Place(place.epoch + 1), True
             try:
@@ -79,7 +79,9 @@ class HubDocuments:
         for example in islice(chain.from_iterable(parts), skip, None):
             text = example.get(KEY)
             if not isinstance(text, str):
-                raise DataError(f"no {KEY!r} that is a string; {self.name} cannot be used")
+                raise DataError(
+                    f"{self.name} has a row without a string {KEY!r}; use another dataset"
+                )
             yield text
 
     def _row_groups(self, file: str) -> list[int]:
@@ -143,5 +145,5 @@ class HubDocuments:
         text = " ".join(str(error).split())[:500]
         raise DataError(
             f"{where}: cannot be read ({type(error).__name__}: {text}); check data.hub_dataset, "
-            "data.hub_subset and data.hub_revision, and whether the files there are whole"
+            "data.hub_subset and data.hub_revision, and whether its files are intact"
         ) from error

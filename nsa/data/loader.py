@@ -139,7 +139,7 @@ class Loader:
         # Not the next batch in line (e.g. after a rollback): restart the thread at this one.
         if self._thread is None or self._thread.next_out != key:
             if self._thread is not None and not self._thread.end():
-                raise SourceLost(f"{what} is out of order, and its source hangs; start again")
+                raise SourceLost(f"{what} is out of order, and its source hangs; restart the run")
             self._thread = _Reader(self._read, key, self._stride or key[1], self._depth)
             self._thread.start()
         item = self._thread.take(timeout_s, self.interrupted)
@@ -190,7 +190,7 @@ class _Reader(threading.Thread):
                 if left_s <= 0:
                     return None
                 if interrupted():
-                    raise WaitEnded("the wait for a batch was ended") from None
+                    raise WaitEnded("the wait for a batch was interrupted") from None
         position, size = self.next_out
         self.next_out = (position + self._stride, size)
         return item

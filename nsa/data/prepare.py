@@ -44,8 +44,8 @@ def prepare(
             writers[side].add(ids.astype(id_type(tokenizer.vocab), copy=False))
         if not counts.documents:
             raise DataError(
-                f"{source} holds no text: {counts.empty} documents, all of them empty; nothing was "
-                "prepared; name a file or folder with documents"
+                f"{source} has no text (documents: {counts.empty}, all empty); nothing was "
+                "written; use a file or folder with documents"
             )
         for writer in writers.values():
             writer.finish_shard()
@@ -72,7 +72,7 @@ def _claim(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         first = min((entry.name for entry in folder.iterdir()), default=None)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be made or read ({error}); choose another") from None
+        raise DataError(f"{folder}: cannot be created or read ({error}); choose another") from None
     if first is not None:
         raise DataError(
             f"{folder} is not empty (it holds {first}); shards go into a new or empty folder; "

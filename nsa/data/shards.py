@@ -135,7 +135,7 @@ def _problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
 
 
 def size_problem(folder: Path, manifest: Manifest, shard: Shard) -> str:
-    """What is wrong with the size of a shard; its bytes are not read."""
+    """The problem with the size of a shard, if any; its bytes are not read."""
     path, expected = folder / shard.file, shard.tokens * manifest.token_bytes
     if not path.is_file():
         return f"{path}: missing, the manifest says {expected} bytes"
@@ -218,7 +218,7 @@ class ShardCheck:
             self.require_whole()
             say(f"[data] {size} match their sha256")
             return
-        say(f"[data] {size} are held to their sha256 in the background")
+        say(f"[data] {size} are verified against their sha256 in the background")
         self._thread = threading.Thread(target=self._read, name="shard check", daemon=True)
         self._thread.start()
 
@@ -227,7 +227,7 @@ class ShardCheck:
         if self._problem:
             raise DamagedShard(
                 f"{self._problem}; its bytes have changed since it was prepared: copy it again, or "
-                f"prepare the shards again (`nsa data verify {self._folder}` lists all that differ)"
+                f"prepare the shards again (`nsa data verify {self._folder}` lists all of them)"
             )
 
     def settle(self, patience_s: float, say: Callable[[str], None]) -> None:
@@ -237,8 +237,8 @@ class ShardCheck:
         self.require_whole()
         if self._thread is not None and self._thread.is_alive():
             say(
-                f"[data] WARNING: the run ends when {self.num_read / 1e6:,.1f} of "
-                f"{self.num_bytes / 1e6:,.1f} MB have been held to their sha256; "
+                f"[data] WARNING: the run ended after {self.num_read / 1e6:,.1f} of "
+                f"{self.num_bytes / 1e6:,.1f} MB were verified against their sha256; "
                 f"`nsa data verify {self._folder}` reads all"
             )
 

@@ -79,8 +79,8 @@ class StreamedRows:
         names = {"block", *Place._fields, "skip"}
         if state.keys() != names or any(type(v) is not int or v < 0 for v in state.values()):
             raise DataError(
-                f"{state!r} is no place in {self._documents!r}; it needs whole numbers >= 0 for "
-                f"{', '.join(sorted(names))}; resume from another checkpoint"
+                f"{state!r} is not a position in {self._documents!r}; it needs whole numbers >= 0 "
+                f"for {', '.join(sorted(names))}; resume from another checkpoint"
             )
         place = Place(*(state[name] for name in Place._fields))
         self._seek(Start(state["block"], place, state["skip"]))
@@ -121,7 +121,7 @@ class StreamedRows:
             try:
                 place, ids = next(self._encoded)
             except StopIteration:  # an earlier error, already raised, ended the generator
-                raise SourceLost("the stream has failed before; start again") from None
+                raise SourceLost("the stream has already failed; restart the run") from None
             self._ahead.append((place, ids))
             self._tokens_ahead += len(ids)
         start = self._next
@@ -147,8 +147,8 @@ class StreamedRows:
                         yield at, ids
             if at.epoch > last_trained_epoch + 1:
                 raise DataError(
-                    f"a whole epoch had no document to train on ({counts.documents} documents, "
-                    f"{counts.empty} empty); name another source"
+                    f"an epoch had no document to train on ({counts.documents} documents, "
+                    f"{counts.empty} empty); use another source"
                 )
 
 

@@ -66,7 +66,7 @@ class ByteTokenizer:
         ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
         if (ids == self.eos).any():
             at = int(np.argmax(ids == self.eos))
-            raise DataError(f"the text holds a NUL at byte {at}; byte 0 ends a document; remove it")
+            raise DataError(f"the text has a NUL at byte {at}; byte 0 is EOS; remove it")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -148,7 +148,7 @@ def _read_vocab(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: cannot be read as JSON ({error}); use GPT-2's file") from None
     if not isinstance(vocab, dict):
         raise DataError(
-            f"{path}: holds a {type(vocab).__name__}, not ids by name; use GPT-2's file"
+            f"{path}: is a {type(vocab).__name__}, not a map of ids by token; use GPT-2's file"
         )
     return vocab
 
@@ -273,13 +273,11 @@ class HFTokenizer:
 
     def encode(self, text: str) -> Ids:
         """The ids of `text`; a text that encodes to EOS itself is refused."""
-        with _named_errors("the tokenizer refuses the text"):
+        with _named_errors("the tokenizer cannot encode the text"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eos in ids:
             mark = self._tokenizer.id_to_token(self.eos)
-            raise DataError(
-                f"the text holds the end mark {mark!r} itself; remove it or set data.eos"
-            )
+            raise DataError(f"the text contains the EOS token {mark!r}; remove it or set data.eos")
         return np.array(ids, dtype=id_type(self.vocab))
 
     def decode(self, ids: Iterable[int]) -> str:

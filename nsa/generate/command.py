@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         completions, runtime = _load(args, sampling, limits)
         with runtime.sdpa_kernels():
             _complete(args, prompts, completions)
-    except KeyboardInterrupt:  # the usual way to stop a long text
+    except KeyboardInterrupt:  # Ctrl-C is how a user stops a long text
         _write("\n")
         return INTERRUPTED
     except RuntimeError as error:
@@ -73,7 +73,7 @@ def _complete(args: argparse.Namespace, prompts: list[str], completions: Complet
 
 def _no_room(prompts: list[str], limits: Limits) -> str:
     return (
-        f"there is no memory for the model and the caches of {len(prompts)} prompts, "
+        f"out of memory for the model and the caches of {len(prompts)} prompts, "
         f"--batch-size {limits.batch_size} at a time, with {limits.max_new_tokens} new tokens; use "
         "a smaller --batch-size or --max-new-tokens, a shorter prompt, or --precision bf16"
     )
@@ -84,7 +84,7 @@ def read_prompts(args: argparse.Namespace, limits: Limits) -> list[str]:
     given = [source for source in (args.prompt, args.file, args.prompts) if source is not None]
     if len(given) > 1:
         raise ValueError(
-            f"{len(given)} sources of prompts are given; use one of PROMPT, --file and --prompts"
+            f"{len(given)} prompt sources given; use one of PROMPT, --file and --prompts"
         )
     if args.prompts is not None:
         return _read_lines(args.prompts, limits.max_prompt_bytes)
@@ -113,15 +113,15 @@ def _read_lines(source: str, limit: int) -> list[str]:
 def _decode(content: bytes, limit: int, name: str) -> str:
     if len(content) > limit:
         raise ValueError(
-            f"{name} has more than {limit:,} bytes; that many cannot fit the cache; shorten it, or "
-            "allow a larger --max-len"
+            f"{name} has more than {limit:,} bytes, which cannot fit the cache; shorten it, or "
+            "set a larger --max-len"
         )
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{name} is not UTF-8: byte {content[error.start]:#04x} at {error.start}; a prompt "
-            "must be; convert it"
+            f"{name} is not UTF-8: byte {content[error.start]:#04x} at {error.start}; prompts "
+            "must be UTF-8; convert it"
         ) from None
 
 
@@ -136,7 +136,9 @@ def _opened(source: str) -> Iterator[tuple[BinaryIO, str]]:
         with Path(source).open("rb") as file:
             yield file, name
     except OSError as error:
-        raise ValueError(f"{name} cannot be read ({error.strerror}); name a text file") from None
+        raise ValueError(
+            f"{name} cannot be read ({error.strerror}); use a readable text file"
+        ) from None
 
 
 def _load(

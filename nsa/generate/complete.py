@@ -42,7 +42,7 @@ class Limits:
             value = getattr(self, name)
             if not 1 <= value <= MOST_TOKENS:
                 raise ValueError(
-                    f"{name}={value} is not allowed; give a whole number of 1 to {MOST_TOKENS}"
+                    f"{name}={value} is not allowed; use a whole number from 1 to {MOST_TOKENS}"
                 )
         StopStrings(self.stops)
 
@@ -79,7 +79,7 @@ class Completions:
         if tokenizer.vocab != model.vocab:
             raise ValueError(
                 f"the tokenizer {tokenizer.name} has {tokenizer.vocab} ids, the model has "
-                f"{model.vocab}; they do not fit: use the tokenizer that the model was trained with"
+                f"{model.vocab}; use the tokenizer that the model was trained with"
             )
         self.model, self.tokenizer, self.sampling, self.limits = model, tokenizer, sampling, limits
 
@@ -103,7 +103,7 @@ class Completions:
     def encode(self, prompt: str, place: int = 1) -> list[int]:
         """Token ids of a valid prompt; `place` is its number in error messages."""
         if not prompt:
-            raise ValueError(f"prompt {place} is empty; give at least one character to continue")
+            raise ValueError(f"prompt {place} is empty; it needs at least one character")
         size = len(_utf8(prompt, place))
         # Cheap test before tokenizing, which takes long for a huge text.
         if size > self.limits.max_prompt_bytes:
@@ -111,7 +111,7 @@ class Completions:
         ids: list[int] = self.tokenizer.encode(prompt).tolist()
         if not ids:
             raise ValueError(
-                f"prompt {place} has no token in the tokenizer {self.tokenizer.name}; give a text "
+                f"prompt {place} has no token in the tokenizer {self.tokenizer.name}; use a text "
                 "that it knows"
             )
         if len(ids) + self.limits.max_new_tokens > self.limits.max_len:
@@ -201,14 +201,14 @@ def _utf8(prompt: str, place: int) -> bytes:
         return prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"prompt {place} is not UTF-8 at character {error.start}; a prompt must be; convert it"
+            f"prompt {place} is not valid UTF-8 at character {error.start}; convert it"
         ) from None
 
 
 def _too_long(place: int, size: str, limits: Limits) -> str:
     return (
         f"prompt {place} has {size}, which with max_new_tokens={limits.max_new_tokens} do not fit "
-        f"a cache of max_len={limits.max_len} tokens; shorten it, or allow a larger max_len, which "
+        f"a cache of max_len={limits.max_len} tokens; shorten it, or set a larger max_len, which "
         "takes memory in proportion"
     )
 
@@ -258,7 +258,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
             raise ValueError(
-                "a stop string is empty; it would end every text at once; give at least one "
+                "a stop string is empty and would end every text at once; give at least one "
                 "character, or leave it out"
             )
         self._stops = tuple(stops)

@@ -62,7 +62,7 @@ def choose_tokens(
     logits = logits.float().cpu()
     if logits.isnan().any():
         raise ValueError(
-            "the model's logits are NaN; its weights are broken or overflow in this precision; "
+            "the logits are NaN: the weights are damaged, or overflow in this precision; "
             "use fp32 or another checkpoint"
         )
     if sampling.repetition_penalty != 1.0:

@@ -210,7 +210,7 @@ class NSAAttention(Rotary):
             out = self._decode(*token, cache)
         elif isinstance(cache, PagedCache):
             raise ValueError(
-                f"a cache in pages on {x.device} with backend={self.backend!r}: only the decode "
+                f"a paged cache on {x.device} with backend={self.backend!r}: only the decode "
                 f"kernels read pages, and they do not run ({self._decode_obstacle(cache)}); "
                 f"use a CUDA device and backend 'auto' or 'triton', or a cache of new_cache()"
             )

@@ -105,8 +105,8 @@ class Cache:
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of products with a weight, and so of its cache: autocast's where it is on (it
-    leaves float64 alone), otherwise the weight's."""
+    """The dtype of products with a weight, and so of its cache: autocast's if it is on (it never
+    casts float64), otherwise the weight's."""
     kind = weight.device.type
     if weight.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return weight.dtype

@@ -223,7 +223,7 @@ class TinyLM(nn.Module):
         most `max_len` tokens, in `num_pages` pages of one selection block each."""
         first = self.layers[0].attn
         if not isinstance(first, NSAAttention):
-            raise ValueError("a dense model has no cache in pages; use new_cache()")
+            raise ValueError("a dense model has no paged cache; use new_cache()")
         device = self.embed.weight.device
         pages = Pages(num_pages, num_places, max_len, first.spec.l_sel, device)
         return PagedModelCache(pages, [block.attn.new_paged_cache(pages) for block in self.layers])

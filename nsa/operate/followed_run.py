@@ -84,8 +84,8 @@ class FollowedRun:
             found.append(f"{path}: {count} lines were skipped")
         if self._foreign:
             found.append(
-                f"{self.folder}: {self._foreign} lines of another process than the one that "
-                "started last are not in the curves"
+                f"{self.folder}: {self._foreign} lines are from another process than the one that "
+                "started last, and not in the curves"
             )
         return found
 

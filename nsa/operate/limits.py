@@ -135,13 +135,13 @@ def with_values(limits: Limits, values: Mapping[str, float]) -> Limits:
     for name, value in values.items():
         if name not in known:
             raise ValueError(
-                f"{name!r} is no limit; the nearest is {nearest(name, known)!r}; "
+                f"{name!r} is not a limit; the nearest is {nearest(name, known)!r}; "
                 "nsa/operate/limits.toml lists them"
             )
         # int(2.5) != 2.5 rejects a fraction for a whole-number limit; NaN fails the range test.
         if not 0 <= value < float("inf") or known[name](value) != value:
             kind = "a whole number" if known[name] is int else "a finite number"
-            raise ValueError(f"limit {name}={value:g} is not {kind} >= 0; give one")
+            raise ValueError(f"limit {name}={value:g} is not {kind} >= 0; use one")
         replaced[name] = known[name](value)
     return dataclasses.replace(limits, **replaced)
 

@@ -54,14 +54,14 @@ def why_not_ours(pid: int | None, last_beat: float, env: RunEnvironment | None) 
     if pid == os.getpid():
         return f"pid {pid} is this process"
     if env is None:
-        return "env.json, which has the machine and the command of the run, cannot be read"
+        return "env.json cannot be read; it names the machine and the command of the run"
     if env.hostname != platform.node():
-        return f"the run is on {env.hostname}, and this is {platform.node()}"
+        return f"the run is on {env.hostname}, but this is {platform.node()}"
     fields, command = stat_fields(pid), _command(pid)
     if fields is None or fields[0] in ("Z", "X"):
         return f"pid {pid} is gone"
     if _started(fields) > last_beat + CLOCK_SLACK_S:
-        return f"pid {pid} is another process by now: it started after the last heartbeat"
+        return f"pid {pid} was reused: this process started after the last heartbeat"
     if not same_command(command, env.argv):
         return f"pid {pid} runs another command: {' '.join(command)[:120]!r}"
     return ""
@@ -82,15 +82,15 @@ def send(
     except ProcessLookupError:
         return f"pid {pid} is gone"
     except OSError as error:
-        return f"pid {pid} cannot be held ({error.strerror})"
+        return f"pid {pid} cannot be opened ({error.strerror})"
     try:
         if reason := why_not_ours(pid, last_beat, env):
             return reason
         if number == signal.SIGUSR1 and not _handles(pid, number):
-            return f"pid {pid} has no handler for {number.name}, which would end it"
+            return f"pid {pid} has no handler for {number.name}, which would kill it"
         signal.pidfd_send_signal(descriptor, number)
     except OSError as error:
-        return f"pid {pid} does not take {number.name} ({error.strerror})"
+        return f"pid {pid} cannot be sent {number.name} ({error.strerror})"
     finally:
         os.close(descriptor)
     return ""

@@ -16,11 +16,12 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from nsa.config import Config
-from nsa.files import read_text
+from nsa.files import is_regular, open_binary, read_text
 from nsa.records import (
     TRAINING,
     VAL,
@@ -36,9 +37,13 @@ from nsa.records import (
 )
 from nsa.records.alarms import ALARMS_FILE, Alarm, last_alarms
 from nsa.records.env import ENV_FILE
+from nsa.records.folder import LAUNCH, Holder, read_holder
 from nsa.records.heartbeat import sample_beats, tail_beats
+from nsa.records.launch import RUN_INFO_FILE
 from nsa.records.metrics import CONFIG_FILE, METRICS_FILE
+from nsa.records.results import SAMPLE_FILE, SAMPLES_FILE, Sample, last_samples, read_sample
 from nsa.records.sentinels import ANOMALY, HALT, Halt, read_anomaly, read_halt
+from nsa.records.sinks import LOG as TRACKER_LOG
 from nsa.records.spans import Place, read_span
 from nsa.records.tables import Row, sample_rows
 from nsa.tail import Line, lines_from_end
@@ -99,6 +104,10 @@ class RunFiles:
         """span_rank{r}.json."""
         return read_span(self.folder, rank)
 
+    def launch(self) -> Holder | None:
+        """.launch.lock: the launcher that has the folder, or had it last."""
+        return read_holder(self.folder, LAUNCH)
+
     def halt(self) -> Halt | None:
         """.HALT, which counts even when its content is unreadable; that is a problem too."""
         self._read(HALT, lambda: read_text(self.folder / HALT))
@@ -143,10 +152,23 @@ class RunFiles:
         """The end of alarms.jsonl."""
         return self._read(ALARMS_FILE, lambda: last_alarms(self.folder, most)) or []
 
+    def samples(self, most: int) -> list[Sample]:
+        """The end of samples.jsonl, oldest first."""
+        return self._read(SAMPLES_FILE, lambda: last_samples(self.folder, most)) or []
+
+    def sample_text(self) -> str | None:
+        """sample.txt, which runs of older versions have alone."""
+        return self._read(SAMPLE_FILE, lambda: read_sample(self.folder))
+
     def log_ends(self, most_bytes: int) -> Iterator[tuple[Path, list[Line]]]:
         """The end of every log, its newest line first."""
         for path in sorted(self.folder.glob("*.log")):
             yield path, self._read(path.name, partial(_end_of, path, most_bytes)) or []
+
+    def log_tail(self, path: Path, most_lines: int, most_bytes: int) -> list[Line]:
+        """The last lines of a log that `find_log` found, oldest first."""
+        lines = islice(lines_from_end(path, most_bytes), most_lines)
+        return (self._read(path.name, lambda: [*lines]) or [])[::-1]
 
     # --- the folder itself ---
 
@@ -225,6 +247,67 @@ def _typed(record: T, path: Path) -> T:
     return record
 
 
+# --- what a run printed, and the records of its launch ---
+
+LAUNCHES = "train_runs"
+"""Folder with launch records, next to the run folders."""
+LAUNCH_LOG = "train.log"
+"""The output of a run, beside run.info."""
+
+
+def find_log(folder: Path) -> Path | None:
+    """The log of a run: the *.log in its folder that was written last, else that of its launch.
+
+    A symlink, pipe or folder is returned only if there is no regular file: opening it says why not.
+    """
+    own = [path for path in folder.glob("*.log") if path.name != TRACKER_LOG]
+    if not own:
+        info = find_run_info(folder)
+        launched = info.parent / LAUNCH_LOG if info else None
+        return launched if launched is not None and is_regular(launched) else None
+    return max(own, key=lambda path: (is_regular(path), _written(path), path.name))
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def find_run_info(folder: Path) -> Path | None:
+    """run.info in the folder, else the newest launch record beside it that names the folder."""
+    if (folder / RUN_INFO_FILE).exists():
+        return folder / RUN_INFO_FILE
+    records = folder.resolve().parent.glob(f"{LAUNCHES}/*/{RUN_INFO_FILE}")
+    for path in sorted(records, key=lambda p: p.parent.name, reverse=True):
+        try:
+            with open_binary(path) as file:
+                text = file.read(1 << 20).decode("utf-8", "replace")
+        except OSError:
+            continue  # another user's record; a later one may be ours
+        if any(_is_folder(value, folder) for value in _values(text)):
+            return path
+    return None
+
+
+def _values(run_info: str) -> Iterator[str]:
+    for line in run_info.splitlines():
+        yield line.partition(":")[2].strip()
+
+
+def _is_folder(value: str, folder: Path) -> bool:
+    """Whether a run.info value is this folder: as given, or relative to the launch directory."""
+    if not value or "\0" in value:
+        return False
+    whole, given = folder.resolve(), Path(value)
+    return Path(value).resolve() == whole or (
+        not given.is_absolute()
+        and len(given.parts) > 1
+        and whole.parts[-len(given.parts) :] == given.parts
+    )
+
+
 # --- type checks for records read from disk ---
 
 
@@ -234,7 +317,7 @@ def require_types(record: Any, where: str) -> None:
         if dataclasses.is_dataclass(record) and not _fits(getattr(record, name), kind):
             raise ValueError(
                 f"{where}: {name}={getattr(record, name)!r:.60} is not of type {kind}; the file is "
-                "damaged, or of another program"
+                "damaged, or written by another program"
             )
 
 

@@ -153,7 +153,7 @@ class Run:
         if min(ages) <= max(LOST_S, LOST_GAPS * longest_s):
             return ""
         return (
-            f"no sign of life for {duration(min(ages))}, and its machine cannot be seen from here"
+            f"no sign of life for {duration(min(ages))}; its machine cannot be inspected from here"
         )
 
     @property
@@ -220,7 +220,7 @@ def read_run(
     A symlink, pipe or folder in place of a file is not read, and is listed in `problems`.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
+        raise ValueError(f"{folder} is not a folder; use the run folder (train.out_dir)")
     files = RunFiles(folder)
     now = time.time() if now is None else now
     env = files.env()
@@ -268,7 +268,7 @@ def mixed_writers(path: Path, beats: list[Beat]) -> list[str]:
     pids = sorted({beat.pid for beat in lines if beat.pid is not None})
     if len(pids) < 2:
         return []
-    return [f"{path}: processes {pids} write it at the same time; end all but one of these runs"]
+    return [f"{path}: processes {pids} write it at the same time; stop all but one of these runs"]
 
 
 def rising(beats: list[Beat]) -> list[Beat]:

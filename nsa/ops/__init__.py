@@ -19,10 +19,19 @@ from torch import Tensor
 from nsa.ops import checks, reference
 from nsa.ops import plan as planning
 from nsa.ops.eager import attention as torch_path
+from nsa.ops.eager import sparse as torch_sparse
 from nsa.ops.plan import Plan, plan_attention
 from nsa.ops.spec import BlockSpec
 
-__all__ = ["BlockSpec", "Plan", "compress", "nsa_attention", "plan_attention", "select_blocks"]
+__all__ = [
+    "BlockSpec",
+    "Plan",
+    "compress",
+    "nsa_attention",
+    "plan_attention",
+    "select_blocks",
+    "sparse_attention",
+]
 
 PATHS = {"reference": reference, "torch": torch_path}
 """Modules that implement nsa_attention, select_blocks and compress; Triton's is imported late. The
@@ -144,6 +153,73 @@ def select_blocks(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     flags = {} if runs == "reference" else {"flags": switched}
     return _path(runs).select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens, **flags)
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    *,
+    block: int,
+    q_offset: int | Tensor = ...,
+    scale: float | None = ...,
+    sink: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    *,
+    block: int,
+    q_offset: int | Tensor = ...,
+    scale: float | None = ...,
+    sink: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def sparse_attention(
+    q: Tensor,  # [B, Sq, Hq, Dk]
+    k: Tensor,  # [B, Sk, Hkv, Dk]
+    v: Tensor,  # [B, Sk, Hkv, Dv]
+    index: Tensor,  # [B, Sq, H, n] int32, H = 1, Hkv or Hq: block ids in any order, -1 for none
+    *,
+    block: int,
+    q_offset: int | Tensor = 0,  # or [B] int32, or [docs] int32 with cu_seqlens
+    scale: float | None = None,
+    sink: Tensor | None = None,  # [Hq]
+    cu_seqlens: Tensor | None = None,  # [docs + 1] int32, of the queries
+    cu_seqlens_k: Tensor | None = None,  # [docs + 1] int32, of the keys, where they differ
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # [B, Sq, Hq, Dv], and [B, Sq, Hq] fp32
+    """Attention of each query to the tokens of its blocks, whatever rule chose them.
+
+    Block b is tokens b * block to (b + 1) * block - 1 of the query's document. Query i is at
+    position q_offset + i and sees key j if j <= q_offset + i. An id that occurs twice counts once;
+    one without a visible token counts for nothing. A query that sees no key gives 0, without a
+    gradient. `sink` is the logit of a key whose value is 0. The log-sum-exp is natural, includes
+    the sink, is -inf where no key is visible (float64 for float64 inputs), and has a gradient.
+    """
+    tensors = {"q": q, "k": k, "v": v} | ({} if sink is None else {"sink": sink})
+    layout = checks.check_sparse(tensors, index, block, scale, q_offset, cu_seqlens, cu_seqlens_k)
+    runs = _planner().plan_sparse(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    path = reference if runs == "reference" else torch_sparse
+    out, lse = path.sparse_attention(
+        q, k, v, index, block=block, scale=scale, sink=sink, layout=layout
+    )
+    lse = lse if q.dtype == torch.float64 else lse.float()
+    return (out, lse) if return_lse else out
 
 
 def _planner() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +82,138 @@ def check_compress(x: Tensor, spec: BlockSpec, cu_seqlens: Tensor | None) -> lis
     check_floats({"x": x})
     batch, seq_len, _, _ = check_rank(x, "x", "[B, S, H, D]")
     return check_documents(cu_seqlens, batch, seq_len, x.device)
+
+
+BLOCK_STEP, MAX_BLOCK = 16, 256
+"""Blocks of sparse_attention: a multiple of the first, up to the second."""
+
+
+class Layout(NamedTuple):
+    """Where the queries and keys of sparse_attention lie: documents of a row, and offsets."""
+
+    query_lens: list[int]
+    """Queries of each document; 0 where a document has none here."""
+    key_lens: list[int]
+    """Keys of each document."""
+    offset: int | Tensor
+    """Position of a document's first query: for all, for each batch element, or each document."""
+
+    def offset_of(self, batch: int, document: int) -> int:
+        """As a number of the host."""
+        if not isinstance(self.offset, Tensor):
+            return self.offset
+        return int(self.offset[document if len(self.query_lens) > 1 else batch])
+
+
+def check_sparse(
+    tensors: dict[str, Tensor],  # q, k, v, sink if there is one
+    index: Tensor,
+    block: int,
+    scale: float | None,
+    q_offset: int | Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Layout:
+    """Refuse wrong arguments of sparse_attention; return where queries and keys lie."""
+    q, k, v = (tensors[name] for name in "qkv")
+    check_floats(tensors, lenient="sink")
+    check_scale(scale)
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise ValueError(f"block={block!r} is not an integer; give the tokens of a block")
+    if not BLOCK_STEP <= block <= MAX_BLOCK or block % BLOCK_STEP:
+        near = min(max(round(block / BLOCK_STEP), 1) * BLOCK_STEP, MAX_BLOCK)
+        raise ValueError(
+            f"block={block} is not a multiple of {BLOCK_STEP} up to {MAX_BLOCK}; use {near}, and "
+            f"an index that counts such blocks"
+        )
+    batch, num_queries, num_heads, d_k = check_rank(q, "q", "[B, Sq, Hq, Dk]")
+    num_keys, num_groups = check_rank(k, "k", "[B, Sk, Hkv, Dk]")[1:3]
+    d_v = check_rank(v, "v", "[B, Sk, Hkv, Dv]")[3]
+    check_heads(num_heads, num_groups)
+    check_shape(k, "k", (batch, num_keys, num_groups, d_k))
+    check_shape(v, "v", (batch, num_keys, num_groups, d_v))
+    if "sink" in tensors:
+        check_shape(tensors["sink"], "sink", (num_heads,), ": one logit for each query head")
+    _check_index(index, (batch, num_queries), (1, num_groups, num_heads), q.device)
+    query_lens = _check_parts(cu_seqlens, "cu_seqlens", batch, num_queries, q.device)
+    key_lens = _check_parts(cu_seqlens_k, "cu_seqlens_k", batch, num_keys, q.device)
+    if cu_seqlens_k is None and cu_seqlens is not None:
+        key_lens = query_lens
+        if num_keys != num_queries:
+            raise ValueError(
+                f"cu_seqlens is given with {num_queries} queries and {num_keys} keys; give "
+                f"cu_seqlens_k, the bounds of the documents among the keys"
+            )
+    if len(key_lens) != len(query_lens):
+        raise ValueError(
+            f"cu_seqlens has {len(query_lens)} documents and cu_seqlens_k {len(key_lens)}; give "
+            f"both a bound for every document, repeated where a document has no queries here"
+        )
+    layout = Layout(query_lens, key_lens, q_offset)
+    _check_offset(layout, batch, q.device)
+    return layout
+
+
+def _check_index(
+    index: Tensor, size: tuple[int, int], heads: tuple[int, ...], device: torch.device
+) -> None:
+    if not isinstance(index, Tensor) or index.dtype != torch.int32:
+        given = index.dtype if isinstance(index, Tensor) else type(index).__name__
+        raise ValueError(f"index is {given}; give int32 block ids, -1 for none")
+    if index.device != device:
+        raise ValueError(f"index is on {index.device} and q on {device}; move it there")
+    fits = index.dim() == 4 and tuple(index.shape[:2]) == size and index.shape[2] in heads
+    if not fits or index.shape[3] < 1:
+        allowed = ", ".join(str(n) for n in sorted(set(heads)))
+        raise ValueError(
+            f"index has shape {list(index.shape)}; [{size[0]}, {size[1]}, H, n] is needed to fit q "
+            f"and k, with H one of {allowed} and n >= 1: check its batch, length and heads"
+        )
+
+
+def _check_parts(
+    bounds: Tensor | None, name: str, batch: int, length: int, device: torch.device
+) -> list[int]:
+    """Lengths of the documents among queries or keys; a document may have none."""
+    if bounds is None:
+        return [length]
+    found = _read_bounds(bounds, name, batch, length, device)
+    lens = [stop - start for start, stop in pairwise(found)]
+    if min(lens) < 0:
+        at = next(i for i, n in enumerate(lens) if n < 0)
+        raise ValueError(
+            f"{name} falls from {found[at]} to {found[at + 1]}; give bounds in ascending order"
+        )
+    return lens
+
+
+def _check_offset(layout: Layout, batch: int, device: torch.device) -> None:
+    """Every query must be at a position that has a key; values on a GPU are not read."""
+    offset, count = layout.offset, len(layout.query_lens)
+    if not isinstance(offset, Tensor):
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            raise ValueError(f"q_offset={offset!r} is not an integer or an int32 tensor")
+        offsets = [offset] * count
+    else:
+        size = count if count > 1 else batch
+        if offset.dtype != torch.int32 or tuple(offset.shape) != (size,):
+            raise ValueError(
+                f"q_offset is {offset.dtype} of shape {list(offset.shape)}; give an integer, or "
+                f"int32 [{size}]: one for each {'document' if count > 1 else 'batch element'}"
+            )
+        if offset.device not in (device, torch.device("cpu")):
+            raise ValueError(f"q_offset is on {offset.device} and q on {device}; move it there")
+        if offset.device.type != "cpu":
+            return
+        offsets = offset.tolist()
+    lens = zip(layout.query_lens, layout.key_lens, strict=True)
+    places = lens if count > 1 else [*lens] * len(offsets)
+    for first, (num_queries, num_keys) in zip(offsets, places, strict=True):
+        if first < 0 or (num_queries and first + num_queries > num_keys):
+            raise ValueError(
+                f"q_offset={first} with {num_queries} queries and {num_keys} keys; the last query "
+                f"is at q_offset + Sq - 1 and must have a key: use 0 to {num_keys - num_queries}"
+            )
 
 
 def check_spec(spec: BlockSpec) -> None:
@@ -168,31 +301,7 @@ def check_documents(
     """Lengths of the packed documents; without cu_seqlens the row is one document."""
     if cu_seqlens is None:
         return [seq_len]
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise ValueError(f"cu_seqlens is {given}; give an int32 tensor [docs + 1]")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)}; give [docs + 1] with docs >= 1, "
-            f"for example [0, {seq_len}]"
-        )
-    if cu_seqlens.device != device and cu_seqlens.device.type != "cpu":
-        raise ValueError(
-            f"cu_seqlens is on {cu_seqlens.device} and q on {device}; move it there, or keep it on "
-            f"the CPU, where it is read without waiting for the device"
-        )
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens is given with B={batch}; packed documents need B=1: put the rows one "
-            f"after another and extend cu_seqlens"
-        )
-    # A host sync for bounds on the GPU: every later decision needs the lengths on the host.
-    bounds: list[int] = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != seq_len:
-        raise ValueError(
-            f"cu_seqlens goes from {bounds[0]} to {bounds[-1]}; it must start at 0 and end at "
-            f"S={seq_len}: make it cover every token"
-        )
+    bounds = _read_bounds(cu_seqlens, "cu_seqlens", batch, seq_len, device)
     doc_lens = [stop - start for start, stop in pairwise(bounds)]
     if min(doc_lens) < 1:
         at = next(i for i, length in enumerate(doc_lens) if length < 1)
@@ -201,6 +310,38 @@ def check_documents(
             f"leave out empty documents"
         )
     return doc_lens
+
+
+def _read_bounds(
+    bounds: Tensor, name: str, batch: int, length: int, device: torch.device
+) -> list[int]:
+    """Bounds of documents as numbers of the host: from 0 to the number of tokens."""
+    if not isinstance(bounds, Tensor) or bounds.dtype != torch.int32:
+        given = bounds.dtype if isinstance(bounds, Tensor) else type(bounds).__name__
+        raise ValueError(f"{name} is {given}; give an int32 tensor [docs + 1]")
+    if bounds.dim() != 1 or len(bounds) < 2:
+        raise ValueError(
+            f"{name} has shape {list(bounds.shape)}; give [docs + 1] with docs >= 1, "
+            f"for example [0, {length}]"
+        )
+    if bounds.device != device and bounds.device.type != "cpu":
+        raise ValueError(
+            f"{name} is on {bounds.device} and q on {device}; move it there, or keep it on "
+            f"the CPU, where it is read without waiting for the device"
+        )
+    if batch != 1:
+        raise ValueError(
+            f"{name} is given with B={batch}; packed documents need B=1: put the rows one "
+            f"after another and extend {name}"
+        )
+    # A host sync for bounds on the GPU: every later decision needs the lengths on the host.
+    found: list[int] = bounds.tolist()
+    if found[0] != 0 or found[-1] != length:
+        raise ValueError(
+            f"{name} goes from {found[0]} to {found[-1]}; it must start at 0 and end at "
+            f"S={length}: make it cover every token"
+        )
+    return found
 
 
 def refuse_captured_documents(device: torch.device) -> None:

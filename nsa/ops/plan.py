@@ -137,6 +137,19 @@ def plan_compression(
     return choose_backend(machine_of(device), dtype, backend, head_dims)[0]
 
 
+def plan_sparse(
+    device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
+) -> str:
+    """The backend whose sparse_attention runs; it has no Triton kernels yet."""
+    if backend == "triton":
+        raise cannot_run("sparse_attention has no Triton kernels yet")
+    runs = choose_backend(machine_of(device), dtype, backend, head_dims)[0]
+    if runs == "triton":
+        record("all", "sparse_attention has no Triton kernels yet")
+        return "torch"
+    return runs
+
+
 def plan_attention(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from nsa.ops.checks import Layout
 from nsa.ops.spec import BlockSpec
 
 
@@ -97,6 +98,82 @@ def block_scores(
             scores.append(_scores_from_probs(probs, k_cmp.shape[2], length, spec))
             raw, cmp = rows.stop, blocks.stop
     return scores
+
+
+def sparse_attention(
+    q: Tensor,  # [B, Sq, Hq, Dk]
+    k: Tensor,  # [B, Sk, Hkv, Dk]
+    v: Tensor,  # [B, Sk, Hkv, Dv]
+    index: Tensor,  # [B, Sq, H, n] int32, H = 1, Hkv or Hq
+    *,
+    block: int,
+    scale: float,
+    sink: Tensor | None,  # [Hq]
+    layout: Layout,
+) -> tuple[Tensor, Tensor]:  # [B, Sq, Hq, Dv], [B, Sq, Hq]
+    """Attention to the tokens of the chosen blocks up to the query, and its log-sum-exp."""
+    outs, lses = [], []
+    for b in range(q.shape[0]):
+        first_row, first_key = 0, 0
+        parts: list[tuple[Tensor, Tensor]] = []
+        lens = zip(layout.query_lens, layout.key_lens, strict=True)
+        for place, (num_rows, num_keys) in enumerate(lens):
+            rows = slice(first_row, first_row + num_rows)
+            keys = slice(first_key, first_key + num_keys)
+            first_row, first_key = rows.stop, keys.stop
+            offset = layout.offset_of(b, place)
+            parts.append(
+                _chosen_tokens(
+                    q[b, rows].double(), k[b, keys].double(), v[b, keys].double(), index[b, rows],
+                    block, scale, None if sink is None else sink.double(), offset,
+                )
+            )  # fmt: skip
+        outs.append(torch.cat([out for out, _ in parts]))
+        lses.append(torch.cat([lse for _, lse in parts]))
+    return torch.stack(outs).to(q.dtype), torch.stack(lses)
+
+
+def _chosen_tokens(
+    q: Tensor,  # [T, Hq, Dk]
+    k: Tensor,  # [K, Hkv, Dk]
+    v: Tensor,  # [K, Hkv, Dv]
+    index: Tensor,  # [T, H, n]
+    block: int,
+    scale: float,
+    sink: Tensor | None,  # [Hq]
+    offset: int,  # position of the first query
+) -> tuple[Tensor, Tensor]:  # [T, Hq, Dv], [T, Hq]
+    """One document of one batch element."""
+    num_rows, num_heads, _ = q.shape
+    t = offset + torch.arange(num_rows, device=q.device)[:, None, None]  # [T, 1, 1]
+    token = torch.arange(k.shape[0], device=q.device)  # [K]
+    in_chosen = (token // block == index[..., None]).any(dim=2)  # [T, H, K]
+    visible = (in_chosen & (token <= t)).repeat_interleave(num_heads // index.shape[1], dim=1)
+    k_per_head, v_per_head = (
+        x.repeat_interleave(num_heads // k.shape[1], dim=1) for x in (k, v)
+    )  # [K, Hq, D]
+    # A non-finite key makes the rows that see it NaN, and no other row, in gradients neither.
+    bad_key = ~k_per_head.isfinite().all(dim=-1)  # [K, Hq]
+    k_per_head = k_per_head.masked_fill(bad_key[..., None], 0.0)
+    logits = torch.einsum("thd,khd->thk", q, k_per_head) * scale
+    logits = logits.masked_fill(visible & bad_key.t(), math.nan)
+    sees_any = visible.any(dim=-1, keepdim=True)
+    # Rows without a visible key keep their logits: neither value nor gradient is NaN; zeroed below.
+    logits = logits.masked_fill(~visible & sees_any, -math.inf)
+    if sink is not None:
+        logits = torch.cat([logits, sink[None, :, None].expand(num_rows, -1, 1)], dim=-1)
+    if logits.shape[-1] == 0:
+        logits = logits.new_zeros(num_rows, num_heads, 1)
+    lse = logits.logsumexp(dim=-1)
+    probs = (logits - lse[..., None]).exp()[..., : k.shape[0]]
+    probs = torch.where(visible, probs, torch.zeros_like(probs))
+    # A non-finite value makes the rows that see it NaN, and no other row.
+    bad = ~v_per_head.isfinite().all(dim=-1)  # [K, Hq]
+    finite = v_per_head.masked_fill(bad[..., None], 0.0)
+    out = torch.einsum("thk,khd->thd", probs, finite)
+    bad_seen = (visible & bad.t()).any(dim=-1)
+    out = out.masked_fill(bad_seen[..., None], math.nan)
+    return out, lse.masked_fill(~sees_any[..., 0], -math.inf)
 
 
 def _one_document(

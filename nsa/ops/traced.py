@@ -12,4 +12,5 @@ from nsa.ops import plan
 
 plan_call = torch.compiler.assume_constant_result(plan.plan_call)
 plan_scoring = torch.compiler.assume_constant_result(plan.plan_scoring)
+plan_sparse = torch.compiler.assume_constant_result(plan.plan_sparse)
 plan_compression = torch.compiler.assume_constant_result(plan.plan_compression)

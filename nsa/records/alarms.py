@@ -124,7 +124,7 @@ def _parse(text: str, where: str) -> Alarm:
     except (KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise ValueError(
             f"{where}: not a line of {ALARMS_FILE} ({error}): {text[:80]!r}; "
-            "remove that line, or look who else writes this file"
+            "remove that line, or find out what else writes this file"
         ) from None
     if schema > SCHEMA:
         raise ValueError(

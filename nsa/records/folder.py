@@ -46,6 +46,7 @@ RUN_FILES = (
     metrics.METRICS_FILE,
     metrics.CONFIG_FILE,
     results.SAMPLE_FILE,
+    results.SAMPLES_FILE,
     results.CURVE_FILE,
     MODEL,
     CHECKPOINTS,
@@ -107,8 +108,8 @@ def open_folder(path: Path, *, resumed: bool = False) -> Folder:
 def not_made(path: Path, error: OSError) -> ConfigError:
     """The error for a run folder that cannot be created or written."""
     return ConfigError(
-        f"train.out_dir={path}: the folder cannot be made or written ({explain(error, path)}); "
-        "name one that can"
+        f"train.out_dir={path}: the folder cannot be created or written ({explain(error, path)}); "
+        "use another folder"
     )
 
 
@@ -267,7 +268,7 @@ def take_lock(
             raise FolderHeld(folder, holder)
         if ending and patience_s > GRACE_S and not said:
             said = True
-            text = f"waiting for its end, {patience_s:.0f} s at most"
+            text = f"waiting up to {patience_s:.0f} s for it to end"
             say(f"[lock] {FolderHeld(folder, holder)}; {text}")
         time.sleep(POLL_S)
     return lock
@@ -276,7 +277,7 @@ def take_lock(
 def read_holder(folder: Path, name: str = RUN) -> Holder | None:
     """The content of the lock file; None if it is missing or invalid."""
     try:
-        descriptor = open_regular(folder / name, os.O_RDWR)
+        descriptor = open_regular(folder / name)
         try:
             content = json.loads(os.pread(descriptor, SIZE, 0))
         finally:
@@ -324,7 +325,8 @@ def _try_lock(path: Path, say: Say) -> FolderLock | None:
                     raise
                 say(
                     f"[lock] WARNING: no locks on the file system of {path} ({error.strerror}): "
-                    f"nothing keeps a second run out of {path.parent}; see that there is none"
+                    f"a second run in {path.parent} would not be detected; make sure that there "
+                    "is none"
                 )
             if is_at(path, descriptor):
                 return FolderLock(path, descriptor, locks=locks)

@@ -105,7 +105,7 @@ def read_report(path: Path) -> HangReport:
         ranks = [RankState(**state) for state in content.pop("ranks")]
         report = HangReport(sentence=first, ranks=ranks, **content)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadReport(f"{path}: not a hang report ({error}); look at its text instead") from None
+        raise BadReport(f"{path}: not a hang report ({error}); read it as text instead") from None
     if report.schema != SCHEMA:
         raise BadReport(f"{path}: schema {report.schema}; this program reads {SCHEMA}")
     return report

@@ -306,7 +306,7 @@ def parse_beat(path: Path, line: Line) -> Beat:
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise BrokenHeartbeat(
             f"{path}, {line.where}: not a line of a heartbeat ({error}): {line.text[:80]!r}; "
-            "remove that line, or look who else writes this file"
+            "remove that line, or find out what else writes this file"
         ) from None
     if beat.schema > SCHEMA:
         raise BrokenHeartbeat(
@@ -320,6 +320,6 @@ def _require_types(beat: Beat) -> None:
     for name, kind in (("ts", int | float), ("step", int), ("rank", int), ("schema", int)):
         # json.loads accepts NaN and Infinity; `not abs(x) < 1e12` catches both.
         if not isinstance(getattr(beat, name), kind) or not abs(getattr(beat, name)) < 1e12:
-            raise ValueError(f"{name}={getattr(beat, name)!r:.40} is no such number")
+            raise ValueError(f"{name}={getattr(beat, name)!r:.40} is out of range")
     if not isinstance(beat.pid, int | None) or not isinstance(beat.msg, str):
         raise ValueError(f"pid={beat.pid!r:.40}, msg={beat.msg!r:.40}")

@@ -92,8 +92,8 @@ def read_run_info(path: Path) -> RunInfo:
         name, colon, value = line.partition(": ")
         if not colon or name not in kinds:
             raise ValueError(
-                f"{path}: {line[:80]!r} is no line of a run.info of version {VERSION}; the file is "
-                "damaged, or of another program"
+                f"{path}: {line[:80]!r} is not a line of a run.info of version {VERSION}; the "
+                "file is damaged, or written by another program"
             )
         # A list field has one line per item.
         if kinds[name] == list[str]:
@@ -116,7 +116,9 @@ def _checked(found: dict[str, Any], path: Path) -> RunInfo:
         if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
     ]
     if missing := [name for name in needed if name not in found]:
-        raise ValueError(f"{path} has no line {missing[0]!r}; it is damaged; look at it by eye")
+        raise ValueError(
+            f"{path} has no line {missing[0]!r}; it is damaged; read it as text instead"
+        )
     return RunInfo(**found)
 
 

@@ -92,7 +92,7 @@ MEASURED = (
     Number(
         "toks_per_s",
         "tokens/s",
-        "all ranks, since the line before",
+        "all ranks, since the previous line",
         curve=Curve("toks", "tokens/s"),
         monitor=Monitored("speed", "{:,.0f} tokens/s"),
         in_head=True,
@@ -110,7 +110,7 @@ MEASURED = (
     Number(
         "mfu",
         "0 to 1",
-        "share of the device's peak since the line before, see [metrics.json](metrics_json.md)",
+        "share of the device's peak since the previous line, see [metrics.json](metrics_json.md)",
         curve=Curve("mfu", "MFU"),
         monitor=Monitored("speed", "mfu {:.1%}"),
         in_head=True,
@@ -146,14 +146,14 @@ MEASURED = (
     Number(
         "fetch_p50_ms",
         "ms",
-        "that wait over the last updates: median",
+        "median of that wait over recent updates",
         curve=Curve("fetch", "p50"),
         monitor=Monitored("data", "p50 {:.0f} ms"),
     ),
     Number(
         "fetch_p95_ms",
         "ms",
-        "that wait over the last updates: 95th percentile",
+        "95th percentile of that wait over recent updates",
         curve=Curve("fetch", "p95"),
         monitor=Monitored("data", "p95 {:.0f} ms"),
     ),
@@ -174,14 +174,14 @@ MEASURED = (
     Number(
         "rss_mib",
         "MiB",
-        "memory of the process; null where the device has its own",
+        "RSS of the process; null on a GPU",
         curve=Curve("memory", "process", GIB),
         in_head=True,
     ),
     Number(
         "gpu_util_pct",
         "%",
-        "share of the last moments in which a kernel ran",
+        "share of recent time in which a kernel ran",
         curve=Curve("util", "busy"),
         monitor=Monitored("memory", "GPU busy {:.0f}%"),
         in_head=True,
@@ -298,7 +298,7 @@ ATTENTION = (
     Number(
         "sel_k_max",
         "blocks",
-        "that a query read, at most",
+        "that a query read, maximum",
         curve=Curve("blocks", "most"),
         tag="selection/k_max",
         stat="sel_k_max",

@@ -1,5 +1,5 @@
-"""Files for people who look at a run: dtypes_report.txt, opt_state_mb.txt, sample.txt and
-loss_curve.png.
+"""Files for people who look at a run: dtypes_report.txt, opt_state_mb.txt, sample.txt,
+samples.jsonl and loss_curve.png.
 
 Schema, version 1. dtypes_report.txt: a line `version 1`, a line `compute TYPE` (the precision of
 matrix products), then name, dtype and shape of every parameter, as
@@ -9,14 +9,18 @@ the optimizer's state after its first update. Both are written once per start of
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nsa.config.describe import install_line
-from nsa.files import MIB, best_effort, read_text, replacing, write_text
+from nsa.files import MIB, LineFile, best_effort, read_text, replacing, write_text
 from nsa.records.tables import TrainingRow, ValRow
+from nsa.tail import lines_from_end
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +87,7 @@ def read_opt_state(folder: Path) -> float:
         return float(text)
     except ValueError:
         raise ValueError(
-            f"{folder / OPT_STATE} holds {text[:40]!r}, not a number of MiB; remove the file"
+            f"{folder / OPT_STATE} contains {text[:40]!r}, not a number of MiB; remove the file"
         ) from None
 
 
@@ -117,6 +121,66 @@ def write_sample(folder: Path, text: str) -> Path:
 def read_sample(folder: Path) -> str:
     """Read the text back; line ends are kept."""
     return read_text(folder / SAMPLE_FILE)
+
+
+# --- samples.jsonl: the same texts by step, with their prompts ---
+# Schema, version 1 (docs/schemas/samples_jsonl.md): the fields of Sample as one JSON object per
+# line. A run that is resumed for more steps appends, so that its samples can be compared.
+
+SAMPLES_FILE = "samples.jsonl"
+SAMPLES_SCHEMA = 1
+SAMPLES_BYTES = 1 << 20
+"""How far back `last_samples` reads."""
+PROMPT = "KING.\n"
+"""What the sample of a run continues."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A text that the model generated."""
+
+    schema: int = SAMPLES_SCHEMA
+    ts: float
+    """Unix time."""
+    step: int
+    """Updates of the model."""
+    prompt: str
+    """Empty if the text does not begin with PROMPT."""
+    text: str
+    """The continuation, without the prompt."""
+
+
+def append_sample(folder: Path, sample: Sample) -> Path:
+    """Append a line; on a full disk, warn and continue."""
+    file = LineFile(folder / SAMPLES_FILE)
+    file.append(json.dumps(dataclasses.asdict(sample), allow_nan=False))
+    file.close()
+    return folder / SAMPLES_FILE
+
+
+def last_samples(folder: Path, most: int) -> list[Sample]:
+    """Up to `most` of the last samples, oldest first; none if the file is missing."""
+    found: list[Sample] = []
+    for line in lines_from_end(folder / SAMPLES_FILE, SAMPLES_BYTES):
+        if len(found) == most:
+            break
+        found.append(_sample(line.text, f"{folder / SAMPLES_FILE}, {line.where}"))
+    return found[::-1]
+
+
+def _sample(text: str, where: str) -> Sample:
+    try:
+        sample = Sample(**json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{where} is not a sample ({error}); remove the line") from None
+    fits = isinstance(sample.prompt, str) and isinstance(sample.text, str)
+    fits = fits and type(sample.step) is int and isinstance(sample.ts, int | float)
+    if sample.schema != SAMPLES_SCHEMA or not fits:
+        raise ValueError(
+            f"{where} is not a sample of version {SAMPLES_SCHEMA}; it is of another version or "
+            "another program"
+        )
+    return sample
 
 
 # --- loss_curve.png: training and held-out loss by step ---

@@ -88,7 +88,7 @@ def obeyed(out_dir: Path | str) -> Path | None:
 def write_anomaly(out_dir: Path | str, kind: str) -> bool:
     """Record the anomaly that stops the run. On failure, warn and return False."""
     if kind not in ANOMALIES:
-        raise ValueError(f"anomaly {kind!r} is not known; use one of {', '.join(ANOMALIES)}")
+        raise ValueError(f"anomaly {kind!r} is unknown; use one of {', '.join(ANOMALIES)}")
     return _write(Path(out_dir) / ANOMALY, f"{kind}\n")
 
 

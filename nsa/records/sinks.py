@@ -272,7 +272,7 @@ class Tracker:
         self._push()
         # A tracker that stopped reading: drop it before the queue grows without bound.
         if len(self._waiting) > MOST_WAITING:
-            self._drop(f"{len(self._waiting) >> 20} MiB wait for it")
+            self._drop(f"{len(self._waiting) >> 20} MiB are queued for it")
 
     def _push(self) -> None:
         """Write as much of the queue as the pipe accepts."""
@@ -297,7 +297,7 @@ class Tracker:
         process.kill()
         process.wait()
         self._say(
-            f"[telemetry] {self._name} gets no more of this run: {why}{self._last_words()}; "
+            f"[telemetry] {self._name} stopped receiving this run: {why}{self._last_words()}; "
             "the run continues, and its files are complete"
         )
 
@@ -342,9 +342,9 @@ def open_tracker(
                 start_new_session=True,  # Ctrl-C must reach only the trainer, which closes this
             )
     except OSError as error:
-        say(f"[telemetry] {name} gets nothing of this run: {error}; the run continues")
+        say(f"[telemetry] {name} does not track this run: {error}; the run continues")
         return Tracker()
-    say(f"[telemetry] {name} follows this run as {tracked.id}; what it prints is in {log}")
+    say(f"[telemetry] {name} tracks this run as {tracked.id}; its output is in {log}")
     tracker = Tracker(name, process, log, say)
     tracker.tracked = tracked
     tracker._send(
@@ -364,7 +364,7 @@ def _tracked_before(folder: Path, say: Callable[[str], None]) -> Tracked | None:
     try:
         return read_tracked(folder)
     except ValueError as error:
-        say(f"[telemetry] {error}; the tracker gets this run under a new id")
+        say(f"[telemetry] {error}; the tracker uses a new run id")
         return None
 
 

@@ -173,7 +173,7 @@ def _row(kind: type[Row], types: Sequence[type], cells: Sequence[str], where: st
     except ValueError as error:
         raise ValueError(
             f"{where}: {','.join(cells)!r} is not {','.join(kind._fields)} ({error}); "
-            "remove that line, or look who else writes this file"
+            "remove that line, or find out what else writes this file"
         ) from None
 
 
@@ -382,6 +382,6 @@ def _check(record: SelectionRecord) -> None:
     ]
     rows += [row for layer in record.distance_pct for row in layer]
     if len(record.reads_pct) != len(record.distance_pct) or sum(map(len, rows)) > MOST_CELLS:
-        raise ValueError("reads_pct and distance_pct do not fit together")
+        raise ValueError("reads_pct and distance_pct have different layers or heads")
     if not all(type(value) in (int, float) and 0 <= value <= 100 for r in rows for value in r):
         raise ValueError("a share is not between 0 and 100")

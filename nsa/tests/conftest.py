@@ -54,6 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _tf32_as_before() -> Iterator[None]:
+    """A training run on a GPU allows TF32 in its process; tests of exact kernels may come next."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    yield
+    matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable in the developer's shell must not change what a test sees."""
     for name in list(os.environ):

@@ -152,8 +152,8 @@ def with_random_tokens(cfg: Config, error: LoaderFailed, say: Callable[[str], No
     folder = Path(cfg.train.out_dir)
     if saved := find.paths_of(folder):
         raise LoaderFailed(
-            f"{error}; --synthetic-on-fail was not obeyed: {folder} has a checkpoint of step "
-            f"{find.step_of(saved[0])}, and a run on random tokens would put it aside",
+            f"{error}; --synthetic-on-fail was ignored: {folder} has a checkpoint of step "
+            f"{find.step_of(saved[0])}, which a run on random tokens would move aside",
             started=False,
             exit_code=error.exit_code,
         ) from error
@@ -161,7 +161,7 @@ def with_random_tokens(cfg: Config, error: LoaderFailed, say: Callable[[str], No
         "!" * 80,
         f"[data] {error}",
         "[data] --synthetic-on-fail: training continues with RANDOM TOKENS, from which nothing can",
-        "[data] be learned; metrics.json says so, too (data_fallback)",
+        "[data] be learned; metrics.json records it (data_fallback)",
         "!" * 80,
     ):
         say(line)

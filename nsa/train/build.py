@@ -1,8 +1,9 @@
-"""Build the model and its update from a config; torch.compile; advice when memory runs out."""
+"""Build the model and its update from a config; compile; advice when memory runs out."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from nsa.config import Config, ConfigError
 from nsa.model import TinyLM
 from nsa.model.cost import training_memory
 from nsa.train.distributed.strategy import Strategy
+from nsa.train.loss import next_token_loss
 from nsa.train.optimizer import build_optimizer, new_scaler
 from nsa.train.runtime import Runtime
 from nsa.train.spikes import Spikes
@@ -75,10 +77,49 @@ def _require_compiler() -> None:
     names = [name for name in (wanted if isinstance(wanted, tuple) else (wanted,)) if name]
     if not any(shutil.which(name) for name in names):
         raise ConfigError(
-            f"runtime.compile=true needs a C++ compiler on a CPU, and {' or '.join(names)} is not "
-            "there; install one (or name it in CXX), or set runtime.compile=false",
+            f"runtime.compile=true needs a C++ compiler on a CPU, but {' or '.join(names)} is not "
+            "installed; install one (or set CXX), or set runtime.compile=false",
             key="runtime.compile",
         )
+
+
+# --- kernels, ahead of a run ---
+
+
+def compile_kernels(cfg: Config, runtime: Runtime) -> int:
+    """Compile the Triton kernels of training and generation on threads; returns their number.
+
+    One layer goes through an update, an evaluation, a prefill and two decode steps on the GPU. No
+    Triton kernel is launched, so all numbers are arbitrary; everything else runs.
+    """
+    from nsa.ops.triton.launcher import compiling_ahead  # needs Triton
+
+    model_cfg, train = replace(cfg.model, n_layers=1), cfg.train
+    run_cfg = replace(cfg.runtime, gradient_checkpointing=False, compile=False, gc_layers="")
+    model = build_model(replace(cfg, model=model_cfg, runtime=run_cfg), cfg.data.vocab, runtime)
+    rows = torch.zeros(train.batch_size, train.seq_len + 1, dtype=torch.int64)
+    num_tokens = train.batch_size * train.seq_len
+    packed = cfg.data.respect_documents
+    bounds = torch.tensor([0, num_tokens // 2, num_tokens], dtype=torch.int32) if packed else None
+    # One thread: `compiling_ahead` would not reach autograd's own.
+    with compiling_ahead() as ahead, torch.autograd.set_multithreading_enabled(False):
+        on_device = rows.to(runtime.device)
+        next_token_loss(model, on_device, runtime, bounds=bounds).backward()
+        model.eval()
+        with torch.no_grad():
+            next_token_loss(model, on_device, runtime, bounds=bounds)
+            _generate(model, train.seq_len, runtime)
+    return ahead.wait()
+
+
+def _generate(model: TinyLM, max_len: int, runtime: Runtime) -> None:
+    """Prefill half of the length, and decode two tokens."""
+    ids = torch.zeros(1, max(max_len // 2, 1), dtype=torch.int64, device=runtime.device)
+    with runtime.compute():
+        cache = model.new_cache(1, max_len=ids.shape[1] + 2)
+        model.prefill_last(ids, cache)
+        for _ in range(2):
+            model.step(ids[:, 0], cache)
 
 
 # --- out of memory ---
@@ -116,5 +157,5 @@ def _advice(cfg: Config) -> list[str]:
     if cfg.runtime.precision == "fp32":
         tried.append("runtime.precision=bf16")
     tried.append(f"train.seq_len={max(train.seq_len // 2, 1)}, a shorter context")
-    tried.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments")
+    tried.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragmentation")
     return tried[:3]

@@ -65,7 +65,7 @@ class RankLost(TrainError):
 BAD_DATA, NO_DATA = 2, 11
 """Exit codes: the data is invalid; the data did not arrive."""
 STALLED = 11
-"""Exit code of a rank that was ended because it, or a rank that it waits for, hangs."""
+"""Exit code of a rank that was killed because it, or a rank it waits for, hangs."""
 
 
 class LoaderFailed(TrainError):
@@ -111,8 +111,8 @@ def refuse_waste(cfg: Config, steps: int, *, config_path: str, config_named: boo
         )
     if not config_named:
         raise RunRefused(
-            f"{steps} steps with {config_path}, which nobody named: a run of {LONG_STEPS} steps or "
-            "more needs a config that was chosen; name it with --config or CONFIG, or pass "
+            f"{steps} steps with {config_path}, which is only the default: a run of {LONG_STEPS} "
+            "steps or more needs an explicit config; name it with --config or CONFIG, or pass "
             "--allow-long-run"
         )
 
@@ -123,7 +123,7 @@ def refuse_full_disk(folder: Path, need_bytes: int) -> None:
     if free is not None and free < need_bytes:
         raise RunRefused(
             f"disk full: need {size(need_bytes)} for a checkpoint, have {size(free)} in {folder}; "
-            "make room, or name another train.out_dir"
+            "free some space, or use another train.out_dir"
         )
 
 
@@ -133,11 +133,11 @@ def refuse_halted(folder: Path) -> None:
     if halt is None:
         return
     anomaly = read_anomaly(folder)
-    clear = f"look at the cause, then remove {folder / HALT}"
+    clear = f"check the cause, then remove {folder / HALT}"
     # The same exit code as the run that failed.
     if anomaly == "nan_loss":
         raise NonFiniteLoss(
-            f"{folder} holds a run that ended with {anomaly}; {clear} and {folder / ANOMALY}"
+            f"{folder} has a run that ended with {anomaly}; {clear} and {folder / ANOMALY}"
         )
     reason = f" ({anomaly})" if anomaly else ""
-    raise RunRefused(f"{folder} holds a .HALT from before{reason}; {clear} to start")
+    raise RunRefused(f"{folder} has an old .HALT{reason}; {clear} to start")

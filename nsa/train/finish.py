@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from nsa.data import Tokenizer
 from nsa.files import best_effort, replacing
 from nsa.model import TinyLM
 from nsa.records import Metrics, PlotUnavailable, draw_loss_curve, write_sample
-from nsa.records.results import CURVE_FILE, SAMPLE_FILE
+from nsa.records.results import CURVE_FILE, PROMPT, SAMPLE_FILE, Sample, append_sample
 from nsa.records.sentinels import write_anomaly, write_halt
 from nsa.train.checkpoint.model_file import save_model
 from nsa.train.checkpoint.writer import num_tensor_bytes, why_not_written
@@ -21,7 +22,7 @@ from nsa.train.progress import clock
 from nsa.train.trainer import Trainer
 
 Sampler = Callable[[TinyLM, Tokenizer, int], str]
-"""Generates text: (model, tokenizer, seed) -> text, for example nsa.generate.sample_text."""
+"""Generates text: (model, tokenizer, seed) -> text, prompt first, as nsa.generate.sample_text."""
 
 
 def finish(
@@ -38,7 +39,7 @@ def finish(
     except (OSError, RuntimeError) as error:  # torch wraps the errors of its file writer
         reason = why_not_written(error, model_path.parent, num_tensor_bytes(model.state_dict()))
         raise TrainError(
-            f"training is done, but {model_path} could not be written ({reason}); the "
+            f"training has finished, but {model_path} could not be written ({reason}); the "
             f"weights are in the newest checkpoint of {trainer.folder}, if there is one "
             "(nsa checkpoint export)"
         ) from None
@@ -56,17 +57,25 @@ def finish(
 
 
 def _sample(trainer: Trainer, model: TinyLM, sampler: Sampler) -> list[Path]:
-    """Write a sample; a model trained under FSDP may not fit on one device."""
+    """Write a sample to its files; a model trained under FSDP may not fit on one device."""
     say, device = trainer.log.progress.say, trainer.runtime.device
     try:
         text = sampler(model.to(device), trainer.data.tokenizer, trainer.cfg.train.seed)
     except torch.OutOfMemoryError:
-        say(f"[done] no sample: the whole model does not fit {device}")
+        say(f"[done] no sample: the full model does not fit on {device}")
         return []
     say(f"\n----- sample -----\n{_printable(text)}\n------------------\n")
+    prompt = PROMPT if text.startswith(PROMPT) else ""
+    sample = Sample(
+        ts=round(time.time(), 3),
+        step=trainer.log.metrics.step,
+        prompt=prompt,
+        text=text.removeprefix(prompt),
+    )
+    files = [append_sample(trainer.folder, sample)]
     with best_effort(trainer.folder / SAMPLE_FILE):
-        return [write_sample(trainer.folder, text)]
-    return []
+        files.append(write_sample(trainer.folder, text))
+    return files
 
 
 def summarize(metrics: Metrics, files: Sequence[Path]) -> str:

@@ -63,7 +63,7 @@ class LockedFolder:
             self._lock = take_lock(self.path, say=self._say, patience_s=patience_s, waits=again)
         except FolderHeld as held:
             raise RunRefused(
-                f"{held}; two runs in one folder would overwrite each other: wait for its end, "
+                f"{held}; two runs in one folder would overwrite each other: wait until it ends, "
                 f"stop it with `touch {self.path}/.HALT`, or name another folder with train.out_dir"
             ) from None
         except OSError as error:
@@ -73,7 +73,7 @@ class LockedFolder:
                 raise not_made(self.path, error) from None
             raise RunRefused(
                 f"{error.filename}, the lock of the run folder, cannot be opened "
-                f"({error.strerror}); remove it if no run is at work there, or name another folder "
+                f"({error.strerror}); remove it if no run uses the folder, or choose another one "
                 "with train.out_dir"
             ) from None
 
@@ -141,27 +141,28 @@ class LockedFolder:
             return TAKEN
         except OSError as error:
             if not self._failed:
-                complain(self.path, error, "was removed and cannot be made again")
+                complain(self.path, error, "was removed and cannot be created again")
             self._failed = True
             return 0
         self._lost_at, self._failed = None, False
         return RENEWED
 
     def _alarm(self, step: int) -> Alarm:
-        text = f"{self.path} was removed, or moved away, under the run, before update {step}"
-        then = "it is made anew: logs from their start, heartbeats from here, a checkpoint now"
+        text = f"{self.path} was removed or moved during the run, before update {step}"
+        then = "it was created again, with full logs, new heartbeats and a checkpoint now"
         self._say(f"[folder] ALARM: {text}; {then}; the older checkpoints are gone")
         return Alarm(
             type=ALARM,
             step=step,
             text=f"{text}; {then}",
-            advice="look who removed it; older checkpoints are only in train.backup_dir, if set",
+            advice="find out what removed it; older checkpoints are only in train.backup_dir, if "
+            "set",
         )
 
     def _refusal(self, step: int) -> RunRefused:
         who = f" ({self._taken})" if self._taken else ""
         refusal = RunRefused(
-            f"{self.path} was removed, or moved away, under this run, and another run works there "
+            f"{self.path} was removed or moved during this run, and another run uses it "
             f"now{who}: stopped before update {step} without a checkpoint, and nothing was written "
             "there; start it again with another train.out_dir"
         )

@@ -209,8 +209,8 @@ class RunLog:
             raise NonFiniteLoss(
                 "[train][FATAL] non-finite loss detected — aborting run. "
                 f"Step {self.metrics.step}: loss {loss}, gradient norm {norm}"
-                f"{self._ranks.ranks_not_finite(late=len(self._in_flight))}; its update was not "
-                "done; lower train.lr, or look at the data of that step",
+                f"{self._ranks.ranks_not_finite(late=len(self._in_flight))}; its update was "
+                "skipped; lower train.lr, or check the data of that step",
                 step=self.metrics.step,
             )
         self.metrics.loss_last, self._norm = loss, norm
@@ -222,7 +222,7 @@ class RunLog:
         """Log a spike; return it if the run must roll back."""
         self.metrics.spikes += 1
         text = f"loss {loss:.4f} at step {self.metrics.step} is a spike: above {limit:.4f}"
-        then = {"skip": "; its update was left out", "log": "; training continues"}
+        then = {"skip": "; its update was skipped", "log": "; training continues"}
         self.progress.say(f"[spike] {text}{then.get(self._spike_rule, '')}")
         return Spike(self.metrics.step, text) if self._spike_rule == "rollback" else None
 
@@ -297,7 +297,7 @@ class RunLog:
         metrics.peak_mem_mib = peak_memory_mib(self.telemetry.device)
         if stats is not None:
             metrics.attention_stats = stats.summary()
-        assert metrics.loss_last is not None, "the line is written when its step was looked at"
+        assert metrics.loss_last is not None, "a line is written after its step was checked"
         speed = metrics.tokens_per_step * line.num_steps / seconds
         row = TrainingRow(line.step, metrics.loss_last, line.lr, speed)
         self.training.append(row)

@@ -72,8 +72,8 @@ def _check_targets(targets: Tensor, vocab: int) -> None:
     elif not known.all():
         wrong = int(targets[~known][0])
         raise IndexError(
-            f"target {wrong} is outside the vocabulary of {vocab} ids; give 0 to {vocab - 1}, or "
-            f"{IGNORED} to leave a token out of the loss"
+            f"target {wrong} is outside the vocabulary of {vocab} ids; use 0 to {vocab - 1}, or "
+            f"{IGNORED} to exclude a token from the loss"
         )
 
 

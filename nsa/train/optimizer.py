@@ -54,6 +54,23 @@ def new_scaler(runtime: Runtime) -> GradScaler:
     )
 
 
+# --- torch's optimizers without its compiler ---
+
+
+def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch has wrapped to keep Dynamo out of it; the wrapper imports torch._dynamo."""
+    return getattr(method, "__wrapped__", method)
+
+
+class _Eager(Optimizer):
+    """Base of the optimizers here. Nobody compiles them, and importing Dynamo takes 3 s."""
+
+    add_param_group = _unwrapped(Optimizer.add_param_group)
+    zero_grad = _unwrapped(Optimizer.zero_grad)
+    state_dict = _unwrapped(Optimizer.state_dict)
+    load_state_dict = _unwrapped(Optimizer.load_state_dict)
+
+
 # --- Muon: momentum with orthogonalized updates ---
 # With momentum M = U S V^T, the update is about U V^T: five Newton-Schulz steps bring the singular
 # values to [0.7, 1.2]. It is scaled by 0.2 sqrt(max(rows, columns)), so that its entries have the
@@ -70,7 +87,7 @@ STEPS = 5
 EPS = 1e-7
 
 
-class Muon(Optimizer):
+class Muon(_Eager):
     """Muon for 2-D parameters. If `skip`, a scalar on the device, is 1, the update has no effect.
 
     The learning rate may be a tensor. `capturable` changes nothing, because no step reads the
@@ -162,7 +179,7 @@ BETAS = (0.9, 0.95)
 """beta2 is below torch's 0.999, as is usual for language models."""
 
 
-class SkippingAdamW(AdamW):
+class SkippingAdamW(_Eager, AdamW):
     """Fused AdamW; the update has no effect where `skip` is 1."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, capturable: bool) -> None:
@@ -172,11 +189,12 @@ class SkippingAdamW(AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         given = getattr(self, "found_inf", None)
         self.found_inf = skipped(self)  # the fused kernel reads it on the device
-        super().step(closure)
+        with torch.no_grad():  # as the wrapper does
+            _unwrapped(AdamW.step)(self, closure)
         self.found_inf = given
 
 
-class MuonAndAdamW(Optimizer):
+class MuonAndAdamW(_Eager):
     """Muon and AdamW as one optimizer: one schedule, one skip flag, one state."""
 
     _step_supports_amp_scaling = True

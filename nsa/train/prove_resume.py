@@ -71,7 +71,7 @@ def _in_a_process(cfg: Config, config_path: str, until: int) -> None:
     if process.exitcode:
         raise RuntimeError(
             f"the run in {cfg.train.out_dir} ended with exit code {process.exitcode}; "
-            "its own message is above"
+            "see its message above"
         )
 
 

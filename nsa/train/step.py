@@ -189,14 +189,14 @@ class GraphStep(EagerStep):
     def _check_form(self, batches: Sequence[MicroBatch]) -> None:
         if any(batch.bounds is not None for batch in batches):
             raise ValueError(
-                "a CUDA graph cannot hold packed documents, whose borders change with every batch; "
+                "a CUDA graph cannot replay packed documents: boundaries change with every batch; "
                 "use EagerStep"
             )
         given = [list(batch.rows.shape) for batch in batches]
         held = [list(rows.shape) for rows in self._rows]
         if self._graph is not None and given != held:
             raise ValueError(
-                f"batches of shapes {given} for a graph that was captured with {held}; "
+                f"batches of shapes {given}, but the graph was captured with {held}; "
                 "a graph takes one shape: make another GraphStep"
             )
 

@@ -125,7 +125,7 @@ class Stop:
         if self._num_asked == 1:
             self.request(name)
             doing = f"finishing step {self.step}" if self.step else "before the first step"
-            self._say(f"{name} received: {doing}, then a checkpoint; send it again to stop at once")
+            self._say(f"{name} received: {doing}, then a checkpoint; repeat it to stop at once")
         elif self._num_asked == 2:
             self._say(f"{name} again: stopping at once; the last checkpoint stays")
             # Inside a library call the handler cannot run: exit by a timer.
@@ -139,7 +139,7 @@ class Stop:
     def _leave(self, why: str) -> None:
         """Exit the process at once, unless the main thread is on its way out."""
         if not self._leaving.is_set():
-            self._say(f"{why}: leaving without waiting for anything")
+            self._say(f"{why}: exiting without waiting for anything")
             os._exit(Interrupted.exit_code)
 
     def _say(self, text: str) -> None:

@@ -175,7 +175,7 @@ class Trainer:
             )
         self.log.progress.say(
             f"[spike] back to {back.path.name}; from there on the data of {back.jumped} updates "
-            "is jumped over"
+            "is skipped"
         )
         raise LossSpike(spike.text, back)
 
@@ -232,7 +232,7 @@ class Trainer:
         older = [p for p in find.paths_of(self.folder) if find.step_of(p) <= done]
         back = f"--resume {older[0]}" if older else "--resume none"
         return (
-            f"{names} may have learned from it; once the shard is mended, the same command with "
+            f"{names} may have learned from it; once the shard is repaired, the same command with "
             f"{back} trains these steps again"
         )
 

@@ -26,7 +26,7 @@ def find_token(text: str | None, file: Path | None) -> str | None:
     Prefer the file: every user of the machine can see the command line of a process.
     """
     if text is not None and file is not None:
-        raise ValueError("--token and --token-file: give one of them")
+        raise ValueError("--token and --token-file are both given; use one of them")
     if file is None:
         return text if text is not None else read("NSA_DASHBOARD_TOKEN") or None
     try:
@@ -35,14 +35,14 @@ def find_token(text: str | None, file: Path | None) -> str | None:
             mode = os.fstat(opened.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ValueError(
-                    f"--token-file {file} is open to others (mode {stat.S_IMODE(mode):04o}); "
+                    f"--token-file {file} is open to other users (mode {stat.S_IMODE(mode):04o}); "
                     f"run: chmod 600 {file}"
                 )
             return opened.read(MOST_TOKEN).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ValueError(
-            f"--token-file {file} cannot be read ({reason}); name a file with the token"
+            f"--token-file {file} cannot be read ({reason}); use a file with the token"
         ) from None
 
 
@@ -59,13 +59,13 @@ class Access(NamedTuple):
         """Reject a reachable address without a token, and a token that is easy to guess."""
         if token is None and not is_loopback(host):
             raise ValueError(
-                f"--host {host} can be reached by others; give a --token-file with at least "
-                f"{SHORTEST} characters, or leave --host at 127.0.0.1 and come through ssh -L"
+                f"--host {host} is reachable from other machines; use a --token-file with at least "
+                f"{SHORTEST} characters, or keep --host 127.0.0.1 and connect through ssh -L"
             )
         if token is not None and (len(token) < SHORTEST or not token.isascii()):
             raise ValueError(
-                f"the token has {len(token)} characters; give at least {SHORTEST} ASCII ones, "
-                f'for example of `python -c "import secrets; print(secrets.token_urlsafe())"`'
+                f"the token has {len(token)} characters; use at least {SHORTEST} ASCII ones, "
+                f'for example from `python -c "import secrets; print(secrets.token_urlsafe())"`'
             )
         return Access(host, token, secrets.token_bytes(32))
 

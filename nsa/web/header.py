@@ -1,14 +1,18 @@
-"""What the page shows about a run besides its curves: settings, verdict, numbers, ranks, alarms."""
+"""What the page shows about a run besides its curves: settings, verdict, numbers, ranks, alarms,
+samples and the log."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from nsa.config.describe import printable
+from nsa.operate.handoff.redact import hide_lines
 from nsa.operate.limits import HALTING, Limits, limits_for
 from nsa.operate.run_files import RunFiles, file_stamp
 from nsa.operate.run_folder import Rank, Run, number
@@ -17,6 +21,7 @@ from nsa.records.alarms import Alarm
 from nsa.records.env import ENV_FILE
 from nsa.records.metrics import CONFIG_FILE
 from nsa.records.numbers import CHARTS, EVALUATED, NUMBERS, SCALARS, Chart, curves_of
+from nsa.records.results import SAMPLE_FILE, SAMPLES_FILE
 
 MOST_KEYS = 2000
 MOST_DEPTH = 8
@@ -114,7 +119,7 @@ def side_by_side(tables: Sequence[Flat]) -> list[dict[str, Any]]:
 def describe_charts() -> dict[str, Any]:
     """All charts with their curves, and the numbers of the picture by layer.
 
-    The page spells no number itself: charts.js draws what stands here.
+    The page formats no number itself: charts.js draws what is listed here.
     """
     forms = {name: chart.form for chart in CHARTS for name, _ in curves_of(chart, SCALARS)}
     return {
@@ -156,6 +161,7 @@ def describe(run: Run) -> dict[str, Any]:
         "ended": run.over,
         "level": level,
         "verdict": verdict,
+        "next": _next(run),
         "now": run.now,
         **_numbers(run),
         "metrics": None if run.metrics is None else _metrics(run),
@@ -190,6 +196,49 @@ def _verdict(run: Run, alarms: list[Alarm]) -> tuple[str, str]:
     if run.metrics is None:
         return "warn", "metrics.json is missing"
     return "good", "healthy"
+
+
+RESUMABLE = ("died", "halted", "interrupted")
+
+
+def _next(run: Run) -> dict[str, Any] | None:
+    """How to go on with a run that stopped before its last step; None for any other."""
+    if run.status not in RESUMABLE or run.metrics is None:
+        return None
+    launch = RunFiles(run.folder).launch()
+    command = launch.command if launch else shlex.join(run.env.argv) if run.env else ""
+    command = resume_command(command, 1 if launch else run.metrics.world_size)
+    return {
+        "why": _short(run.death),
+        # Half a command would do something else.
+        "command": _short(command) if len(command) < MOST_TEXT else "",
+        "checkpoint": run.checkpoints[-1].step if run.checkpoints else None,
+        "again": run.last_step - (run.checkpoints[-1].step if run.checkpoints else 0),
+    }
+
+
+def resume_command(command: str, ranks: int) -> str:
+    """The command that continues a run, from the arguments that its process had.
+
+    `ranks` above 1: torchrun started the process, and the arguments do not name it.
+    """
+    try:
+        program, *arguments = shlex.split(command)
+    except ValueError:  # empty, or cut off within quotes
+        return ""
+    # --resume none starts over; without it the newest checkpoint is taken.
+    text = re.sub(r"(?:^| )--resume[ =]none(?= |$)", "", shlex.join(arguments)).strip()
+    path = Path(program)
+    if path.name == "__main__.py":
+        parts = path.parent.parts
+        module = ".".join(parts[parts.index("nsa") :]) if "nsa" in parts else path.parent.name
+        start = ["-m", module]
+    elif path.name == "nsa":
+        start = ["-m", "nsa.cli"] if ranks > 1 else ["nsa"]
+    else:
+        start = [shlex.quote(program)]
+    launcher = [f"torchrun --nproc-per-node={ranks}"] if ranks > 1 else ["python"]
+    return " ".join([*([] if start == ["nsa"] else launcher), *start, text]).strip()
 
 
 def _numbers(run: Run) -> dict[str, Any]:
@@ -266,3 +315,77 @@ def _short(text: str) -> str:
 def _finite(value: Any) -> Any:
     # The page parses strict JSON, which has no NaN or Infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- texts: generated samples, and the end of the log ---
+# Both are foreign text. Control characters are removed here; the page inserts text, never markup.
+
+MOST_SAMPLES = 20
+MOST_SAMPLE_TEXT = 20_000
+"""Characters of one sample that are sent."""
+LOG_LINES = 200
+LOG_BYTES = 1 << 18
+"""How far back the log is read."""
+MOST_LOG_TEXT = 2000
+"""Characters of one line that are sent."""
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
+"""Terminal escape sequences: CSI (colours, cursor), OSC (titles, links), and two-character ones."""
+
+
+def samples_stamp(folder: Path) -> str:
+    """Changes whenever a sample is written; empty if there is none."""
+    stamps = [file_stamp(folder / name) for name in (SAMPLES_FILE, SAMPLE_FILE)]
+    return "" if stamps == [None, None] else str(stamps)
+
+
+def describe_samples(folder: Path) -> dict[str, Any]:
+    """The generated texts of a run, oldest first; `step` is None where it was not recorded."""
+    files = RunFiles(folder)
+    found: list[dict[str, Any]] = [
+        {
+            "step": sample.step,
+            "ts": _finite(float(sample.ts)),
+            "prompt": _plain_text(sample.prompt),
+            "text": _plain_text(sample.text),
+        }
+        for sample in files.samples(MOST_SAMPLES)
+    ]
+    if not found and (text := files.sample_text()) is not None:
+        found = [{"step": None, "ts": None, "prompt": "", "text": _plain_text(text)}]
+    return {"samples": found, "problems": [_short(problem) for problem in files.problems]}
+
+
+def describe_log(folder: Path, path: Path | None) -> dict[str, Any]:
+    """The last lines of a log as [byte offset, text]; the offset tells which lines are new."""
+    stamp = None if path is None else file_stamp(path)
+    if path is None or stamp is None:
+        tee = f"2>&1 | tee -a {shlex.quote(str(folder / 'train.log'))}"
+        hint = f"nsa launch writes one; for a run that nsa train starts: nsa train ... {tee}"
+        return {"file": None, "lines": [], "problem": f"There is no log. {_short(hint)}"}
+    shown = path.name if path.parent == folder else str(path)
+    found = {"file": _short(shown), "id": stamp[0], "size": stamp[1], "written": stamp[2] / 1e9}
+    files = RunFiles(folder)
+    lines = files.log_tail(path, LOG_LINES, LOG_BYTES)
+    if files.problems:
+        return found | {"lines": [], "problem": _short(files.problems[0])}
+    # Whole words only: a secret that was cut in two would not be recognized.
+    texts = [text for text, _ in hide_lines(_plain_line(line.text) for line in lines)]
+    rows = [
+        [line.byte, text.rstrip("\n")[:MOST_LOG_TEXT]]
+        for line, text in zip(lines, texts, strict=True)
+    ]
+    cut = stamp[1] and not rows
+    problem = f"no whole line in the last {LOG_BYTES >> 10} KiB" if cut else ""
+    return found | {"lines": rows, "problem": problem}
+
+
+def _plain_line(text: str) -> str:
+    """What a terminal would be left with: no escapes, and only what follows the last return."""
+    text = ESCAPES.sub("", text).rstrip("\r").rpartition("\r")[2]
+    return printable(text.expandtabs(4))
+
+
+def _plain_text(text: str) -> str:
+    """Text of several lines, without control characters and not longer than is shown."""
+    lines = text[:MOST_SAMPLE_TEXT].replace("\r\n", "\n").split("\n")
+    return "\n".join(_plain_line(line) for line in lines)

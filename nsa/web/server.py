@@ -34,6 +34,8 @@ class Run(Protocol):
     def layers(self, first: float, last: float, points: int) -> dict[str, Any]: ...
     def selection(self, step: int) -> dict[str, Any]: ...
     def timeline(self, last_s: float, cells: int) -> dict[str, Any]: ...
+    def samples(self) -> dict[str, Any]: ...
+    def log(self) -> dict[str, Any]: ...
 
 
 class Runs(Protocol):
@@ -76,6 +78,8 @@ PATHS: dict[str, Callable[[Runs, Query], dict[str, Any]]] = {
     "/api/layers": _layers,
     "/api/selection": _selection,
     "/api/timeline": _timeline,
+    "/api/samples": lambda runs, query: _run(runs, query).samples(),
+    "/api/log": lambda runs, query: _run(runs, query).log(),
 }
 
 
@@ -184,7 +188,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Check access, then route the request."""
         if not self.server.access.knows_host(self.headers.get("Host")):
-            self._error(HTTPStatus.MISDIRECTED_REQUEST, "this Host is not a name of this machine")
+            self._error(
+                HTTPStatus.MISDIRECTED_REQUEST, "the Host header does not name this machine"
+            )
             return
         parts = urlsplit(self.path)
         query = dict(parse_qsl(parts.query, max_num_fields=20))
@@ -230,7 +236,7 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/":
             self._file(LOGIN, HTTPStatus.UNAUTHORIZED)
         else:
-            self._error(HTTPStatus.UNAUTHORIZED, "this dashboard wants its token")
+            self._error(HTTPStatus.UNAUTHORIZED, "this dashboard requires a token")
 
     def _api(self, path: str, query: dict[str, str]) -> None:
         try:

@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config.describe import printable
+from nsa.operate.run_files import find_log
 from nsa.operate.run_folder import Run, read_run
 from nsa.web import timeline
-from nsa.web.header import MOST_PROBLEMS, MOST_TEXT, Settings, describe, side_by_side
+from nsa.web.header import (
+    MOST_PROBLEMS,
+    MOST_TEXT,
+    Settings,
+    describe,
+    describe_log,
+    describe_samples,
+    samples_stamp,
+    side_by_side,
+)
 from nsa.web.history import History
 
 INTERVAL_S = 1.0
@@ -35,6 +45,7 @@ class Source:
         # Written by the reader thread under the lock; kept if a later read fails.
         self._run: Run | None = None
         self._error = ""
+        self._log: Path | None = None
         self._due, self._judged = 0.0, -1
         self._more = True
 
@@ -67,6 +78,7 @@ class Source:
             "version": version,
             "reading": more,
             "maps": maps[-1] if maps else None,
+            "samples": samples_stamp(self.folder),
             "problems": shown[:MOST_PROBLEMS],
         }
 
@@ -139,6 +151,14 @@ class Source:
             ],
         }
 
+    def samples(self) -> dict[str, Any]:
+        """The texts that the model generated."""
+        return describe_samples(self.folder)
+
+    def log(self) -> dict[str, Any]:
+        """The last lines of the log."""
+        return describe_log(self.folder, self._log)
+
     def settings(self) -> tuple[dict[str, str], dict[str, str]]:
         """Config and environment as flat tables."""
         with self._lock:
@@ -149,6 +169,7 @@ class Source:
         start = time.monotonic()
         try:
             run, self._error = read_run(self.folder, tail_bytes=TAIL_BYTES), ""
+            self._log = find_log(self.folder)
         except (OSError, ValueError) as error:
             run, self._error = None, str(error)
         took = time.monotonic() - start

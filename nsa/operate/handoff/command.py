@@ -47,7 +47,7 @@ LEVEL = 1
 def command(args: argparse.Namespace) -> int:
     """Write an archive, or verify one."""
     if (args.folder is None) == (args.verify is None):
-        raise ValueError("give a run folder, or --verify FILE; one of them")
+        raise ValueError("use either a run folder or --verify FILE")
     if args.verify is not None:
         return verify(args.verify)
     out = args.out or Path(f"{args.folder.resolve().name}-handoff.tar.gz")
@@ -66,11 +66,14 @@ def hand_over(
 ) -> Manifest:
     """Write the archive of a run folder to `out`, a new file outside that folder."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give the run folder (train.out_dir)")
+        raise ValueError(f"{folder} is not a folder; use the run folder (train.out_dir)")
     if out.exists():
         raise ValueError(f"{out} exists; name another file with --out, or remove it")
     if out.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{out} is inside the run folder, which is only read; use --out elsewhere")
+        raise ValueError(
+            f"{out} is inside the run folder, which is read-only here; use --out with a path "
+            "outside it"
+        )
     with ExitStack() as open_files:
         found = Collection(folder, open_files)
         found.collect(run_info, report)
@@ -156,7 +159,7 @@ def verify(path: Path) -> int:
     try:
         manifest, problems = examine(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give a file that nsa handoff wrote") from None
+        raise ValueError(f"{path} does not exist; use a file that nsa handoff wrote") from None
     except (OSError, ValueError, EOFError, tarfile.TarError, zlib.error) as error:
         print(f"BAD  {path}: {printable(str(error))}")
         return BAD
@@ -180,16 +183,18 @@ def examine(path: Path) -> tuple[Manifest, list[str]]:
             name = member.name.removeprefix(PREFIX)
             # Never trust names in an archive: "../" and symlinks could lead outside on extraction.
             if not member.isreg() or not member.name.startswith(PREFIX) or not is_safe(name):
-                problems.append(f"{member.name!r:.100} is a link, or leads out of the archive")
+                problems.append(f"{member.name!r:.100} is a link, or a path outside the archive")
             # `pop`, so that a second member with the same name is a problem too.
             elif (entry := expected.pop(name, None)) is None:
-                problems.append(f"{name}: not in the manifest, or there twice")
+                problems.append(f"{name}: not in the manifest, or twice in the archive")
             else:
                 problems += _compare(entry, member.size, archive.extractfile(member))
     problems += [f"{name}: in the manifest, not in the archive" for name in expected]
     covered = {entry.item for entry in manifest.files} | {lost.item for lost in manifest.missing}
     problems += [
-        f"{item}: neither there nor named as missing" for item in ITEMS if item not in covered
+        f"{item}: neither in the archive nor listed as missing"
+        for item in ITEMS
+        if item not in covered
     ]
     return manifest, problems
 
@@ -197,7 +202,7 @@ def examine(path: Path) -> tuple[Manifest, list[str]]:
 def _manifest(archive: tarfile.TarFile, first: tarfile.TarInfo | None) -> Manifest:
     if first is None or first.name != PREFIX + MANIFEST_FILE or not first.isreg():
         raise ValueError(
-            f"its first file is not {PREFIX}{MANIFEST_FILE}; it is no archive of nsa handoff"
+            f"its first file is not {PREFIX}{MANIFEST_FILE}; it is not an archive of nsa handoff"
         )
     if first.size > LARGEST_MANIFEST:
         raise ValueError(
@@ -223,7 +228,7 @@ def _compare(entry: Entry, size: int, file: IO[bytes] | None) -> Iterator[str]:
                 if count:
                     yield f"{entry.path}, line {number}: looks like a secret"
     if digest.hexdigest() != entry.sha256:
-        yield f"{entry.path}: its bytes are not those of the manifest"
+        yield f"{entry.path}: its sha256 differs from the manifest"
 
 
 class _Hashed(io.RawIOBase):

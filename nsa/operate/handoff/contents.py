@@ -10,7 +10,6 @@ import dataclasses
 import json
 import re
 import zipfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import IO, Any, NamedTuple
 from nsa.config.load import REPOSITORY
 from nsa.files import open_binary
 from nsa.operate.handoff.redact import hide
-from nsa.operate.run_files import require_types
+from nsa.operate.run_files import find_run_info, require_types
 from nsa.operate.run_folder import read_run
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import BadCheckpoint, manifest_path
@@ -112,7 +111,7 @@ def read_manifest(content: bytes) -> Manifest:
     for entry in manifest.files:
         if not is_safe(entry.path):
             raise ValueError(
-                f"{MANIFEST_FILE} names {entry.path!r:.80}, which is no plain relative path"
+                f"{MANIFEST_FILE} names {entry.path!r:.80}, which is not a plain relative path"
             )
     return manifest
 
@@ -127,8 +126,6 @@ def is_safe(name: str) -> bool:
 
 LOGS = ("train.log", "production.log")
 REPORTS = ("report.md", "report.json")
-LAUNCHES = "train_runs"
-"""Folder with launch records, next to the run folders."""
 
 
 class Source(NamedTuple):
@@ -167,7 +164,7 @@ class Collection:
 
     def _run_info(self, info: Path | None) -> str:
         if info is None:
-            self._miss("run_info", f"no run.info names {self.folder}; give it with --run-info")
+            self._miss("run_info", f"no run.info names {self.folder}; name it with --run-info")
             return ""
         source = self._add("run_info", info, "run.info")
         if source is None:
@@ -190,12 +187,12 @@ class Collection:
         for path in find.paths_of(self.folder):
             try:
                 if path.is_symlink():
-                    raise BadCheckpoint(f"{path} is a link, which is not followed")
+                    raise BadCheckpoint(f"{path} is a symlink, and symlinks are not followed")
                 find.verify(path)
                 files = sorted(path.iterdir()) if path.is_dir() else [path, manifest_path(path)]
                 for file in files:
                     if where := secret_in(file):
-                        raise BadCheckpoint(f"{file} holds what looks like a secret ({where})")
+                        raise BadCheckpoint(f"{file} contains what looks like a secret ({where})")
             except (BadCheckpoint, OSError) as error:
                 reasons.append(str(error))
                 continue
@@ -204,7 +201,7 @@ class Collection:
                 self._add("checkpoint", file, name, is_text=False)
             break
         else:
-            reasons.append(f"{self.folder} has no checkpoint that can be handed over")
+            reasons.append(f"{self.folder} has no intact checkpoint without secrets")
         if reasons:
             self._miss("checkpoint", "; ".join(reasons))
 
@@ -224,7 +221,7 @@ class Collection:
             path = REPOSITORY / name
             # run.info is input: a name in it must not pull in files outside the repository.
             if not is_safe(name) or not path.resolve().is_relative_to(REPOSITORY):
-                self._miss("altered", f"{name!r} is no path inside the repository")
+                self._miss("altered", f"{name!r} is not a path inside the repository")
             elif not path.exists():
                 self._miss("altered", f"{name}, which run.info names, is gone")
             else:
@@ -242,22 +239,6 @@ class Collection:
     def _miss(self, item: str, reason: str) -> None:
         clean = "".join(hide(line)[0] for line in reason.splitlines())
         self.missing.append(Missing(item=item, reason=clean))
-
-
-def find_run_info(folder: Path) -> Path | None:
-    """run.info in the folder, else the newest launch record beside it that names the folder."""
-    if (folder / "run.info").exists():
-        return folder / "run.info"
-    records = folder.resolve().parent.glob(f"{LAUNCHES}/*/run.info")
-    for path in sorted(records, key=lambda p: p.parent.name, reverse=True):
-        try:
-            with open_binary(path) as file:
-                text = file.read(1 << 20).decode("utf-8", "replace")
-        except OSError:
-            continue  # another user's record; a later one may be ours
-        if any(_is_folder(value, folder) for value in _values(text)):
-            return path
-    return None
 
 
 def altered_files(run_info: str) -> list[str]:
@@ -284,20 +265,3 @@ def secret_in(path: Path) -> str:
         if count:
             return shown[:80]
     return ""
-
-
-def _values(run_info: str) -> Iterator[str]:
-    for line in run_info.splitlines():
-        yield line.partition(":")[2].strip()
-
-
-def _is_folder(value: str, folder: Path) -> bool:
-    """Whether a run.info value is this folder: as given, or relative to the launch directory."""
-    if not value or "\0" in value:
-        return False
-    whole, given = folder.resolve(), Path(value)
-    return Path(value).resolve() == whole or (
-        not given.is_absolute()
-        and len(given.parts) > 1
-        and whole.parts[-len(given.parts) :] == given.parts
-    )

@@ -128,7 +128,7 @@ def lines_of(file: IO[bytes]) -> Iterator[str]:
             continue
         while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
             pass
-        yield f"[a line of more than {LONGEST_LINE} bytes is left out]\n"
+        yield f"[a line of more than {LONGEST_LINE} bytes was dropped]\n"
 
 
 def as_bytes(text: str) -> bytes:

@@ -1,1 +1,1 @@
-"""`nsa launch`: start a run by a profile and take it through its phases."""
+"""`nsa launch`: start a run from a profile, phase by phase."""

@@ -109,7 +109,7 @@ def _record_name(name: str, nodes: Nodes) -> str:
 def _too_few_gpus(plan: Plan, least: int) -> str:
     found = len(plan.machine.gpus)
     if found < least:
-        return f"{found} GPUs here, and this launch needs {least}; --min-gpus changes that"
+        return f"{found} GPUs here, but this launch needs {least}; see --min-gpus"
     shares = plan.environ.get("TORCH_BACKEND") == "gloo"
     if 0 < found < plan.ranks and not shares:
         return (
@@ -126,7 +126,7 @@ def _why_occupied(out_dir: Path, stop_old: bool) -> str:
     """
     who, is_ending = _active_run(out_dir)
     if who:
-        then = "asking it to stop by .HALT" if stop_old else "waiting for its end" * is_ending
+        then = "asking it to stop with .HALT" if stop_old else "waiting for its end" * is_ending
         _say(f"a run is at work in {out_dir} ({who}); {then or 'refused'}")
     # Without --stop-old, wait only for a run that is already on its way out.
     end = time.monotonic() + (STOP_OLD_S if stop_old else STOPPING_S * is_ending)
@@ -210,13 +210,15 @@ def _run_detached(place: str, plan: Plan, args: argparse.Namespace) -> int:
         return 0
     session = args.session or plan.profile.session
     if terminal.in_tmux(session, command, plan.records, _say):
-        _say(f"it continues in {session}; logs: {plan.logs(plan.profile.phases[-1])[0]}")
+        _say(f"the launch continues in {session}; logs: {plan.logs(plan.profile.phases[-1])[0]}")
         return 0
     # The tmux session has ended: report the result that it left in run.info.
     try:
         info = read_run_info(plan.records / RUN_INFO_FILE)
     except FileNotFoundError:
-        _say(f"it has ended before its first phase; try again with --where {terminal.FOREGROUND}")
+        _say(
+            f"the launch ended before its first phase; try again with --where {terminal.FOREGROUND}"
+        )
         return 1
     _say(info.notes[-1] if info.notes else "it has ended")
     return 1 if info.exit_code is None else info.exit_code

@@ -132,7 +132,7 @@ class Phases:
         transcript = Transcript(plan.logs(phase))
         try:
             if self._has_go(phase):
-                self._say(transcript, f"phase {phase.name}: GO from before stands; not run again")
+                self._say(transcript, f"phase {phase.name}: GO already; skipped")
                 return OK, ""
             with ExitStack() as stack:
                 try:
@@ -182,7 +182,7 @@ class Phases:
             if ended.code in NO_RESTART or ended.stopped or left == 0:
                 return ended
             left, again = left - 1, again + 1
-            self._say(transcript, f"exit code {ended.code}; starting again, {left} times left")
+            self._say(transcript, f"exit code {ended.code}; restarting, {left} restarts left")
 
     def _ask_to_halt(self, folder: Path, who: str) -> None:
         if self._lock is not None:
@@ -200,7 +200,7 @@ class Phases:
         halted = metrics is not None and metrics.status == "halted"
         if ended.code != 0 and not halted:  # torchrun reports a stop by signal as a failure
             code = _exit_code(ended.code, metrics)
-            return code, self._end(transcript, phase, f"NO-GO: the trainer ended with {code}")
+            return code, self._end(transcript, phase, f"NO-GO: the trainer exited with {code}")
         if metrics is None or metrics.status != "finished":
             at = f"at step {metrics.step}" if metrics else "before its first step"
             text = f"stopped {at} ({ended.stopped or 'asked to'}); the same command resumes it"
@@ -215,7 +215,7 @@ class Phases:
             return OK, ""
         text = self._end(transcript, phase, verdict.summary())
         if self._go_anyway:
-            self._say(transcript, f"phase {phase.name}: NO-GO, and on by --go-anyway")
+            self._say(transcript, f"phase {phase.name}: NO-GO, continuing because of --go-anyway")
         return (OK, "") if self._go_anyway else (NO_GO, text)
 
     def _limits_of(self, phase: Phase) -> dict[str, float]:
@@ -388,7 +388,9 @@ class Child:
         self._requests += 1
         self._stopped = self._stopped or who
         if self._requests == 1:
-            self._transcript.say(f"{who}: the run ends after its step; once more for SIGTERM")
+            self._transcript.say(
+                f"{who}: the run stops after the current step; repeat to send SIGTERM"
+            )
             self._halt(who)
         elif self._requests > 2 and self._kill_last:
             self._process.kill()

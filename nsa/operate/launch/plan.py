@@ -40,7 +40,7 @@ class Nodes:
         if self.count < 1 or not 0 <= self.rank < self.count:
             raise ValueError(
                 f"--nnodes {self.count} --node-rank {self.rank}: a node rank is a number from 0 to "
-                "nnodes - 1; give every node another one"
+                "nnodes - 1; use a different one on every node"
             )
         if self.count > 1 and not ENDPOINT.fullmatch(self.endpoint):
             raise ValueError(
@@ -239,8 +239,8 @@ def check_requirements(config: Config, requirements: Sequence[str]) -> None:
         value = values[match[1]]
         if not _holds(value, match[2], match[3]):
             raise ValueError(
-                f"{match[1]}={value!r}, and this launch requires {text}; name the config that was "
-                "meant by CONFIG, or change the requirement"
+                f"{match[1]}={value!r}, but this launch requires {text}; set CONFIG to the right "
+                "config, or change the requirement"
             )
 
 

@@ -34,15 +34,15 @@ def choose(place: str, say: Callable[[str], None]) -> str:
     if place != AUTO:
         return place
     if raw("TMUX"):
-        say("inside tmux: it stays when the connection breaks")
+        say("inside tmux: the launch survives a lost connection")
         return FOREGROUND
     if not sys.stdout.isatty():
-        say("no terminal: in the foreground")
+        say("no terminal: running in the foreground")
         return FOREGROUND
     if has_tmux:
         return TMUX
-    say("tmux is not installed: in the foreground, and it ends with this terminal")
-    say("--where background starts it so that it stays")
+    say("tmux is not installed: running in the foreground, until this terminal closes")
+    say("use --where background to keep it running")
     return FOREGROUND
 
 
@@ -50,7 +50,7 @@ def in_tmux(session: str, command: Sequence[str], folder: Path, say: Callable[[s
     """Run a command in a tmux session and attach to it; True if the session still exists."""
     if _exists(session):
         raise ValueError(
-            f"there is a tmux session {session!r} already; look at it with `tmux attach -t "
+            f"tmux session {session!r} already exists; attach with `tmux attach -t "
             f"{session}`, end it, or choose another name with --session"
         )
     # The tmux server's PYTHONPATH may not contain this package.
@@ -58,7 +58,7 @@ def in_tmux(session: str, command: Sequence[str], folder: Path, say: Callable[[s
     first = [sys.executable, "-c", f"{start}; here.become(sys.argv[1], sys.argv[2:])"]
     first += [str(_write_environment(folder).resolve()), *command]
     detached = [] if sys.stdout.isatty() else ["-d"]
-    say(f"in the tmux session {session}; come back with: tmux attach -t {session}")
+    say(f"running in the tmux session {session}; to return: tmux attach -t {session}")
     subprocess.run(
         ["tmux", "new-session", *detached, "-s", session, "-c", os.getcwd(), *first],
         env=with_package(),
@@ -78,7 +78,7 @@ def in_background(command: Sequence[str], log: Path, say: Callable[[str], None])
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    say(f"in the background as process {process.pid}; its output: tail -f {log}")
+    say(f"running in the background as process {process.pid}; follow it with: tail -f {log}")
 
 
 def _exists(session: str) -> bool:

@@ -139,13 +139,13 @@ def _try(name: str, check: Check, plan: PlannedRun) -> Row | None:
             False,
             first_line(error)[:200],
             evidence=type(error).__name__,
-            advice="the message says what is wrong",
+            advice="see the message",
         )
 
 
 def _not_tried(name: str, failed: str) -> Row:
     asked = Question(name, "tried")
-    return asked.missing(f"not tried, because of {failed}", f"see {failed}", essential=True)
+    return asked.missing(f"skipped, because of {failed}", f"see {failed}", essential=True)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ LARGEST_LR = 0.1
 """No optimizer here learns anything at a higher rate."""
 HARMFUL = {
     "NSA_PREFILL_BATCHED": "training with it is refused",
-    "NSA_SEL_RANGES_V2": "it selects blocks with the slow reference",
+    "NSA_SEL_RANGES_V2": "it uses the slow reference to select blocks",
     "NSA_FORCE_BRANCH": "it switches two branches off",
     "NSA_DDP_SAFE_MODE": "it is slow, and meant for triage",
     "NSA_SDPA_FLASH_ONLY": "it turns a fallback into an error",
@@ -87,7 +87,7 @@ def config_named(plan: PlannedRun) -> Row:
         plan.config_named,
         f"{plan.config_path}: {plan.num_params / 1e6:.1f}M parameters, {plan.config.train.steps} "
         f"steps of {plan.tokens_per_step} tokens",
-        evidence="--config" if plan.config_named else "nobody named it: a default",
+        evidence="--config" if plan.config_named else "a default, not named explicitly",
         advice="pass --config FILE, or export CONFIG",
     )
 
@@ -103,7 +103,7 @@ def config_sane(plan: PlannedRun) -> Row:
     if train.lr > LARGEST_LR:
         found.append(f"train.lr={train.lr:g} > {LARGEST_LR:g}")
     if train.steps > 1 and train.warmup_steps >= train.steps:
-        found.append(f"train.warmup_steps={train.warmup_steps} lasts for the whole run")
+        found.append(f"train.warmup_steps={train.warmup_steps} is as long as the run")
     if train.steps >= LONG_STEPS and train.log_every > train.steps // 10:
         found.append(f"train.log_every={train.log_every} logs next to nothing")
     if train.steps >= LONG_STEPS and config.data.dataset.startswith("synthetic"):
@@ -112,13 +112,13 @@ def config_sane(plan: PlannedRun) -> Row:
         not found,
         found[0] if found else "nothing unusual",
         evidence=f"{len(found)} of 5 rules: {'; '.join(found)}" if found else "5 rules",
-        advice="change it, in the file or on the command line",
+        advice="change it in the config file or on the command line",
     )
 
 
 def precision(plan: PlannedRun) -> Row:
     """A GPU run uses bf16, and the GPU supports it."""
-    asked = Question("precision", "bf16 on a GPU that has it")
+    asked = Question("precision", "bf16 on a GPU that supports it")
     wanted, is_gpu = plan.config.runtime.precision, plan.runtime.device.type == "cuda"
     is_bf16 = wanted == "bf16"
     # Emulated bf16 runs, but at a fraction of the speed.
@@ -146,7 +146,7 @@ def checkpoints(plan: PlannedRun) -> Row:
 
 def switches(plan: PlannedRun) -> Row:
     """No variable for tests or triage is still set."""
-    asked = Question("environment", "no switch of a test or a triage")
+    asked = Question("environment", "no variable for tests or triage")
     found = [f"{k}={v}: {HARMFUL[k]}" for k, v in in_effect().items() if k in HARMFUL]
     return asked.judged(
         not found,

@@ -55,7 +55,8 @@ def parity(plan: PlannedRun) -> Row | None:
     )
     return asked.judged(
         ok,
-        f"error {error:.1e}, of gradients {grad_error:.1e}; {other_rows:.2%} of rows select others",
+        f"error {error:.1e}, of gradients {grad_error:.1e}; {other_rows:.2%} of rows select other "
+        "blocks",
         evidence=f"{backend} against the oracle, {length} tokens, the run's heads and blocks, "
         f"{plan.runtime.precision}",
         advice="do not train; runtime.backend=torch rules the kernels out; report it",
@@ -64,7 +65,7 @@ def parity(plan: PlannedRun) -> Row | None:
 
 def causality(plan: PlannedRun) -> Row:
     """Changing later tokens changes no bit of the earlier logits of a one-layer model."""
-    asked = Question("causality", "bit-equal up to every cut")
+    asked = Question("causality", "bitwise equal up to every cut")
     one_layer = dataclasses.replace(
         plan.config,
         model=dataclasses.replace(plan.config.model, n_layers=1),
@@ -87,12 +88,13 @@ def causality(plan: PlannedRun) -> Row:
             if not torch.equal(before[:, : t + 1], after[:, : t + 1]):
                 leaks.append(t)
     is_finite = bool(before.isfinite().all())
-    value = f"tokens after {leaks[0]} change what is before" if leaks else "no bit changes"
+    value = f"tokens after {leaks[0]} change earlier logits" if leaks else "no bit changes"
     return asked.judged(
         not leaks and is_finite,
         value if is_finite else "the output is not finite",
         evidence=f"one layer of the run's model, {length} tokens, {plan.runtime.precision}",
-        advice="do not train: the loss would lie; scripts/run_gpu_causality_test.sh --full",
+        advice="do not train: the loss would be wrong; run scripts/run_gpu_causality_test.sh "
+        "--full",
     )
 
 

@@ -65,7 +65,7 @@ def disk_speed(plan: PlannedRun) -> Row:
     return asked.judged(
         rate >= limit,
         f"{rate:.0f} MiB/s, a checkpoint in {plan.checkpoint_bytes / MIB / rate:.1f} s",
-        evidence=f"{PROBE_BYTES // MIB} MiB written and brought to the disk of {plan.folder}",
+        evidence=f"{PROBE_BYTES // MIB} MiB written with fsync to the disk of {plan.folder}",
         advice="use a local disk for train.out_dir, and train.backup_dir for the network",
     )
 
@@ -77,14 +77,14 @@ def memory(plan: PlannedRun) -> Row:
     asked = Question("memory", f"<= {plan.limits.memory_share:g} x what is free")
     largest = max(parts, key=lambda name: parts[name])
     if free is None:
-        evidence = f"this system does not say what is free; the estimate is {size(needed)}"
+        evidence = f"free memory is unknown on this system; the estimate is {size(needed)}"
         return asked.missing(evidence, "look at it by hand")
     return asked.judged(
         needed <= plan.limits.memory_share * free,
         f"{size(needed)} of {size(free)} free",
         evidence=f"the estimate of `nsa info`; most of it {largest}, {size(parts[largest])}",
         advice="train.batch_size lower with more accumulation, runtime.gradient_checkpointing=true"
-        ", a shorter train.seq_len; or end what else uses the device",
+        ", a shorter train.seq_len; or stop other programs on the device",
     )
 
 
@@ -167,7 +167,7 @@ def halt_file(plan: PlannedRun) -> Row:
         halt is None,
         value,
         evidence=f"{plan.folder / HALT}",
-        advice="look why it is there, then remove it: the run would stop at once",
+        advice="find out why it is there, then remove it: the run would stop at once",
     )
 
 

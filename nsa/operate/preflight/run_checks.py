@@ -44,7 +44,7 @@ def all_reduce(plan: PlannedRun) -> Row:
     seconds = time.perf_counter() - start
     return asked.judged(
         not problem and seconds <= plan.limits.all_reduce_s,
-        problem or f"{plan.ranks} ranks, {seconds:.2f} s with their start",
+        problem or f"{plan.ranks} ranks, {seconds:.2f} s including process start",
         evidence=f"{backend}, {plan.ranks} processes on this machine",
         advice="NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1, TORCH_BACKEND",
     )
@@ -68,7 +68,7 @@ def first_batch(plan: PlannedRun) -> Row:
             False,
             first_line(error)[:200],
             evidence=f"data.dataset={config.data.dataset}",
-            advice="`nsa data prepare` makes shards of local documents; look at the network",
+            advice="check the network, or prepare shards of local documents (`nsa data prepare`)",
         )
     seconds, largest = time.perf_counter() - start, int(batch.max())
     return asked.judged(
@@ -244,9 +244,9 @@ def reduce_once(ranks: int, store: Path, backend: str, device: str, timeout_s: f
         processes[rank].kill()
         processes[rank].join()
     if late:
-        return f"rank {late[0]} did not come back within {timeout_s:g} s"
+        return f"rank {late[0]} did not finish within {timeout_s:g} s"
     failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-    return f"rank {failed[0]} failed: its message is above" if failed else ""
+    return f"rank {failed[0]} failed: see its message above" if failed else ""
 
 
 def take_part(

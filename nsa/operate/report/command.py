@@ -100,7 +100,7 @@ def judge_evidence(
 ) -> Verdict:
     """`judge` for evidence that is already read."""
     if at not in POINTS:
-        raise ValueError(f"at={at!r} is no point of a run; choose one of {', '.join(POINTS)}")
+        raise ValueError(f"at={at!r} is not a point of a run; choose one of {', '.join(POINTS)}")
     # Order of precedence: the caller's limits, the kind of GPU, the general GPU limits.
     allowed = with_values(_limits(evidence), limits or {})
     seen = _within(evidence, at, allowed)

@@ -40,7 +40,7 @@ def first_batch(e: Evidence, limits: Limits) -> Row | None:
     if ready is None or not isinstance(seconds, int | float):
         return asked.missing(
             f"no {LOADER_READY} in the heartbeat",
-            "look at the log: the source may still be waited for",
+            "check the log: the run may still wait for the source",
         )
     return asked.judged(
         seconds <= limits.first_batch_s,
@@ -52,7 +52,7 @@ def first_batch(e: Evidence, limits: Limits) -> Row | None:
 
 def data_source(e: Evidence, limits: Limits) -> Row:
     """The run reads the dataset it was configured for."""
-    asked = Question("data", "the source that was asked for")
+    asked = Question("data", "the configured source")
     if e.run.metrics is None:
         return asked.missing(NO_METRICS, "wait for the first step")
     # Set when --synthetic-on-fail replaced a dead source: the run trains on noise from then on.
@@ -62,13 +62,16 @@ def data_source(e: Evidence, limits: Limits) -> Row:
         fallback is None,
         dataset if fallback is None else "random tokens",
         evidence=f'{METRICS_FILE}, "data_fallback": {fallback or "null"}',
-        advice="the source failed and --synthetic-on-fail replaced it: nothing is learned",
+        advice="the source failed, and --synthetic-on-fail fell back to random tokens: nothing is "
+        "learned",
     )
 
 
 def settings(e: Evidence, limits: Limits) -> Row:
     """A long run uses a deliberately chosen config and saves checkpoints."""
-    asked = Question("config", f"from {LONG_STEPS} steps on: checkpoints, and not the toy")
+    asked = Question(
+        "config", f"from {LONG_STEPS} steps on: checkpoints, and not the default config"
+    )
     metrics = e.run.metrics
     if metrics is None:
         return asked.missing(NO_METRICS, "wait for the first step")
@@ -116,14 +119,14 @@ def _steps(e: Evidence, limits: Limits, *, limit_name: str) -> Row:
     if e.step < needed and not e.run.over:
         return asked.missing(
             f"{e.step} so far, {e.run.status}",
-            "judge again when it has come so far",
+            "judge again once that step is reached",
             essential=True,
         )
     return asked.judged(
         e.step >= needed,
         f"{e.step}",
         evidence=f'{METRICS_FILE}, "step"',
-        advice=f"the run ended ({e.run.standing}) before them; look why, then start it again",
+        advice=f"the run ended ({e.run.standing}) before them; find the cause, then start it again",
     )
 
 
@@ -155,7 +158,7 @@ def one_run(e: Evidence, limits: Limits) -> Row:
         not e.mixed,
         "two" if e.mixed else "one",
         evidence=e.mixed or f"{e.run.heartbeat or 'training.csv'}, every line that was read",
-        advice="end all but one of the processes; start again in an empty folder",
+        advice="stop all but one of the processes; start again in an empty folder",
     )
 
 
@@ -178,14 +181,14 @@ def no_errors(e: Evidence, limits: Limits) -> Row:
     if e.run.metrics is None and not found:
         return asked.missing(
             NO_METRICS,
-            "the status of the run is in it; wait for the first step, or look at the log",
+            "it has the status of the run; wait for the first step, or check the log",
             essential=True,
         )
     return asked.judged(
         not found,
         f"{len(found)}",
         evidence=found[0] if found else f'{METRICS_FILE}, "status": "{e.run.status}"',
-        advice="docs/operate.md says what each kind means; look at that line first",
+        advice="check that line first; docs/operate.md explains each kind",
     )
 
 
@@ -195,7 +198,7 @@ def heartbeats(e: Evidence, limits: Limits) -> Row:
     if not e.run.ranks or not e.events:
         return asked.missing(
             "no heartbeat_rank*.jsonl that can be read",
-            "wait for the first step; the log says why it does not come",
+            "wait for the first step, or check the log for the cause",
             essential=True,
         )
     world_size = e.run.metrics.world_size if e.run.metrics else len(e.run.ranks)
@@ -209,14 +212,14 @@ def heartbeats(e: Evidence, limits: Limits) -> Row:
         len(alive) >= world_size and len(seen) == len(wanted),
         f"{len(alive)} of {world_size} ranks; {', '.join(seen) or 'none of them'}",
         evidence=", ".join(rank.path.name for rank in alive) or "no line that can be read",
-        advice="a rank without a heartbeat never started; look at its output",
+        advice="a rank without a heartbeat never started; check its output",
     )
 
 
 def no_stall(e: Evidence, limits: Limits) -> Row:
     """No rank is silent now, and none was ever silent for much longer than its steps take."""
     asked = Question(
-        "stalls", f"none over {limits.stall_s:g} s or {limits.stall_gaps:g} x the usual"
+        "stalls", f"none over {limits.stall_s:g} s or {limits.stall_gaps:g} x the median"
     )
     ranks = [rank for rank in _ranks(e) if rank.last is not None]
     if not ranks:
@@ -228,12 +231,12 @@ def no_stall(e: Evidence, limits: Limits) -> Row:
     found = [(rank, rank.all_gaps(limits.first_step_s)) for rank in ranks]
     longest, gaps = max(found, key=lambda pair: max(pair[1], default=0.0))
     if not gaps:
-        value = "ended by itself" if e.run.ended else "alive, no step has followed another yet"
+        value = "ended by itself" if e.run.ended else "alive, but fewer than two steps so far"
         return asked.judged(True, value, evidence=ranks[0].path.name)
     allowed = max(limits.stall_s, limits.stall_gaps * median(gaps))
     return asked.judged(
         max(gaps) <= allowed,
-        f"longest {max(gaps):.1f} s, usual {median(gaps):.2f} s",
+        f"longest {max(gaps):.1f} s, median {median(gaps):.2f} s",
         evidence=f"{longest.path.name}, {len(gaps)} intervals between beats",
         advice="look at stackdump_*.txt, dt_fetch_s and the other ranks at that time",
     )
@@ -257,7 +260,7 @@ def watchdog(e: Evidence, limits: Limits) -> Row:
     if (e.run.folder / ALARMS_FILE).exists():
         return asked.judged(True, "0", evidence=ALARMS_FILE)
     return asked.missing(
-        f"no {ALARMS_FILE}: nobody watched", "let `nsa watch RUN_FOLDER` run beside it"
+        f"no {ALARMS_FILE}: no watchdog ran", "run `nsa watch RUN_FOLDER` alongside"
     )
 
 
@@ -299,7 +302,7 @@ def saved(e: Evidence, limits: Limits) -> Row:
         behind <= allowed,
         f"step {newest.step}, {size(newest.num_bytes)}, {len(e.run.checkpoints)} in the folder",
         evidence=f"{checkpoint_file.NAME.format(step=newest.step)}, {behind} steps behind",
-        advice="look for [checkpoint] lines in the log, and at the room on the disk",
+        advice="look for [checkpoint] lines in the log, and check the free disk space",
     )
 
 
@@ -310,7 +313,7 @@ def loads(e: Evidence, limits: Limits) -> Row:
     if path is None:
         return asked.missing(
             "no checkpoint with a manifest",
-            "a checkpoint without one was not finished",
+            "a checkpoint without a manifest is unfinished",
             essential=True,
         )
     try:
@@ -320,7 +323,7 @@ def loads(e: Evidence, limits: Limits) -> Row:
             False,
             "no",
             evidence=first_line(error),
-            advice="use an older one; `nsa checkpoint verify RUN_FOLDER` looks at all",
+            advice="use an older one; `nsa checkpoint verify RUN_FOLDER` checks all of them",
         )
     step = find.step_of(path)
     num_bytes = next((one.num_bytes for one in e.run.checkpoints if one.step == step), 0)
@@ -336,7 +339,7 @@ def resumed(e: Evidence, limits: Limits) -> Row:
     at = e.run.metrics.resumed_at if e.run.metrics else None
     if at is None:
         return asked.missing(
-            f'{METRICS_FILE}, "resumed_at": null: nobody stopped it',
+            f'{METRICS_FILE}, "resumed_at": null: never resumed',
             "touch .HALT, then the same command; or `nsa prove-resume`",
         )
     return asked.judged(
@@ -350,7 +353,7 @@ def resumed(e: Evidence, limits: Limits) -> Row:
 def backed_up(e: Evidence, limits: Limits) -> Row:
     """A verified copy of the newest checkpoint exists elsewhere."""
     folder, newest = e.config.train.backup_dir if e.config else "", _newest(e)
-    asked = Question("backup", "a verified copy elsewhere")
+    asked = Question("backup", "a verified copy in another folder")
     if not folder or newest is None:
         return asked.missing(
             "train.backup_dir is empty" if newest else "no checkpoint",
@@ -377,7 +380,9 @@ def model_saved(e: Evidence, limits: Limits) -> Row:
     try:
         count = _count_parameters(path)
     except UNLOADABLE as error:
-        advice = "`nsa checkpoint export` makes one of a checkpoint; --save may have put it away"
+        advice = (
+            "--save may have put it elsewhere; `nsa checkpoint export` makes one from a checkpoint"
+        )
         return asked.judged(False, "no", evidence=first_line(error), advice=advice)
     value = f"{count / 1e6:.1f}M parameters, {size(path.stat().st_size)}"
     return asked.judged(True, value, evidence=MODEL)

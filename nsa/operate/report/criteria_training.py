@@ -116,7 +116,7 @@ def no_plateau(e: Evidence, limits: Limits) -> Row | None:
         not alarms,
         alarms[0].text if alarms else "none",
         evidence=f"{TRAINING if e.run.rows else e.run.heartbeat}, the last {span} steps",
-        advice="expected at the end of a schedule; else look at the rate and the data",
+        advice="expected at the end of a schedule; else check the learning rate and the data",
     )
 
 
@@ -134,7 +134,7 @@ def no_leak(e: Evidence, limits: Limits) -> Row | None:
         last >= least - noise,
         f"{last:.4f}, give or take {noise:.4f}",
         evidence=f"{e.points('loss')[-1].where}; the mean of the last third",
-        advice="attention reads the future: run scripts/run_gpu_causality_test.sh --full",
+        advice="attention is not causal: run scripts/run_gpu_causality_test.sh --full",
     )
 
 
@@ -278,7 +278,7 @@ NO_STATS = "not in the heartbeat: NSA_DISABLE_AUX_STATS=1, or no logged step"
 
 
 def gate_entropy(e: Evidence, limits: Limits) -> Row | None:
-    """Gate entropy stays high: no branch is chosen for good."""
+    """Gate entropy stays high: the gates have not collapsed onto one branch."""
     least = limits.gate_entropy_low
     worst = min(known(e.points("entropy_mean")), key=_value, default=None)
     return _gate(e, Question("gate entropy", f"> {least:g} nats"), worst, lambda x: x > least)
@@ -333,12 +333,12 @@ def fallbacks(e: Evidence, limits: Limits) -> Row:
         total <= limits.fallbacks_max and not rising,
         f"{total:.0f}{', rising' if rising else ''}",
         evidence=last.where,
-        advice="`nsa plan` says which way attention takes, and why",
+        advice="`nsa plan` shows which attention backend runs, and why",
     )
 
 
 def memory(limit_name: str) -> Criterion:
-    """Memory stays below a limit, given by its name."""
+    """Memory stays below a limit, which is given by name."""
     return partial(_memory, limit_name=limit_name)
 
 

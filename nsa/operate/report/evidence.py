@@ -185,7 +185,7 @@ def last_run(beats: Sequence[Beat]) -> tuple[int, str]:
             begin = i
             text = (
                 f"two runs are mixed: process {pid} had reached step {reached} when process "
-                f"{beat.pid} began anew; only the latter is judged"
+                f"{beat.pid} started over; only the latter is judged"
             )
             reached = 0
         reached, pid = max(reached, beat.step), beat.pid

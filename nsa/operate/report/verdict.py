@@ -144,7 +144,7 @@ def read_report(folder: Path) -> Verdict:
             require_types(part, str(path))
         # The stored word must follow from the stored rows; otherwise somebody edited the file.
         if verdict.word != word:
-            raise ValueError(f"it says {word!r}, its criteria come to {verdict.word!r}")
+            raise ValueError(f"its verdict is {word!r}, but its criteria give {verdict.word!r}")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a report ({error}); use the program that wrote it"

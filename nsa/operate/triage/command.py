@@ -68,7 +68,7 @@ def chosen(trial: Trial, only: str | None) -> list[Toggle]:
     known = {toggle.name: toggle for toggle in toggles}
     for name in names:
         if name not in known:
-            raise ValueError(f"--only {name} is no toggle of this run; use {', '.join(known)}")
+            raise ValueError(f"--only {name} is not a toggle of this run; use {', '.join(known)}")
     return [known[name] for name in known if name in names]
 
 
@@ -131,7 +131,7 @@ JSON, TABLE = "triage.json", "triage.md"
 VERDICTS = {
     "healthy": "the run as it is has no fault: there is nothing to clear",
     "cleared": "a toggle cleared the fault, and without it the fault came back",
-    "intermittent": "the fault did not come back without the toggle: it comes and goes by itself",
+    "intermittent": "the fault did not come back without the toggle: it is intermittent",
     "not_cleared": "no toggle cleared the fault",
 }
 

@@ -76,7 +76,7 @@ def _telemetry(config: Config) -> list[Toggle]:
         ),
         Toggle(
             name="logs_off",
-            meaning="TensorBoard, the CSV files or a tracker; the disk that they are on",
+            meaning="TensorBoard, the CSV files, a tracker, or the disk they are on",
             environ={"NSA_TB_DISABLE": "1", "NSA_DISABLE_CSV_LOGS": "1"},
             overrides=("train.tracker=none",),
         ),
@@ -85,7 +85,7 @@ def _telemetry(config: Config) -> list[Toggle]:
         found.append(
             Toggle(
                 name="synthetic_data",
-                meaning="the data: its source, the network, or what is in it",
+                meaning="the data: its source, its content, or the network",
                 overrides=("data.dataset=synthetic", "data.local_path="),
             )
         )
@@ -125,7 +125,7 @@ EXCHANGE = [
     ),
     Toggle(
         name="static_graph_off",
-        meaning="the promise that every step has the same graph",
+        meaning="static_graph: some step has another autograd graph",
         environ={**OFF, "NSA_DDP_STATIC_GRAPH": "0", "NSA_DDP_FIND_UNUSED": "0"},
     ),
     Toggle(
@@ -143,7 +143,7 @@ EXCHANGE = [
     ),
     Toggle(
         name="safe_mode",
-        meaning="something of DDP or of the kernels; what exactly, the rows above do not say",
+        meaning="DDP settings or kernels; the rows above do not tell which",
         environ={"NSA_DDP_SAFE_MODE": "1"},
     ),
 ]
@@ -154,18 +154,18 @@ SELECTION = Toggle(
 )
 BLOCKING = Toggle(
     name="launch_blocking",
-    meaning="kernels that run side by side; or the log now names the kernel that fails",
+    meaning="asynchronous launches; the log may now name the failing kernel",
     environ={"CUDA_LAUNCH_BLOCKING": "1"},
 )
 ONE_PROCESS = Toggle(
     name="one_process",
-    meaning="that there are several ranks: the network between them, or DDP",
+    meaning="multiple ranks: the network between them, or DDP",
     overrides=("runtime.strategy=auto",),  # one process accepts no other strategy
     ranks=1,
 )
 FSDP = Toggle(
     name="fsdp",
-    meaning="DDP; several ranks as such are not the fault",
+    meaning="DDP, not multiple ranks as such",
     overrides=("runtime.strategy=fsdp",),
 )
 
@@ -186,7 +186,7 @@ def _memory(config: Config, ranks: int) -> list[Toggle]:
     found.append(
         Toggle(
             name="shorter_rows",
-            meaning="memory, or something that only long rows meet",
+            meaning="memory, or a fault that only long rows trigger",
             environ={"NSA_SEQ_LEN": shorter},
         )
     )
@@ -299,7 +299,7 @@ def _judge(
     metrics = RunFiles(out).metrics()
     steps_done, loss = (metrics.step, metrics.loss_last) if metrics else (0, None)
     if code is None:
-        kind, fault = "timeout", f"no end within {trial.timeout_s:g} s, at step {steps_done}"
+        kind, fault = "timeout", f"timed out after {trial.timeout_s:g} s, at step {steps_done}"
     elif code != 0:
         kind, fault = f"exit {code}", f"exit code {code}: {_last_line(log)}"
     # Exit code 0 is not enough: a run may stop early or log no loss.

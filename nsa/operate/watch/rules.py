@@ -50,9 +50,9 @@ def loss_spike(run: Run, limits: Limits) -> list[Alarm]:
             limits={"loss": round(limit, 4), "lines": limits.spike_n},
             file=_source(run),
             text=f"loss {last[-1][1]:.4f}, above {limit:.4f} in {len(last)} lines in a row; "
-            f"usual are {middle:.4f}",
-            advice="look whether it falls again; if not, resume from a checkpoint before it "
-            "(train.spike_rule=rollback does that by itself)",
+            f"the median is {middle:.4f}",
+            advice="check whether it recovers; if not, resume from an earlier checkpoint "
+            "(train.spike_rule=rollback does that automatically)",
         )
     ]
 
@@ -77,7 +77,7 @@ def loss_plateau(run: Run, limits: Limits) -> list[Alarm]:
             limits={"fall": limits.plateau_gain, "steps": span},
             file=_source(run),
             text=f"the loss did not fall over {span} steps: {before:.4f}, then {after:.4f}",
-            advice="expected on random tokens and at the end of a schedule; else look at the "
+            advice="expected on random tokens and at the end of a schedule; else check the "
             "learning rate, the gradient norm and the data",
         )
     ]
@@ -157,8 +157,7 @@ def zero_grad(run: Run, limits: Limits) -> list[Alarm]:
             values={"grad_norm": norms},
             limits={"grad_norm": limits.zero_grad, "lines": limits.zero_grad_n},
             text=f"the gradient is zero in {len(norms)} logged lines in a row",
-            advice="look at the loss and its targets, at frozen weights, and with fp16 at the loss "
-            "scale",
+            advice="check the loss and its targets, frozen weights, and with fp16 the loss scale",
         )
     ]
 
@@ -182,7 +181,7 @@ def nan_loss(run: Run, limits: Limits) -> list[Alarm]:
             values={what: lost[-1][what]},
             limits={what: "finite"},
             text=f"{what} is {lost[-1][what]}",
-            advice="lower train.lr, or look at the data of that step; resume from the checkpoint "
+            advice="lower train.lr, or check the data of that step; resume from the checkpoint "
             "before it",
         )
     ]
@@ -243,8 +242,8 @@ def fallbacks_rising(run: Run, limits: Limits) -> list[Alarm]:
             file=run.heartbeat,
             values=fb | {"rise": sum(rises)},
             limits={"rise": limits.fallbacks_rise, "lines": limits.fallbacks_n},
-            text=f"{sum(rises):.0f} fallbacks in {len(rises)} lines, more with each of them",
-            advice="`nsa plan` says which way attention takes, and why",
+            text=f"{sum(rises):.0f} fallbacks in {len(rises)} lines, rising with every line",
+            advice="`nsa plan` shows which attention backend runs, and why",
         )
     ]
 
@@ -266,7 +265,8 @@ def disk_full(run: Run, limits: Limits) -> list[Alarm]:
             file=".",
             text=f"{run.free_bytes / GIB:.2f} GiB are free on the disk of {run.folder}, less than "
             f"{limit / GIB:.2f}",
-            advice="make room; lines and checkpoints that find none are lost, the run continues",
+            advice="free some space; the run continues, but loses log lines and checkpoints that "
+            "do not fit",
         )
     ]
 
@@ -321,7 +321,7 @@ def allowed_silence(run: Run, rank: Rank, limits: Limits) -> tuple[float, str]:
     usual, longest = limits.stall_gaps * median(gaps), limits.stall_longest * max(gaps)
     return max(
         (limits.stall_s, "the least"),
-        (usual, f"{limits.stall_gaps:g} x the usual {median(gaps):.1f} s between beats"),
+        (usual, f"{limits.stall_gaps:g} x the median {median(gaps):.1f} s between beats"),
         (longest, f"{limits.stall_longest:g} x the longest {max(gaps):.1f} s between beats"),
     )
 
@@ -349,9 +349,9 @@ def throughput_flatline(run: Run, limits: Limits) -> list[Alarm]:
             file=run.heartbeat,
             values={"toks_per_s": speeds, "usual_toks_per_s": round(usual, 1)},
             limits={"toks_per_s": round(floor, 1), "lines": limits.flatline_n},
-            text=f"{speeds[-1]:g} tokens/s, and {len(slow)} lines in a row below {floor:.0f}, a "
-            f"share of the usual {usual:.0f}",
-            advice="compare dt_fetch_s (data), gpu_temp_c and gpu_util_pct (the GPU, or who else "
+            text=f"{speeds[-1]:g} tokens/s, and {len(slow)} lines in a row below {floor:.0f}; "
+            f"the median is {usual:.0f}",
+            advice="compare dt_fetch_s (data), gpu_temp_c and gpu_util_pct (the GPU, or what else "
             "uses it), and the ranks with each other (the network)",
         )
     ]

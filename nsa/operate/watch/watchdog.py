@@ -129,7 +129,7 @@ def describe_run(run: Run, num_alarms: int) -> str:
 
 
 def watch(folder: Path, args: argparse.Namespace) -> int:
-    """Poll until told to stop; the exit code is ALARM if any poll raised one."""
+    """Poll until stopped; the exit code is ALARM if any poll raised one."""
     check_environment()
     interval_s = read("NSA_WATCH_INTERVAL_S") if args.interval is None else args.interval
     if not 0 < interval_s < float("inf"):
@@ -137,7 +137,7 @@ def watch(folder: Path, args: argparse.Namespace) -> int:
     webhook = Webhook(args.webhook, _say) if args.webhook else None
     halt = read("NSA_WATCH_HALT") if args.halt is None else bool(args.halt)
     if args.kill and not halt:
-        raise ValueError("--kill comes after .HALT, which --halt 0 forbids; use --halt 1")
+        raise ValueError("--kill needs .HALT first, which --halt 0 forbids; use --halt 1")
     watching = Watch(
         folder, halt=halt, kill=args.kill, webhook=webhook, say=_say, adapt=with_environment
     )
@@ -224,7 +224,7 @@ class Escalation:
     def _take(self, step: str, run: Run, cause: Alarm) -> str:
         if step == "halt":
             if run.halt is not None:
-                return f".HALT was there already: {run.halt.text or 'empty'}"
+                return f".HALT already exists: {run.halt.text or 'empty'}"
             # .anomaly_type first: the trainer may stop as soon as it sees .HALT.
             wrote = write_anomaly(run.folder, cause.type) and write_halt(run.folder, cause.type)
             return "wrote .anomaly_type and .HALT" if wrote else ".HALT could not be written"
@@ -257,7 +257,9 @@ class Webhook:
 
     def __init__(self, url: str, say: Callable[[str], None], timeout_s: float = TIMEOUT_S) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(f"--webhook {url!r} is no address; give one of http:// or https://")
+            raise ValueError(
+                f"--webhook {url!r} is not a URL; use one that starts with http:// or https://"
+            )
         self._url, self._say, self._timeout_s = url, say, timeout_s
         self._queue: queue.Queue[bytes | None] = queue.Queue(QUEUE_SIZE)
         self._thread = threading.Thread(target=self._work, name="nsa-webhook", daemon=True)
@@ -269,7 +271,7 @@ class Webhook:
         try:
             self._queue.put_nowait(json.dumps(content).encode())
         except queue.Full:
-            self._say(f"webhook: {QUEUE_SIZE} alarms wait already; {alarm.type} was not sent")
+            self._say(f"webhook: {QUEUE_SIZE} alarms are queued already; {alarm.type} was dropped")
 
     def close(self) -> None:
         """Wait for queued alarms, at most about one request timeout."""

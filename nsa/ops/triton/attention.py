@@ -24,7 +24,7 @@ from nsa.ops.triton import (
 )
 from nsa.ops.triton.banded_forward import Gated
 from nsa.ops.triton.block_index import QueryLists, empty_lists, list_queries
-from nsa.ops.triton.launcher import Launch, ceil_div, start
+from nsa.ops.triton.launcher import Launch, ceil_div, compiling_ahead, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tiles import padded
@@ -99,7 +99,7 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
         chosen = select.given(problem, selection)
     with nvtx("branch_attn+gate", marked):
         o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
-        gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
+        gated = Gated(gates, o_cmp, o_win, problem.empty(*o_cmp.shape))
         o_sel, lists = _selected(problem, inputs, chosen, lse[1], gated)
     return Results(gated.out, chosen.ids, o_cmp, o_sel, o_win, lse, *chosen[1:], *lists)
 
@@ -155,6 +155,27 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         problem, q, keys, dout, stats, bits, dq_sel, dq_more, skip_cmp=0 in routes
     )
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
+
+
+def compile_ahead(
+    problem: Problem, inputs: Inputs, selection: Tensor | None, *, backward_too: bool
+) -> None:
+    """Compile the kernels of a call on threads: the call itself, on tensors without memory.
+
+    Only plain allocations and views: other operations on the meta device import sympy, which takes
+    seconds.
+    """
+    twin = problem.on_meta()
+    given = Inputs._make(_on_meta(x) for x in inputs)
+    with compiling_ahead():
+        results = forward(twin, given, None if selection is None else _on_meta(selection))
+        if backward_too:
+            saved = Saved._make(getattr(results, name) for name in Saved._fields)
+            backward(twin, given, saved, twin.empty(*results.out.shape))
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _routes(problem: Problem) -> dict[int, flash.Kernel]:

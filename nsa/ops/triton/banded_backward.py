@@ -358,7 +358,7 @@ def backward_kv(
     """Gradients of k and v of one branch."""
     num_keys = k.shape[1]
     if num_keys == 0:
-        return torch.zeros_like(k), torch.zeros_like(v)
+        return k.new_zeros(k.shape), v.new_zeros(v.shape)
     words = problem.bands[branch].SELECT and problem.words
     tiles = dkv_tiles(*problem.heads, problem.capability, words=words)
     num_tiles = ceil_div(num_keys, tiles.BN) * problem.num_segments

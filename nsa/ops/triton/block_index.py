@@ -221,7 +221,7 @@ def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
     grid = (problem.num_words, num_chunks * SUBS, segments)
     sizes = (problem.seq_len, sub, num_blocks, problem.num_words)
     constants = {"SUBS": SUBS, "BQ": min(COUNT_QUERIES, max(sub, 16))}
-    counts = torch.empty_like(lists.ends)
+    counts = problem.empty(*lists.ends.shape, dtype=torch.int32)
     start(
         problem.memo,
         "count",

@@ -185,7 +185,7 @@ def forward(
     gated: Gated,
 ) -> Tensor:  # [B, S, Hq, Dv]
     """Output of the selected branch; also writes the gated sum."""
-    out = torch.empty_like(gated.out)
+    out = problem.empty(*gated.out.shape)
     tiles = fitted_tiles(problem)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_v))
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group

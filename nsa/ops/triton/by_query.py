@@ -170,7 +170,7 @@ def forward(
     gated: Gated,
 ) -> Tensor:  # [B, S, Hq, Dv]
     """Output of the selected branch; also writes the gated sum."""
-    out = torch.empty_like(gated.out)
+    out = problem.empty(*gated.out.shape)
     tiles = _tiles(problem)
     start(
         problem.memo,

@@ -49,6 +49,8 @@ def forward(
 ) -> Tensor:  # [B, S, Hq, D]
     """Output of a branch; there is at least one key."""
     kernel = kernel or TORCH
+    if q.is_meta:  # kernels are being compiled ahead: these need no compilation
+        return q.new_empty(*q.shape[:3], v.shape[3])
     if branch == 2:
         out, natural = kernel.forward(q, k, v, scale, _window(spec, q))
         torch.mul(natural, LOG2_E, out=lse)
@@ -70,6 +72,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, contiguous."""
     kernel = kernel or TORCH
+    if q.is_meta:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     natural = lse / LOG2_E
     if branch == 2:
         dq, dk, dv = kernel.backward(dout, q, k, v, out, natural, scale, _window(spec, q))

@@ -4,12 +4,18 @@ Triton inspects every argument of every launch to find the compiled kernel, and 
 descriptor; for a short sequence that would be most of the time. Here calls whose inputs have the
 same form share a memo. What follows from the form (grid, numbers, constants, the compiled kernel)
 is computed once for each place in the code; only the tensors change from call to call.
+
+Compiling takes a second for each kernel. Within `compiling_ahead` nothing is launched: kernels are
+compiled on threads, for tensors that may be on the meta device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +100,10 @@ def start(
             _launch_cached(known, tensors, addresses)
         return
     one = launch()
+    ahead: CompileAhead | None = getattr(_thread, "ahead", None)
+    if ahead is not None:
+        ahead.add(kernel, tensors, one)
+        return
     device = _device_of(tensors)
     first, second, third = (*one.grid, 1, 1)[:3]
     # First call: through Triton's dispatcher, which compiles. An empty grid launches nothing.
@@ -106,6 +116,75 @@ def start(
         rest = (*one.numbers, *one.constants.values())
         run = None if compiled is None else compiled.run
         memo[place] = CachedLaunch(compiled, run, (first, second, third), rest, device)
+
+
+# --- Compiling ahead ---
+
+_thread = threading.local()
+"""Its `ahead` is the CompileAhead of the thread: other threads launch as usual meanwhile."""
+
+
+class CompileAhead:
+    """Compiles kernels on a thread for each CPU; equal ones once."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._jobs: dict[Any, Future[None]] = {}
+
+    def add(self, kernel: Any, tensors: tuple[Any, ...], one: Launch) -> None:
+        """Compile for these arguments, on the current device."""
+        if 0 in one.grid:
+            return
+        arguments = [_descriptor(x) if isinstance(x, Rows) else x for x in tensors]
+        kinds = (
+            (*x.block_shape, x.base.dtype) if isinstance(x, TensorDescriptor) else x.dtype
+            for x in arguments
+            if x is not None
+        )
+        constants, options = tuple(one.constants.items()), tuple(one.options.items())
+        key = kernel, *kinds, *map(_number_kind, one.numbers), constants, options
+        if key not in self._jobs:
+            device = torch.cuda.current_device()
+            self._jobs[key] = self._pool.submit(_compile, device, kernel, arguments, one)
+
+    def wait(self) -> int:
+        """Wait for all kernels; returns their number. Raises what a compilation raised."""
+        for job in self._jobs.values():
+            job.result()
+        return len(self._jobs)
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[CompileAhead]:
+    """Within it, this thread compiles and launches nothing; all is compiled when it ends."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        _thread.ahead = ahead = CompileAhead(pool)
+        try:
+            yield ahead
+        finally:
+            _thread.ahead = None
+        ahead.wait()
+
+
+def is_compiling_ahead() -> bool:
+    """Whether this thread is within `compiling_ahead`."""
+    return getattr(_thread, "ahead", None) is not None
+
+
+def _number_kind(number: Any) -> tuple[Any, ...]:
+    """What Triton compiles separately: 1, multiples of 16, numbers of 64 bits."""
+    if not isinstance(number, int):
+        return (type(number),)
+    return number == 1, number % ALIGNMENT == 0, number >> 31 != 0
+
+
+def _compile(device: int, kernel: Any, arguments: list[Any], one: Launch) -> None:
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(
+            *arguments, *one.numbers, grid=one.grid, **one.constants, **one.options
+        )
+        # The property loads the binary, and makes Triton build its C launcher.
+        _ = compiled.run
 
 
 def _misaligned(addresses: list[Any]) -> tuple[bool, ...] | None:

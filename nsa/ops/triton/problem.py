@@ -5,7 +5,9 @@ Everything here is static: no decision depends on data.
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -70,6 +72,7 @@ class Problem:
         self.batch, self.seq_len, self.num_heads, self.d_k = q.shape
         self.num_groups, self.d_v = v.shape[2:]
         self.dtype, self.device = q.dtype, q.device
+        self.memory = q.device  # where `empty` allocates
         if self.seq_len > MAX_TOKENS:
             raise ValueError(
                 f"S={self.seq_len} is beyond the {MAX_TOKENS} tokens of the Triton kernels; "
@@ -169,7 +172,14 @@ class Problem:
         return *self.rows_k(k, num_rows), self.rows_v(v, num_rows)
 
     def empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+        return torch.empty(size, dtype=dtype or self.dtype, device=self.memory)
+
+    def on_meta(self) -> Problem:
+        """The same problem with tensors that have no memory: its kernels are only compiled."""
+        twin = copy.copy(self)
+        twin.memo, twin.memory = {}, torch.device("meta")
+        twin.flags = replace(self.flags, strict=False)  # no values to check
+        return twin
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Start of each row's document, of its keys, of its blocks; unread without documents."""

@@ -462,6 +462,6 @@ def _empty(problem: Problem, *, zero: bool) -> Selection:
     return Selection(
         problem.empty(batch, seq_len, groups, problem.spec.n_sel, dtype=torch.int32),
         problem.empty(batch, groups, seq_len, dtype=torch.int32),
-        make(words, dtype=torch.int32, device=problem.device),
+        make(words, dtype=torch.int32, device=problem.memory),
         problem.empty(*words, dtype=torch.int16),
     )

@@ -159,8 +159,13 @@ MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "no override": (["info", "--config", QUICKSTART, "steps"], {}, "group.key=value"),
     "no such file": (["train", "--config", "configs/nope.yaml"], {}, "quickstart.yaml"),
     "an unknown variable": (["plan"], {"NSA_ACUM": "2"}, "NSA_ACCUM"),
-    "a planned variable": (["plan"], {"NSA_DEBUG_LOG": "1"}, "does not honour it"),
+    "a planned variable": (["plan"], {"NSA_DEBUG_LOG": "1"}, "not supported by this version"),
     "a bad value": (["train"], {"NSA_LR": "fast"}, "NSA_LR='fast'"),
+    "warmup without a GPU": (
+        ["warmup", "--config", QUICKSTART, "runtime.device=cpu"],
+        {},
+        "run `nsa warmup` on the machine that will train",
+    ),
     "no such device": (["plan", "--config", QUICKSTART, "runtime.device=cuda:99"], {}, "cuda:99"),
     "a backend of later": (
         ["train", "--config", QUICKSTART, "runtime.backend=triton"],
@@ -242,7 +247,7 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(
     folder = folder.format(file=tmp_path / "file")
     assert main(["train", "--config", QUICKSTART, *TINY, f"train.out_dir={folder}"]) == 2
     error = capsys.readouterr().err
-    assert f"train.out_dir={folder}: the folder cannot be made or written" in error
+    assert f"train.out_dir={folder}: the folder cannot be created or written" in error
     assert re.search(reason, error) and error.count("\n") == 1
 
 

@@ -56,7 +56,7 @@ def test_demo_estimates_more_memory_than_it_takes(capsys: pytest.CaptureFixture[
     ("arguments", "message"),
     [
         (["--S", "0"], "--S 0 is below 1"),
-        (["--prefill_tile", "-1"], "0 is the whole prompt"),
+        (["--prefill_tile", "-1"], "use 0 for the whole prompt"),
         (["--S", str(10**13)], "GiB are free on cpu; use a smaller --S"),
         (["--l", "33"], "l=33 is not a multiple of d=16"),
         (["--heads", "3"], "n_heads=3 is not a multiple"),

@@ -94,7 +94,7 @@ def test_a_switch_that_nothing_honours_is_refused_unless_at_its_default(name: st
     other = others.get(variable.kind) or (variable.choices or ("0:1",))[-1]
 
     check_environment({name: default})
-    with pytest.raises(ConfigError, match=f"{name}=.*this version does not honour it"):
+    with pytest.raises(ConfigError, match=f"{name}=.*not supported by this version"):
         check_environment({name: other})
 
 

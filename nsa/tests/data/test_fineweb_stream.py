@@ -224,11 +224,11 @@ def test_a_stalled_hub_ends_the_run_in_time(hub: Hub, tmp_path: Path) -> None:
     done = train(Path(sys.executable), hub, tmp_path / "run", "--loader-timeout", "3")
 
     assert done.code == 11
-    assert "did not come within 3 s" in done.err and "--loader-timeout" in done.err
+    assert "did not arrive within 3 s" in done.err and "--loader-timeout" in done.err
     assert "Traceback" not in done.err
     assert time.perf_counter() - begin < 60
     (error,) = messages(done.folder, "error")
-    assert "did not come within 3 s" in str(error["error"])
+    assert "did not arrive within 3 s" in str(error["error"])
 
 
 def test_a_stalled_hub_gives_random_tokens_only_when_asked(
@@ -241,9 +241,9 @@ def test_a_stalled_hub_gives_random_tokens_only_when_asked(
     )
 
     assert done.code == 0, done.err
-    assert "RANDOM TOKENS" in done.out and "did not come within 3 s" in done.out
+    assert "RANDOM TOKENS" in done.out and "did not arrive within 3 s" in done.out
     metrics = read_metrics(done.folder)
-    assert "did not come within 3 s" in str(metrics.data_fallback)
+    assert "did not arrive within 3 s" in str(metrics.data_fallback)
     assert (metrics.status, metrics.step) == ("finished", STEPS)
     assert "dataset: synthetic" in (done.folder / "config.yaml").read_text()
     assert len(messages(done.folder, "error")) == 1
@@ -416,6 +416,6 @@ def test_a_run_with_checkpoints_is_not_put_aside_for_random_tokens(
         raise SourceLost("no network")
 
     monkeypatch.setattr("nsa.train.batches.open_data", lost)
-    with pytest.raises(LoaderFailed, match="no network.*was not obeyed.*checkpoint of step 6"):
+    with pytest.raises(LoaderFailed, match="no network.*was ignored.*checkpoint of step 6"):
         in_process(config_of(tmp_path / "run"), loader=LoaderOptions(synthetic_on_fail=True))
     assert (tmp_path / "run" / "checkpoint_step6.pt").exists()

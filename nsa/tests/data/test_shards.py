@@ -185,7 +185,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_stop_at_the_first_broken_document(tmp_path: Path, workers: int) -> None:
     texts = [*TEXTS[:9], "a\0b", *TEXTS[9:], "c\0d"]
-    with pytest.raises(DataError, match="line 10: the text holds a NUL"):
+    with pytest.raises(DataError, match="line 10: the text has a NUL"):
         make(tmp_path / "a", texts, workers=workers)
     assert list((tmp_path / "a").iterdir()) == []
 
@@ -251,7 +251,7 @@ def test_one_changed_byte_is_found_and_named(
     capsys.readouterr()
     assert main(["data", "verify", str(folder)]) == 1
     shown = capsys.readouterr()
-    assert "train-00002.bin" in shown.err and "1 wrong" in shown.out
+    assert "train-00002.bin" in shown.err and "problems: 1" in shown.out
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -480,5 +480,5 @@ def test_to_prepare_nothing_is_an_error(
     words = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
     assert main(["data", "prepare", *words]) == 2
     error = capsys.readouterr().err
-    assert "in holds no text: 1 documents, all of them empty" in error and error.count("\n") == 1
+    assert "in has no text (documents: 1, all empty)" in error and error.count("\n") == 1
     assert not list((tmp_path / "out").iterdir())

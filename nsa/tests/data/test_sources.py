@@ -103,10 +103,10 @@ def test_a_folder_is_read_in_the_order_of_its_names_and_below(tmp_path: Path) ->
         (b"", "not JSON"),
         (b'{"text": "\xff"}', "not JSON in UTF-8"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"body": "x"}', "no 'text' that is a string"),
-        (b'{"text": 5}', "no 'text' that is a string"),
-        (b'["text"]', "no 'text' that is a string"),
-        (b'{"text": "\\ud800"}', "text that is not Unicode"),
+        (b'{"body": "x"}', "no string 'text'"),
+        (b'{"text": 5}', "no string 'text'"),
+        (b'["text"]', "no string 'text'"),
+        (b'{"text": "\\ud800"}', "invalid Unicode"),
     ],
 )
 @pytest.mark.parametrize("zipped", [False, True])
@@ -122,7 +122,7 @@ def test_a_broken_line_names_its_place_and_what_came_before(
         open_local(tmp_path)
 
     assert f"{tmp_path / name} line 3: {reason}" in str(caught.value)
-    assert "7 good documents came before it" in str(caught.value)
+    assert "7 documents before it are valid" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_broken_line_names_its_place_and_what_came_before(
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9], "cannot be read"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
         ("a.txt", b"\xff\xfe", "is not UTF-8"),
-        ("a.jsonl", b'{"text": "a\\u0000b"}\n', "line 1: the text holds a NUL at byte 1"),
-        ("a.csv", b"text\n", "its type is not known; it must be one of .jsonl"),
+        ("a.jsonl", b'{"text": "a\\u0000b"}\n', "line 1: the text has a NUL at byte 1"),
+        ("a.csv", b"text\n", "unknown file type; it must be one of .jsonl"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(
@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_read_is_named(
 @pytest.mark.parametrize(
     ("texts", "column", "message"),
     [
-        (["a", None, "c"], "text", "row 2: no 'text'.*1 good documents came before it"),
+        (["a", None, "c"], "text", "row 2: no string 'text'.*1 documents before it are valid"),
         (["a"], "body", "has no column 'text', only body, id"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_torn_parquet_file_is_refused(tmp_path: Path) -> None:
 def test_a_path_without_documents_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         open_local(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="holds no file of the types .jsonl"):
+    with pytest.raises(DataError, match="contains no file of type .jsonl"):
         open_local(tmp_path)
 
 

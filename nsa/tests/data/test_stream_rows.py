@@ -124,7 +124,7 @@ def test_rows_before_a_state_are_found_from_the_start() -> None:
     [{}, {"block": 1}, {"block": -1, "epoch": 0, "file": 0, "row": 0, "skip": 0}],
 )
 def test_what_is_no_state_is_refused(state: dict[str, int]) -> None:
-    with pytest.raises(DataError, match="no place"):
+    with pytest.raises(DataError, match="is not a position"):
         stream().load_state_dict(state)
 
 
@@ -232,7 +232,9 @@ def test_a_first_batch_that_does_not_come_is_an_error_in_time(depth: int) -> Non
     rows = Hanging(until=0)
     loader = Loader(rows, depth=depth)
     start = time.perf_counter()
-    with pytest.raises(SourceLost, match="first batch did not come within 0.3 s.*--loader-timeout"):
+    with pytest.raises(
+        SourceLost, match="first batch did not arrive within 0.3 s.*--loader-timeout"
+    ):
         loader.fetch_first(0, 2, timeout_s=0.3)
     assert time.perf_counter() - start < 5
     rows.released.set()
@@ -246,7 +248,7 @@ def test_a_stall_later_on_ends_after_patience_or_on_request() -> None:
     assert loader.wait_until_ready(9, timeout_s=30) == 3  # the first one and a full queue
     for position in (0, 2, 4):
         assert torch.equal(loader.batch(position, 2), SyntheticRows.batch(rows, position, 2))
-    with pytest.raises(SourceLost, match="batch at row 6 did not come within 0.3 s"):
+    with pytest.raises(SourceLost, match="batch at row 6 did not arrive within 0.3 s"):
         loader.batch(6, 2)
     loader.interrupted = lambda: "SIGTERM"
     loader._patience_s = 30
@@ -287,10 +289,12 @@ def test_waits_grow_with_jitter_and_end_with_an_error() -> None:
     retries = Retries("the hub", said.append, sleep=waits.append)
     for _ in range(MOST):
         retries.failed(ConnectionResetError("reset by peer"))
-    with pytest.raises(SourceLost, match=f"the hub: .*reset by peer; {MOST} attempts"):
+    with pytest.raises(
+        SourceLost, match=f"the hub: .*reset by peer; gave up after {MOST} failed retries"
+    ):
         retries.failed(ConnectionResetError("reset by peer"))
     assert all(2**n / 2 <= wait <= 2**n for n, wait in enumerate(waits)) and len(waits) == MOST
-    assert len(said) == MOST and f"attempt 2 of {MOST}" in said[1]
+    assert len(said) == MOST and f"retry 2 of {MOST}" in said[1]
     retries.worked()
     retries.failed(TimeoutError())
     assert waits[-1] <= 1
@@ -364,7 +368,7 @@ def test_every_document_arrives_once_whatever_breaks() -> None:
     found = list(islice(hub.read(Place()), 12))
     assert "".join(document.text for _, document in found) == "abcdeabcdeab"
     assert [place for place, _ in found[3:7]] == [(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1)]
-    assert len(hub.said) == 5 and "attempt 2 of 5" in hub.said[2]
+    assert len(hub.said) == 5 and "retry 2 of 5" in hub.said[2]
     assert hub.breaks == []
 
 
@@ -381,7 +385,7 @@ def test_a_connection_that_stays_broken_ends_and_what_is_corrupt_is_not_read_aga
 
 
 def test_a_hub_without_documents_is_an_error() -> None:
-    with pytest.raises(DataError, match="holds no documents"):
+    with pytest.raises(DataError, match="has no documents"):
         next(FlakyHub([], [], []).read(Place()))
 
 

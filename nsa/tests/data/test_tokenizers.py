@@ -222,7 +222,7 @@ def test_a_text_that_makes_the_end_mark_itself_is_refused(hf_file: Path) -> None
     """An ordinary piece as end mark: the only case that cannot be kept apart."""
     tokenizer = open_tokenizer(DataConfig(tokenizer=str(hf_file), eos="a"))
 
-    with pytest.raises(DataError, match="the text holds the end mark 'a' itself"):
+    with pytest.raises(DataError, match="the text contains the EOS token 'a'"):
         tokenizer.encode("a")
 
 

@@ -203,7 +203,7 @@ def test_a_folder_that_is_removed_under_a_run_is_made_anew_with_an_alarm(
     while folder.exists():  # the ranks write while it is being emptied
         shutil.rmtree(folder, ignore_errors=True)
     ranks.wait_for("[folder] ALARM")
-    (alarmed,) = re.findall(r"under the run, before update (\d+)", ranks.printed())
+    (alarmed,) = re.findall(r"during the run, before update (\d+)", ranks.printed())
     ranks.wait_for(f"step {int(alarmed) + 3:04d}")
     (folder / ".HALT").touch()
     codes, printed = ranks.finish()
@@ -229,7 +229,7 @@ def test_a_folder_that_another_run_has_taken_ends_all_and_is_left_alone(
         (tmp_path / "theirs").rename(folder)
         codes, printed = ranks.finish()
     assert codes == [3, 3], printed
-    assert printed.count(f"{folder} was removed, or moved away, under this run") == 1
+    assert printed.count(f"{folder} was removed or moved during this run") == 1
     assert f"in use by process {os.getpid()} on " in printed
     assert os.listdir(folder) == [".lock"]
 
@@ -327,7 +327,7 @@ def test_a_disk_that_is_full_at_the_end_is_said_without_a_traceback_of_any_rank(
     codes, printed = ranks.finish()
     assert codes == [1, 1], printed
     assert "model.pt could not be written" in printed
-    assert "rank 1 of 2 was done, and another rank failed at the end of the run" in printed
+    assert "rank 1 of 2 had finished, but another rank failed at the end of the run" in printed
     assert "Traceback" not in printed, printed
     assert no_half_file(folder)
 
@@ -367,8 +367,8 @@ def test_a_run_whose_checkpoints_are_all_corrupt_is_refused_and_stays(
     before = sorted(path.name for path in folder.iterdir())
     codes, printed = start().finish()
     assert codes == [3, 3], printed
-    assert "none of its checkpoints is whole" in printed
-    assert "to go on with it:" in printed and "the same command with --resume none" in printed
+    assert "none of its checkpoints is intact" in printed
+    assert "to resume it:" in printed and "the same command with --resume none" in printed
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
@@ -417,6 +417,7 @@ def test_a_changed_byte_in_a_shard_ends_all_before_the_first_update(
     codes, printed = start(*data).finish()
     assert codes == [2, 2], printed
     assert f"{shards / 'train-00000.bin'}: sha256 is" in printed
+    assert "has left before" not in printed  # both wait for each other
     assert not (folder / TRAINING).exists()
 
 
@@ -437,8 +438,8 @@ def test_a_port_in_use_is_said_and_nothing_is_touched(
 @pytest.mark.parametrize(
     ("trouble", "message"),
     [
-        ("config", "rank 1 has NSA_LR=0.5, and rank 0 has nothing"),
-        ("code", "rank 1 has code=0123456789abcdef, and rank 0 has"),
+        ("config", "rank 1 has NSA_LR=0.5, but rank 0 has nothing"),
+        ("code", "rank 1 has code=0123456789abcdef, but rank 0 has"),
     ],
     ids=["config", "code"],
 )
@@ -530,7 +531,7 @@ def test_a_stopped_rank_is_named_killed_and_training_resumes(restarted: Restarte
     assert "; rank 0 waits for it in " in report.sentence
     assert report.ranks[1].state == "stopped" and report.ranks[1].stacks == []
     assert any("MainThread" in line for line in report.ranks[0].stacks)
-    assert "rank 1 cannot end itself, and is killed" in restarted.printed
+    assert "rank 1 does not respond and is killed" in restarted.printed
     assert len(resumed_at(restarted.printed)) == 2, "after the kill and after the stop"
     assert restarted.stopped_at - 1 - resumed_at(restarted.printed)[1] <= 2 + 1
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,7 @@ from nsa.config import Config, ConfigError
 from nsa.config.env import raw
 from nsa.records import read_config, read_metrics
 from nsa.train import Halted, RunRefused, run
+from nsa.train.distributed import process_group
 from nsa.train.distributed.ddp import WIRE_TYPES, Ddp
 from nsa.train.distributed.process_group import translate_old_names
 from nsa.train.distributed.strategy import AUTO, OFF, ON, micro_positions
@@ -263,7 +265,7 @@ def test_ranks_without_a_launcher_are_refused(
     with pytest.raises(RunRefused, match="--ddp 0 with WORLD_SIZE=2: 2 runs would write into one"):
         train(tiny_config(), OFF)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RunRefused, match="RANK or MASTER_ADDR not set"):
+    with pytest.raises(RunRefused, match="RANK or MASTER_ADDR is not set"):
         train(tiny_config(), ON)
 
 
@@ -296,6 +298,21 @@ def test_local_rank_picks_a_device_that_must_exist(
     one_of_one.setenv("LOCAL_RANK", "3")
     with pytest.raises(RunRefused, match="LOCAL_RANK=3 on a machine with 0 CUDA devices"):
         train(tiny_config("runtime.device=cuda"))
+
+
+def test_a_group_outlives_what_an_error_keeps_of_it(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig
+) -> None:
+    """Else DDP's reducer, freed after the error, destroys it while gloo's thread wants the GIL."""
+    one_of_one.setattr(process_group, "_left", [])
+    with (
+        pytest.raises(ValueError, match="of the run"),
+        process_group.open_ranks(ON, tiny_config(), print),
+    ):
+        group = dist.group.WORLD
+        raise ValueError("an error of the run")
+    assert not dist.is_initialized()
+    assert process_group._left == [group]
 
 
 def test_each_restart_has_names_of_its_own(

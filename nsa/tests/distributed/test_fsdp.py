@@ -74,7 +74,7 @@ def test_a_shared_model_learns_what_one_process_learns(
 ) -> None:
     folder, printed = shared_out
     assert "[ddp] process group ready | backend=gloo world_size=2 timeout_min=1\n" in printed
-    assert printed.count("[fsdp] 2 blocks shared out over 2 ranks") == 1
+    assert printed.count("[fsdp] 2 blocks sharded over 2 ranks") == 1
     assert losses(folder) == pytest.approx(losses(one), rel=ROUNDING)
     found, expected = (read_rows(ValRow, f / VAL) for f in (folder, one))
     assert [r.loss for r in found] == pytest.approx([r.loss for r in expected], rel=ROUNDING)

@@ -10,8 +10,9 @@ import torch
 from nsa.config import Config
 from nsa.data import ByteTokenizer
 from nsa.generate import Sampling, generate, next_tokens, sample_text
-from nsa.generate.decode import PROMPT, SAMPLE_TOKENS
-from nsa.model import TinyLM
+from nsa.generate.decode import SAMPLE_TOKENS
+from nsa.model import ModelCache, TinyLM
+from nsa.records.results import PROMPT
 
 GREEDY = Sampling(temperature=0)
 
@@ -58,6 +59,29 @@ def test_generation_leaves_the_model_as_it_was(model: TinyLM) -> None:
     generate(model, torch.tensor([[1]]), 3)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_small_model_decodes_on_one_thread_and_the_others_are_given_back(
+    model: TinyLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = model.step
+
+    def step(ids: torch.Tensor, cache: ModelCache) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return real(ids, cache)
+
+    monkeypatch.setattr(model, "step", step)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        generate(model, torch.tensor([[1]]), 3)
+        assert torch.get_num_threads() == 2
+        monkeypatch.setattr("nsa.generate.decode.ONE_THREAD_BELOW", 0)
+        generate(model, torch.tensor([[1]]), 2)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

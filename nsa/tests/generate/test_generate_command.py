@@ -212,7 +212,7 @@ def test_a_lack_of_memory_is_said_in_one_line(
 
     monkeypatch.setattr(TinyLM, "new_cache", full)
     code, _, err = nsa("Hi")
-    assert code == 2 and "no memory" in err and "smaller --batch-size" in err
+    assert code == 2 and "out of memory" in err and "smaller --batch-size" in err
     assert err.count("\n") == 1
 
 
@@ -265,12 +265,12 @@ def test_a_checkpoint_whose_bytes_have_changed_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([""], "prompt 1 is empty; give at least one character"),
+        ([""], "prompt 1 is empty; it needs at least one character"),
         (["a" * 200, "--max-len", "100", "--max-new-tokens", "10"], "200 tokens, which with"),
         (["a", "--max-new-tokens", "10", "--max-len", "10"], "1 tokens.*max_len=10.*shorten it"),
         (["a\0b"], "NUL at byte 1"),
-        (["a\udcffb"], "prompt 1 is not UTF-8 at character 1"),
-        (["a", "--file", "b"], "2 sources of prompts"),
+        (["a\udcffb"], "prompt 1 is not valid UTF-8 at character 1"),
+        (["a", "--file", "b"], "2 prompt sources"),
         (["--file", "no-such-file"], "no-such-file cannot be read"),
         (["--prompts", "."], r"\. cannot be read"),
         (["a", "--temperature", "-1"], "temperature=-1.0 is not allowed"),
@@ -349,7 +349,7 @@ def test_a_tokenizer_of_another_size_is_refused(nsa: Nsa, tmp_path: Path) -> Non
 
     file = train_hf(tmp_path / "tokenizer.json", ["<|endoftext|>"])
     code, _, err = nsa("a", "--tokenizer", str(file))
-    assert code == 2 and "has 270 ids, the model has 256; they do not fit" in err
+    assert code == 2 and "has 270 ids, the model has 256; use the tokenizer that" in err
 
 
 def _without(name: str) -> Callable[[dict[str, Any]], None]:
@@ -371,7 +371,7 @@ def _with(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_without("embed.weight"), "no embedding"),
         (_with("model.depth", 3), "model.depth"),
         (lambda content: content.pop("cfg"), "no weights with their config"),
-        (lambda content: content["cfg"].update(model=3), "cfg.model is no group"),
+        (lambda content: content["cfg"].update(model=3), "cfg.model is not a group"),
         (lambda content: content["state_dict"].update(x=torch.ones(2)), "no such tensor"),
     ],
     ids=["dim", "layers", "heads", "missing", "no embedding", "key", "no cfg", "group", "extra"],

@@ -24,11 +24,11 @@ from nsa.operate.handoff.contents import (
     ITEMS,
     Manifest,
     altered_files,
-    find_run_info,
     manifest_bytes,
     read_manifest,
 )
 from nsa.operate.handoff.redact import LONGEST_LINE, hide, hide_lines, lines_of, secrets_in
+from nsa.operate.run_files import find_run_info
 from nsa.records import read_metrics, write_metrics
 from nsa.tests.support.recording import dead_pid
 from nsa.train import run as train
@@ -165,7 +165,7 @@ def test_a_checkpoint_with_a_secret_stays_here(run_folder: Path, tmp_path: Path)
     manifest = hand_over(run_folder, tmp_path / "h.tar.gz")
     assert [e.path for e in manifest.files if e.item == "checkpoint"][1] == "checkpoint_step2.pt"
     (lost,) = manifest.missing
-    assert "checkpoint_step3.pt holds what looks like a secret" in lost.reason
+    assert "checkpoint_step3.pt contains what looks like a secret" in lost.reason
     assert "pa55word" not in lost.reason
 
 
@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run_folder: Path, tmp_pat
     manifest = hand_over(run_folder, tmp_path / "h.tar.gz")
     assert "handoff/checkpoint_step2.pt" in members(tmp_path / "h.tar.gz")
     assert [lost.item for lost in manifest.missing] == ["checkpoint"]
-    assert "was cut or replaced" in manifest.missing[0].reason
+    assert "was truncated or replaced" in manifest.missing[0].reason
 
 
 def test_what_is_missing_is_named_and_the_exit_code_says_so(
@@ -262,8 +262,8 @@ def test_altered_files_outside_of_the_repository_stay_here(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a run folder, or --verify FILE"),
-        (["{run}", "--verify", "x"], "give a run folder, or --verify FILE"),
+        ([], "use either a run folder or --verify FILE"),
+        (["{run}", "--verify", "x"], "use either a run folder or --verify FILE"),
         (["{tmp}/none"], "is not a folder"),
         (["{run}", "--out", "{run}/h.tar.gz"], "is inside the run folder"),
         (["{run}", "--out", "{run}/training.csv"], "exists; name another file"),
@@ -322,13 +322,13 @@ def test_verify_finds_every_change(run_folder: Path, tmp_path: Path) -> None:
     assert main(["handoff", "--verify", str(tmp_path / "h.tar.gz")]) == 0
 
     log = "handoff/train.log"
-    assert "train.log: its bytes are not" in problems_of(bad, good | {log: b"x" * 42})[0]
+    assert "train.log: its sha256 differs" in problems_of(bad, good | {log: b"x" * 42})[0]
     assert "train.log: 1 bytes" in problems_of(bad, good | {log: b"x"})[0]
     without = {name: content for name, content in good.items() if name != log}
     assert problems_of(bad, without) == ["train.log: in the manifest, not in the archive"]
     assert "not in the manifest" in problems_of(bad, good | {"handoff/more": b""})[0]
     for name in ("handoff/../x", "/etc/x", "handoff//x"):
-        assert "leads out of the archive" in problems_of(bad, good | {name: b""})[0]
+        assert "a path outside the archive" in problems_of(bad, good | {name: b""})[0]
     for link in (link_to("/etc/passwd"), link_to("train.log", tarfile.LNKTYPE)):
         assert "is a link" in problems_of(bad, good, link)[0]
 
@@ -370,7 +370,7 @@ def test_a_file_that_is_no_archive_is_named(
 def test_a_manifest_with_a_path_that_leads_out_is_refused() -> None:
     entry = {"item": "altered", "path": "../x", "source": "", "bytes": 0, "sha256": ""}
     found = json.loads(manifest_bytes(Manifest(run="r"))) | {"files": [entry]}
-    with pytest.raises(ValueError, match="no plain relative path"):
+    with pytest.raises(ValueError, match="not a plain relative path"):
         read_manifest(json.dumps(found).encode())
 
 
@@ -400,7 +400,7 @@ def test_a_flag_of_a_secret_hides_the_next_line_of_a_list() -> None:
 def test_a_line_without_end_is_left_out_whole() -> None:
     file = io.BytesIO(b"a\n" + b"x" * (3 * LONGEST_LINE) + b"\nb\xff\n")
     first, second, third = lines_of(file)
-    assert (first, third) == ("a\n", "b\udcff\n") and "is left out" in second
+    assert (first, third) == ("a\n", "b\udcff\n") and "was dropped" in second
 
 
 def test_hiding_takes_linear_time() -> None:

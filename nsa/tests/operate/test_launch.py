@@ -84,7 +84,7 @@ def test_phases_follow_each_other_and_a_verdict_is_not_asked_for_twice(
 
     code, printed = finish(start(*arguments))
     assert code == 0, printed
-    assert printed.count("GO from before stands") == 2
+    assert printed.count("GO already; skipped") == 2
     assert "step 0001" not in printed
 
 
@@ -94,7 +94,7 @@ def test_a_phase_that_fails_ends_the_launch(start: Start, tmp_path: Path) -> Non
     process = start("--phases", "1,3", "--phase-steps", ",4,,")
     code, printed = finish(process)
     assert code == 10, printed
-    assert "[launch] phase 1: NO-GO: the trainer ended with 10" in printed
+    assert "[launch] phase 1: NO-GO: the trainer exited with 10" in printed
     assert not (tmp_path / "run" / "metrics.json").exists()
     assert read_verdict(tmp_path / "run" / "phase1") is None
     assert info(tmp_path).exit_code == 10
@@ -116,7 +116,7 @@ def test_a_verdict_of_no_go_ends_the_launch_unless_told_to_go_on(
 
     code, printed = finish(start(*arguments, "--go-anyway"))
     assert code == 0, printed
-    assert printed.count("NO-GO, and on by --go-anyway") == 2
+    assert printed.count("NO-GO, continuing because of --go-anyway") == 2
     assert read_metrics(tmp_path / "run").status == "finished"
 
 
@@ -180,9 +180,9 @@ def test_a_run_that_crashes_is_started_again(start: Start, tmp_path: Path) -> No
     os.kill(pid, signal.SIGKILL)
     code, printed = finish(process)
     assert code == 0, printed
-    assert printed.count("[launch] exit code -9; starting again, 2 times left") == 1
+    assert printed.count("[launch] exit code -9; restarting, 2 restarts left") == 1
     assert printed.count(" of 80 steps are done") == 1
-    assert printed.count("[resume] this is a restart: nothing is put aside") == 1
+    assert printed.count("[resume] restart: resuming from the newest checkpoint") == 1
     assert (read_metrics(folder).status, read_metrics(folder).step) == ("finished", 80)
 
 

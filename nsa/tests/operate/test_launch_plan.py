@@ -203,7 +203,7 @@ def test_more_processes_than_gpus_are_refused(
     assert main(["launch", "--profile", "production"]) == 3
     assert "2 processes on 1 GPUs: each needs one; set NP=1" in capsys.readouterr().err
     assert main(["launch", "--profile", "prime", "--min-gpus", "2"]) == 3
-    assert "1 GPUs here, and this launch needs 2" in capsys.readouterr().err
+    assert "1 GPUs here, but this launch needs 2" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -106,7 +106,7 @@ def test_the_whole_launch_checks_first(start: Start, tmp_path: Path) -> None:
 
     wrong = given | {"STEPS": "50000"}
     code, printed = finish(start("production_50k_launch.sh", **wrong))
-    assert code == 2 and "train.steps=12, and this launch requires train.steps=50000" in printed
+    assert code == 2 and "train.steps=12, but this launch requires train.steps=50000" in printed
 
 
 def test_validation_of_synthetic_and_real_data(start: Start, tmp_path: Path) -> None:

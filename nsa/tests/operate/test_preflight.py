@@ -347,7 +347,7 @@ def test_two_ranks_meet_and_one_that_is_late_is_no_go(planned: BuildPlan) -> Non
     said(run_checks.all_reduce(planned(ranks=2)), PASS)
     (planned().scratch / "store").unlink(missing_ok=True)
     late = planned(ranks=2, limits={"all_reduce_s": 0.05})
-    assert "did not come back" in said(run_checks.all_reduce(late), FAIL).value
+    assert "did not finish" in said(run_checks.all_reduce(late), FAIL).value
 
 
 def test_data_that_does_not_come_in_time_is_no_go(planned: BuildPlan, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_data_that_does_not_come_in_time_is_no_go(planned: BuildPlan, tmp_path: 
     missing = ("data.dataset=fineweb_edu_local", f"data.local_path={tmp_path / 'none.jsonl'}")
     assert "none.jsonl" in said(run_checks.first_batch(planned(*missing)), FAIL).value
     late = planned(limits={"first_batch_s": 1e-4})
-    assert "did not come within" in said(run_checks.first_batch(late), FAIL).value
+    assert "did not arrive within" in said(run_checks.first_batch(late), FAIL).value
     assert not planned().folder.exists()
 
 
@@ -372,7 +372,7 @@ def test_a_checkpoint_that_does_not_hold_is_no_go(
     monkeypatch.setattr(checkpoint_file, "write", broken)
     plan = planned()
     rehearsal = run_checks.rehearse(plan)
-    assert "it was cut" in said(run_checks.saves_and_resumes(plan, rehearsal), FAIL).value
+    assert "it was truncated" in said(run_checks.saves_and_resumes(plan, rehearsal), FAIL).value
     said(run_checks.eta_and_cost(plan, rehearsal), NOT_MEASURED)
 
 
@@ -426,7 +426,7 @@ def test_bad_input_is_refused_with_a_word(
     config = [*TINY, f"train.out_dir={tmp_path / 'run'}"]
     assert main(["preflight", "--config", base, "--ranks", "0", *config]) == 2
     assert main(["preflight", "--config", base, "--limit", "free=1", *config]) == 2
-    assert "'free' is no limit" in capsys.readouterr().err
+    assert "'free' is not a limit" in capsys.readouterr().err
     monkeypatch.setattr("tempfile.mkdtemp", _refuse)
     assert main(["preflight", "--config", base, *config]) == 2
     assert "cannot be written to" in capsys.readouterr().err

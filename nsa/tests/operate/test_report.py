@@ -505,7 +505,7 @@ def test_limits_and_points_that_do_not_exist_are_refused(
     assert main(["report", folder, "--at", "500", "--limit", "memory_gib"]) == 2
     assert main(["report", folder, "--at", "500", "--limit", "fallbacks_max=1.5"]) == 2
     assert "whole number" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="at='600' is no point of a run"):
+    with pytest.raises(ValueError, match="at='600' is not a point of a run"):
         judge(healthy.folder, "600")
     assert main(["report", folder, "--at", "500", "--limit", "memory_gib=3"]) == 1
     capsys.readouterr()

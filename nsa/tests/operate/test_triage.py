@@ -173,7 +173,7 @@ def test_a_toggle_that_the_config_forbids_is_an_outcome(config_file: Path, tmp_p
     [
         (["--steps", "0"], "must both be at least 1"),
         (["--timeout", "nan"], "a number of seconds above 0"),
-        (["--only", "stats_of"], "--only stats_of is no toggle of this run; use stats_off"),
+        (["--only", "stats_of"], "--only stats_of is not a toggle of this run; use stats_off"),
         (["train.stepz=3"], "train.stepz"),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_halt_of_the_operator_is_left_as_it_is(
     recorder.run(40)
     sentinels.write_halt(tmp_path, "operator")
     watch = Watch(tmp_path, say=lambda text: None, adapt=lambda limits: LIMITS)
-    assert "there already" in watch.look(now=recorder.now + 300).new[-1].text
+    assert ".HALT already exists" in watch.look(now=recorder.now + 300).new[-1].text
     assert (tmp_path / ".HALT").read_text() == "halt: operator\n"
     assert sentinels.read_anomaly(tmp_path) is None
 

@@ -55,7 +55,7 @@ def test_a_target_outside_the_vocabulary_is_refused_with_its_number(wrong: int) 
     targets = torch.tensor([0, wrong, -100])
     with pytest.raises(IndexError):
         F.cross_entropy(hidden @ weight.t(), targets)
-    with pytest.raises(IndexError, match=rf"target {wrong} .* vocabulary of 5 ids; give 0 to 4"):
+    with pytest.raises(IndexError, match=rf"target {wrong} .* vocabulary of 5 ids; use 0 to 4"):
         linear_cross_entropy(hidden, weight, targets, torch.float32)
 
 

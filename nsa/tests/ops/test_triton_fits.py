@@ -6,11 +6,13 @@ over the shapes; the others take those that come closest to the limits.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -18,6 +20,7 @@ from nsa import NSAAttention
 from nsa.ops import fallbacks, machine, plan
 from nsa.ops.eager.rows import KeyValues
 from nsa.ops.spec import BlockSpec
+from nsa.ops.triton import attention, launcher, operators
 from nsa.ops.triton import tiles as tables
 from nsa.ops.triton.chunked_prefill import attend_continued
 from nsa.ops.triton.decode.launch import Caches, Decoder, Token
@@ -179,6 +182,80 @@ def test_blocks_too_long_for_the_memory_are_masked(capability):
     selected = [one.name for one in started if one.constants.get("SELECT")]
     assert selected == ["band_forward", "band_dkv", "band_dq"]
     assert not [one.name for one in started if one.name.startswith("block_")]
+
+
+# --- what is compiled ahead ---
+
+AHEAD = {
+    "masked": (Shape(64, 64), 300, 1),
+    "packed": (Shape(64, 64), 300, 2),
+    "by blocks": (Shape(64, 64), 400, 1),
+    "by queries": (Shape(128, 128, group=16), 400, 1),
+    "no compressed token": (Shape(64, 64), 20, 1),
+}
+
+
+CHEAP = {"empty", "empty_strided", "new_empty", "new_zeros", "zeros"}
+CHEAP |= {"zero_", "fill_", "_to_copy", "select"}
+"""Most other operations on the meta device import sympy: seconds in which nothing compiles."""
+
+
+class Operations(TorchDispatchMode):
+    """The operations within, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape, seq_len, docs", AHEAD.values(), ids=list(AHEAD))
+def test_what_is_compiled_ahead_is_what_the_call_launches(shape, seq_len, docs, monkeypatch):
+    ahead: list[tuple[str, Any]] = []
+
+    def note(device: int, kernel: Any, arguments: Any, one: launcher.Launch) -> None:
+        ahead.append((kernel.__name__, {**one.constants, **one.options}))
+
+    calls: list[Any] = []
+    monkeypatch.setattr(launcher, "_compile", note)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(operators, "_compile_once", lambda *args: calls.append(args))
+    with starting_on(90, ()) as started:
+        shape.attend(seq_len, docs)
+        (problem, inputs, selection, backward_too), _ = calls
+        launched = [(one.name, one.constants) for one in started if one.name != "finite_rows"]
+        started.clear()
+        with Operations() as seen:
+            attention.compile_ahead(problem, inputs, selection, backward_too=backward_too)
+
+    assert seen.names <= CHEAP
+    assert backward_too and not started and launched
+    assert all(one in ahead for one in launched)
+    assert all(one in launched for one in ahead)
+    assert len(ahead) <= len(launched)  # equal kernels once
+
+
+def test_other_threads_launch_while_one_compiles_ahead(monkeypatch):
+    monkeypatch.setattr(launcher, "_compile", lambda *_: None)
+    with launcher.compiling_ahead(), ThreadPoolExecutor(1) as other:
+        assert launcher.is_compiling_ahead()
+        assert not other.submit(launcher.is_compiling_ahead).result()
+    assert not launcher.is_compiling_ahead()
+
+
+def test_an_error_of_the_compiler_reaches_the_caller(monkeypatch):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("ptxas failed")
+
+    monkeypatch.setattr(launcher, "_compile", fail)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    launch = launcher.Launch((1,), (16,), {}, {})
+    with pytest.raises(RuntimeError, match="ptxas failed"), launcher.compiling_ahead() as ahead:
+        ahead.add(object(), (torch.zeros(16),), launch)
+    assert not launcher.is_compiling_ahead()
 
 
 # --- the tables ---

@@ -54,8 +54,8 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         ("version: 1\n", "", "has version None"),
         ("ranks: 2", "ranks: two", "ranks: 'two' is not a whole number"),
         ("profile: prime\n", "", "has no line 'profile'"),
-        ("profile:", "prof:", "is no line of a run.info"),
-        ("profile: prime", "half a li", "is no line of a run.info"),
+        ("profile:", "prof:", "is not a line of a run.info"),
+        ("profile: prime", "half a li", "is not a line of a run.info"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -201,5 +201,7 @@ def test_files_of_an_earlier_run_move_aside_and_others_stay(tmp_path: Path) -> N
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ConfigError, match=r"train.out_dir=.*/file/run: the folder cannot be made"):
+    with pytest.raises(
+        ConfigError, match=r"train.out_dir=.*/file/run: the folder cannot be created"
+    ):
         open_folder(tmp_path / "file" / "run")

@@ -66,6 +66,7 @@ from nsa.records.alarms import Alarm, as_line
 from nsa.records.heartbeat import BASE_FIELDS
 from nsa.records.launch import PhaseVerdict, RunInfo
 from nsa.records.numbers import EVALUATED, SCALARS
+from nsa.records.results import Sample
 from nsa.records.sinks import (
     Tracked,
     attention_scalars,
@@ -391,7 +392,7 @@ def test_an_anomaly_reads_back(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_anomaly_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'bad_mood' is not known; use one of nan_loss, "):
+    with pytest.raises(ValueError, match="'bad_mood' is unknown; use one of nan_loss, "):
         sentinels.write_anomaly(tmp_path, "bad_mood")
     assert list(tmp_path.iterdir()) == []
 
@@ -712,6 +713,7 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "metrics_json.md": {field.name for field in dataclasses.fields(Metrics)},
         "env_json.md": {field.name for field in dataclasses.fields(RunEnvironment)},
         "k_stats_csv.md": {*KStatsRow._fields},
+        "samples_jsonl.md": {field.name for field in dataclasses.fields(Sample)},
         "selection_jsonl.md": {field.name for field in dataclasses.fields(SelectionRecord)},
         "dtypes_report.md": {"version", "compute"},
         "opt_state_mb.md": {"MiB"},

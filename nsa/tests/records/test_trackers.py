@@ -42,7 +42,7 @@ def test_a_tracker_gets_the_run_and_its_curves(
     folder = Path(cfg.train.out_dir)
     tracked = read_tracked(folder)
     assert tracked is not None and tracked.tracker == name
-    assert f"{name} follows this run as {tracked.id}" in printed
+    assert f"{name} tracks this run as {tracked.id}" in printed
     (first, opened), *points, last = read_calls(calls)
     assert (first, last) == ("init", ("finish", {}))
     assert opened["project"] == "nsa" and opened["config"] == to_container(cfg)
@@ -87,7 +87,7 @@ def test_a_broken_tracker_file_costs_the_id_and_not_the_run(
         (folder / sinks.TRACKER).write_text(text)
         open_tracker(cfg, folder, resumed=True, say=said.append).close()
 
-        assert "under a new id" in said[-2]
+        assert "uses a new run id" in said[-2]
         assert read_tracked(folder) is not None
 
 
@@ -114,7 +114,7 @@ def test_a_tracker_that_raises_is_dropped_with_one_line(
 
     printed = train(cfg)
 
-    (line,) = (line for line in printed.splitlines() if "gets no more of this run" in line)
+    (line,) = (line for line in printed.splitlines() if "stopped receiving this run" in line)
     assert "no such server" in line and "tracker.log" in line
     assert read_metrics(Path(cfg.train.out_dir)).status == "finished"
 
@@ -138,7 +138,7 @@ def test_a_tracker_that_blocks_is_ended_with_one_line(
 
     assert time.monotonic() - start < 10
     (line,) = said[1:]
-    assert "trackio gets no more of this run: 1 MiB wait for it" in line
+    assert "trackio stopped receiving this run: 1 MiB are queued for it" in line
 
 
 def test_the_end_of_a_run_waits_for_a_tracker_only_so_long(

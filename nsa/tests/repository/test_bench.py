@@ -272,7 +272,7 @@ SIZES = np.array([8, 4, 8, 4, 12])
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (dict(spec=SIZES, selection=LEGAL), "lacks.*version.*write_selection"),
+        (dict(spec=SIZES, selection=LEGAL), "but not.*version.*write_selection"),
         (dict(version=2, spec=SIZES, selection=LEGAL), "version 2.*knows 1"),
         (dict(version=1, spec=SIZES[:4], selection=LEGAL), "five integers"),
         (dict(version=1, spec=SIZES / 1, selection=LEGAL), "five integers"),
@@ -397,7 +397,7 @@ def test_bench_reports_failure_when_ours_fails(monkeypatch, capsys):
         (["--shape", "12,2,64"], "not four whole numbers"),
         (["--shape", "12,5,64,64"], "multiple of Hkv"),
         (["--preset", "speed"], "needs a CUDA device"),
-        (["--preset", "speed", "--batch", "2"], "leave out --lengths and --batch"),
+        (["--preset", "speed", "--batch", "2"], "drop --lengths and --batch"),
         (["--lengths", "0"], "whole numbers >= 1"),
         (["--json", "no/such/folder/r.json"], "does not exist; create it"),
         (["--selection", "no-such-file.npz"], "no-such-file.npz cannot be read"),
@@ -529,8 +529,8 @@ def test_train_bench_has_the_production_model_with_the_gpt2_vocabulary():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cells", "2048"], "'2048' is no cell; give length x batch"),
-        (["--cells", "64x0"], "'64x0' is no cell"),
+        (["--cells", "2048"], "'2048' is not a cell; use length x batch"),
+        (["--cells", "64x0"], "'64x0' is not a cell"),
         (["--variants", "nsa,sparse"], f"'sparse' is not known; choose from {', '.join(NAMES)}"),
         (["--steps", "0"], "--steps 0 is below 1"),
         (["--json", "nowhere/r.json"], "create it first"),
@@ -596,7 +596,7 @@ def test_overhead_is_measured_by_real_runs(tmp_path, capsys, monkeypatch):
 def test_overhead_refuses_too_few_steps(capsys):
     with pytest.raises(SystemExit, match="2"):
         bench_overhead.main(["--steps", "3"])
-    assert "give at least 4 and 1" in capsys.readouterr().err
+    assert "use at least 4 steps and 1 round" in capsys.readouterr().err
 
 
 @pytest.mark.dist

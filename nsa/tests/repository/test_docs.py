@@ -16,7 +16,8 @@ import nsa
 from nsa.cli.__main__ import _parser as cli_parser
 from nsa.cli.describe import refresh
 from nsa.config import load_config
-from nsa.tests.support.surface import REPOSITORY, simple_commands
+from nsa.tests.repository.test_surface import understands
+from nsa.tests.support.surface import REPOSITORY, SCRIPT, simple_commands
 from scripts.site_hooks import OWN_WORKER, WORKER, links_as_text, on_post_page
 
 DOCS = REPOSITORY / "docs"
@@ -25,11 +26,19 @@ PAGES = [
     DOCS / "index.md",
     *sorted((DOCS / "concepts").glob("*.md")),
     *sorted((DOCS / "how-to").glob("*.md")),
+    *(DOCS / f"{name}.md" for name in ("configuration", "data", "ranks", "reliability")),
+    DOCS / "training.md",
+    REPOSITORY / "README.md",
+    *(DOCS / f"{name}.md" for name in ("operate", "launch", "preflight", "report", "dashboard")),
+    *(DOCS / f"{name}.md" for name in ("generate", "kernels", "torch-path", "architecture")),
 ]
 """Pages whose code a reader copies."""
-ONLY_COMPILED = re.compile(r"# needs a (GPU|trained model)\n")
+ONLY_COMPILED = re.compile(r"# needs a (GPU|trained model|run folder)\n")
 """First line of a block that cannot run here."""
-PROGRAMS = {"nsa", "python3", "pip", "touch", "torchrun", ".", "head"}
+PROGRAMS = {
+    *("nsa", "python3", "pip", "touch", "torchrun", ".", "head"),
+    *("python", "bash", "pytest", "make", "ssh", "sbatch", "kill", "echo", "tee"),
+}
 """What shell blocks may call; a new one is a decision."""
 
 
@@ -52,9 +61,18 @@ def nsa_words(words: list[str]) -> list[str] | None:
     """The arguments of `nsa` in a command, also under torchrun; None if it calls another."""
     if words[0] == "nsa":
         return words[1:]
-    if words[0] == "torchrun":
+    if words[0] == "torchrun" and "nsa.cli" in words:
         return words[words.index("nsa.cli") + 1 :]
     return None
+
+
+def check_other(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets of make exist; scripts exist, and their parser takes the flags."""
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    for script in (word for word in words if SCRIPT.fullmatch(word)):
+        if "StrictParser(" in (REPOSITORY / script).read_text(encoding="utf-8"):
+            assert understands(script, words[words.index(script) + 1 :], monkeypatch), words
 
 
 # Pages
@@ -137,11 +155,13 @@ def test_yaml_of_a_page_is_a_config(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_of_a_page_parse(page: Path) -> None:
+def test_commands_of_a_page_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags by the real parser; bundled configs with the keys that are set are resolved."""
     for text in blocks(page, "bash"):
+        assert [name for name in SCRIPT.findall(text) if not (REPOSITORY / name).is_file()] == []
         for words in simple_commands(text):
             assert words[0] in PROGRAMS, f"{page.name}: {shlex.join(words)}"
+            check_other(words, monkeypatch)
             if (arguments := nsa_words(words)) in (None, ["--version"]):
                 continue
             args = vars(cli_parser().parse_args(arguments))

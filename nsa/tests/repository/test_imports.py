@@ -151,12 +151,19 @@ def test_commands_that_compute_load_torch_without_its_compiler(made: dict[str, s
     assert set(map(tuple, loaded.values())) == {("numpy", "torch")}, loaded
 
 
-def test_a_forward_and_a_backward_pass_load_no_compiler_but_a_compiled_one_does() -> None:
+def test_an_update_loads_no_compiler_but_a_compiled_model_does() -> None:
     code = """
 import sys, torch, nsa
+from types import SimpleNamespace
+from nsa.train.optimizer import build_optimizer, load_optimizer
 model = nsa.TinyLM(vocab=8, dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=8, d_v=8)
 ids = torch.zeros(1, 40, dtype=torch.long)
 model(ids).sum().backward()
+for name in ("adamw", "muon"):
+    optimizer = build_optimizer(model, SimpleNamespace(optimizer=name, weight_decay=0.1, lr=0.1))
+    optimizer.step()
+    load_optimizer(optimizer, optimizer.state_dict())
+optimizer.zero_grad()
 assert "torch._dynamo" not in sys.modules and "nsa.ops.traced" not in sys.modules
 graph = torch.compile(model, backend="eager", fullgraph=True)
 assert torch.equal(graph(ids), model(ids))

@@ -104,7 +104,7 @@ def test_a_run_that_has_no_room_for_a_checkpoint_is_refused_with_what_it_lacks(
     usage = type(shutil.disk_usage("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 3 << 10))
     cfg = tiny_config("train.save_every=1")
-    text = r"disk full: need 118.2 KiB for a checkpoint, have 3.0 KiB in .*run; make room"
+    text = r"disk full: need 118.2 KiB for a checkpoint, have 3.0 KiB in .*run; free some space"
     with pytest.raises(RunRefused, match=text) as refused:
         run(cfg, config_path="tiny", out=io.StringIO())
     assert refused.value.exit_code == 3

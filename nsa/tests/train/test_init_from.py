@@ -103,7 +103,7 @@ def test_a_fine_tuned_run_resumes_bit_for_bit_and_without_the_file(
     resumed, printed = train(parts)
 
     assert "4 of 6 steps are done" in printed
-    assert f"[init] {source} is not needed (and could not be: train.init_from: " in printed
+    assert f"[init] {source} is not used (and could not be: train.init_from: " in printed
     assert losses(parts) == losses(whole)
     assert read_rows(ValRow, tmp_path / "parts" / VAL) == read_rows(
         ValRow, tmp_path / "whole" / VAL
@@ -133,7 +133,7 @@ def test_the_weights_identify_a_run_and_their_path_does_not(
     _, printed = train(same)
 
     assert "4 of 6 steps are done" in printed
-    assert f"checkpoint_step4.pt is not needed: the run resumes from {folder}" in printed
+    assert f"checkpoint_step4.pt is not used: the run resumes from {folder}" in printed
 
 
 def test_weights_that_are_gone_do_not_stand_for_random_ones(
@@ -157,8 +157,8 @@ def test_a_longer_context_with_another_rope_is_said_and_trained(
     result, printed = train(cfg)
     assert result.metrics.step == 3
     assert (
-        "[init] other settings than it was trained with: model.rope_base: 10000.0 there, 50000.0 "
-        "here; model.rope_scale: 1.0 there, 2.0 here; nsa.n_sel: 3 there, 4 here; "
+        "[init] settings differ from those it was trained with: model.rope_base: 10000.0 there, "
+        "50000.0 here; model.rope_scale: 1.0 there, 2.0 here; nsa.n_sel: 3 there, 4 here; "
         "train.seq_len: 32 there, 64 here\n"
     ) in printed
     assert "WARNING" not in printed
@@ -188,8 +188,8 @@ def test_a_model_of_another_shape_is_refused_with_all_that_differs(
     with pytest.raises(BadModelFile) as refused:
         train(cfg)
     assert (
-        "holds a model of another shape (model.n_heads: 2 there, 4 here; model.d_k: 8 there, 4 "
-        "here; model.d_v: 8 there, 4 here); set these keys as they are there, or"
+        "has a model of another shape (model.n_heads: 2 there, 4 here; model.d_k: 8 there, 4 "
+        "here; model.d_v: 8 there, 4 here); set these keys to match it, or"
     ) in str(refused.value)
     assert not Path(cfg.train.out_dir).exists()
 
@@ -211,7 +211,7 @@ def test_another_tokenizer_of_as_many_ids_is_said(
     cfg = tiny_config(start, "data.tokenizer=other/tokenizer.json")
     [note] = read_origin(cfg, 256).notes
     assert note.startswith(
-        "WARNING: it was trained with the tokenizer byte, and this run has other/tokenizer.json"
+        "WARNING: it was trained with the tokenizer byte, but this run uses other/tokenizer.json"
     )
 
 

@@ -269,7 +269,7 @@ def test_a_restart_goes_on_from_what_was_written_after_the_named_checkpoint(
     other = tiny_config(*LONG, "train.seed=7", f"train.out_dir={tmp_path / 'third'}")
     stopped(other, 4, monkeypatch)
     cfg = tiny_config(*LONG, f"train.out_dir={tmp_path / 'third'}")
-    with pytest.raises(RunRefused, match="a restart puts nothing aside"):
+    with pytest.raises(RunRefused, match="a restart moves no files aside"):
         train(cfg, resume=str(folder / "checkpoint_step3.pt"))
 
 
@@ -289,7 +289,7 @@ def test_latest_needs_a_checkpoint_and_none_ignores_it(
     tiny_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = tiny_config(*LONG)
-    with pytest.raises(BadCheckpoint, match="no checkpoint that can be used"):
+    with pytest.raises(BadCheckpoint, match="no usable checkpoint"):
         train(cfg, resume="latest")
     folder = stopped(cfg, 5, monkeypatch)
     _, printed = train(cfg, resume="none")

@@ -69,7 +69,7 @@ CASES = [
     # Another run in the folder
     Case(says="another, finished", now=OTHER, status="finished", then=ANEW, text="seed: 1337"),
     Case(says="finished by --steps", now=OTHER, status="finished", ended_at=4, then=ANEW),
-    Case(says="another, short", now=OTHER, train_s=599.0, then=ANEW, text="another one"),
+    Case(says="another, short", now=OTHER, train_s=599.0, then=ANEW, text="it is another run"),
     Case(
         says="another, long", now=OTHER, then=REFUSED, text="the same command with train.seed=1337"
     ),
@@ -104,7 +104,7 @@ CASES = [
         text="--steps or train.steps above 4",
     ),
     # Only damaged checkpoints
-    Case(says="all damaged", damaged=True, then=REFUSED, text="none of its checkpoints is whole"),
+    Case(says="all damaged", damaged=True, then=REFUSED, text="none of its checkpoints is intact"),
     Case(
         says="all damaged, no record",
         damaged=True,
@@ -124,7 +124,7 @@ CASES = [
     ),
     # Another number of ranks
     Case(
-        says="two to one", was_ranks=2, accumulate=2, text="global batch of 4 rows stays on 1 rank"
+        says="two to one", was_ranks=2, accumulate=2, text="global batch stays at 4 rows on 1 rank"
     ),
     Case(says="two to one, latest", was_ranks=2, wanted="latest", accumulate=2),
     Case(
@@ -231,7 +231,7 @@ CASES = [
         saved=False,
         now=OTHER,
         then=REFUSED,
-        text="puts nothing aside",
+        text="moves no files aside",
     ),
     Case(
         says="restarted, another run",
@@ -248,7 +248,7 @@ CASES = [
         damaged=True,
         train_s=1.0,
         then=REFUSED,
-        text="is whole",
+        text="is intact",
     ),
     Case(says="restarted at its end", restarted=True, status="finished", then=DONE),
     Case(says="restarted on one rank", restarted=True, was_ranks=2, accumulate=2),
@@ -272,7 +272,7 @@ def test_where_a_run_begins(case: Case, tiny_config: BuildConfig, tmp_path: Path
     if found is None:
         assert case.then in (REFUSED, DONE), text
         if case.then == REFUSED and case.wanted == "auto" and not case.restarted:
-            assert "to go on with it:" in text and "to start over:" in text
+            assert "to resume it:" in text and "to start over:" in text
     else:
         outcome = RESUMES if found.start else SAME_FILES if found.keeps else ANEW
         assert outcome == case.then, text

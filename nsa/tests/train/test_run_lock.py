@@ -92,7 +92,7 @@ def test_a_holder_that_is_stopping_is_waited_for(tmp_path: Path, why: str) -> No
         (tmp_path / ".HALT").touch()
     with pytest.raises(FolderHeld):
         take_lock(tmp_path, say=said.append, patience_s=0.6, waits=why == "restarted")
-    assert len(said) == 1 and "waiting for its end, 1 s at most" in said[0]
+    assert len(said) == 1 and "waiting up to 1 s for it to end" in said[0]
     timer = threading.Timer(0.4, lock.release)
     timer.start()
     take_lock(tmp_path, say=said.append, waits=why == "restarted").release()

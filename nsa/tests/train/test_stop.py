@@ -71,7 +71,7 @@ class Case(NamedTuple):
 
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
-FIRST = "[stop] {} received: finishing step 2, then a checkpoint; send it again to stop at once"
+FIRST = "[stop] {} received: finishing step 2, then a checkpoint; repeat it to stop at once"
 AGAIN = "[stop] {} again: stopping at once; the last checkpoint stays"
 CASES = {
     "once": Case(("hang", 6.0), [(TERM, 2.0)], [FIRST.format("SIGTERM")], "halted", [1, 2]),
@@ -96,7 +96,7 @@ CASES = {
     "twice in a hang": Case(
         ("hang", 100.0),
         [(TERM, 2.5), (TERM, 0.0)],
-        [FIRST.format("SIGTERM"), AGAIN.format("SIGTERM"), "the step does not end: leaving"],
+        [FIRST.format("SIGTERM"), AGAIN.format("SIGTERM"), "the step does not end: exiting"],
         "running",
         [1],
     ),

@@ -30,6 +30,7 @@ from nsa.records import (
     read_rows,
     read_sample,
 )
+from nsa.records.results import last_samples
 from nsa.records.sinks import read_scalars
 from nsa.train import (
     Interrupted,
@@ -62,10 +63,11 @@ def test_run_leaves_every_file_and_each_reads_back(
 ) -> None:
     monkeypatch.setattr("nsa.train.finish.draw_loss_curve", draw_loss_curve)  # the real one
     cfg = tiny_config("train.save_every=2")
-    result, printed = train(cfg, sampler=lambda model, tokenizer, seed: f"sample of seed {seed}")
+    text = "KING.\nsample of seed"
+    result, printed = train(cfg, sampler=lambda model, tokenizer, seed: f"{text} {seed}")
     folder = Path(cfg.train.out_dir)
     names = {"config.yaml", "training.csv", "val.csv", "metrics.json", "checkpoint_step2.pt"}
-    names |= {"model.pt", "loss_curve.png", "sample.txt"}
+    names |= {"model.pt", "loss_curve.png", "sample.txt", "samples.jsonl"}
     beside = {"checkpoint_step2.json", "heartbeat_rank0.jsonl", "env.json", "tb"}
     beside |= {"k_stats.csv", "fallback_counters.csv", "dtypes_report.txt", "opt_state_mb.txt"}
     beside |= {"selection.jsonl", "span_rank0.json", ".lock"}
@@ -81,7 +83,9 @@ def test_run_leaves_every_file_and_each_reads_back(
     val = read_rows(ValRow, folder / VAL)
     assert [row.step for row in val] == [3]
     assert val[0].ppl == pytest.approx(math.exp(val[0].loss), rel=1e-4)
-    assert read_sample(folder) == "sample of seed 1337" and "sample of seed 1337" in printed
+    assert read_sample(folder) == f"{text} 1337" and f"{text} 1337" in printed
+    (sample,) = last_samples(folder, 5)
+    assert (sample.step, sample.prompt, sample.text) == (3, "KING.\n", "sample of seed 1337")
 
     metrics = read_metrics(folder)
     assert metrics == result.metrics

@@ -145,7 +145,7 @@ def test_long_run_with_a_config_that_nobody_named_is_refused(
     tiny_config: Callable[..., Config],
 ) -> None:
     cfg = tiny_config(f"train.steps={LONG_STEPS}", "train.save_every=100")
-    with pytest.raises(RunRefused, match=r"x.yaml, which nobody named"):
+    with pytest.raises(RunRefused, match=r"x.yaml, which is only the default"):
         refuse_waste(cfg, LONG_STEPS, config_path="x.yaml", config_named=False)
     refuse_waste(cfg, LONG_STEPS, config_path="x.yaml", config_named=True)
 

@@ -179,7 +179,8 @@ def test_answers_carry_headers_that_keep_other_sites_out(client: Client) -> None
 
 def test_a_token_is_wanted_where_there_is_one(recorder: Recorder) -> None:
     for client in serve(settled(recorder.folder), TOKEN):
-        assert client.ask("/api/runs")[0] == 401
+        for path in ("/api/runs", "/api/log", "/api/samples"):
+            assert client.ask(path)[0] == 401
         status, _, body = client.ask("/")
         assert status == 401 and b'name="token"' in body and b"run" not in client.ask("/api/x")[2]
         assert client.ask("/api/runs", Authorization="Bearer wrong")[0] == 401
@@ -195,7 +196,7 @@ def test_a_token_is_wanted_where_there_is_one(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "somewhere.example"])
 def test_others_need_a_token(host: str) -> None:
-    with pytest.raises(ValueError, match="can be reached by others; give a --token"):
+    with pytest.raises(ValueError, match="is reachable from other machines; use a --token"):
         Access.of(host, None)
     with pytest.raises(ValueError, match="at least 16"):
         Access.of(host, "short")
@@ -222,7 +223,7 @@ def test_a_token_comes_from_a_private_file_or_the_environment(
     for words, reason in (
         (["--token-file", str(tmp_path / "none")], "No such file"),
         (["--token-file", str(tmp_path)], "Is a directory"),
-        (["--token-file", str(file), "--token", TOKEN], "give one of them"),
+        (["--token-file", str(file), "--token", TOKEN], "use one of them"),
     ):
         assert main([*serve, *words]) == 2
         assert reason in capsys.readouterr().err
@@ -236,7 +237,7 @@ def test_the_command_refuses_what_cannot_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["dashboard", str(tmp_path / "nothing")]) == 2
-    assert "is not a folder; give run folders" in capsys.readouterr().err
+    assert "is not a folder; pass run folders" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "--token" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path), "--port", "70000"]) == 2
@@ -334,6 +335,8 @@ def answers(sources: Sources) -> list[Any]:
         source.layers(0, 1e9, 100),
         source.selection(10),
         source.timeline(1e9, 50),
+        source.samples(),
+        source.log(),
     ]
 
 
@@ -386,7 +389,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path, client: Client) -> None:
     )
     Server.allow_reuse_address, before = False, Server.allow_reuse_address
     try:
-        with pytest.raises(ValueError, match=r"cannot listen at 127\.0\.0\.1 port .*give another"):
+        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1 port .*use another"):
             command.dashboard(args)
     finally:
         Server.allow_reuse_address = before

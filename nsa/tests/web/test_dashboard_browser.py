@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_rows
+from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_rows, write_env
 from nsa.records.alarms import Alarm, append_alarm
 from nsa.records.numbers import CHARTS
+from nsa.records.results import Sample, append_sample
+from nsa.tests.support.recording import dead_pid
 from nsa.web.access import Access
 from nsa.web.server import Server
 from nsa.web.source import Sources
@@ -157,6 +160,66 @@ def test_the_page_follows_a_run_that_goes_on(tmp_path: Path, open_page: Open) ->
     page.get_by_text("<b>a spike</b> & more").wait_for(timeout=20_000)
 
 
+def test_the_log_and_the_samples_grow_and_are_never_markup(tmp_path: Path, open_page: Open) -> None:
+    run = demo(tmp_path)
+    for step in range(1000, 1300):
+        run.printed.append(f"step {step} | loss 2.0")
+    page = open_page(run)
+    box = page.locator("#log-tail .log")
+    place = "(box) => [box.scrollTop, box.scrollHeight - box.clientHeight]"
+    assert box.locator("div").last.inner_text() == "step 1299 | loss 2.0"
+    top, end = box.evaluate(place)
+    assert end > 500 and top == pytest.approx(end, abs=2), "it follows the log"
+    box.evaluate("(box) => { box.scrollTop = 100; }")
+    page.get_by_role("button", name="To the end").wait_for()
+    run.printed.append("<img src=x onerror=document.title='bad'> \x1b[31mred\x1b[0m")
+    sample = Sample(ts=1.8e9, step=200, prompt="KING.\n", text="<script>no</script>\nend")
+    append_sample(run.folder, sample)
+    box.get_by_text("<img src=x onerror=document.title='bad'> red").wait_for(state="attached")
+    assert box.evaluate(place)[0] == 100, "it stays where somebody reads"
+    page.get_by_role("button", name="To the end").click()
+    assert box.evaluate(place)[0] > end
+    page.get_by_label("Show only lines with this text").fill("IMG")
+    assert box.locator("div:visible").count() == 1
+    assert page.locator("#log-tail .controls").inner_text().startswith("1 of 201 lines")
+    text = page.locator("#samples .text")
+    assert text.inner_text() == "KING.\n<script>no</script>\nend"
+    assert text.locator(".prompt").inner_text().strip() == "KING."
+    assert "step 200" in page.locator("#samples").inner_text()
+    assert page.locator("#body img, #body script").count() == 0
+
+
+def test_a_legend_unfolds_by_keyboard(runs: list[DemoRun], open_page: Open) -> None:
+    page = open_page(*runs, size=NARROW)
+    legend = page.locator("#chart-memory .legend")
+    more, entries = legend.get_by_role("button"), legend.locator(".entry")
+    assert entries.count() == 6 and more.inner_text() in ("+5 more", "+4 more")
+    more.focus()
+    page.keyboard.press("Enter")
+    assert more.inner_text() == "less" and more.get_attribute("aria-expanded") == "true"
+    box, last = legend.bounding_box(), entries.last.bounding_box()
+    assert last["y"] + last["height"] <= box["y"] + box["height"] + 1, "all of them are in view"
+    page.keyboard.press("Enter")
+    assert legend.bounding_box()["height"] < 26
+
+
+def test_a_run_that_died_says_what_to_do(tmp_path: Path, open_page: Open) -> None:
+    run = demo(tmp_path, "--ranks", "1")
+    (beats,) = tmp_path.glob("heartbeat_rank*.jsonl")
+    beats.write_text(beats.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {dead_pid()}'))
+    (tmp_path / "checkpoint_step150.pt").write_bytes(b"x")
+    write_env(tmp_path, ["/opt/bin/nsa", "train", "--config", "base.yaml"])
+    page = open_page(run, size=NARROW)
+    card = page.locator("#run-0")
+    assert card.locator(".pill").inner_text() == "died at step 200"
+    assert card.locator("code").inner_text() == "nsa train --config base.yaml"
+    said = card.locator(".next").inner_text()
+    assert "goes on from the checkpoint of step 150: 50 steps are done again" in said
+    card.get_by_role("link", name="log").click()
+    assert page.locator("#log").bounding_box()["y"] < NARROW[1], "it is in view"
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
+
+
 def test_three_runs_lie_side_by_side_and_can_be_hidden(
     runs: list[DemoRun], open_page: Open
 ) -> None:
@@ -260,6 +323,9 @@ def test_nothing_sticks_out_in_either_theme(
 ) -> None:
     page = open_page(*runs, size=size, theme=theme)
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    heights = "(all) => all.map((legend) => legend.getBoundingClientRect().height)"
+    legends = page.locator("article[id^=chart-] .legend").evaluate_all(heights)
+    assert max(legends) < 26, "a legend has one line"
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 21, 26)"
     assert dark == (theme == "dark")
     page.locator("#theme").click()  # auto, then light

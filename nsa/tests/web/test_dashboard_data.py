@@ -92,7 +92,7 @@ def test_a_follower_gives_each_line_once_and_begins_again_with_a_new_file(tmp_pa
     with path.open("a") as file:
         file.write("ee\n")
     (line,) = follower.read(100).lines
-    assert line == ("three", "the line at byte 8")
+    assert line == ("three", "the line at byte 8", 8)
     path.write_text("new\n")
     lines, anew, _ = follower.read(100)
     assert anew and [line.text for line in lines] == ["new"]

@@ -75,7 +75,7 @@ def convert(path: Path, to: Path) -> int:
             f"{to} cannot be a copy of {source.name}; its name must be {' or '.join(allowed)}"
         )
     if to.exists():
-        raise BadCheckpoint(f"{to} exists; remove it, or name another place")
+        raise BadCheckpoint(f"{to} exists; remove it, or use another path")
     content = find.read(source)
     # `write` adds the version of the form it writes.
     content.pop("version")
@@ -96,7 +96,7 @@ def _paths(path: Path) -> list[Path]:
     paths = find.paths_of(path)
     if not paths:
         raise BadCheckpoint(
-            f"{path} holds no checkpoint_step{{N}}.pt and no checkpoint_step{{N}}; name a run "
+            f"{path} has no checkpoint_step{{N}}.pt and no checkpoint_step{{N}}; use a run "
             "folder or a checkpoint"
         )
     return paths

@@ -130,12 +130,12 @@ def _why_unreadable(error: BaseException) -> str:
     text = str(error)
     # torch names the class or function that it refused to load.
     if asked := re.search(r"(?:GLOBAL|class|function) ([\w.]+)", text):
-        return f"it asks for {asked[1]}: more than tensors, and it could run a program when read"
+        return f"it contains {asked[1]}, which is not a tensor and could run code when loaded"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     told = isinstance(error, OSError | RuntimeError | ValueError | zipfile.BadZipFile)
     if not told or "weights_only" in text:
-        return "it holds more than tensors, or is damaged"
+        return "it contains more than tensors, or is damaged"
     return (text.strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -153,8 +153,8 @@ def check_content(content: Content, path: Path) -> Content:
     if version != VERSION or missing:
         lack = f"lacks {', '.join(missing[:5])}" if missing else f"has version {version!r:.40}"
         raise BadCheckpoint(
-            f"{path} {lack}; this program resumes from version {VERSION}, whole; "
-            "resume with the program that wrote it, or start anew with --resume none"
+            f"{path} {lack}; this program resumes from complete checkpoints of version {VERSION}; "
+            "resume with the program that wrote it, or start over with --resume none"
         )
     return content
 
@@ -166,8 +166,8 @@ def verify(path: Path) -> Manifest:
     size = path.stat().st_size
     if size != manifest.bytes:  # cheap, and a clearer message for truncated files
         raise BadCheckpoint(
-            f"{path} has {size} bytes, its manifest says {manifest.bytes}: it was cut or replaced; "
-            "use an older checkpoint"
+            f"{path} has {size} bytes, its manifest says {manifest.bytes}: it was truncated or "
+            "replaced; use an older checkpoint"
         )
     if file_sha256(path) != manifest.sha256:
         raise BadCheckpoint(
@@ -180,10 +180,12 @@ def verify(path: Path) -> Manifest:
 def require_file(path: Path) -> None:
     """Raise BadCheckpoint unless `path` is a readable regular file; symlinks are refused."""
     if path.is_symlink():
-        raise BadCheckpoint(f"{path} is a link, and links are not followed; copy the file there")
+        raise BadCheckpoint(
+            f"{path} is a symlink, and symlinks are not followed; copy the file there"
+        )
     if not is_regular(path):
         there = "is not a regular file" if path.exists() else "does not exist"
-        raise BadCheckpoint(f"{path} {there}; name a checkpoint that is there")
+        raise BadCheckpoint(f"{path} {there}; use a checkpoint that exists")
     try:
         open_binary(path).close()
     except OSError as error:
@@ -211,7 +213,7 @@ def read_manifest(path: Path) -> Manifest:
         version, fields = content.pop("version"), Manifest(**content)
     except FileNotFoundError:
         raise BadCheckpoint(
-            f"{path} has no manifest {beside.name}: it was not finished; use an older checkpoint"
+            f"{path} has no manifest {beside.name}: it is unfinished; use an older checkpoint"
         ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{beside} is not a manifest ({error}); use an older one") from None

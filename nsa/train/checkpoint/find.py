@@ -52,7 +52,7 @@ def step_of(path: Path) -> int:
     )
     if name is None:
         raise BadCheckpoint(
-            f"{path} is no name of a checkpoint; it must be checkpoint_step{{N}}.pt or "
+            f"{path} is not the name of a checkpoint; it must be checkpoint_step{{N}}.pt or "
             "checkpoint_step{N}"
         )
     return int(name[1])

@@ -7,7 +7,7 @@
     manifest.json    version, step, bytes, and bytes and sha256 of every other file
 
 The folder is written under a temporary name, flushed and renamed, so a folder with this name is
-complete. Schema: docs/schemas/checkpoint_folder.md.
+complete. Schema: docs/schemas/checkpoint.md.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def verify_file(path: Path, name: str, expected: FilePrint) -> None:
     """Compare one file with the manifest; raise BadCheckpoint if they differ."""
     file = path / name
     if not file.exists() and not file.is_symlink():
-        raise BadCheckpoint(f"{file} is not there: the folder is not whole; use an older one")
+        raise BadCheckpoint(f"{file} is missing: the folder is incomplete; use an older checkpoint")
     require_file(file)
     size = file.stat().st_size
     if size != expected.bytes:
         raise BadCheckpoint(
-            f"{file} has {size} bytes, its manifest says {expected.bytes}: it was cut or replaced; "
-            "use an older checkpoint"
+            f"{file} has {size} bytes, its manifest says {expected.bytes}: it was truncated or "
+            "replaced; use an older checkpoint"
         )
     if file_sha256(file) != expected.sha256:
         raise BadCheckpoint(
@@ -112,9 +112,11 @@ def verify_file(path: Path, name: str, expected: FilePrint) -> None:
 def read_manifest(path: Path) -> FolderManifest:
     """Read the manifest of a checkpoint folder."""
     if path.is_symlink():
-        raise BadCheckpoint(f"{path} is a link, and links are not followed; copy the folder there")
+        raise BadCheckpoint(
+            f"{path} is a symlink, and symlinks are not followed; copy the folder there"
+        )
     if not path.is_dir():
-        raise BadCheckpoint(f"{path} does not exist; name a checkpoint_step{{N}} that does")
+        raise BadCheckpoint(f"{path} does not exist; use a checkpoint_step{{N}} that does")
     file = path / MANIFEST
     try:
         content = json.loads(read_text(file))
@@ -123,7 +125,7 @@ def read_manifest(path: Path) -> FolderManifest:
         manifest = FolderManifest(int(content["step"]), int(content["bytes"]), prints)
     except FileNotFoundError:
         raise BadCheckpoint(
-            f"{path} has no {MANIFEST}: it was not finished; use an older checkpoint"
+            f"{path} has no {MANIFEST}: it is unfinished; use an older checkpoint"
         ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{file} is not a manifest ({error}); use an older one") from None
@@ -138,7 +140,7 @@ def read_manifest(path: Path) -> FolderManifest:
     missing = [n for n in (STATE, METADATA) if n not in prints]
     if unknown or missing:
         what = f"lists {unknown[0]!r}" if unknown else f"lacks {missing[0]}"
-        raise BadCheckpoint(f"{file} {what}: this is no checkpoint of ours; use another")
+        raise BadCheckpoint(f"{file} {what}: not written by this program; use another")
     return manifest
 
 

@@ -102,7 +102,7 @@ def fit(content: Content, cfg: Config, identity: Identity, world_size: int) -> F
         kept = _rescaled(content, cfg.train, world_size)
         if kept is not None:
             notes.append(
-                f"the global batch of {stored[BATCH]} rows stays on {world_size} "
+                f"the global batch stays at {stored[BATCH]} rows on {world_size} "
                 f"rank{'s' * (world_size != 1)}: train.accumulate_grad_batches is {kept}, "
                 f"not {accumulate}"
             )
@@ -113,7 +113,7 @@ def fit(content: Content, cfg: Config, identity: Identity, world_size: int) -> F
     if rates and _same_rates(content, cfg.train):
         notes.append(
             f"{'; '.join(_differences(rates, stored, identity))}: the {content['step']} updates "
-            "done had the rates that they have here"
+            "done had the same learning rates"
         )
         names = [name for name in names if name not in rates]
     return Fit(

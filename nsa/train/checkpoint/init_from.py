@@ -70,7 +70,7 @@ class Origin:
         self.weights.clear()  # free the host copy
         say(
             f"[init] weights from {self.path} (sha256 {self.sha256[:12]}); the optimizer, the "
-            "schedule and the place in the data are new"
+            "schedule and the position in the data start fresh"
         )
         for note in self.notes:
             say(f"[init] {note}")
@@ -80,7 +80,7 @@ class Origin:
         self.weights.clear()
         if self.path:
             gone = f" (and could not be: {self.problem})" if self.problem else ""
-            say(f"[init] {self.path} is not needed{gone}: the run resumes from {start.path}")
+            say(f"[init] {self.path} is not used{gone}: the run resumes from {start.path}")
 
 
 def find_origin(ranks: Strategy, cfg: Config, vocab: int) -> Origin:
@@ -112,8 +112,8 @@ def read_origin(cfg: Config, vocab: int) -> Origin:
         changed.append(f"ids of data.tokenizer: {model.vocab} there, {vocab} here")
     if changed:
         origin.problem = (
-            f"train.init_from: {path} holds a model of another shape ({'; '.join(changed)}); set "
-            "these keys as they are there, or name a model of the shape of this config"
+            f"train.init_from: {path} has a model of another shape ({'; '.join(changed)}); set "
+            "these keys to match it, or use a model with the shape of this config"
         )
     origin.notes = _notes(cfg, theirs)
     return origin
@@ -139,12 +139,15 @@ def _notes(cfg: Config, theirs: Config) -> list[str]:
     groups = ("model.", "nsa.") if cfg.model.attention == "nsa" else ("model.",)
     keys = [key for key in _flat(cfg) if key.startswith(groups) and key not in WITHOUT_EFFECT]
     changed = _changed(cfg, theirs, [*keys, "train.seq_len", "data.respect_documents"])
-    notes = [f"other settings than it was trained with: {'; '.join(changed)}"] if changed else []
+    notes = (
+        [f"settings differ from those it was trained with: {'; '.join(changed)}"] if changed else []
+    )
     before, ours = _tokenizer(theirs.data), _tokenizer(cfg.data)
     if before != ours:
         notes.append(
-            f"WARNING: it was trained with the tokenizer {before}, and this run has {ours} of as "
-            "many ids; unless they are the same, no id means what the model has learned"
+            f"WARNING: it was trained with the tokenizer {before}, but this run uses {ours} with "
+            "as "
+            "many ids; unless both are the same, the ids have other meanings than the model learned"
         )
     return notes
 

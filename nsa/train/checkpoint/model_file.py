@@ -92,7 +92,7 @@ def read_weights(path: Path) -> dict[str, Any]:
         return find.fill(path, find.peek(path) | {"optimizer": {}})
     if not path.exists():
         raise BadModelFile(
-            f"{path} does not exist; name a model.pt, a checkpoint_step{{N}}.pt or a run folder"
+            f"{path} does not exist; use a model.pt, a checkpoint_step{{N}}.pt or a run folder"
         )
     try:
         content = load_tensors(path, sums=True)
@@ -113,7 +113,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 def _config(groups: dict[str, Any], path: Path) -> Config:
     wrong = [group for group, values in groups.items() if not isinstance(values, dict)]
     if wrong:
-        raise BadModelFile(f"{path}: cfg.{wrong[0]} is no group of settings; use another file")
+        raise BadModelFile(f"{path}: cfg.{wrong[0]} is not a group of settings; use another file")
     return build(
         [
             Setting(f"{group}.{key}", value, str(path))
@@ -126,7 +126,7 @@ def _config(groups: dict[str, Any], path: Path) -> Config:
 def _vocab(weights: dict[str, Any], path: Path) -> int:
     embedding = weights.get("embed.weight")
     if not isinstance(embedding, torch.Tensor) or embedding.dim() != 2 or not len(embedding):
-        raise BadModelFile(f"{path} holds no embedding (embed.weight); use another file")
+        raise BadModelFile(f"{path} has no embedding (embed.weight); use another file")
     return len(embedding)
 
 

@@ -100,7 +100,7 @@ def find_start(asked: RequestedRun, say: Say) -> Beginning:
     """Where to begin; raise RunRefused if a run worth keeping would be moved aside."""
     wanted = asked.wanted
     if asked.restarted:
-        say("[resume] this is a restart: nothing is put aside, the newest checkpoint counts")
+        say("[resume] restart: resuming from the newest checkpoint; no files are moved aside")
         # A restart repeats the original command: its `none` must not discard the progress.
         wanted = AUTO if wanted in (NONE, LATEST) else wanted
     if wanted == NONE:
@@ -115,8 +115,8 @@ def find_start(asked: RequestedRun, say: Say) -> Beginning:
     if wanted == LATEST:
         if newest is None:
             raise BadCheckpoint(
-                f"--resume latest: {asked.folder} has no checkpoint that can be used; name one "
-                "with --resume PATH, or start anew with --resume none"
+                f"--resume latest: {asked.folder} has no usable checkpoint; name one "
+                "with --resume PATH, or start over with --resume none"
             )
         _refuse(newest, asked)
         return _resume_from(newest, asked, say)
@@ -164,7 +164,7 @@ def _refuse(start: Start, asked: RequestedRun) -> None:
     if start.fit.changed:
         raise BadCheckpoint(
             f"{path} is of another run ({_list(start.fit.changed)}); resume with the settings it "
-            "was written with, or start anew with --resume none"
+            "was written with, or start over with --resume none"
         )
     is_unfinished = (
         _is_in(start, asked.folder) and not _read_previous(asked.folder, start).is_finished
@@ -255,8 +255,8 @@ def _refuse_restart(newest: Start | None, past: _PreviousRun, asked: RequestedRu
         raise NothingLeft(f"the run in {asked.folder} is finished; nothing is left to do")
     if not is_ours or newest is not None:
         raise RunRefused(
-            f"{asked.folder} holds a run that this restart does not go on with ({why}); a restart "
-            "puts nothing aside: give the command again by hand"
+            f"{asked.folder} has a run that this restart cannot resume ({why}); a restart "
+            "moves no files aside: run the command again by hand"
         )
 
 
@@ -270,9 +270,9 @@ def _config_in(folder: Path) -> Config | None:
 def _why(newest: Start | None, past: _PreviousRun, asked: RequestedRun) -> str:
     """Why the run in the folder is not resumed."""
     if newest is None:
-        return "none of its checkpoints is whole"
+        return "none of its checkpoints is intact"
     if newest.fit.changed:
-        return f"the run is another one ({_list(newest.fit.changed)})"
+        return f"it is another run ({_list(newest.fit.changed)})"
     if past.is_finished:
         return "that run is finished"
     return (
@@ -290,9 +290,9 @@ def _refuse_to_start_over(
     at = "an unfinished run" if step is None else f"an unfinished run at step {step}"
     spent = "" if past.train_s is None else f", after {clock(past.train_s)} of training"
     raise RunRefused(
-        f"{asked.folder} holds {at}{spent}, and this command would put it aside: {why}. "
+        f"{asked.folder} has {at}{spent}, and this command would move it aside: {why}. "
         f"Choose one of two:\n"
-        f"  to go on with it:  {_how_to_resume(newest, asked)}\n"
+        f"  to resume it:      {_how_to_resume(newest, asked)}\n"
         f"  to start over:     the same command with --resume none (the old files move to "
         f"{asked.folder}/previous/)"
     )
@@ -305,8 +305,8 @@ def _how_to_resume(newest: Start | None, asked: RequestedRun) -> str:
             if find.is_complete(path):
                 return f"the same command with --resume {path}"
         return (
-            f"put a good copy of a checkpoint and its manifest into {asked.folder}, then the same "
-            f"command; `nsa checkpoint verify {asked.folder}` says what is wrong with those there"
+            f"copy an intact checkpoint and its manifest into {asked.folder}, then the same "
+            f"command; `nsa checkpoint verify {asked.folder}` lists the problems of those there"
         )
     if not newest.fit.changed:
         return f"the same command with --steps or train.steps above {newest.content['step']}"

@@ -64,7 +64,7 @@ def read_list(path: Path) -> Metadata:
         raise BadCheckpoint(f"{path}: {error}; use another checkpoint") from None
     except (*MALFORMED, pickle.UnpicklingError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise BadCheckpoint(f"{path / METADATA} is no list of parts ({reason})") from None
+        raise BadCheckpoint(f"{path / METADATA} is not an index of shards ({reason})") from None
     return metadata
 
 
@@ -75,7 +75,7 @@ def check_listed(name: str, x: Tensor, metadata: Metadata) -> None:
     if not isinstance(entry, TensorStorageMetadata) or given != list(x.shape):
         raise BadCheckpoint(
             f"{STATE} has {name} as {list(x.shape)}, {METADATA} as {given or 'no tensor'}: they "
-            "are not of one checkpoint; use another"
+            "belong to different checkpoints; use another"
         )
 
 
@@ -84,25 +84,27 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in KNOWN.get(module, ()):
-            raise BadCheckpoint(f"{METADATA} asks for {module}.{name}, which is not part of a list")
+            raise BadCheckpoint(
+                f"{METADATA} contains {module}.{name}, which an index of shards never has"
+            )
         return getattr(importlib.import_module(module), name)
 
 
 def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
     """Raise unless the shards cover every tensor and lie in files of the manifest."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise BadCheckpoint(f"{METADATA} is no list of parts")
+        raise BadCheckpoint(f"{METADATA} is not an index of shards")
     num_bytes = 0
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise BadCheckpoint(f"{METADATA}: {name} is no tensor")
         size = math.prod(entry.size)
         if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != size:
-            raise BadCheckpoint(f"{METADATA}: the parts of {name} do not make {list(entry.size)}")
+            raise BadCheckpoint(f"{METADATA}: the shards of {name} do not cover {list(entry.size)}")
         num_bytes += size * entry.properties.dtype.itemsize
     # Limits what a small malicious index can make the reader allocate.
     if num_bytes > sum(file.bytes for file in files.values()):
-        raise BadCheckpoint(f"{METADATA} lists {num_bytes} bytes, more than its files hold")
+        raise BadCheckpoint(f"{METADATA} lists {num_bytes} bytes, more than its files have")
     for index, part in metadata.storage_data.items():
         held = files.get(part.relative_path)
         if held is None or part.offset < 0 or not 0 <= part.length <= held.bytes - part.offset:
@@ -111,7 +113,7 @@ def _check(metadata: Any, files: dict[str, FilePrint]) -> None:
                 f"{part.length}, which is in no file of the manifest"
             )
         if getattr(part, "transform_descriptors", None):
-            raise BadCheckpoint(f"{METADATA}: {index.fqn} is stored in a way of another program")
+            raise BadCheckpoint(f"{METADATA}: {index.fqn} is stored in an unknown format")
 
 
 # --- writing and reading the shards ---

@@ -155,7 +155,7 @@ class Saver:
     def _require_folder(self) -> None:
         """Raise OSError if the folder may belong to another run by now."""
         if not self._is_ours():
-            raise OSError("the folder was removed, or moved away, under the run")
+            raise OSError("the folder was removed or moved during the run")
 
     def _tidy(self, path: Path) -> None:
         """Remove the other form of the same step, and checkpoints beyond keep_last."""

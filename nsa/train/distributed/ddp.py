@@ -87,7 +87,7 @@ def adapt_config(cfg: Config, say: Callable[[str], None]) -> Config:
     """The config with changes for DDP; every change is logged."""
     if cfg.runtime.cuda_graph:
         raise ConfigError(
-            "runtime.cuda_graph=true under DDP: the exchange of gradients is not in the graph; "
+            "runtime.cuda_graph=true under DDP: the gradient all-reduce is not in the graph; "
             "set it to false, or train in one process",
             key="runtime.cuda_graph",
         )
@@ -183,8 +183,8 @@ class Group(Strategy):
             if _is_loss_of_rank(error):
                 raise RankLost(
                     f"{self.name} lost another rank, in {here.broken}: {str(error).splitlines()[0]}"
-                    "; look at the messages of that rank; a launcher that restarts resumes from "
-                    "the last checkpoint, and so does the same command"
+                    "; see the messages of that rank; a restart by the launcher resumes from "
+                    "the last checkpoint, as does the same command"
                 ) from error
             return
         try:
@@ -194,10 +194,10 @@ class Group(Strategy):
         except RuntimeError as lost:
             if error is None:
                 raise RankLost(
-                    f"{self.name} was done, and another rank failed at the end of the run; look at "
+                    f"{self.name} had finished, but another rank failed at the end of the run; see "
                     "the messages of that rank"
                 ) from lost
-            print(f"[ddp] {self.name}: another rank has left before: {lost}", file=sys.stderr)
+            print(f"[ddp] {self.name}: another rank exited early: {lost}", file=sys.stderr)
 
     def assign_device(self, config: RuntimeConfig) -> RuntimeConfig:
         return config if self._gpu is None else dataclasses.replace(config, device=self._gpu)
@@ -252,17 +252,20 @@ class Group(Strategy):
             self.rank + 1 if damaged else 0,
             seen,
         )
-        if damaged and not self.is_first:
-            # The shared error is printed by rank 0 only, which does not know the shard.
+        told = isinstance(problem, WaitEnded) or getattr(problem, "shared", False)
+        if problem is not None and not told and not self.is_first:
+            # The shared error is printed by rank 0 only, which does not know this one.
             print(f"[data] {self.name}: {problem}", file=sys.stderr)
         self._agreed = REASONS[asked]
         if stop is not None and asked:
             stop.request(self._agreed)
         if code:
             code = BAD_DATA if damage else code
-            raise _same_failure(problem, code, lost - 1, started, damage - 1)
+            failure = _same_failure(problem, code, lost - 1, started, damage - 1)
+            mark_shared(failure)
+            raise failure
         if ended:
-            raise problem or WaitEnded("another rank was asked to stop while it waited for data")
+            raise problem or WaitEnded("another rank got a stop request while it waited for data")
 
     def patience_s(self, usual_s: float) -> float:
         return min(usual_s, PATIENCE * self._timeout_s)
@@ -396,7 +399,7 @@ def _same_failure(
     is_own = problem is not None and not isinstance(problem, WaitEnded)
     if problem is not None and is_own and (damaged < 0 or isinstance(problem, DamagedShard)):
         return problem
-    text = f"rank {rank} got no data, and no rank continues without it"
+    text = f"rank {rank} got no data, so all ranks stop"
     if damaged >= 0:
-        text = f"rank {damaged} has a damaged shard, and says above which; no rank continues"
+        text = f"rank {damaged} has a damaged shard (see its message above), so all ranks stop"
     return LoaderFailed(text, started=started, exit_code=code, damaged=damaged >= 0)

@@ -58,8 +58,8 @@ class Fsdp(Group):
         for key in ("cuda_graph", "compile"):
             if getattr(cfg.runtime, key):
                 raise ConfigError(
-                    f"runtime.{key}=true under FSDP: the gathering of weights would have to be "
-                    "part of it; set it to false, or choose runtime.strategy=ddp",
+                    f"runtime.{key}=true under FSDP: weights are gathered outside of it; "
+                    "set it to false, or choose runtime.strategy=ddp",
                     key=f"runtime.{key}",
                 )
         return cfg
@@ -84,7 +84,7 @@ class Fsdp(Group):
         assert isinstance(model, FSDPModule)
         self._model = model
         self._say(
-            f"[fsdp] {len(model.layers)} blocks shared out over {self.world_size} ranks | blocks "
+            f"[fsdp] {len(model.layers)} blocks sharded over {self.world_size} ranks | blocks "
             f"gathered in {runtime.precision}, gradients summed in fp32"
         )
         return model

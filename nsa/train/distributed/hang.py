@@ -150,10 +150,12 @@ class HangWatch:
         if mine is None:
             return ""
         if not busy and all(still[r] > place.allowed_s for r, place in places.items() if place):
-            return f"all ranks wait for more than {mine.allowed_s:.1f} s"
+            return f"all ranks have waited for more than {mine.allowed_s:.1f} s"
         limit_s = REPORT_AT * (self._timeout_s or float("inf"))
         if mine.waits and still[mine.rank] > limit_s:
-            return f"rank {mine.rank} waits for more than {limit_s:.1f} s, and soon in vain"
+            return (
+                f"rank {mine.rank} has waited for more than {limit_s:.1f} s, close to the timeout"
+            )
         return ""
 
     def _explain(self, why: str, still: Mapping[int, float]) -> None:
@@ -211,14 +213,14 @@ class HangWatch:
         if mine.waits:
             for place in places.values():
                 if place and place.rank != mine.rank and self._is_stuck(place):
-                    self._say(f"rank {place.rank} cannot end itself, and is killed: {place.pid}")
+                    self._say(f"rank {place.rank} does not respond and is killed: pid {place.pid}")
                     kill(place)
             if self._over.wait(GRACE * self._timeout_s) or self._spans.count != mine.count:
                 return
         self._say(
-            f"rank {mine.rank} is ended after {still_s:.0f} s in {mine.span} of update "
-            f"{mine.step}: NSA_PG_TIMEOUT_MIN would end the waiting at {self._timeout_s:.0f} s; a "
-            "launcher that restarts resumes from the last checkpoint"
+            f"rank {mine.rank} exits after {still_s:.0f} s in {mine.span} of update "
+            f"{mine.step}: NSA_PG_TIMEOUT_MIN is {self._timeout_s:.0f} s; a "
+            "restart by the launcher resumes from the last checkpoint"
         )
         os._exit(STALLED)
 

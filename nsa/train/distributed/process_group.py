@@ -29,7 +29,8 @@ def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[St
     if strategy != "auto" and (ddp == OFF or not launched):
         why = "--ddp 0" if ddp == OFF else "RANK or MASTER_ADDR not set"
         raise ConfigError(
-            f"runtime.strategy={strategy} in one process ({why}): it is for ranks; use torchrun "
+            f"runtime.strategy={strategy} in one process ({why}): it needs several ranks; use "
+            "torchrun "
             "--nproc_per_node=N, or runtime.strategy=auto, which trains in one process here",
             key="runtime.strategy",
         )
@@ -45,7 +46,8 @@ def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[St
         return
     if not launched:
         raise RunRefused(
-            f"--ddp {ddp} with WORLD_SIZE={world_size}, and RANK or MASTER_ADDR not set: many "
+            f"--ddp {ddp} with WORLD_SIZE={world_size}, but RANK or MASTER_ADDR is not set: "
+            "several "
             "ranks need a launcher; use torchrun --nproc_per_node=N, or --ddp 0 for one process"
         )
     with _open_group(cfg, say) as ranks:
@@ -84,7 +86,15 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
         with kind(rank, world_size, store, control, gpu, 60.0 * minutes, say_first) as ranks:
             yield ranks
     finally:
+        _left.append(dist.group.WORLD)
         dist.destroy_process_group()
+
+
+_left: list[dist.ProcessGroup | None] = []
+"""Groups that were left, kept until the process ends. DDP's reducer also holds the group, and often
+lives longer, in the traceback of an error. If its reference is the last one, it destroys the group
+without releasing the GIL, waits there for a thread of gloo, and that thread waits for the GIL: the
+rank never exits."""
 
 
 def _strategy_class(strategy: str) -> type[Group]:
@@ -111,7 +121,7 @@ def _open_store(timeout: timedelta) -> Store:
         raise RunRefused(
             f"rank {read('RANK')} of {read('WORLD_SIZE')} did not meet the others at {where}: "
             f"{reason}; if that port is in use, choose another (torchrun --master_port, or "
-            "--standalone for a free one); if ranks are missing, look why they did not start"
+            "--standalone for a free one); if ranks are missing, check why they did not start"
         ) from None
 
 
@@ -134,7 +144,7 @@ def _lower_debug_level(backend: str, say: Callable[[str], None]) -> None:
     """
     if backend == "gloo" and get_debug_level() == DebugLevel.DETAIL:
         set_debug_level(DebugLevel.INFO)
-        say("[ddp] TORCH_DISTRIBUTED_DEBUG=DETAIL would crash torch over gloo; it is INFO now")
+        say("[ddp] TORCH_DISTRIBUTED_DEBUG=DETAIL would crash torch over gloo; using INFO instead")
 
 
 def _backend(cuda: bool) -> str:

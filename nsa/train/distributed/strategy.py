@@ -215,8 +215,8 @@ def refuse_difference(rank: int, theirs: Fingerprint, ours: Fingerprint) -> None
     for key in sorted(ours.keys() | theirs.keys()):
         if theirs.get(key) != ours.get(key):
             raise RunRefused(
-                f"rank {rank} has {key}={theirs.get(key, 'nothing')}, and rank 0 has "
-                f"{ours.get(key, 'nothing')}; all ranks must train the same: start them with one "
+                f"rank {rank} has {key}={theirs.get(key, 'nothing')}, but rank 0 has "
+                f"{ours.get(key, 'nothing')}; all ranks must agree: start them with one "
                 "config, one environment and one version of the code"
             )
 

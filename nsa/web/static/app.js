@@ -1,14 +1,16 @@
 // The page: asks for what is new every two seconds, and hands it to the parts.
 
 import { AXES, clockOf, toAxis, toStep } from "./axis.js";
-import { Chart } from "./chart.js";
+import { Chart, fitLegends } from "./chart.js";
 import { chartTable, lastLosses, linesOf } from "./charts.js";
 import { make, runColour } from "./dom.js";
 import { Distances } from "./distances.js";
 import { filesOf, Settings } from "./files.js";
 import { LayerHeat } from "./layers.js";
+import { LogTail } from "./log.js";
 import { Strips } from "./ranks.js";
 import { alarmRows, runCard } from "./runs.js";
+import { Samples } from "./samples.js";
 import { SelectionMaps } from "./selection.js";
 
 const EVERY_MS = 2000;
@@ -16,9 +18,11 @@ const LAYER_POINTS = 160;
 
 const state = {
   runs: [],
+  now: 0,
   data: new Map(),
   hidden: new Set(),
   versions: new Map(),
+  samplesAt: new Map(),
   settingsAt: "",
   filesKey: "",
   focus: 0,
@@ -31,7 +35,10 @@ const shared = {
   logLoss: false,
   onHover(place) {
     shared.hover = place;
-    requestAnimationFrame(() => charts.forEach((chart) => chart.drawOverlay()));
+    requestAnimationFrame(() => {
+      charts.forEach((chart) => chart.drawOverlay());
+      fitLegends(charts, { hovers: true });
+    });
   },
   onZoom(range) {
     shared.range = range;
@@ -54,6 +61,8 @@ const distances = new Distances();
 const maps = new SelectionMaps((step) => loadSelection(state.focus, step));
 const strips = new Strips(() => loadTimelines().then(drawStrips));
 const settings = new Settings();
+const samples = new Samples();
+const log = new LogTail(() => loadLog());
 const heatPlace = make("div", { className: "fit wide" });
 const focusSelect = make("select", {
   ariaLabel: "Run of the maps",
@@ -82,6 +91,8 @@ async function build() {
     add(section.id, section.title, grid);
   }
   add("ranks", "Ranks", strips.node);
+  add("samples", "Samples", samples.node);
+  add("log", "Log", log.node);
   add("files", "Files", make("div", { className: "fit", id: "file-cards" }));
   add("settings", "Settings", settings.node);
 }
@@ -119,13 +130,14 @@ const windowQuery = (run) => {
 async function look() {
   const answer = await ask("runs");
   state.runs = answer.runs;
+  state.now = answer.now;
   if (!state.runs.some((run) => run.id === state.focus)) state.focus = 0;
   drawHead();
   const stale = state.runs.filter((run) => state.versions.get(run.id) !== run.version);
   await Promise.all(stale.map((run) => loadRun(run)));
   for (const run of state.runs) if (!shared.range) Object.assign(run, lastLosses(dataOf(run.id).series));
   if (stale.length) drawHead();
-  await loadTimelines();
+  await Promise.all([loadTimelines(), loadSamples(), loadLog()]);
   const settingsAt = JSON.stringify(
     state.runs.map((run) => [run.metrics?.config_file, run.status, run.metrics?.resumed_at]),
   );
@@ -169,6 +181,30 @@ async function loadTimelines() {
   );
 }
 
+// Only of runs with a new one: samples come at the end of a run.
+async function loadSamples() {
+  const stale = state.runs.filter((run) => state.samplesAt.get(run.id) !== run.samples);
+  await Promise.all(
+    stale.map(async (run) => {
+      dataOf(run.id).samples = run.samples ? await ask("samples", { run: run.id }) : { samples: [] };
+      state.samplesAt.set(run.id, run.samples);
+    }),
+  );
+  if (stale.length) drawSamples();
+}
+
+const drawSamples = () =>
+  samples.set(
+    state.runs
+      .filter((run) => !state.hidden.has(run.id))
+      .map((run) => ({ id: run.id, name: run.name, ...state.data.get(run.id)?.samples })),
+  );
+
+async function loadLog() {
+  log.offer(state.runs);
+  log.set(await ask("log", { run: log.run }), state.now);
+}
+
 function drawHead() {
   const many = state.runs.length > 1;
   const focused = document.activeElement?.closest("#runs .run")?.id;
@@ -188,6 +224,7 @@ function toggle(id) {
   if (!state.hidden.delete(id)) state.hidden.add(id);
   drawHead();
   drawCharts();
+  drawSamples();
 }
 
 function drawCharts() {

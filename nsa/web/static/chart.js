@@ -4,6 +4,7 @@ import { make, sharpen, variable } from "./dom.js";
 import { logTicks, range, ticks } from "./scale.js";
 
 const EDGE = { left: 52, right: 12, top: 8, bottom: 22 };
+const LEGEND_LINE = 22; // px, as in style.css
 const DASHES = [[], [6, 4], [2, 3]];
 
 export class Chart {
@@ -18,8 +19,15 @@ export class Chart {
     this.enlarger = button("Enlarge", `Enlarge ${definition.title}`, () => this.enlarge());
     const csv = button("CSV", `Download ${definition.title} as CSV`, () => this.download());
     const actions = make("div", { className: "actions" }, csv, this.enlarger);
-    this.plot = make("div", { className: "plot" }, this.canvas, this.overlay, this.empty, actions);
-    this.legend = make("div", { className: "legend" });
+    this.plot = make("div", { className: "plot" }, this.canvas, this.overlay, this.empty);
+    this.entries = make("div", { className: "entries" });
+    this.more = make("button", {
+      className: "more",
+      type: "button",
+      ariaExpanded: "false",
+      on: { click: () => this.unfold() },
+    });
+    this.legend = make("div", { className: "legend fits" }, this.entries, this.more);
     this.hint = make("span", { className: "hint number" });
     this.node = make(
       "article",
@@ -33,6 +41,7 @@ export class Chart {
       ),
       this.legend,
       this.plot,
+      actions,
     );
     this.listen();
     new ResizeObserver(() => this.draw()).observe(this.plot);
@@ -71,6 +80,7 @@ export class Chart {
     this.y = this.lines.length ? range(this.lines, { ...this.definition, log: this.isLog() }) : null;
     if (!this.y) {
       this.drawOverlay();
+      fitLegends([this]);
       return;
     }
     this.x = this.shared.range ?? this.shared.extent ?? extent(this.lines);
@@ -82,6 +92,7 @@ export class Chart {
     for (const line of this.lines) this.drawLine(context, line);
     context.restore();
     this.drawOverlay();
+    fitLegends([this]);
   }
 
   isLog() {
@@ -249,11 +260,33 @@ export class Chart {
       swatch.style.borderTopColor = line.colour;
       return {
         row: line.row,
-        span: make("span", {}, swatch, line.name ?? line.label, make("b", { textContent: text })),
+        span: make("span", { className: "entry" }, swatch, line.name ?? line.label, make("b", { textContent: text })),
       };
     });
-    this.legend.replaceChildren(...inRows(parts));
+    this.entries.replaceChildren(...inRows(parts));
     this.overlay.setAttribute("aria-label", `${this.definition.title}: ${words.join(", ") || "not measured"}`);
+  }
+
+  // Entries of the legend that lie below its first line.
+  numBelow() {
+    const bottom = this.entries.getBoundingClientRect().top + LEGEND_LINE + 2;
+    const entries = [...this.entries.querySelectorAll(".entry")];
+    return entries.filter((entry) => entry.getBoundingClientRect().bottom > bottom).length;
+  }
+
+  // What the button of the legend says.
+  label(count) {
+    const open = this.legend.classList.contains("open");
+    const text = open ? "less" : `+${count} more`;
+    if (this.more.textContent === text) return;
+    this.more.textContent = text;
+    this.more.title = `${open ? "Fold" : "Show"} the legend of ${this.definition.title}`;
+  }
+
+  unfold(open = !this.legend.classList.contains("open")) {
+    this.legend.classList.toggle("open", open);
+    this.more.ariaExpanded = String(open);
+    fitLegends([this]);
   }
 
   listen() {
@@ -302,6 +335,23 @@ export class Chart {
     const from = this.shared.hover ?? high;
     this.shared.onHover(Math.min(Math.max(from + (way * (high - low)) / 100, low), high));
   }
+}
+
+// A legend has one line, and a button that counts what does not fit into it. All of them together:
+// measuring after a change makes the browser lay out the page again. While the pointer moves, a
+// button that is there stays.
+export function fitLegends(charts, { hovers = false } = {}) {
+  // The button takes room itself: first without it.
+  if (!hovers) for (const chart of charts) chart.legend.classList.add("fits");
+  const numBelow = (chart) => (chart.lines.length > 1 ? chart.numBelow() : 0);
+  const count = (chart) => chart.label(chart.below);
+  for (const chart of charts) chart.below = numBelow(chart);
+  const tight = charts.filter((chart) => chart.below);
+  tight.forEach(count);
+  const changed = tight.filter((chart) => chart.legend.classList.contains("fits"));
+  for (const chart of changed) chart.legend.classList.remove("fits");
+  for (const chart of changed) chart.below = numBelow(chart);
+  changed.forEach(count);
 }
 
 function button(textContent, title, click) {

@@ -112,7 +112,7 @@ export class Distances {
         : []),
       make("span", {
         className: "row",
-        textContent: "bars: mean over layers and KV heads, lines: least to most",
+        textContent: "bars: mean over layers and KV heads, lines: minimum to maximum",
       }),
     );
     this.canvas.setAttribute(

@@ -78,7 +78,7 @@ function alarmLog(runs, many) {
     "Log of alarms",
     rows.length
       ? make("div", { className: "scroll" }, make("table", {}, make("tbody", {}, rows)))
-      : make("p", { className: "soft", textContent: "no line of a watchdog in alarms.jsonl" }),
+      : make("p", { className: "soft", textContent: "alarms.jsonl has no entries" }),
   );
 }
 
@@ -148,8 +148,8 @@ export class Settings {
       this.data.config.length + this.data.env.length
         ? many
           ? "the runs do not differ"
-          : "nothing is found"
-        : "config.yaml and env.json are not there";
+          : "no match"
+        : "config.yaml and env.json are missing";
     this.body.replaceChildren(
       rows.length
         ? make("table", {}, make("thead", {}, head), make("tbody", {}, rows))

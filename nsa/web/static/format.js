@@ -31,7 +31,8 @@ export const mib = (value) =>
       ? `${(value / 1024).toFixed(1)} GiB`
       : `${Math.round(value)} MiB`
     : DASH;
-export const bytes = (value) => (Number.isFinite(value) ? mib(value / 1048576) : DASH);
+export const bytes = (value) =>
+  value < 1048576 ? `${Math.ceil(value / 1024)} KiB` : Number.isFinite(value) ? mib(value / 1048576) : DASH;
 export const fixed = (digits) => (value) => (Number.isFinite(value) ? value.toFixed(digits) : DASH);
 
 // The forms of nsa/records/numbers.py; "fixed 3" is fixed(3).

@@ -25,7 +25,7 @@ export class Strips {
   constructor(onSpan) {
     this.span = make(
       "select",
-      { ariaLabel: "Time that is shown", on: { change: () => onSpan() } },
+      { ariaLabel: "Time span", on: { change: () => onSpan() } },
       SPANS.map(([label], i) => make("option", { value: i, textContent: label })),
     );
     this.hint = make("span", { className: "hint number" });

@@ -28,6 +28,7 @@ export function runCard(run, { shown, many, onToggle }) {
       make("span", { className: "path soft", title: run.folder }, make("bdi", { textContent: run.folder })),
     ),
     run.steps ? progress(run, colour) : null,
+    run.next ? nextStep(run) : null,
     run.status === "absent" ? null : make("div", { className: "tiles" }, tiles(run)),
     facts(run),
   );
@@ -62,12 +63,36 @@ function progress(run, colour) {
   );
 }
 
+// What to do with a run that stopped before its last step.
+function nextStep({ next }) {
+  const start = next.command ? "start it again, where it was started, with" : "start it again with its command";
+  const from =
+    next.checkpoint === null
+      ? "No checkpoint is there: it begins at step 1 again."
+      : next.again > 0
+        ? `It goes on from the checkpoint of step ${integer(next.checkpoint)}: ${integer(next.again)} steps are done again.`
+        : `It goes on from the checkpoint of step ${integer(next.checkpoint)}; no step is lost.`;
+  const log = make("a", { href: "#log", textContent: "log" });
+  const look = ["look at the end of its ", log, " and at dmesg (out of memory?), then "];
+  return make(
+    "div",
+    { className: "next" },
+    next.why ? `${capital(next.why)}. Next: ` : "Next: ",
+    ...(next.why ? look : []),
+    start,
+    next.command ? make("code", { tabIndex: 0, ariaLabel: "Command that resumes the run", textContent: next.command }) : ". ",
+    from,
+  );
+}
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
 function tiles(run) {
   const isGpu = run.gpu_mem_alloc !== null && run.gpu_mem_alloc !== undefined;
   const late = run.ranks?.some((rank) => rank.late);
   return [
-    tile("Loss", run.loss, loss),
-    tile("Held-out", run.val_loss, loss),
+    tile("Loss", run.loss, loss, "", "", "of the last logged update, not smoothed; nats per token"),
+    tile("Held-out", run.val_loss, loss, "", "", "of the last evaluation; nats per token"),
     tile("Tokens/s", run.toks_per_s, integer),
     tile("MFU", run.mfu, percent),
     tile("Step", run.step_time_s, (value) => compact(value), "s"),
@@ -100,11 +125,11 @@ function tiles(run) {
   ];
 }
 
-function tile(label, value, format, unit = "", level = "") {
+function tile(label, value, format, unit = "", level = "", title = null) {
   const known = value !== null && value !== undefined && Number.isFinite(value);
   return make(
     "div",
-    { className: "tile" },
+    { className: "tile", title },
     make("div", { className: "label", textContent: label }),
     make(
       "div",
@@ -136,7 +161,7 @@ function facts(run) {
 
 export function alarmRows(runs) {
   return runs.flatMap((run) =>
-    byType(run.alarms ?? []).map(({ alarm, others }) =>
+    byType(alarmsOf(run)).map(({ alarm, others }) =>
       make(
         "div",
         { className: `alarm ${alarm.halting ? "bad" : "warn"}`, role: "alert" },
@@ -148,6 +173,10 @@ export function alarmRows(runs) {
     ),
   );
 }
+
+// That a run died is in its card, with what to do.
+const alarmsOf = (run) =>
+  (run.alarms ?? []).filter((alarm) => !(run.next?.why && alarm.type === "heartbeat_stall"));
 
 // One row for each kind: when a run stops, all of its ranks fall silent.
 function byType(alarms) {

@@ -37,7 +37,7 @@ export class SelectionMaps {
         "header",
         {},
         this.title,
-        make("span", { className: "unit", textContent: "down: the query's place, across: the block's place" }),
+        make("span", { className: "unit", textContent: "vertical: query position, horizontal: block position" }),
         this.hint,
       ),
       make(
