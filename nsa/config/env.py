@@ -182,6 +182,13 @@ _DISTRIBUTED = (
     ),
     Variable("NSA_PG_TIMEOUT_MIN", float, 15.0, "code", "process group timeout in minutes"),
     Variable(
+        "NSA_START_TIMEOUT_MIN",
+        float,
+        15.0,
+        "code",
+        "minutes that a starting rank waits for the others",
+    ),
+    Variable(
         "NSA_HANG_LEAST_S",
         float,
         180.0,

@@ -428,7 +428,7 @@ def test_a_port_in_use_is_said_and_nothing_is_touched(
         somebody.bind(("127.0.0.1", 0))
         somebody.listen()
         port = somebody.getsockname()[1]
-        codes, printed = start(port=port, NSA_PG_TIMEOUT_MIN="0.05").finish()
+        codes, printed = start(port=port, NSA_START_TIMEOUT_MIN="0.05").finish()
     assert codes == [3, 3], printed
     assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port}" in printed
     assert "EADDRINUSE" in printed and "choose another" in printed

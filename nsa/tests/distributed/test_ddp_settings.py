@@ -6,7 +6,9 @@ import io
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +36,7 @@ BuildConfig = Callable[..., Config]
 TESTED = {
     *("NSA_DDP_BUCKET_MB", "NSA_DDP_COMPRESS", "NSA_DDP_DISABLE_GC", "NSA_DDP_FIND_UNUSED"),
     *("NSA_DDP_SAFE_GC_LAYERS", "NSA_DDP_SAFE_MODE", "NSA_DDP_STATIC_GRAPH", "NSA_PG_TIMEOUT_MIN"),
+    "NSA_START_TIMEOUT_MIN",
     *(
         "WORLD_SIZE",
         "RANK",
@@ -143,9 +147,30 @@ def test_the_timeout_is_that_of_the_group(
     one_of_one.setattr(Ddp, "patience_s", patience_s)
     assert "timeout_min=0.5\n" in train(tiny_config())
     assert waits == [24.0, 24.0], "for the lock of the folder, and for data"
-    one_of_one.setenv("NSA_PG_TIMEOUT_MIN", "0")
-    with pytest.raises(RunRefused, match="NSA_PG_TIMEOUT_MIN=0.*use minutes > 0"):
+    for name in ("NSA_START_TIMEOUT_MIN", "NSA_PG_TIMEOUT_MIN"):
+        one_of_one.setenv(name, "0")
+        with pytest.raises(RunRefused, match=f"{name}=0.*use minutes > 0"):
+            train(tiny_config())
+
+
+def test_ranks_wait_for_one_that_starts_late() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=50))  # the group's
+    late = threading.Timer(0.3, store.set, ("started/1", ""))
+    late.start()
+    process_group._wait_for_all(store, 0, 2)
+    assert store.check(["started/0", "started/1"])
+
+
+def test_a_rank_that_never_starts_is_named(
+    one_of_one: pytest.MonkeyPatch, tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    one_of_one.setenv("WORLD_SIZE", "3")
+    one_of_one.setenv("NSA_START_TIMEOUT_MIN", "0.005")
+    one_of_one.setattr(process_group, "_open_store", HashStore)
+    with pytest.raises(RunRefused, match="rank 0 of 3 waited 0 s for ranks 1, 2, which did not"):
         train(tiny_config())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -60,15 +60,18 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
     rank, world_size, minutes = read("RANK"), read("WORLD_SIZE"), read("NSA_PG_TIMEOUT_MIN")
     if minutes <= 0:
         raise RunRefused("NSA_PG_TIMEOUT_MIN=0: no rank could wait for another; use minutes > 0")
+    if read("NSA_START_TIMEOUT_MIN") <= 0:
+        raise RunRefused("NSA_START_TIMEOUT_MIN=0: no rank could wait at start; use minutes > 0")
     say_first = say if rank == 0 else _silent
     cuda = cfg.runtime.device.startswith("cuda") or (
         cfg.runtime.device == "auto" and torch.cuda.is_available()
     )
     backend = _backend(cuda)
     timeout = timedelta(minutes=minutes)
-    store = _open_store(timeout)
+    store = _open_store()
     # torchrun keeps one store across restarts: without a prefix, new ranks would read stale keys.
     store = PrefixStore(f"attempt{read('TORCHELASTIC_RESTART_COUNT')}", store)
+    _wait_for_all(store, rank, world_size)
     store.set_timeout(timeout)
     if cuda:
         torch.cuda.set_device(_local_gpu(backend))
@@ -105,11 +108,12 @@ def _strategy_class(strategy: str) -> type[Group]:
     return Fsdp
 
 
-def _open_store(timeout: timedelta) -> Store:
+def _open_store() -> Store:
     """Connect to the store of rank 0 or of the launcher.
 
     Has its own timeout: torch hangs if another program listens on that port.
     """
+    timeout = _start_timeout()
     where, patience_s = f"{raw('MASTER_ADDR')}:{raw('MASTER_PORT')}", timeout.total_seconds() + 5.0
     try:
         return within(
@@ -122,6 +126,30 @@ def _open_store(timeout: timedelta) -> Store:
             f"rank {read('RANK')} of {read('WORLD_SIZE')} did not meet the others at {where}: "
             f"{reason}; if that port is in use, choose another (torchrun --master_port, or "
             "--standalone for a free one); if ranks are missing, check why they did not start"
+        ) from None
+
+
+def _start_timeout() -> timedelta:
+    return timedelta(minutes=read("NSA_START_TIMEOUT_MIN"))
+
+
+def _wait_for_all(store: Store, rank: int, world_size: int) -> None:
+    """Wait until every rank has started.
+
+    The timeout of the group begins after that. It may be short, and the imports of a rank on a slow
+    disk may take longer.
+    """
+    store.set(f"started/{rank}", "")
+    timeout = _start_timeout()
+    try:
+        store.wait([f"started/{other}" for other in range(world_size)], timeout)
+    except dist.DistStoreError:
+        missing = [n for n in range(world_size) if not store.check([f"started/{n}"])]
+        raise RunRefused(
+            f"rank {rank} of {world_size} waited {timeout.total_seconds():.0f} s for rank"
+            f"{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}, which did not start; look "
+            "at the messages of that process, or set NSA_START_TIMEOUT_MIN to more minutes if it "
+            "is only slow"
         ) from None
 
 

@@ -42,12 +42,12 @@ const shared = {
   },
   onZoom(range) {
     shared.range = range;
-    zoomed();
+    showLoss(zoomed());
   },
   onReset() {
     if (shared.range) {
       shared.range = null;
-      zoomed();
+      showLoss(zoomed());
     }
   },
 };
@@ -58,18 +58,18 @@ const charts = [];
 let heats = [],
   layerFields = [];
 const distances = new Distances();
-const maps = new SelectionMaps((step) => loadSelection(state.focus, step));
-const strips = new Strips(() => loadTimelines().then(drawStrips));
+const maps = new SelectionMaps((step) => showLoss(loadSelection(state.focus, step)));
+const strips = new Strips(() => showLoss(loadTimelines().then(drawStrips)));
 const settings = new Settings();
 const samples = new Samples();
-const log = new LogTail(() => loadLog());
+const log = new LogTail(() => showLoss(loadLog()));
 const heatPlace = make("div", { className: "fit wide" });
 const focusSelect = make("select", {
   ariaLabel: "Run of the maps",
   on: {
     change: () => {
       state.focus = Number(focusSelect.value);
-      loadSelection(state.focus).then(drawSelection);
+      showLoss(loadSelection(state.focus));
     },
   },
 });
@@ -154,12 +154,15 @@ async function look() {
 
 async function loadRun(run) {
   const data = dataOf(run.id),
-    query = { run: run.id, ...windowQuery(run) };
-  [data.series, data.layers] = await Promise.all([
+    query = { run: run.id, ...windowQuery(run) },
+    range = shared.range;
+  const [series, layers] = await Promise.all([
     ask("series", { ...query, points: points() }),
     ask("layers", { ...query, points: LAYER_POINTS }),
   ]);
-  if (!shared.range) data.clock = clockOf(data.series.progress);
+  if (shared.range !== range) return; // zoomed since: these are the points of another range
+  [data.series, data.layers] = [series, layers];
+  if (!range) data.clock = clockOf(series.progress);
   const last = data.selection?.steps.at(-1);
   const follows = !data.selection || data.selection.step === last;
   if (run.maps !== null && follows && run.maps !== last)
@@ -304,6 +307,14 @@ async function zoomed() {
   drawCharts();
 }
 
+// What a click asked the server for. Without an answer the page says so, and the next look repairs it.
+const showLoss = (asked) => asked.catch(lost);
+
+function lost(error) {
+  link("lost", "no answer");
+  console.warn(error.message);
+}
+
 function link(level, text) {
   $("link").className = `link ${level}`;
   $("link").textContent = text;
@@ -328,12 +339,12 @@ function listen() {
     shared.logLoss = event.target.checked;
     drawCharts();
   });
-  $("axis").addEventListener("change", async (event) => {
+  $("axis").addEventListener("change", (event) => {
     const zoom = shared.range;
     shared.range = shared.hover = null;
     axis = event.target.value;
     shared.axis = AXES[axis];
-    if (zoom) await zoomed();
+    if (zoom) showLoss(zoomed());
     else drawCharts();
   });
   $("reset-zoom").addEventListener("click", () => shared.onReset());
@@ -350,8 +361,7 @@ async function live() {
         if (!charts.length) await build();
         await look();
       } catch (error) {
-        link("lost", "no answer");
-        console.warn(error.message);
+        lost(error);
       }
     }
     const soon = state.runs.length === 0 || state.runs.some((run) => run.reading);

@@ -62,7 +62,7 @@ export class Chart {
       download: `${this.definition.id}.csv`,
     });
     link.click();
-    URL.revokeObjectURL(link.href);
+    setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // the browser may read it later
   }
 
   // lines: [{ label, colour, dash, steps, x, y, low, high, points }]
