@@ -16,7 +16,6 @@ import lzma
 import os
 import zipfile
 import zlib
-from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +39,8 @@ def write_selection(
     """Record a selection; the file appears under its name when it is complete."""
     ids = selection.detach().cpu().numpy()
     check_selection(ids, spec, "selection")
-    arrays = {"version": np.int64(VERSION), "spec": np.array(astuple(spec)), "selection": ids}
+    sizes = np.array(spec.to_ints())
+    arrays = {"version": np.int64(VERSION), "spec": sizes, "selection": ids}
     unfinished = Path(f"{path}.tmp")
     # Not np.savez_compressed: LZMA halves what deflate leaves, and np.load reads both.
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_LZMA) as archive:
@@ -64,10 +64,10 @@ def read_selection(path: str | Path) -> tuple[Tensor, nsa.BlockSpec]:
         raise ValueError(
             f"{path} has version {version.tolist()}; this reader knows {VERSION}: record it again"
         )
-    if sizes.shape != (5,) or sizes.dtype.kind != "i":
+    if sizes.shape not in ((5,), (7,)) or sizes.dtype.kind != "i":  # older files force 1 and 2
         raise ValueError(
-            f"{path} has spec {sizes.tolist()}; it must be the five integers l, d, l_sel, n_sel, "
-            f"w: record it with write_selection of bench/selections.py"
+            f"{path} has spec {sizes.tolist()}; it must be the integers l, d, l_sel, n_sel, w, "
+            f"num_first, num_local: record it with write_selection of bench/selections.py"
         )
     spec = nsa.BlockSpec(*sizes.tolist())
     check_selection(ids, spec, str(path))

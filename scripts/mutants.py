@@ -47,16 +47,20 @@ class Mutant(NamedTuple):
     """The tests run kernels, in Triton's interpreter."""
 
 
-ROWS, SELECT, EAGER = (f"ops/eager/{name}.py" for name in ("rows", "select", "attention"))
+ROWS, EAGER = (f"ops/eager/{name}.py" for name in ("rows", "attention"))
 CACHE, ATTENTION, DENSE = (f"model/{name}.py" for name in ("cache", "attention", "dense"))
 
 TORCH_PATH = (
     Mutant("visibility-early", ROWS, (("+ spec.l - 1 <= t", "+ spec.l - 2 <= t"),)),
     Mutant("window-one-more", ROWS, (("(token > t - spec.w)", "(token >= t - spec.w)"),)),
-    Mutant("forced-block-wrong", SELECT, (("block == current - 1", "block == current - 2"),)),
+    Mutant(
+        "forced-block-wrong",
+        ROWS,
+        (("block > current - spec.num_local", "block >= current - spec.num_local"),),
+    ),
     Mutant(
         "tie-to-higher-block",
-        SELECT,
+        ROWS,
         (
             (
                 "rank.sort(dim=-1, descending=True, stable=True).indices",
@@ -74,12 +78,15 @@ TORCH_PATH = (
             ("outs[1] * gates[..., 1, None]", "outs[1] * gates[..., 0, None]"),
         ),
     ),
-    Mutant("no-group-sum", SELECT, (("in per_head[1:]", "in per_head[:0]"),)),
+    Mutant("no-group-sum", ROWS, (("in per_head[1:]", "in per_head[:0]"),)),
     Mutant(
         "current-block-dropped",
-        SELECT,
+        ROWS,
         (
-            (" | (block == current)\n", "\n"),
+            (
+                "| (block > current - spec.num_local)",
+                "| ((block > current - spec.num_local) & (block < current))",
+            ),
             ("masked_fill(block > current, -math.inf)", "masked_fill(block >= current, -math.inf)"),
             ("torch.where(best <= current, best", "torch.where(best < current, best"),
         ),

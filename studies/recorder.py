@@ -23,7 +23,7 @@ class SelectionRecorder(AttentionStats):
     def record(
         self,
         layer: int,
-        gates: Tensor,  # [B, S, Hq, 3]
+        gates: Tensor | None,  # [B, S, Hq, 3]
         selection: Tensor,  # [B, S, Hkv, n_sel] int32
         *,
         block_tokens: int,

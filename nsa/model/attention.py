@@ -87,12 +87,14 @@ class NSAAttention(Rotary):
         phi: str = "avg",
         gate: str = "softmax",
         *,
+        num_first: int = 1,
+        num_local: int = 2,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
         backend: str = "auto",
     ) -> None:
         super().__init__(d_k, rope_base, rope_scale)
-        self.spec = BlockSpec(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
+        self.spec = BlockSpec(l, d, l_sel, n_sel, w, num_first, num_local)
         check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
         for name, choice, known in (("phi", phi, PHIS), ("gate", gate, GATES)):
             if choice not in known:

@@ -20,7 +20,7 @@ from nsa.ops import checks, reference
 from nsa.ops import plan as planning
 from nsa.ops.eager import attention as torch_path
 from nsa.ops.eager import sparse as torch_sparse
-from nsa.ops.plan import Plan, plan_attention
+from nsa.ops.plan import Plan, SparseCall, plan_attention
 from nsa.ops.spec import BlockSpec
 
 __all__ = [
@@ -51,7 +51,9 @@ def nsa_attention(
     spec: BlockSpec,
     *,
     scale: float | None = ...,
+    q_offset: int | Tensor = ...,
     cu_seqlens: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
     backend: str = ...,
     selection: Tensor | None = ...,
     return_selection: Literal[False] = ...,
@@ -69,7 +71,9 @@ def nsa_attention(
     spec: BlockSpec,
     *,
     scale: float | None = ...,
+    q_offset: int | Tensor = ...,
     cu_seqlens: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
     backend: str = ...,
     selection: Tensor | None = ...,
     return_selection: Literal[True],
@@ -78,7 +82,7 @@ def nsa_attention(
     q: Tensor,  # [B, S, Hq, Dk]
     k_cmp: Tensor,  # [B, N, Hkv, Dk]
     v_cmp: Tensor,  # [B, N, Hkv, Dv]
-    k_sel: Tensor,  # [B, S, Hkv, Dk]
+    k_sel: Tensor,  # [B, S, Hkv, Dk]; [B, Sk, Hkv, Dk] with q_offset, as all keys and values
     v_sel: Tensor,  # [B, S, Hkv, Dv]
     k_win: Tensor,  # [B, S, Hkv, Dk]
     v_win: Tensor,  # [B, S, Hkv, Dv]
@@ -86,7 +90,9 @@ def nsa_attention(
     spec: BlockSpec,
     *,
     scale: float | None = None,
+    q_offset: int | Tensor = 0,  # or [B] int32, or [docs] int32 with cu_seqlens
     cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+    cu_seqlens_k: Tensor | None = None,  # [docs + 1] int32, of the keys, where they differ
     backend: str = "auto",
     selection: Tensor | None = None,  # [B, S, Hkv, n_sel] int32
     return_selection: bool = False,
@@ -94,7 +100,8 @@ def nsa_attention(
     """Native Sparse Attention: the gated sum of compressed, selected and sliding attention.
 
     The output has q's dtype. `scale` defaults to 1/sqrt(Dk). A given `selection` replaces scoring
-    and top-n; no gradient flows through either. A row that sees a NaN is NaN.
+    and top-n; no gradient flows through either. A row that sees a NaN is NaN. With `q_offset`,
+    queries are at positions q_offset, q_offset + 1, ... of their document, and keys from 0 on.
     """
     tensors = {
         "q": q,
@@ -107,22 +114,67 @@ def nsa_attention(
         "gates": gates,
     }
     # Check, plan, run: nothing below this line meets an input that was not checked.
-    doc_lens = checks.check_attention(tensors, spec, scale, cu_seqlens, selection)
+    layout = checks.check_attention(
+        tensors, spec, scale, cu_seqlens, selection, q_offset, cu_seqlens_k
+    )
     head_dims = (q.shape[-1], v_sel.shape[-1])
-    packed = len(doc_lens) > 1
+    packed = len(layout.key_lens) > 1
     plan: Plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, packed)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if selection is not None and plan.flags.strict:
-        positions = torch.cat([torch.arange(n, device=q.device) for n in doc_lens])
-        checks.assert_selection(selection.transpose(1, 2), positions, spec)
-    # NSA_SEL_RANGES_V2=0: the oracle chooses the blocks, the backend attends to them.
-    if selection is None and plan.backend != "reference" and plan.selection == "reference":
-        selection = reference.select_blocks(q, k_cmp, spec, scale=scale, doc_lens=doc_lens)
-    flags = {} if plan.backend == "reference" else {"flags": plan.flags}
-    out, chosen = _path(plan.backend).nsa_attention(
-        *tensors.values(), spec, scale=scale, doc_lens=doc_lens, selection=selection, **flags
-    )
+    if isinstance(layout.offset, Tensor) and not packed:
+        parts = [
+            _attend(
+                {name: x[i : i + 1] for name, x in tensors.items()},
+                spec,
+                scale,
+                layout._replace(offset=layout.offset_of(i, 0)),
+                None if selection is None else selection[i : i + 1],
+                plan,
+            )
+            for i in range(q.shape[0])
+        ]
+        out, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
+    else:
+        out, chosen = _attend(tensors, spec, scale, layout, selection, plan)
     return (out, chosen) if return_selection else out
+
+
+def _attend(
+    tensors: dict[str, Tensor],
+    spec: BlockSpec,
+    scale: float,
+    layout: checks.Layout,
+    selection: Tensor | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:
+    """Output and selection; all batch elements have the same offset."""
+    q, backend = tensors["q"], plan.backend
+    if selection is not None and plan.flags.strict:
+        checks.assert_selection(selection.transpose(1, 2), layout.positions(q.device), spec)
+    # NSA_SEL_RANGES_V2=0: the oracle chooses the blocks, the backend attends to them.
+    if selection is None and backend != "reference" and plan.selection == "reference":
+        if layout.whole:
+            selection = reference.select_blocks(
+                q, tensors["k_cmp"], spec, scale=scale, doc_lens=layout.key_lens
+            )
+        else:
+            with torch.no_grad():
+                _, selection = reference.nsa_attention(
+                    **tensors, spec=spec, scale=scale, layout=layout, selection=None
+                )
+    if backend == "triton" and not layout.whole:
+        backend = planning.plan_offset(plan)
+    if backend == "reference":
+        return reference.nsa_attention(
+            **tensors, spec=spec, scale=scale, layout=layout, selection=selection
+        )
+    rest: dict[str, Any] = {"layout": layout}
+    if backend == "triton":
+        rest = {"doc_lens": layout.key_lens}
+    out, chosen = _path(backend).nsa_attention(
+        *tensors.values(), spec, scale=scale, selection=selection, flags=plan.flags, **rest
+    )
+    return out, chosen
 
 
 def compress(
@@ -212,10 +264,11 @@ def sparse_attention(
     """
     tensors = {"q": q, "k": k, "v": v} | ({} if sink is None else {"sink": sink})
     layout = checks.check_sparse(tensors, index, block, scale, q_offset, cu_seqlens, cu_seqlens_k)
-    runs = _planner().plan_sparse(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]))
+    per_group = q.shape[2] // max(index.shape[2], k.shape[2])
+    call = SparseCall(per_group, block, index.shape[3], layout.whole)
+    runs = _planner().plan_sparse(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), call)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    path = reference if runs == "reference" else torch_sparse
-    out, lse = path.sparse_attention(
+    out, lse = _sparse_path(runs).sparse_attention(
         q, k, v, index, block=block, scale=scale, sink=sink, layout=layout
     )
     lse = lse if q.dtype == torch.float64 else lse.float()
@@ -238,3 +291,12 @@ def _path(backend: str) -> Any:
 
         return operators
     return PATHS[backend]
+
+
+def _sparse_path(backend: str) -> Any:
+    """The module of a backend that has sparse_attention."""
+    if backend == "triton":
+        from nsa.ops.triton import sparse
+
+        return sparse
+    return reference if backend == "reference" else torch_sparse

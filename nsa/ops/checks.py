@@ -18,14 +18,47 @@ from nsa.ops.spec import BlockSpec
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+class Layout(NamedTuple):
+    """Where the queries and keys of a call lie: documents of a row, and offsets."""
+
+    query_lens: list[int]
+    """Queries of each document; 0 where a document has none here."""
+    key_lens: list[int]
+    """Keys of each document."""
+    offset: int | Tensor
+    """Position of a document's first query: for all, for each batch element, or each document."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether queries and keys are the same tokens."""
+        at_start = not isinstance(self.offset, Tensor) and self.offset == 0
+        return at_start and self.query_lens == self.key_lens and min(self.key_lens) > 0
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Positions of the queries [S], where all batch elements have the same offset."""
+        parts = [
+            self.offset_of(0, i) + torch.arange(n, device=device)
+            for i, n in enumerate(self.query_lens)
+        ]
+        return torch.cat(parts)
+
+    def offset_of(self, batch: int, document: int) -> int:
+        """As a number of the host."""
+        if not isinstance(self.offset, Tensor):
+            return self.offset
+        return int(self.offset[document if len(self.query_lens) > 1 else batch])
+
+
 def check_attention(
     tensors: dict[str, Tensor],  # q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
     spec: BlockSpec,
     scale: float | None,
     cu_seqlens: Tensor | None,
     selection: Tensor | None,
-) -> list[int]:
-    """Refuse wrong arguments of nsa_attention; return the lengths of the documents."""
+    q_offset: int | Tensor = 0,
+    cu_seqlens_k: Tensor | None = None,
+) -> Layout:
+    """Refuse wrong arguments of nsa_attention; return where queries and keys lie."""
     check_spec(spec)
     q = tensors["q"]
     check_floats(tensors, lenient="gates")
@@ -37,26 +70,35 @@ def check_attention(
         check_rank(tensors["k_sel"], "k_sel", "[B, S, Hkv, Dk]")
         check_rank(tensors["v_sel"], "v_sel", "[B, S, Hkv, Dv]")
     check_heads(num_heads, num_groups[0])
-    doc_lens = check_documents(cu_seqlens, batch, seq_len, q.device)
+    # Without an offset and more keys than queries, both are the same tokens.
+    at_start = not isinstance(q_offset, Tensor) and q_offset == 0 and cu_seqlens_k is None
+    lengths = {tensors[name].shape[1:2] for name in ("k_sel", "v_sel", "k_win", "v_win")}
+    same = at_start and (len(lengths) > 1 or min(lengths) <= (seq_len,))
+    num_keys = seq_len if same else tensors["k_sel"].shape[1]
+    if same:
+        doc_lens = check_documents(cu_seqlens, batch, seq_len, q.device)
+        layout = Layout(doc_lens, doc_lens, 0)
+    else:
+        layout = _check_layout(batch, seq_len, num_keys, q_offset, cu_seqlens, cu_seqlens_k, q)
     # Blocks do not cross documents, so each document has its own number of them.
-    num_cmp = sum(spec.num_cmp(length) for length in doc_lens)
+    num_cmp = sum(spec.num_cmp(length) for length in layout.key_lens)
     sizes = {
         "k_cmp": (batch, num_cmp, num_groups[0], d_k),
         "v_cmp": (batch, num_cmp, num_groups[0], d_v[0]),
-        "k_sel": (batch, seq_len, num_groups[0], d_k),
-        "v_sel": (batch, seq_len, num_groups[0], d_v[0]),
-        "k_win": (batch, seq_len, num_groups[0], d_k),
-        "v_win": (batch, seq_len, num_groups[0], d_v[0]),
+        "k_sel": (batch, num_keys, num_groups[0], d_k),
+        "v_sel": (batch, num_keys, num_groups[0], d_v[0]),
+        "k_win": (batch, num_keys, num_groups[0], d_k),
+        "v_win": (batch, num_keys, num_groups[0], d_v[0]),
         "gates": (batch, seq_len, num_heads, 3),
     }
     for name, size in sizes.items():
         hint = ""
         if name in ("k_cmp", "v_cmp"):
-            hint = f"; nsa.compress gives the {num_cmp} complete blocks of {seq_len} tokens"
+            hint = f"; nsa.compress gives the {num_cmp} complete blocks of {num_keys} tokens"
         check_shape(tensors[name], name, size, hint)
     if selection is not None:
         check_selection(selection, (batch, seq_len, num_groups[0], spec.n_sel), q.device)
-    return doc_lens
+    return layout
 
 
 def check_scoring(
@@ -86,23 +128,6 @@ def check_compress(x: Tensor, spec: BlockSpec, cu_seqlens: Tensor | None) -> lis
 
 BLOCK_STEP, MAX_BLOCK = 16, 256
 """Blocks of sparse_attention: a multiple of the first, up to the second."""
-
-
-class Layout(NamedTuple):
-    """Where the queries and keys of sparse_attention lie: documents of a row, and offsets."""
-
-    query_lens: list[int]
-    """Queries of each document; 0 where a document has none here."""
-    key_lens: list[int]
-    """Keys of each document."""
-    offset: int | Tensor
-    """Position of a document's first query: for all, for each batch element, or each document."""
-
-    def offset_of(self, batch: int, document: int) -> int:
-        """As a number of the host."""
-        if not isinstance(self.offset, Tensor):
-            return self.offset
-        return int(self.offset[document if len(self.query_lens) > 1 else batch])
 
 
 def check_sparse(
@@ -135,6 +160,19 @@ def check_sparse(
     if "sink" in tensors:
         check_shape(tensors["sink"], "sink", (num_heads,), ": one logit for each query head")
     _check_index(index, (batch, num_queries), (1, num_groups, num_heads), q.device)
+    return _check_layout(batch, num_queries, num_keys, q_offset, cu_seqlens, cu_seqlens_k, q)
+
+
+def _check_layout(
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    q_offset: int | Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    q: Tensor,
+) -> Layout:
+    """Refuse documents and offsets that do not fit; return where queries and keys lie."""
     query_lens = _check_parts(cu_seqlens, "cu_seqlens", batch, num_queries, q.device)
     key_lens = _check_parts(cu_seqlens_k, "cu_seqlens_k", batch, num_keys, q.device)
     if cu_seqlens_k is None and cu_seqlens is not None:

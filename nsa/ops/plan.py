@@ -137,17 +137,54 @@ def plan_compression(
     return choose_backend(machine_of(device), dtype, backend, head_dims)[0]
 
 
+class SparseCall(NamedTuple):
+    """What decides, beside the tensors' kind, whether kernels can run a sparse_attention."""
+
+    per_group: int
+    """Query heads that share an index and a KV head."""
+    block: int
+    num_ids: int
+    whole: bool = True
+    """Queries and keys are the same tokens, without an offset."""
+
+
 def plan_sparse(
-    device: torch.device, dtype: torch.dtype, backend: str, head_dims: tuple[int, ...]
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    head_dims: tuple[int, ...],
+    call: SparseCall,
 ) -> str:
-    """The backend whose sparse_attention runs; it has no Triton kernels yet."""
-    if backend == "triton":
-        raise cannot_run("sparse_attention has no Triton kernels yet")
+    """The backend whose sparse_attention runs."""
     runs = choose_backend(machine_of(device), dtype, backend, head_dims)[0]
-    if runs == "triton":
-        record("all", "sparse_attention has no Triton kernels yet")
-        return "torch"
-    return runs
+    if runs != "triton":
+        return runs
+    obstacle = "" if call.whole else "queries with an offset have no Triton kernels yet"
+    if backend == "auto":
+        obstacle = "its Triton kernels run only where they are named: backend='triton'"
+    if not obstacle:
+        from nsa.ops.triton.tiles import capability_of, sparse_obstacle
+
+        sizes = (call.per_group, call.block, call.num_ids, dtype, capability_of(device))
+        obstacle = sparse_obstacle(head_dims, *sizes)
+    if not obstacle:
+        return "triton"
+    if backend == "triton":
+        raise cannot_run(obstacle)
+    record("all", obstacle)
+    return "torch"
+
+
+def plan_offset(plan: Plan) -> str:
+    """The backend of a call whose queries have an offset, where Triton runs the others.
+
+    The kernels have no such call yet; prefill and decode have their own.
+    """
+    obstacle = "nsa_attention with an offset has no Triton kernels yet"
+    if plan.requested == "triton":
+        raise cannot_run(obstacle)
+    record("all", obstacle)
+    return "torch"
 
 
 def plan_attention(

@@ -27,30 +27,35 @@ def nsa_attention(
     spec: BlockSpec,
     *,
     scale: float,
-    doc_lens: list[int],
+    layout: Layout,
     selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
 ) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
     """Gated sum of compressed, selected and sliding attention (Eq. 5), and the selection used."""
     outs, selections = [], []
-    raw, cmp = 0, 0
-    for length in doc_lens:
-        rows, blocks = slice(raw, raw + length), slice(cmp, cmp + _num_cmp(spec, length))
+    row, raw, cmp = 0, 0, 0
+    lens = zip(layout.query_lens, layout.key_lens, strict=True)
+    for place, (num_rows, length) in enumerate(lens):
+        rows, tokens = slice(row, row + num_rows), slice(raw, raw + length)
+        blocks = slice(cmp, cmp + _num_cmp(spec, length))
+        row, raw, cmp = rows.stop, tokens.stop, blocks.stop
+        if num_rows == 0:
+            continue
         out, chosen = _one_document(
             q[:, rows].double(),
             k_cmp[:, blocks].double(),
             v_cmp[:, blocks].double(),
-            k_sel[:, rows].double(),
-            v_sel[:, rows].double(),
-            k_win[:, rows].double(),
-            v_win[:, rows].double(),
+            k_sel[:, tokens].double(),
+            v_sel[:, tokens].double(),
+            k_win[:, tokens].double(),
+            v_win[:, tokens].double(),
             gates[:, rows].double(),
             spec,
             scale,
             None if selection is None else selection[:, rows],
+            layout.offset_of(0, place),
         )
         outs.append(out)
         selections.append(chosen)
-        raw, cmp = rows.stop, blocks.stop
     return torch.cat(outs, dim=1).to(q.dtype), torch.cat(selections, dim=1)
 
 
@@ -93,7 +98,8 @@ def block_scores(
     with torch.no_grad():
         for length in doc_lens:
             rows, blocks = slice(raw, raw + length), slice(cmp, cmp + _num_cmp(spec, length))
-            visible = _cmp_visible(length, blocks.stop - blocks.start, spec, q.device)
+            t = torch.arange(length, device=q.device)[:, None]
+            visible = _cmp_visible(t, blocks.stop - blocks.start, spec)
             probs = _softmax(q[:, rows].double(), k_cmp[:, blocks].double(), visible, scale)
             scores.append(_scores_from_probs(probs, k_cmp.shape[2], length, spec))
             raw, cmp = rows.stop, blocks.stop
@@ -188,22 +194,23 @@ def _one_document(
     spec: BlockSpec,
     scale: float,
     selection: Tensor | None,
+    offset: int,  # position of the first query
 ) -> tuple[Tensor, Tensor]:
-    seq_len, num_groups = q.shape[1], k_sel.shape[2]
-    # Query and key positions, [S, 1] and [1, S].
-    t = torch.arange(seq_len, device=q.device)[:, None]
-    token = torch.arange(seq_len, device=q.device)[None, :]
+    num_tokens, num_groups = k_sel.shape[1:3]
+    # Query and key positions, [S, 1] and [1, K].
+    t = offset + torch.arange(q.shape[1], device=q.device)[:, None]
+    token = torch.arange(num_tokens, device=q.device)[None, :]
 
     # Compressed branch: p_cmp [B, Hq, S, N].
-    cmp_visible = _cmp_visible(seq_len, k_cmp.shape[1], spec, q.device)
+    cmp_visible = _cmp_visible(t, k_cmp.shape[1], spec)
     p_cmp = _softmax(q, k_cmp, cmp_visible, scale)
     out_cmp = _weighted_sum(p_cmp, v_cmp, cmp_visible)
 
     # Selected branch: every token of the chosen blocks up to the query (Eq. 11, 12).
-    scores = _scores_from_probs(p_cmp.detach(), num_groups, seq_len, spec)
-    chosen = _top_blocks(scores, spec) if selection is None else selection
+    scores = _scores_from_probs(p_cmp.detach(), num_groups, num_tokens, spec)
+    chosen = _top_blocks(scores, spec, offset) if selection is None else selection
     block_of_token = token // spec.l_sel
-    in_chosen = (block_of_token == chosen[..., None]).any(dim=3)  # [B, S, Hkv, S]
+    in_chosen = (block_of_token == chosen[..., None]).any(dim=3)  # [B, S, Hkv, K]
     sel_visible = in_chosen.transpose(1, 2) & (token <= t)
     out_sel = _weighted_sum(_softmax(q, k_sel, sel_visible, scale), v_sel, sel_visible)
     if selection is None:
@@ -251,26 +258,25 @@ def _per_head(visible: Tensor, heads_per_group: int) -> Tensor:
     return visible.repeat_interleave(heads_per_group, dim=1)
 
 
-def _cmp_visible(seq_len: int, num_cmp: int, spec: BlockSpec, device: torch.device) -> Tensor:
-    """[S, N]: query t sees block i once the block's last token has happened."""
-    t = torch.arange(seq_len, device=device)[:, None]
-    i = torch.arange(num_cmp, device=device)[None, :]
+def _cmp_visible(t: Tensor, num_cmp: int, spec: BlockSpec) -> Tensor:
+    """[S, N]: the query at t [S, 1] sees block i once the block's last token has happened."""
+    i = torch.arange(num_cmp, device=t.device)[None, :]
     return i * spec.d + spec.l - 1 <= t
 
 
-def _scores_from_probs(probs: Tensor, num_groups: int, seq_len: int, spec: BlockSpec) -> Tensor:
+def _scores_from_probs(probs: Tensor, num_groups: int, num_tokens: int, spec: BlockSpec) -> Tensor:
     """Sum over the heads of a group of p_cmp times overlap / d (Eq. 9, 10): [B, S, Hkv, blocks].
 
     The terms are added one by one in the order of i, so that blocks with equal terms tie exactly.
     """
-    batch, num_heads, _, num_cmp = probs.shape
+    batch, num_heads, num_rows, num_cmp = probs.shape
     # Eq. 10: sum over the heads of a group.
-    heads = probs.reshape(batch, num_groups, num_heads // num_groups, seq_len, num_cmp)
+    heads = probs.reshape(batch, num_groups, num_heads // num_groups, num_rows, num_cmp)
     group_probs = torch.zeros_like(heads[:, :, 0])  # [B, Hkv, S, N]
     for head in heads.unbind(dim=2):
         group_probs = group_probs + head
     # Eq. 9: weight = tokens that both blocks share, in units of d.
-    scores = probs.new_zeros(batch, num_groups, seq_len, math.ceil(seq_len / spec.l_sel))
+    scores = probs.new_zeros(batch, num_groups, num_rows, math.ceil(num_tokens / spec.l_sel))
     for j in range(scores.shape[-1]):
         for i in range(num_cmp):
             first = max(i * spec.d, j * spec.l_sel)
@@ -280,7 +286,7 @@ def _scores_from_probs(probs: Tensor, num_groups: int, seq_len: int, spec: Block
     return scores.transpose(1, 2)
 
 
-def _top_blocks(scores: Tensor, spec: BlockSpec) -> Tensor:
+def _top_blocks(scores: Tensor, spec: BlockSpec, offset: int = 0) -> Tensor:
     """Forced blocks, then the best scores, a tie to the lower index; ascending, then -1."""
     batch, seq_len, num_groups, _ = scores.shape
     chosen = torch.full((batch, seq_len, num_groups, spec.n_sel), -1, dtype=torch.int32)
@@ -288,8 +294,10 @@ def _top_blocks(scores: Tensor, spec: BlockSpec) -> Tensor:
     table = scores.tolist()
     for b in range(batch):
         for t in range(seq_len):
-            current = t // spec.l_sel
-            forced = sorted({0, max(current - 1, 0), current})
+            current = (offset + t) // spec.l_sel
+            first = set(range(min(spec.num_first, current + 1)))
+            local = set(range(max(current - spec.num_local + 1, 0), current + 1))
+            forced = sorted(first | local)
             for g in range(num_groups):
                 row = [-math.inf if math.isnan(s) else s for s in table[b][t][g][: current + 1]]
                 others = [j for j in range(current + 1) if j not in forced]

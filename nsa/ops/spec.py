@@ -1,13 +1,10 @@
-"""Block arithmetic of NSA: the five sizes, how many blocks exist, how many tokens a query reads."""
+"""Block arithmetic of NSA: the sizes, how many blocks exist, how many tokens a query reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-
-NUM_FORCED = 3
-"""Blocks that every query reads: the first of the sequence, the previous one, its own."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +21,26 @@ class BlockSpec:
     """Selection blocks each query reads, the forced ones included."""
     w: int = 512
     """Sliding window: the latest raw tokens each query reads, itself included."""
+    num_first: int = 1
+    """Forced blocks at the start of the sequence."""
+    num_local: int = 2
+    """Forced blocks up to the query's own, which is one of them."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             # bool is a subclass of int and would pass the check.
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            value, least = getattr(self, field.name), int(field.name != "num_first")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                in_blocks = field.name in ("n_sel", "num_first", "num_local")
                 raise ValueError(
-                    f"BlockSpec.{field.name}={value!r} is not a positive integer; "
-                    f"give a count of {'blocks' if field.name == 'n_sel' else 'tokens'} >= 1"
+                    f"BlockSpec.{field.name}={value!r} is not {'a positive' if least else 'an'} "
+                    f"integer; give a count of {'blocks' if in_blocks else 'tokens'} >= {least}"
                 )
-        if self.n_sel < NUM_FORCED:
+        if self.n_sel < self.num_forced:
             raise ValueError(
-                f"n_sel={self.n_sel} leaves no room for the {NUM_FORCED} forced blocks (first, "
-                f"previous, current); use n_sel >= {NUM_FORCED}"
+                f"n_sel={self.n_sel} leaves no room for the {self.num_forced} forced blocks "
+                f"(num_first={self.num_first}, num_local={self.num_local}); use n_sel >= "
+                f"{self.num_forced}"
             )
         self._check_stride("l", self.l)
         self._check_stride("l_sel", self.l_sel)
@@ -52,9 +55,15 @@ class BlockSpec:
                 f"or a stride d that divides {size}"
             )
 
+    @property
+    def num_forced(self) -> int:
+        """Blocks that every query reads, where there are as many."""
+        return self.num_first + self.num_local
+
     def to_ints(self) -> list[int]:
         """The sizes in the order of the fields: torch.library operators take no objects."""
-        return [self.l, self.d, self.l_sel, self.n_sel, self.w]
+        forced = [self.num_first, self.num_local]
+        return [self.l, self.d, self.l_sel, self.n_sel, self.w, *forced]
 
     @staticmethod
     def from_ints(sizes: Sequence[int]) -> BlockSpec:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa import BlockSpec
-from nsa.ops.eager.select import choose_blocks, score_blocks
+from nsa.ops.eager.rows import choose_blocks, score_blocks
 
 SPECS = [
     BlockSpec(),

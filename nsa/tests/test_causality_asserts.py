@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa.ops.eager import rows
-from nsa.ops.eager.select import choose_blocks
+from nsa.ops.eager.rows import choose_blocks
 from nsa.tests.support.helpers import Case, make_inputs, make_module, run
 
 MODULE_SIZES = dict(l=8, d=4, l_sel=8, n_sel=4, w=11)

@@ -6,7 +6,7 @@ import torch
 from nsa import BlockSpec
 from nsa.model.cache import NSACache
 from nsa.ops.eager import rows
-from nsa.ops.eager.select import choose_blocks
+from nsa.ops.eager.rows import choose_blocks
 from nsa.tests.support.helpers import make_module
 
 VARIANTS = {

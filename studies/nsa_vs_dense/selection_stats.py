@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nsa import BlockSpec
 from nsa.model.stats import count_reads, distance_edges
-from nsa.ops.spec import NUM_FORCED
 
 LAGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens between two queries whose blocks are compared."""
@@ -32,7 +31,7 @@ def describe_selection(
     """
     seq_len = layers[0].shape[1]
     first = first_choosing(spec)
-    chooses = seq_len > first and spec.n_sel > NUM_FORCED
+    chooses = seq_len > first and spec.n_sel > spec.num_forced
     lags = [lag for lag in LAGS if chooses and first + lag < seq_len]
     tiles = [tile for tile in TILES if chooses and _tile_range(first, seq_len, tile)[1] > 0]
     members = [membership(ids, spec) for ids in layers]
@@ -69,7 +68,7 @@ def overlap(
     by_score = ~forced(member.shape[1], spec).to(member.device)[:, None]
     scored = (member * by_score)[:, first:]
     both = scored[:, :-lag] * scored[:, lag:]
-    return both.sum(-1).double().mean().item() / (spec.n_sel - NUM_FORCED)
+    return both.sum(-1).double().mean().item() / (spec.n_sel - spec.num_forced)
 
 
 def union(
@@ -99,14 +98,14 @@ def forced(seq_len: int, spec: BlockSpec) -> Tensor:  # [S, blocks] bool
     """The blocks that each query reads whatever their scores: the first and its last two."""
     own = (torch.arange(seq_len) // spec.l_sel)[:, None]
     block = torch.arange(spec.num_blocks(seq_len))
-    return (block == 0) | (block == own) | (block == own - 1)
+    return ((block < spec.num_first) | (block > own - spec.num_local)) & (block <= own)
 
 
 def chance(seq_len: int, spec: BlockSpec) -> Tensor:  # [S, blocks] fp64
     """How likely each query reads each block where all but the forced ones are drawn at random."""
     own = torch.arange(seq_len)[:, None] // spec.l_sel
-    free = (own - (NUM_FORCED - 1)).clamp(min=1)
-    drawn = ((spec.n_sel - NUM_FORCED) / free).clamp(max=1.0).double()
+    free = (own - (spec.num_forced - 1)).clamp(min=1)
+    drawn = ((spec.n_sel - spec.num_forced) / free).clamp(max=1.0).double()
     reachable = torch.arange(spec.num_blocks(seq_len)) <= own
     return torch.where(forced(seq_len, spec), 1.0, drawn * reachable)
 

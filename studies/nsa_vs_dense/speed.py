@@ -65,7 +65,7 @@ def _bare(cfg: Config) -> Config:
 def _check_device(result: dict[str, Any], cfg: Config) -> None:
     """A result names one device, so its speed must be from there, too."""
     heads = (cfg.model.d_k, cfg.model.d_v)
-    here = resolve_runtime(cfg.runtime, heads, cfg.model.attention).device_name
+    here = resolve_runtime(cfg.runtime, heads, cfg.model.attention_kind).device_name
     trained_on = result["machine"]["device"]
     if here != trained_on:
         raise ValueError(

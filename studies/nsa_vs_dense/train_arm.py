@@ -109,7 +109,7 @@ def _train(cfg: Config, config_path: str) -> TinyLM:
 
 def _result(task: Task, cfg: Config, model: TinyLM, start: float) -> dict[str, Any]:
     folder = Path(cfg.train.out_dir)
-    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention)
+    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention_kind)
     model = model.to(runtime.device)
     data = open_data(cfg.data, cfg.train.seq_len, cfg.train.seed)
     metrics, env = read_metrics(folder), read_env(folder)

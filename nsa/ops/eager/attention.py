@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops.checks import Layout
 from nsa.ops.eager.rows import (
     Branches,
     KeyValues,
@@ -20,10 +21,10 @@ from nsa.ops.eager.rows import (
     choose_from_probs,
     clean,
     compressed_keys,
+    distinct_blocks,
     forward_rows,
     probabilities,
 )
-from nsa.ops.eager.select import distinct_blocks
 from nsa.ops.plan import NO_FLAGS, Flags, nvtx
 from nsa.ops.spec import BlockSpec
 
@@ -39,15 +40,18 @@ class Problem(NamedTuple):
 
     spec: BlockSpec
     scale: float
-    doc_lens: list[int]
+    layout: Layout
     flags: Flags
 
 
 class Document(NamedTuple):
-    """One document's slices of the packed tensors: raw tokens and compressed tokens."""
+    """One document's slices of the packed tensors: queries, raw tokens, compressed tokens."""
 
     rows: slice
+    tokens: slice
     blocks: slice
+    first: int
+    """Position of the first query."""
 
 
 def nsa_attention(
@@ -62,12 +66,12 @@ def nsa_attention(
     spec: BlockSpec,
     *,
     scale: float,
-    doc_lens: list[int],
+    layout: Layout,
     selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
     flags: Flags,
 ) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
     """Gated sum of the three branches, and the selection used."""
-    problem = Problem(spec, scale, doc_lens, flags)
+    problem = Problem(spec, scale, layout, flags)
     # Autocast would round the fp32 products of this path to 16 bit.
     with torch.autocast(q.device.type, enabled=False):
         out, chosen = _Attention.apply(
@@ -92,9 +96,9 @@ def select_blocks(
     dtype = compute_dtype(q.dtype)
     selection = q.new_empty((batch, seq_len, num_groups, spec.n_sel), dtype=torch.int32)
     with torch.autocast(q.device.type, enabled=False):
-        for doc in documents(doc_lens, spec):
+        for doc in documents(Layout(doc_lens, doc_lens, 0), spec):
             k = to_groups(k_cmp[:, doc.blocks], dtype)
-            for chunk, first in chunks(doc.rows, batch * num_heads):
+            for chunk, first in chunks(doc, batch * num_heads):
                 rows = split_heads(q[:, chunk], num_groups, dtype)
                 keys, visible = compressed_keys(KeyValues(k, k), first, rows.shape[2], spec)
                 probs, _ = probabilities(rows, keys.k, visible, scale)
@@ -138,9 +142,9 @@ def _forward(
     chosen = q.new_empty((batch, seq_len, num_groups, spec.n_sel), dtype=torch.int32)
     per_group = num_heads // num_groups
     lses = q.new_empty((3, batch, num_groups, seq_len, per_group), dtype=dtype)
-    for doc in documents(problem.doc_lens, spec):
+    for doc in documents(problem.layout, spec):
         branches = _branches(tensors, doc, dtype)
-        for rows, first in chunks(doc.rows, batch * num_heads):
+        for rows, first in chunks(doc, batch * num_heads):
             given = None
             if selection is not None:
                 given = distinct_blocks(selection[:, rows].transpose(1, 2))
@@ -162,12 +166,12 @@ def _backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
     # Keys and values are read by many chunks: their gradients are summed over a document, in the
     # compute dtype, and rounded once. q and gates belong to one chunk and are written directly.
-    for doc in documents(problem.doc_lens, problem.spec):
+    for doc in documents(problem.layout, problem.spec):
         branches = _branches(tensors, doc, dtype)
         sums = Branches(
             _zeros_like(branches.cmp), _zeros_like(branches.sel), _zeros_like(branches.win)
         )
-        for rows, first in chunks(doc.rows, q.shape[0] * q.shape[2]):
+        for rows, first in chunks(doc, q.shape[0] * q.shape[2]):
             dq, dgates = backward_rows(
                 split_heads(q[:, rows], num_groups, dtype),
                 branches,
@@ -183,7 +187,7 @@ def _backward(
             grads[0][:, rows] = merge_heads(dq)
             grads[7][:, rows] = merge_heads(dgates)
         for i, kv in enumerate((sums.cmp, sums.sel, sums.win)):
-            span = doc.blocks if i == 0 else doc.rows
+            span = doc.blocks if i == 0 else doc.tokens
             grads[1 + 2 * i][:, span] = kv.k.transpose(1, 2)
             grads[2 + 2 * i][:, span] = kv.v.transpose(1, 2)
     return grads
@@ -197,21 +201,23 @@ def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor, flags: Flags) 
         return total.add_(outs[2] * gates[..., 2, None])
 
 
-def documents(doc_lens: list[int], spec: BlockSpec) -> Iterator[Document]:
+def documents(layout: Layout, spec: BlockSpec) -> Iterator[Document]:
     """Slices of each document in turn."""
-    raw, cmp = 0, 0
-    for length in doc_lens:
-        doc = Document(slice(raw, raw + length), slice(cmp, cmp + spec.num_cmp(length)))
-        yield doc
-        raw, cmp = doc.rows.stop, doc.blocks.stop
+    row, raw, cmp = 0, 0, 0
+    for i, (num_rows, length) in enumerate(zip(layout.query_lens, layout.key_lens, strict=True)):
+        rows, tokens = slice(row, row + num_rows), slice(raw, raw + length)
+        blocks = slice(cmp, cmp + spec.num_cmp(length))
+        yield Document(rows, tokens, blocks, layout.offset_of(0, i))
+        row, raw, cmp = rows.stop, tokens.stop, blocks.stop
 
 
-def chunks(rows: slice, num_heads: int) -> Iterator[tuple[slice, int]]:
+def chunks(doc: Document, num_heads: int) -> Iterator[tuple[slice, int]]:
     """Chunks of a document's rows, with the position of the first query in the document."""
-    length = rows.stop - rows.start
-    size = chunk_size(length, num_heads)
-    for first in range(0, length, size):
-        yield slice(rows.start + first, rows.start + min(first + size, length)), first
+    num_rows = doc.rows.stop - doc.rows.start
+    size = chunk_size(max(doc.tokens.stop - doc.tokens.start, 1), num_heads)
+    for start in range(0, num_rows, size):
+        stop = min(start + size, num_rows)
+        yield slice(doc.rows.start + start, doc.rows.start + stop), doc.first + start
 
 
 def chunk_size(length: int, num_heads: int) -> int:
@@ -244,7 +250,7 @@ def _branches(tensors: list[Tensor], doc: Document, dtype: torch.dtype) -> Branc
         k, v = tensors[1 + 2 * i][:, span], tensors[2 + 2 * i][:, span]
         return clean(to_groups(k, dtype), to_groups(v, dtype))
 
-    return Branches(branch(0, doc.blocks), branch(1, doc.rows), branch(2, doc.rows))
+    return Branches(branch(0, doc.blocks), branch(1, doc.tokens), branch(2, doc.tokens))
 
 
 def _zeros_like(kv: KeyValues) -> KeyValues:

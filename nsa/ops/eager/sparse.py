@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.ops.checks import Layout
 from nsa.ops.eager.attention import compute_dtype
-from nsa.ops.eager.select import distinct_blocks
+from nsa.ops.eager.rows import distinct_blocks
 
 CHUNK_NUMBERS = 1 << 22
 """Numbers of keys and values that one chunk fetches."""

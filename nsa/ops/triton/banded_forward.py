@@ -139,6 +139,15 @@ class Gated(NamedTuple):
     out: Tensor  # [B, S, Hq, Dv], written
 
 
+NOT_GATED = (None,) * len(Gated._fields)
+"""The same for a call without gates: the kernels store the selected branch alone."""
+
+
+def gate_strides(gated: Gated | None) -> tuple[int, ...]:
+    """Strides of the gates' batch, sequence and heads."""
+    return (0, 0, 0) if gated is None else gated.gates.stride()[:3]
+
+
 def forward(
     problem: Problem,
     branch: int,

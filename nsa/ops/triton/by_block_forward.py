@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.banded_forward import Gated
+from nsa.ops.triton.banded_forward import NOT_GATED, Gated, gate_strides
 from nsa.ops.triton.block_index import (
     Group,
     QueryLists,
@@ -132,7 +132,8 @@ def merge_parts(
     first_row, num_rows, S, Hkv, G, s_gb, s_gs, s_gh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Selected output of one query and group from its partial outputs, and the gated sum."""
+    """Selected output of one query and group from its partial outputs, and the gated sum where
+    there are gates."""
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = first_row + tl.program_id(0)
@@ -167,8 +168,9 @@ def merge_parts(
     tl.store(p_lse + (i_b * Hkv * G + i_h) * S + t, lse, mask=m_h)
     at = ((i_b * S + t) * Hkv * G + i_h)[:, None] * DV + o_d[None, :]
     tl.store(p_o + at, b_out.to(p_o.dtype.element_ty), mask=m_o)
-    p_gate = p_gates + i_b * s_gb + tl.cast(t, tl.int64) * s_gs + i_h * s_gh
-    _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_h, m_o)
+    if p_gates is not None:
+        p_gate = p_gates + i_b * s_gb + tl.cast(t, tl.int64) * s_gs + i_h * s_gh
+        _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_h, m_o)
 
 
 # --- Launcher: groups of chunks whose partial results fit the workspace ---
@@ -182,10 +184,10 @@ def forward(
     chosen: Selection,
     lists: QueryLists,
     lse: Tensor,  # [B, Hq, S] fp32, written
-    gated: Gated,
+    gated: Gated | None,
 ) -> Tensor:  # [B, S, Hq, Dv]
-    """Output of the selected branch; also writes the gated sum."""
-    out = problem.empty(*gated.out.shape)
+    """Output of the selected branch; also writes the gated sum, if there is one."""
+    out = problem.empty(problem.batch, problem.seq_len, problem.num_heads, problem.d_v)
     tiles = fitted_tiles(problem)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_v))
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
@@ -232,18 +234,18 @@ def _merge_group(
     chosen: Selection,
     out: Tensor,
     lse: Tensor,
-    gated: Gated,
+    gated: Gated | None,
 ) -> None:
     start(
         problem.memo,
         ("merge", group),
         merge_parts,
-        (part, part_lse, chosen.num_chosen, out, lse, *gated),
+        (part, part_lse, chosen.num_chosen, out, lse, *(gated or NOT_GATED)),
         lambda: Launch.plain(
             (group.num_rows, problem.num_segments),
             (
                 group.first_row, group.num_rows, problem.seq_len, problem.num_groups,
-                problem.per_group, *gated.gates.stride()[:3],
+                problem.per_group, *gate_strides(gated),
             ),
             {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "N_SEL": problem.spec.n_sel}
             | {"G_PAD": 1 << (problem.per_group - 1).bit_length()},

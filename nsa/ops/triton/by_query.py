@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.banded_forward import Gated
+from nsa.ops.triton.banded_forward import NOT_GATED, Gated, gate_strides
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
@@ -32,7 +32,8 @@ def query_forward(
     DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
     UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of one query and the BM >= G heads of its group, and the gated sum."""
+    """Output and log-sum-exp of one query and the BM >= G heads of its group, and the gated sum
+    where there are gates."""
     # int64: offsets of a segment may pass 2^31.
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -90,8 +91,9 @@ def query_forward(
     at = ((i_b * S + t) * Hkv * G + i_h)[:, None] * DV + o_dv[None, :]
     m_o = m_h[:, None] & (o_dv < DV)[None, :]
     tl.store(p_o + at, b_out.to(p_o.dtype.element_ty), mask=m_o)
-    p_gate = p_gates + i_b * s_gb + tl.cast(t, tl.int64) * s_gs + i_h * s_gh
-    _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_h, m_o)
+    if p_gates is not None:
+        p_gate = p_gates + i_b * s_gb + tl.cast(t, tl.int64) * s_gs + i_h * s_gh
+        _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_h, m_o)
 
 
 @triton.jit
@@ -167,10 +169,10 @@ def forward(
     v: Tensor,
     chosen: Selection,
     lse: Tensor,  # [B, Hq, S] fp32, written
-    gated: Gated,
+    gated: Gated | None,
 ) -> Tensor:  # [B, S, Hq, Dv]
-    """Output of the selected branch; also writes the gated sum."""
-    out = problem.empty(*gated.out.shape)
+    """Output of the selected branch; also writes the gated sum, if there is one."""
+    out = problem.empty(problem.batch, problem.seq_len, problem.num_heads, problem.d_v)
     tiles = _tiles(problem)
     start(
         problem.memo,
@@ -178,13 +180,13 @@ def forward(
         query_forward,
         (
             q, *problem.keys(k, v, tiles.BN), chosen.ids, chosen.num_chosen,
-            *problem.row_index(1, q)[:2], out, lse, *gated,
+            *problem.row_index(1, q)[:2], out, lse, *(gated or NOT_GATED),
         ),
         lambda: Launch.tiled(
             (problem.seq_len, problem.num_segments),
             (
                 problem.seq_len, problem.num_groups, problem.per_group, problem.scale_log2,
-                *q.stride()[:3], *gated.gates.stride()[:3],
+                *q.stride()[:3], *gate_strides(gated),
             ),
             _constants(problem),
             tiles,

@@ -35,14 +35,13 @@ from nsa.ops.triton.block_index import empty_lists
 from nsa.ops.triton.documents import finite_only
 from nsa.ops.triton.launcher import describable, is_compiling_ahead
 from nsa.ops.triton.problem import Problem, problem_of
+from nsa.ops.triton.tiles import DIM_STEP
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Tensor types without a dispatch of their own."""
 NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
 MAX_GRID = 65535
 """CUDA's limit of the second and third grid dimension, which hold batch * heads."""
-DIM_STEP = 8
-"""Head dims are padded to a multiple of this: rows of 16-bit numbers are then 16-byte aligned."""
 
 
 class Static(NamedTuple):
@@ -111,7 +110,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     q, *keys, gates = tensors
     d_v = keys[1].shape[3]
-    q, scale = _positive_scale(q, static.scale)
+    q, scale = positive_scale(q, static.scale)
     aligned = (padded_head(x) for x in (q, *keys))
     static = static._replace(scale=scale)
     out, chosen = call_attention(*aligned, gates, selection, *static.plain())
@@ -130,7 +129,7 @@ def select_blocks(
     flags: Flags = NO_FLAGS,
 ) -> Tensor:  # [B, S, Hkv, n_sel] int32
     """The blocks each KV head reads."""
-    q, scale = _positive_scale(q, scale)
+    q, scale = positive_scale(q, scale)
     static = Static(spec, scale, doc_lens, flags).plain()
     most = MAX_GRID // q.shape[2]
     pairs = zip(_batches(padded_head(q), most), _batches(padded_head(k_cmp), most), strict=True)
@@ -150,7 +149,7 @@ def _batches(x: Tensor, most: int) -> list[Tensor]:
     return [x] if x.shape[0] <= most else list(x.split(most))
 
 
-def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """The kernels take the maximum before they scale, so a scale <= 0 is multiplied into q."""
     return (q, scale) if scale > 0 else (q * scale, 1.0)
 

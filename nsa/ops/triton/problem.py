@@ -22,8 +22,8 @@ from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form
 from nsa.ops.triton.tiles import (
     Capability,
     capability_of,
-    fits_dq,
     fits_selected,
+    in_query_order,
     needs_words,
     padded,
     parts_of,
@@ -35,8 +35,6 @@ LOG2_E = math.log2(math.e)
 BY_BLOCK_BEYOND = 2
 """The selected branch masks the whole past up to this many times n_sel * l_sel tokens; beyond, it
 reads the selected blocks only (docs/kernels.md)."""
-BY_QUERY_FROM = 9
-"""Heads per group from which its forward is in query order: they fill a tile of 16 rows."""
 LONG_FROM = 49152
 """Tokens from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
 MAX_CACHED = 256
@@ -118,7 +116,7 @@ class Problem:
 
     @property
     def _large(self) -> bool:
-        return self.per_group >= BY_QUERY_FROM or not fits_dq(self.d_k, self.d_v)
+        return in_query_order(self.d_k, self.d_v, self.per_group)
 
     @property
     def sizes(self) -> tuple[int, int, int, BlockSpec, torch.dtype]:
@@ -232,17 +230,18 @@ def problem_of(
     scale: float,
     doc_lens: list[int],
     flags: Flags,
+    kind: type[Problem] = Problem,
 ) -> Problem:
     """The problem of a call; cached, so that calls of the same form share their launches.
 
     Packed documents differ from batch to batch, and their index takes memory: not cached.
     """
     if len(doc_lens) > 1:
-        return Problem(q, v, spec, scale, doc_lens, flags)
-    key = (form(*tensors), spec, scale, flags)
+        return kind(q, v, spec, scale, doc_lens, flags)
+    key = (kind, form(*tensors), spec, scale, flags)
     problem = _kept.get(key)
     if problem is None:
         if len(_kept) >= MAX_CACHED:
             _kept.clear()
-        problem = _kept[key] = Problem(q, v, spec, scale, doc_lens, flags)
+        problem = _kept[key] = kind(q, v, spec, scale, doc_lens, flags)
     return problem

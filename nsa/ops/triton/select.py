@@ -22,7 +22,7 @@ from nsa.ops.checks import assert_selection
 from nsa.ops.plan import nvtx
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
-from nsa.ops.triton.tile import COUNTS, FORCED, _band, _dot, _dot_add, _rows
+from nsa.ops.triton.tile import COUNTS, _band, _dot, _dot_add, _rows
 from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles
 
 FIRST_GUESS = tl.constexpr(2 << 23)
@@ -130,20 +130,23 @@ def group_scores(
 
 
 @triton.jit
-def _chosen(scores, o_j, current, N_SEL: tl.constexpr):
+def _chosen(
+    scores, o_j, current,
+    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
+):  # fmt: skip
     """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
 
     The n-th best score is found by bisection of its bits: scores are not negative, so their bits
     as integers have the same order. Of equal scores the lower block wins.
     """
-    # The first, the previous and the own block are always read (Eq. 11 ranks the others).
-    forced = (o_j == 0) | (o_j == current - 1) | (o_j == current)
+    # The first and the local blocks are always read (Eq. 11 ranks the others).
+    forced = (o_j < NUM_FIRST) | (o_j > current - NUM_LOCAL)
     legal = (o_j >= 0) & (o_j <= current)
     ranked = legal & (forced == 0)
     scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
     key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
     # How many blocks are left to rank: n_sel minus the forced ones, or all there are.
-    num_forced = tl.minimum(current + 1, FORCED)
+    num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
     need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
     # Bisection for the largest `low` that at least `need` keys reach. Where every candidate is
     # taken, 0 is enough and the loop does not run. The n-th score is likely to lie above a quarter
@@ -173,6 +176,7 @@ def choose_blocks(
     first_row, num_rows, S, Hkv, WIDTH,
     OFF, STEP, NUM_WORDS,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
+    NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
     STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr,
     NB: tl.constexpr, NW: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +219,7 @@ def choose_blocks(
             for back in range(0, OVERLAP):
                 i = o_j * STRIDES + stride - back
                 scores += tl.load(p_row + i, mask=(i >= 0) & (i < num_visible), other=0.0)
-    chosen = _chosen(scores, o_j, current, N_SEL)
+    chosen = _chosen(scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
 
     # ids [N_SEL]: the running count of chosen blocks is the place of each one; then -1.
     row = (i_b * S + t) * Hkv + i_g
@@ -385,6 +389,7 @@ def _choose(
                 chunk.width, *problem.bands[0][:2], problem.num_words,
             ),
             {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
+            | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | _strides(problem, levels)
             | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed},
             num_warps=1,

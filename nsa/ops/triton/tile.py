@@ -24,10 +24,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.ops.spec import NUM_FORCED
-
-FORCED = tl.constexpr(NUM_FORCED)
-
 COUNTS = (
     *("K", "N", "NUM_WORDS", "NUM_BLOCKS", "NUM_ITEMS", "NUM_CHUNKS", "num_chunks", "first_chunk"),
     *("PARTS", "HEADS", "SLICES"),

@@ -33,6 +33,8 @@ SPARE_BYTES = 3072
 """Barriers, and what reductions over a tile exchange between warps."""
 TENSOR_MEMORY = (10, 11)
 """Major capabilities whose tensor cores keep results in a memory of their own."""
+DIM_STEP = 8
+"""Head dims are padded to a multiple of this: rows of 16-bit numbers are then 16-byte aligned."""
 SMALLEST = 16
 """Lower bound of both sides of a tile: the smallest product of the tensor cores."""
 
@@ -314,6 +316,15 @@ def fits_blocks(d_k: int, d_v: int, spec: BlockSpec, dtype: torch.dtype) -> bool
     return wide <= (128 if dtype == torch.float32 else 192)
 
 
+BY_QUERY_FROM = 9
+"""Heads per group from which its forward is in query order: they fill a tile of 16 rows."""
+
+
+def in_query_order(d_k: int, d_v: int, per_group: int) -> bool:
+    """Whether the selected branch reads its blocks query by query."""
+    return per_group >= BY_QUERY_FROM or not fits_dq(d_k, d_v)
+
+
 def fits_dq(d_k: int, d_v: int) -> bool:
     """Whether block_backward has registers for the gradient of q, too."""
     return _wide(d_k, d_v) <= 128
@@ -386,6 +397,39 @@ def fits_selected(
     fits = fits_blocks(d_k, d_v, spec, dtype) and None not in blocks
     queries = (_fitted_query_tiles(*sizes, capability, backward=back) for back in (False, True))
     return fits and (not by_query or None not in queries)
+
+
+MAX_KEYS = 64
+"""Tokens of a block that the kernels of sparse_attention hold at once."""
+
+
+def split_block(block: int) -> tuple[int, int]:
+    """Into how many equal parts of at most MAX_KEYS tokens a block is cut, and their size."""
+    parts = next(n for n in range(-(-block // MAX_KEYS), block + 1) if block % n == 0)
+    return parts, block // parts
+
+
+def sparse_obstacle(
+    head_dims: tuple[int, ...],
+    per_group: int,
+    block: int,
+    num_ids: int,
+    dtype: torch.dtype,
+    capability: Capability,
+) -> str:
+    """Why the kernels cannot run a sparse_attention of such sizes; empty when they can."""
+    d_k, d_v = (-(-size // DIM_STEP) * DIM_STEP for size in head_dims)
+    spec = sparse_spec(block, num_ids)
+    by_query = in_query_order(d_k, d_v, per_group)
+    if fits_selected(d_k, d_v, per_group, spec, dtype, capability, by_query=by_query):
+        return ""
+    return group_obstacle(d_k, d_v, per_group, dtype, capability)
+
+
+def sparse_spec(block: int, num_ids: int) -> BlockSpec:
+    """Sizes of the blocks that the kernels of sparse_attention see."""
+    parts, size = split_block(block)
+    return BlockSpec(size, size, size, parts * num_ids, 1, num_first=0, num_local=1)
 
 
 def query_obstacle(

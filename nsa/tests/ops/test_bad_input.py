@@ -22,7 +22,7 @@ BAD_TENSORS = [
     ("q", lambda x: x[:0], r"with B=0"),
     ("q", lambda x: x.to(torch.int64), r"q has dtype torch.int64; allowed are bfloat16"),
     ("q", lambda x: x[:, :, :3], r"Hq=3 heads and k_\* have Hkv=2; Hq must be a multiple"),
-    ("q", lambda x: x[:, :5], r"k_cmp has shape \[1, 4, 2, 8\]; \[1, 0, 2, 8\] is needed"),
+    ("q", lambda x: x[:, :5], r"gates has shape \[1, 20, 4, 3\]; \[1, 5, 4, 3\] is needed"),
     ("q", lambda x: x.to("meta"), r"k_cmp is on cpu and q on meta; move all tensors"),
     ("q", lambda x: x.tolist(), r"q is a list; give a torch.Tensor"),
     ("k_cmp", lambda x: x[:, :-1], r"k_cmp has shape \[1, 3, 2, 8\]; .* nsa.compress gives the 4"),

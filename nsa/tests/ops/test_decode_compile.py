@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from nsa.ops.spec import NUM_FORCED, BlockSpec
+from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import rope_and_gate
 from nsa.ops.triton.decode import attend, merge, score
 from nsa.ops.triton.decode.tiles import decode_tiles, reads_pass_l1
@@ -60,8 +60,8 @@ def constants_of(
     dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
     blocks = dict(L=spec.l, STEP=spec.d, L_SEL=spec.l_sel)
     num_parts = -(-num_cmp // tiles.CMP_PART)
-    num_more = -(-spec.w // tiles.WIN_PART) + -(-NUM_FORCED // tiles.PER_PART)
-    num_more += -(-(spec.n_sel - NUM_FORCED) // tiles.PER_PART)
+    num_more = -(-spec.w // tiles.WIN_PART) + -(-spec.num_forced // tiles.PER_PART)
+    num_more += -(-(spec.n_sel - spec.num_forced) // tiles.PER_PART)
     last = dict(EARLY=early, BM=tiles.BM)
     choice = dict(N_SEL=16, N_SEL_PAD=16, LEVELS=2)
     yield (

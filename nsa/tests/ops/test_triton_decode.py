@@ -48,6 +48,12 @@ TINY_HEADS = {
     "odd heads": Heads(SMALL, 1, 2, 24, 20, (0, 11, 40)),
     "many blocks": Heads(BlockSpec(l=16, d=8, l_sel=16, n_sel=12, w=11), 2, 2, 8, 8, (0, 31, 199)),
     "three strides": Heads(BlockSpec(l=12, d=4, l_sel=12, n_sel=3, w=5), 1, 2, 8, 8, (23, 100)),
+    "two first": Heads(
+        BlockSpec(8, 4, 8, 6, 11, num_first=2, num_local=3), 1, 2, 8, 8, (0, 31, 99)
+    ),
+    "own alone": Heads(
+        BlockSpec(8, 4, 8, 3, 11, num_first=0, num_local=1), 1, 2, 8, 8, (0, 31, 99)
+    ),
     "long overlap": Heads(BlockSpec(l=16, d=4, l_sel=8, n_sel=3, w=5), 1, 2, 8, 8, (31, 99)),
 }
 LARGE_HEADS = {
@@ -153,7 +159,7 @@ def assert_fair(heads: Heads, wide: NSACache, q: Tensor, length: int, selection:
     scores = whole.unflatten(-1, (num_blocks, -1)).sum(dim=-1)
     block = torch.arange(num_blocks, device=DEVICE)
     current = length // spec.l_sel
-    forced = (block == 0) | (block == current - 1) | (block == current)
+    forced = (block < spec.num_first) | (block > current - spec.num_local)
     num_chosen = min(spec.n_sel, num_blocks)
     used = selection[:, :, 0, :num_chosen].long()
     assert (selection[:, :, 0, num_chosen:] == -1).all()
@@ -418,5 +424,5 @@ def test_a_paged_cache_says_what_it_cannot_do():
     with pytest.raises(ValueError, match="at least one of each"):
         model.new_paged_cache(num_places=0, max_len=16, num_pages=2)
     dense = TinyLM(**MODEL, attention="dense")
-    with pytest.raises(ValueError, match="dense model has no paged cache"):
+    with pytest.raises(ValueError, match="only layers with the branches of NSA have a paged cache"):
         dense.new_paged_cache(num_places=1, max_len=16, num_pages=2)

@@ -50,7 +50,7 @@ MAX_STACK_BYTES = {(64, 64): 0, (128, 128): 256, (192, 128): 512}
 
 
 INTERPRETED = {
-    "training": ["test_triton.py"],
+    "training": ["test_triton.py", "test_triton_sparse.py"],
     "decode, loss and routes": [
         "test_triton_decode.py",
         "test_decode_ways.py",

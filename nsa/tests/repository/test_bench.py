@@ -142,7 +142,7 @@ def test_pairs_are_those_of_the_reference_masks(length, spec):
     chosen = reference.select_blocks(q, k_cmp, spec, scale=1.0, doc_lens=[length])[0, :, 0]
     t, token = torch.arange(length)[:, None], torch.arange(length)[None, :]
     in_chosen = (token[..., None] // spec.l_sel == chosen[:, None, :]).any(dim=-1)
-    visible = reference._cmp_visible(length, k_cmp.shape[1], spec, q.device)
+    visible = reference._cmp_visible(t, k_cmp.shape[1], spec)
     assert flops.count_pairs(length, spec) == (
         visible.sum(),
         (in_chosen & (token <= t)).sum(),
@@ -274,8 +274,8 @@ SIZES = np.array([8, 4, 8, 4, 12])
     [
         (dict(spec=SIZES, selection=LEGAL), "but not.*version.*write_selection"),
         (dict(version=2, spec=SIZES, selection=LEGAL), "version 2.*knows 1"),
-        (dict(version=1, spec=SIZES[:4], selection=LEGAL), "five integers"),
-        (dict(version=1, spec=SIZES / 1, selection=LEGAL), "five integers"),
+        (dict(version=1, spec=SIZES[:4], selection=LEGAL), "the integers l, d"),
+        (dict(version=1, spec=SIZES / 1, selection=LEGAL), "the integers l, d"),
         (dict(version=1, spec=SIZES * 0, selection=LEGAL), "not a positive integer"),
         (dict(version=1, spec=SIZES, selection=LEGAL.astype(np.int64)), "int64.*int32 is needed"),
         (dict(version=1, spec=SIZES, selection=LEGAL[0]), r"\[75, 2, 4\].*is needed"),

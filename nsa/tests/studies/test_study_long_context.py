@@ -21,7 +21,7 @@ from nsa.data.errors import DataError
 from nsa.data.open import open_data
 from nsa.data.shards import verify_shards
 from nsa.data.tokenizers import HFTokenizer
-from nsa.ops.spec import NUM_FORCED
+from nsa.ops.spec import BlockSpec
 from nsa.records import read_config, read_metrics
 from studies.long_context import plot, run, shards
 from studies.long_context.evaluate import ANSWERERS, Exam, ask, scale_rope
@@ -340,7 +340,7 @@ def test_probe_follows_one_head_and_not_whoever_was_lucky() -> None:
 def test_rows_of_every_stage_are_more_than_what_is_read(name: str) -> None:
     """And before the last, only the compressed branch sees the rest."""
     stages = PRESETS[name].stages
-    assert {stage.settings["nsa.n_sel"] for stage in stages[:-1]} == {NUM_FORCED}
+    assert {stage.settings["nsa.n_sel"] for stage in stages[:-1]} == {BlockSpec().num_forced}
     for stage in stages:
         n_sel, l_sel, w = (
             int(str(stage.settings[f"nsa.{key}"])) for key in ("n_sel", "l_sel", "w")

@@ -158,13 +158,13 @@ def _assert_fair_document(
     assert (selection <= current).all(), "a block of the future"
     ordered = (selection[..., 1:] > selection[..., :-1]) | (selection[..., 1:] == -1)
     assert ordered.all(), "ids do not ascend"
-    for forced in (torch.zeros_like(current), (current - 1).clamp(min=0), current):
-        assert (selection == forced).any(dim=-1).all(), "a forced block is missing"
     chosen = torch.zeros(*score.shape[:-1], num_blocks + 1, dtype=torch.bool)
     chosen.scatter_(-1, torch.where(used, selection, num_blocks).long(), True)
     chosen = chosen[..., :-1]
     block = torch.arange(num_blocks)
-    free = (block <= current) & (block != 0) & (block != current) & (block != current - 1)
+    forced = (block < spec.num_first) | (block > current - spec.num_local)
+    assert (chosen | ~forced | (block > current)).all(), "a forced block is missing"
+    free = (block <= current) & ~forced
     last = torch.zeros(*score.shape[:-1], num_blocks + 1, dtype=torch.bool)
     last.scatter_(-1, torch.where(expected >= 0, expected, num_blocks).long(), True)
     s_n = score.masked_fill(~(last[..., :-1] & free), torch.inf).amin(dim=-1, keepdim=True)

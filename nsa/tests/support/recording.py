@@ -105,6 +105,7 @@ class Recorder:
             "toks_per_s": 4096 / self.step_s * self.random.uniform(0.9, 1.1),
             "lr": 2e-4,
             "grad_norm": self.random.uniform(0.3, 0.9),
+            "index_loss": 0.3,
             "step_time_s": self.step_s,
             "mfu": 0.31,
             "dt_fetch_s": 0.002,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.decode.score import _choose, _store_sums
-from nsa.ops.triton.tile import FORCED, _dot, _dot_add, _let_next_come, _wait
+from nsa.ops.triton.tile import _dot, _dot_add, _let_next_come, _wait
 
 AVERAGED = tl.constexpr(32)
 """Raw tokens that are averaged at a time."""
@@ -292,7 +292,8 @@ def attend_tokens(
     s_table, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
-    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
     WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -329,7 +330,7 @@ def attend_tokens(
     # Keys of the window, blocks of this kind of part.
     num_win = tl.minimum(length, WIN)
     current = t // L_SEL
-    num_forced = tl.minimum(current + 1, FORCED)
+    num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
     num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
     p_ids = p_selection + i_seg * N_SEL
     counts = (part == 0) & in_free
@@ -337,7 +338,10 @@ def attend_tokens(
     # one program would read in sequence what all read at once (docs/log/kernels.md).
     if in_free:
         p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
-        _choose(p_own, p_ids, current, NUM_BLOCKS, N_SEL, N_SEL_PAD, LEVELS, NB)
+        _choose(
+            p_own, p_ids, current, NUM_BLOCKS,
+            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
+        )  # fmt: skip
         tl.debug_barrier()  # the ids are read by other threads than the ones that wrote them
     o_s, o_c, o_n = tl.arange(0, N_SEL_PAD), tl.arange(0, 4), tl.arange(0, BN)
     p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
@@ -368,11 +372,11 @@ def attend_tokens(
     size = tl.where(in_win, WIN_PART // BN, PER_PART * STEPS)
     end = tl.where(in_win, tl.cdiv(num_win, BN), num_blocks * STEPS)
     for i in range(part * size, tl.minimum(part * size + size, end)):
-        # The ids are ascending: the forced blocks are the first id and the last ones, the others
-        # lie between, from id 1 on.
+        # The ids are ascending: the forced blocks are the first ids and the last ones, the others
+        # lie between, from id NUM_FIRST on.
         place = i // STEPS
-        block = tl.where(place == 0, 0, current + 1 - num_forced + place)
-        block = tl.load(p_ids + 1 + place, mask=in_free, other=block)
+        block = tl.where(place < NUM_FIRST, place, current + 1 - num_forced + place)
+        block = tl.load(p_ids + NUM_FIRST + place, mask=in_free, other=block)
         in_block = i % STEPS * BN + o_n
         # [BN] tokens of the tile; the mask: within sequence and block, and not the new token.
         o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)

@@ -17,7 +17,7 @@ from nsa.ops.checks import assert_selection
 from nsa.ops.eager.rows import KeyValues
 from nsa.ops.machine import interpreted
 from nsa.ops.plan import read_switches
-from nsa.ops.spec import NUM_FORCED, BlockSpec
+from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.decode import attend, merge, score
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles, reads_pass_l1
 from nsa.ops.triton.launcher import Launch, Memo, ceil_div, form, start
@@ -73,8 +73,8 @@ class Decoder:
         # Parts of a segment, in the order in which they are stored and merged.
         self.cmp_parts = ceil_div(self.num_cmp, self.tiles.CMP_PART)
         self.win_parts = ceil_div(self.window, self.tiles.WIN_PART)
-        self.forced_parts = ceil_div(NUM_FORCED, self.tiles.PER_PART)
-        num_free = min(spec.n_sel, self.num_blocks) - NUM_FORCED
+        self.forced_parts = ceil_div(spec.num_forced, self.tiles.PER_PART)
+        num_free = min(spec.n_sel, self.num_blocks) - spec.num_forced
         # At least one, even where all blocks are forced: it counts the reads.
         self.free_parts = max(ceil_div(num_free, self.tiles.PER_PART), 1)
         self.token_parts = self.win_parts + self.forced_parts + self.free_parts
@@ -215,6 +215,7 @@ class Decoder:
                 self._dims()
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "N_SEL": spec.n_sel}
                 | {"N_SEL_PAD": padded(spec.n_sel)}
+                | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
                 | {"NB": padded(self.num_blocks), "AHEAD": self.reads_ahead}
@@ -238,7 +239,8 @@ class Decoder:
                     gates.stride(0), gates.stride(2), out.stride(0), out.stride(2),
                 ),
                 {"DV": self.d_v, "DV_PAD": padded(self.d_v), "L": spec.l, "STEP": spec.d}
-                | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "PER_PART": tiles.PER_PART}
+                | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "FORCED": spec.num_forced}
+                | {"PER_PART": tiles.PER_PART}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
                 | {"PARTS": padded(self.num_parts), "EARLY": self.early, "ADVANCE": advance},
                 self._options(tiles.merge_warps),

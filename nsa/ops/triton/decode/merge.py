@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.tile import FORCED, _let_next_come, _wait
+from nsa.ops.triton.tile import _let_next_come, _wait
 
 
 @triton.jit
 def _num_parts(
     t, NUM_CMP, WIN,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
-    PER_PART: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
+    FORCED: tl.constexpr, PER_PART: tl.constexpr, CMP_PART: tl.constexpr, WIN_PART: tl.constexpr,
 ):  # fmt: skip
     """Number of parts of the token at t: compressed branch, window, forced and other blocks."""
     # The same counts as in attend.py, from the position alone: nothing is read back.
@@ -73,7 +73,7 @@ def merge_parts(
     Hkv, G, NUM_PARTS, FIRST_WIN, FIRST_FORCED, FIRST_FREE, NUM_CMP, MAX_LEN, WIN,
     s_gb, s_gh, s_ob, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
-    L_SEL: tl.constexpr, N_SEL: tl.constexpr, PER_PART: tl.constexpr,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, FORCED: tl.constexpr, PER_PART: tl.constexpr,
     CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr, ADVANCE: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def merge_parts(
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = tl.load(p_current + i_b, cache_modifier=".cg")
     num_cmp, num_win, num_forced, num_free = _num_parts(
-        t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, PER_PART, CMP_PART, WIN_PART
+        t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, FORCED, PER_PART, CMP_PART, WIN_PART
     )
     # [PARTS] masks by branch.
     o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)

@@ -138,7 +138,8 @@ def _score_tile(
 @triton.jit
 def _choose(
     p_scores, p_ids, current, NUM_BLOCKS,
-    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Ids of the blocks that a query in block `current` reads: ascending, then -1."""
     o_j, o_s = tl.arange(0, NB), tl.arange(0, N_SEL_PAD)
@@ -148,7 +149,7 @@ def _choose(
         p_row = p_scores + level * NUM_BLOCKS - level
         mask = (o_j >= level) & (o_j <= current)
         b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
-    chosen = _chosen(b_scores, o_j, current, N_SEL)
+    chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
     tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
     unused = (o_s > current) & (o_s < N_SEL)
     tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)

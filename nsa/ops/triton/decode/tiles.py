@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.spec import NUM_FORCED, BlockSpec
+from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.tiles import (
     H200,
     SMALLEST,
@@ -172,11 +172,13 @@ def decode_tiles(
     # MAX_CMP_PARTS of them, and whole tiles.
     cmp_part = max(num_cmp // max(cut.cmp_programs // segments, 1), cut.shortest)
     cmp_part = _round_up(max(cmp_part, _round_up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
-    per_part = max(1, -(-(spec.n_sel - NUM_FORCED) // max(cut.sel_programs // segments - 1, 1)))
+    per_part = max(
+        1, -(-(spec.n_sel - spec.num_forced) // max(cut.sel_programs // segments - 1, 1))
+    )
     win_part = max(keys, cut.win_part, _round_up(-(-window // MAX_WIN_PARTS), keys))
     # Parts of a head, which decide the warps of the merge.
     num_parts = -(-num_cmp // cmp_part) + -(-window // win_part)
-    num_parts += -(-NUM_FORCED // per_part) + -(-(spec.n_sel - NUM_FORCED) // per_part)
+    num_parts += -(-spec.num_forced // per_part) + -(-(spec.n_sel - spec.num_forced) // per_part)
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
     # Tiles are only ever halved to fit, so they still divide the parts.
     sizes = (d_k, d_v, dtype, capability)
