@@ -78,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
 def measure(config: Config, ranks: Strategy, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of an update of both, in turns."""
     heads = (config.model.d_k, config.model.d_v)
-    runtime = resolve_runtime(ranks.assign_device(config.runtime), heads, config.model.attention)
+    runtime = resolve_runtime(
+        ranks.assign_device(config.runtime), heads, config.model.attention_kind
+    )
     ways = {"ours": ours(config, runtime, ranks), "plain": plain(config, runtime)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     torch.manual_seed(ranks.rank)

@@ -147,7 +147,7 @@ def _prepare(variant: Variant, task: Task, shared: GraphStep | None) -> Running:
 def _build(config: Config, shared: GraphStep | None) -> EagerStep:
     torch.manual_seed(0)
     dims = (config.model.d_k, config.model.d_v)
-    runtime = resolve_runtime(config.runtime, dims, config.model.attention)
+    runtime = resolve_runtime(config.runtime, dims, config.model.attention_kind)
     model = TinyLM.from_config(config, config.data.vocab).to(runtime.device).train()
     if config.runtime.compile:
         compile_blocks(model, runtime.device)

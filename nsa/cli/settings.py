@@ -88,7 +88,7 @@ def _plan(args: argparse.Namespace) -> int:
     from nsa.train.runtime import resolve_runtime
 
     runtime = resolve_runtime(
-        config.runtime, (config.model.d_k, config.model.d_v), config.model.attention
+        config.runtime, (config.model.d_k, config.model.d_v), config.model.attention_kind
     )
     print(f"config: {path}")
     print(f"device: {runtime.describe_device()}, precision: {runtime.precision}")
@@ -102,7 +102,7 @@ def _warmup(args: argparse.Namespace) -> int:
     from nsa.train.runtime import deterministic_algorithms, resolve_runtime
 
     dims = (config.model.d_k, config.model.d_v)
-    runtime = resolve_runtime(config.runtime, dims, config.model.attention)
+    runtime = resolve_runtime(config.runtime, dims, config.model.attention_kind)
     print(f"config: {path}")
     print(runtime.plan)
     if runtime.device.type != "cuda":

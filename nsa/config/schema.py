@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PurePath
 
 from nsa.config.check import (
@@ -22,6 +23,9 @@ from nsa.config.check import (
 )
 
 ATTENTIONS = ("nsa", "dense")
+RULES = ("nsa", "pooled", "msa", "reuse")
+KVS = ("separate", "shared")
+POOLS = ("infllm", "moba")
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
 SPIKE_RULES = ("off", "log", "skip", "rollback")
@@ -47,6 +51,8 @@ VOCABULARIES = {"byte": 256, "gpt2": 50257}
 STRATEGIES = ("auto", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("auto", "reference", "torch", "triton")
+BLOCK_STEP, MAX_BLOCK = 16, 256
+"""Blocks of nsa.sparse_attention: a multiple of the first, up to the second."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -69,6 +75,10 @@ class ModelConfig:
     """Dimension of a value head; may differ from d_k."""
     attention: str = "nsa"
     """nsa, or dense: full causal attention for comparison, which ignores group nsa."""
+    rule: str = "nsa"
+    """How blocks are chosen: nsa, pooled, msa, reuse. A list, as msa,reuse, repeats over layers."""
+    kv: str = "separate"
+    """K and V of nsa layers: separate for each branch, or shared: one, and no gates."""
     tie_embeddings: bool = False
     """Share one matrix between embedding and output head; saves vocab * dim parameters."""
     embed_std: float = 0.02
@@ -82,10 +92,44 @@ class ModelConfig:
         # Rules within a group stand here; rules between groups are in Config.__post_init__.
         at_least(1, self, "model", "dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v")
         one_of("model.attention", self.attention, ATTENTIONS)
+        one_of("model.kv", self.kv, KVS)
+        self._check_rules()
         finite_positive(self, "model", "embed_std", "rope_base", "rope_scale")
         divides("model.n_kv_groups", self.n_kv_groups, "model.n_heads", self.n_heads)
         if self.d_k % 2:
             refuse("model.d_k", self.d_k, "an even number", "RoPE rotates the two halves of a head")
+
+    def _check_rules(self) -> None:
+        for rule in self.rules:
+            one_of("model.rule", rule, RULES)
+        # The index of a layer with branches stays inside its kernels.
+        for before, rule in pairwise(["", *self.rules]):
+            if rule == "reuse" and (not before or (before == "nsa" and self.kv == "separate")):
+                allowed = "reuse after pooled, msa or reuse, or after nsa with model.kv=shared"
+                refuse("model.rule", self.rule, allowed, "give that layer a rule of its own")
+
+    @property
+    def rules(self) -> list[str]:
+        """The rules of the first layers, which repeat over the others."""
+        return [name.strip() for name in self.rule.split(",")][: self.n_layers]
+
+    @property
+    def branched(self) -> list[bool]:
+        """For each of `rules`: whether its layers have the branches of NSA, with gates."""
+        is_nsa, separate = self.attention == "nsa", self.kv == "separate"
+        return [is_nsa and separate and rule == "nsa" for rule in self.rules]
+
+    @property
+    def attention_kind(self) -> str:
+        """dense, nsa, or the rules of layers with one K and V."""
+        if self.attention == "dense" or all(self.branched):
+            return self.attention
+        return f"rule {self.rule}, K and V {self.kv if any(self.branched) else 'shared'}"
+
+    @property
+    def learns_index(self) -> bool:
+        """Whether a layer has an indexer to train."""
+        return self.attention == "nsa" and "msa" in self.rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +143,32 @@ class NSAConfig:
     l_sel: int = 64
     """Length of a selection block, in tokens."""
     n_sel: int = 16
-    """Selection blocks per query. The first, the current and the previous block are always read."""
+    """Selection blocks per query, the forced ones included."""
     w: int = 512
     """Length of the sliding window, in tokens."""
     phi: str = "avg"
     """Compression of a block: avg is the mean; mlp is learned, as in the paper."""
     gate: str = "softmax"
     """Branch weights: softmax over the three branches, or a sigmoid each, as in the paper."""
+    num_first: int = 1
+    """Blocks at the start of the sequence that every query reads."""
+    num_local: int = 2
+    """Blocks up to its own that every query reads; its own is one of them."""
+    pool: str = "infllm"
+    """Rule pooled: infllm (softmax over means of l keys), or moba (mean key of a large block)."""
+    pool_block: int = 512
+    """Rule pooled with pool=moba: tokens of a large block; it ignores num_first and num_local."""
+    d_index: int = 64
+    """Rule msa: dimension of an index head; even."""
 
     def __post_init__(self) -> None:
-        at_least(1, self, "nsa", "l", "d", "l_sel", "w")
-        # n_sel >= 3: the first, the current and the previous block are always selected.
-        at_least(3, self, "nsa", "n_sel")
+        at_least(1, self, "nsa", "l", "d", "l_sel", "w", "num_local", "pool_block")
+        at_least(0, self, "nsa", "num_first")
+        at_least(self.num_first + self.num_local, self, "nsa", "n_sel")
+        at_least(2, self, "nsa", "d_index")
+        one_of("nsa.pool", self.pool, POOLS)
+        if self.d_index % 2:
+            refuse("nsa.d_index", self.d_index, "an even number", "RoPE rotates two halves")
         divides("nsa.d", self.d, "nsa.l", self.l)
         divides("nsa.d", self.d, "nsa.l_sel", self.l_sel)
         one_of("nsa.phi", self.phi, PHIS)
@@ -163,6 +221,10 @@ class TrainConfig:
     """Another folder that gets a verified copy of every checkpoint; empty: none."""
     tracker: str = "none"
     """Also log to wandb or trackio (install the extra of that name), or none."""
+    index_loss: float = 1.0
+    """Rule msa: weight of the indexer's KL loss beside the loss."""
+    index_warmup_steps: int = 0
+    """Rule msa: updates in which all blocks are read, so that the indexer learns from dense."""
     init_from: str = ""
     """Initial weights of a new run: a model.pt, a checkpoint or a run folder; empty: random."""
     seed: int = 1337
@@ -183,8 +245,9 @@ class TrainConfig:
             "save_every",
             "keep_last",
             "seed",
+            "index_warmup_steps",
         )
-        finite_positive(self, "train", "lr")
+        finite_positive(self, "train", "lr", "index_loss")
         between(0.0, 1.0, self, "train", "weight_decay")
         between(0.0, 1e9, self, "train", "grad_clip")
         one_of("train.optimizer", self.optimizer, OPTIMIZERS)
@@ -349,11 +412,28 @@ class Config:
             todo = "set runtime.backend=auto, or model.attention=nsa"
             allowed = "auto or torch for model.attention=dense, which is torch's own"
             refuse("runtime.backend", self.runtime.backend, allowed, todo)
+        self._check_sparse()
         if self.runtime.cuda_graph:
             self._check_graph()
         if self.runtime.compile and self.data.respect_documents:
             allowed = "false with data.respect_documents=true: each batch would be compiled anew"
             refuse("runtime.compile", True, allowed, "turn one of them off")
+
+    def _check_sparse(self) -> None:
+        """Layers with one K and V read their blocks through sparse_attention."""
+        if self.model.attention != "nsa" or all(self.model.branched):
+            return
+        rule, nsa = f"model.rule={self.model.rule}, model.kv={self.model.kv}", self.nsa
+        if nsa.l_sel % BLOCK_STEP or nsa.l_sel > MAX_BLOCK:
+            allowed = f"a multiple of {BLOCK_STEP} up to {MAX_BLOCK} with {rule}"
+            refuse("nsa.l_sel", nsa.l_sel, allowed, "change one of them")
+        if "pooled" in self.model.rules and nsa.pool == "moba":
+            divides("nsa.l_sel", nsa.l_sel, "nsa.pool_block", nsa.pool_block)
+            if nsa.n_sel * nsa.l_sel % nsa.pool_block:
+                allowed = f"a divisor of n_sel * l_sel = {nsa.n_sel * nsa.l_sel} tokens"
+                refuse("nsa.pool_block", nsa.pool_block, allowed, "or change nsa.n_sel")
+        if self.runtime.compile:
+            refuse("runtime.compile", True, f"false with {rule}", "turn it off")
 
     def _check_graph(self) -> None:
         # A CUDA graph replays fixed shapes and cannot branch on values on the host.
@@ -361,6 +441,10 @@ class Config:
             (self.runtime.precision == "fp16", "runtime.precision=fp16: the host scales its loss"),
             (self.runtime.backend == "reference", "runtime.backend=reference"),
             (self.data.respect_documents, "data.respect_documents=true: the borders change"),
+            (
+                self.model.attention == "nsa" and not all(self.model.branched),
+                f"model.rule={self.model.rule}, model.kv={self.model.kv}",
+            ),
         )
         for there, what in obstacles:
             if there:

@@ -1,8 +1,7 @@
 """Generation: prompts to text, through prefill and the decode cache."""
 
 from nsa.generate.complete import Completion, Completions, Limits, StopStrings, TextStream
-from nsa.generate.decode import generate, next_tokens, sample_text
-from nsa.generate.sampling import Sampling, choose_tokens
+from nsa.generate.decode import Sampling, choose_tokens, generate, next_tokens, sample_text
 
 __all__ = [
     "Completion",

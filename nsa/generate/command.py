@@ -16,7 +16,7 @@ import torch
 from nsa.config import Config, DataConfig, RuntimeConfig
 from nsa.data import Tokenizer, open_tokenizer
 from nsa.generate.complete import Completion, Completions, Limits
-from nsa.generate.sampling import Sampling
+from nsa.generate.decode import Sampling
 from nsa.train import load_model
 from nsa.train.checkpoint.model_file import find_model
 from nsa.train.runtime import Runtime, resolve_runtime
@@ -146,7 +146,7 @@ def _load(
 ) -> tuple[Completions, Runtime]:
     model, config = load_model(find_model(Path(args.model)))
     heads = (config.model.d_k, config.model.d_v)
-    runtime = resolve_runtime(_runtime(args, config.runtime), heads, config.model.attention)
+    runtime = resolve_runtime(_runtime(args, config.runtime), heads, config.model.attention_kind)
     # bf16 on a CPU is slow and less exact, so the config's choice for a GPU does not apply.
     precision = args.precision or ("fp32" if runtime.device.type == "cpu" else runtime.precision)
     runtime = replace(runtime, precision=precision)

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from nsa.data import Tokenizer
-from nsa.generate.decode import next_tokens
-from nsa.generate.sampling import Sampling
+from nsa.generate.decode import Sampling, next_tokens
 from nsa.model import TinyLM
 
 VERSION = 1

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from nsa.model.attention import NSAAttention
 from nsa.model.dense import DenseAttention
 from nsa.model.rope import Rope
+from nsa.model.sparse import Attended, SparseAttention
 from nsa.model.stats import AttentionStats
 
 
@@ -40,7 +41,7 @@ class RMSNorm(nn.Module):
 # --- The block ---
 
 Attention = NSAAttention | DenseAttention
-"""Both have the same methods; each makes caches of its own type."""
+"""Both, and SparseAttention, have the same methods; each makes caches of its own type."""
 
 MLP_RATIO = 4
 """Width of the MLP, as a multiple of the model dim."""
@@ -81,6 +82,7 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
         stats: AttentionStats | None = None,
     ) -> Tensor:  # [B, S, dim]
+        """A block without an index to give or take."""
         # The layer index is a constant to Dynamo: passing it would compile every layer anew.
         layer = None if torch.compiler.is_compiling() else self.layer
         attended = self.attn(
@@ -98,3 +100,33 @@ class Block(nn.Module):
 
     def _add_mlp(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm2(x))
+
+
+class SparseBlock(Block):
+    """A block whose attention gives its index to later layers, or takes that of an earlier one."""
+
+    attn: SparseAttention
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,  # [B, S, dim]
+        rope: Rope | None = None,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+        stats: AttentionStats | None = None,
+        index: Tensor | None = None,  # [B, S, H, n_sel] int32
+        warm_up: bool = False,
+    ) -> Attended:
+        """The block's output, its index, and the loss of its indexer."""
+        attended = self.attn(
+            self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=self.layer,
+            index=index, warm_up=warm_up,
+        )  # fmt: skip
+        return attended._replace(out=self._add_mlp(x + attended.out))
+
+    def prefill(self, x: Tensor, cache: Any, index: Tensor | None = None) -> Tensor:
+        return self._add_mlp(x + self.attn.prefill(self.norm1(x), cache, index))
+
+    def step(
+        self, x: Tensor, cache: Any, rope: Rope | None = None, index: Tensor | None = None
+    ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        return self._add_mlp(x + self.attn.step(self.norm1(x), cache, rope, index))

@@ -7,7 +7,10 @@ them sees, never over S * S. One multiply-add is two FLOPs; exponentials are not
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import NamedTuple
 
 from nsa.config import Config, parse_layers
@@ -19,24 +22,56 @@ NO_BACKWARD = ("scores",)
 """Parts without a gradient: they cost nothing in backward."""
 
 # --- Parameters, FLOPs and bytes of a pass ---
+# A layer is of one kind: dense, branches (NSA with K and V for each branch), or a rule of rules.py
+# with one K and V. A layer that reuses an index has the kind of the layer that made it, and no
+# scores.
+
+DENSE, BRANCHES = "dense", "branches"
+
+
+class Kind(NamedTuple):
+    """What the attention of a layer is, as far as its cost is concerned."""
+
+    name: str
+    """dense, branches, nsa, infllm, moba or msa."""
+    scores: bool = True
+    """Whether the layer chooses its blocks itself."""
+
+
+def layer_kinds(config: Config) -> list[Kind]:
+    """The kind of every layer."""
+    model = config.model
+    kinds: list[Kind] = []
+    if model.attention == "dense":
+        return [Kind(DENSE)] * model.n_layers
+    pairs = cycle(zip(model.rules, model.branched, strict=True))
+    for rule, branched in islice(pairs, model.n_layers):
+        if rule == "reuse":
+            kinds.append(Kind(kinds[-1].name, scores=False))
+        else:
+            name = config.nsa.pool if rule == "pooled" else rule
+            kinds.append(Kind(BRANCHES if branched else name))
+    return kinds
 
 
 def block_spec(config: Config) -> BlockSpec:
     """Return the block sizes of a config."""
     nsa = config.nsa
-    return BlockSpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
+    return BlockSpec(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w, nsa.num_first, nsa.num_local)
 
 
 def parameter_counts(config: Config) -> dict[str, int]:
     """Count the parameters of TinyLM by part; a tied head has none of its own."""
-    model, layers = config.model, config.model.n_layers
-    gates = 0 if _is_dense(config) else 3 * model.n_heads
+    model, layers, kinds = config.model, config.model.n_layers, layer_kinds(config)
+    branched = sum(kind.name == BRANCHES for kind in kinds)
+    index = sum(_index_parameters(config, kind) for kind in kinds)
     return {
         "embedding": config.data.vocab * model.dim,
-        "qkv": layers * model.dim * _qkv_width(config),
+        "qkv": sum(model.dim * _qkv_width(config, kind) for kind in kinds),
         "out": layers * model.n_heads * model.d_v * model.dim,
-        "gate": layers * (model.dim + 1) * gates,
-        "phi": layers * _phi_weights(config),
+        "gate": branched * (model.dim + 1) * 3 * model.n_heads,
+        "phi": branched * _phi_weights(config),
+        **({"index": index} if index else {}),
         # fc1 and fc2, dim x 4 dim each.
         "mlp": layers * 8 * model.dim**2,
         "norms": (2 * layers + 1) * model.dim,
@@ -47,19 +82,24 @@ def parameter_counts(config: Config) -> dict[str, int]:
 def forward_flops(config: Config, seq_len: int | None = None) -> dict[str, int]:
     """Count the FLOPs of one row through the whole model, by part.
 
-    Dense attention has one branch, named `all`.
+    Dense attention has one branch, named `all`; a rule with one K and V has the branch `sel`.
     """
     model = config.model
     seq_len = config.train.seq_len if seq_len is None else seq_len
     per_pair = 2 * model.n_heads * (model.d_k + model.d_v)  # q.k and p.v of all heads
-    layer = {
-        # 2 FLOPs * tokens * inputs * outputs of every matrix.
-        "projections": 2 * seq_len * model.dim * (_qkv_width(config) + model.n_heads * model.d_v),
-        **({} if _is_dense(config) else _nsa_flops(config, seq_len)),
-        **{name: per_pair * pairs for name, pairs in _visible_pairs(config, seq_len).items()},
-        "mlp": 2 * seq_len * 8 * model.dim**2,
-    }
-    flops = {part: model.n_layers * count for part, count in layer.items()}
+
+    def layer(kind: Kind) -> dict[str, int]:
+        width = _qkv_width(config, kind) + model.n_heads * model.d_v
+        pairs = _visible_pairs(config, seq_len, kind)
+        return {
+            # 2 FLOPs * tokens * inputs * outputs of every matrix.
+            "projections": 2 * seq_len * model.dim * width,
+            **_choice_flops(config, seq_len, kind),
+            **{name: per_pair * count for name, count in pairs.items()},
+            "mlp": 2 * seq_len * 8 * model.dim**2,
+        }
+
+    flops = _sum_layers(config, layer)
     return {**flops, "head": 2 * seq_len * model.dim * config.data.vocab}
 
 
@@ -74,21 +114,49 @@ def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> 
     seq_len = config.train.seq_len if seq_len is None else seq_len
     tokens, dim = rows * seq_len, model.dim
     pair = rows * model.n_kv_groups * (model.d_k + model.d_v)
-    layer = {
-        "projections": _matrix(tokens, dim, _qkv_width(config))
-        + _matrix(tokens, model.n_heads * model.d_v, dim),
-        **({} if _is_dense(config) else _nsa_numbers(config, seq_len, rows)),
-        **{name: pair * pairs for name, pairs in _visible_pairs(config, seq_len).items()},
-        "mlp": _matrix(tokens, dim, 4 * dim) + _matrix(tokens, 4 * dim, dim),
-    }
-    moved = {part: model.n_layers * count for part, count in layer.items()}
+
+    def layer(kind: Kind) -> dict[str, int]:
+        pairs = _visible_pairs(config, seq_len, kind)
+        return {
+            "projections": _matrix(tokens, dim, _qkv_width(config, kind))
+            + _matrix(tokens, model.n_heads * model.d_v, dim),
+            **_choice_numbers(config, seq_len, rows, kind),
+            **{name: pair * count for name, count in pairs.items()},
+            "mlp": _matrix(tokens, dim, 4 * dim) + _matrix(tokens, 4 * dim, dim),
+        }
+
+    moved = _sum_layers(config, layer)
     moved["head"] = _matrix(tokens, dim, config.data.vocab)
     return {part: size * count for part, count in moved.items()}
+
+
+def _sum_layers(config: Config, layer: Callable[[Kind], dict[str, int]]) -> dict[str, int]:
+    """Add up the parts of all layers; equal layers are counted once and multiplied."""
+    total: dict[str, int] = {}
+    for kind, count in Counter(layer_kinds(config)).items():
+        for part, value in layer(kind).items():
+            total[part] = total.get(part, 0) + count * value
+    return total
 
 
 def training_flops(forward: dict[str, int]) -> dict[str, int]:
     """Add the backward pass: twice the forward, except for parts without a gradient."""
     return {part: count * (1 if part in NO_BACKWARD else 3) for part, count in forward.items()}
+
+
+def index_loss_flops(config: Config) -> dict[str, int]:
+    """Count the KL loss of the indexers for one row, forward and backward; empty without one.
+
+    Its two attentions read the tokens that were read: one has index keys and keys as values, the
+    other compares index heads.
+    """
+    model, d_index = config.model, config.nsa.d_index
+    layers = sum(kind == Kind("msa") for kind in layer_kinds(config))
+    if not layers:
+        return {}
+    pairs = _visible_pairs(config, config.train.seq_len, Kind("msa"))["sel"]
+    taught = 2 * model.n_heads * (2 * model.d_k + d_index)
+    return {"index loss": 3 * layers * pairs * (taught + 4 * model.n_kv_groups * d_index)}
 
 
 def step_flops(config: Config) -> dict[str, int]:
@@ -97,7 +165,7 @@ def step_flops(config: Config) -> dict[str, int]:
     Recomputation, in checkpointed layers or inside a kernel, is not counted.
     """
     rows = config.train.batch_size * config.train.accumulate_grad_batches
-    flops = training_flops(forward_flops(config))
+    flops = training_flops(forward_flops(config)) | index_loss_flops(config)
     return {part: rows * count for part, count in flops.items()}
 
 
@@ -131,47 +199,93 @@ def dense_pairs(seq_len: int) -> int:
     return seq_len * (seq_len + 1) // 2
 
 
-def num_branches(config: Config) -> int:
-    """Branches with K and V of their own."""
-    return 1 if _is_dense(config) else 3
+def _read_spec(config: Config, kind: Kind) -> BlockSpec:
+    """The blocks that queries of a layer read: large ones with moba."""
+    if kind.name != "moba":
+        return block_spec(config)
+    size, read = config.nsa.pool_block, config.nsa.n_sel * config.nsa.l_sel
+    return BlockSpec(size, size, size, read // size, num_first=0, num_local=1)
 
 
-def _is_dense(config: Config) -> bool:
-    return config.model.attention == "dense"
-
-
-def _visible_pairs(config: Config, seq_len: int) -> dict[str, int]:
-    """Keys seen by all queries of a row, by branch."""
-    if _is_dense(config):
+def _visible_pairs(config: Config, seq_len: int, kind: Kind) -> dict[str, int]:
+    """Keys seen by all queries of a row in a layer, by branch."""
+    if kind.name == DENSE:
         return {"all": dense_pairs(seq_len)}
-    return count_pairs(seq_len, block_spec(config))._asdict()
+    pairs = count_pairs(seq_len, _read_spec(config, kind))
+    return pairs._asdict() if kind.name == BRANCHES else {"sel": pairs.sel}
 
 
-def _nsa_flops(config: Config, seq_len: int) -> dict[str, int]:
-    """FLOPs of one layer of NSA beside its branches, for a row."""
+def _choice_flops(config: Config, seq_len: int, kind: Kind) -> dict[str, int]:
+    """FLOPs of one layer beside its projections and branches, for a row."""
     model, num_cmp = config.model, block_spec(config).num_cmp(seq_len)
+    if kind.name == BRANCHES:
+        return {
+            "gates": 2 * seq_len * 3 * model.n_heads * (model.dim + model.d_v),
+            "compression": num_cmp * model.n_kv_groups * _phi_flops(config),
+            "scores": _score_flops(config, seq_len),
+        }
+    if kind.name == DENSE or not kind.scores:
+        return {}
+    if kind.name == "msa":
+        heads = model.n_kv_groups * config.nsa.d_index
+        return {
+            "index": 2 * seq_len * model.dim * (heads + config.nsa.d_index),
+            "scores": 2 * heads * dense_pairs(seq_len),
+        }
+    # Means of keys, and queries times means.
+    spec = _read_spec(config, kind)
+    means = spec.num_cmp(seq_len) * spec.l * model.n_kv_groups * model.d_k
+    pairs = count_pairs(seq_len, spec).cmp
+    if kind.name == "moba":  # only blocks before the own one are compared
+        pairs = sum((end - 1) // spec.l_sel for end in range(1, seq_len + 1))
+    extra = {"nsa": _score_flops(config, seq_len), "infllm": model.n_heads * pairs}
+    scores = 2 * model.n_heads * model.d_k * pairs + extra.get(kind.name, 0)
+    return {"compression": means, "scores": scores}
+
+
+def _choice_numbers(config: Config, seq_len: int, rows: int, kind: Kind) -> dict[str, int]:
+    """Numbers that one layer moves beside its projections and branches, for all rows."""
+    model, num_cmp = config.model, block_spec(config).num_cmp(seq_len)
+    groups, tokens = rows * model.n_kv_groups, rows * seq_len
+    if kind.name == BRANCHES:
+        pair = groups * (model.d_k + model.d_v)
+        return {
+            "gates": _matrix(tokens, model.dim, 3 * model.n_heads),
+            "compression": pair * (seq_len + num_cmp) + _phi_weights(config),
+            "scores": 0,  # from p_cmp, which is never stored
+        }
+    if kind.name == DENSE or not kind.scores:
+        return {}
+    if kind.name == "msa":
+        size = config.nsa.d_index
+        return {
+            "index": _matrix(tokens, model.dim, (model.n_kv_groups + 1) * size),
+            "scores": rows * size * dense_pairs(seq_len),
+        }
+    spec = _read_spec(config, kind)
     return {
-        "gates": 2 * seq_len * 3 * model.n_heads * (model.dim + model.d_v),
-        "compression": num_cmp * model.n_kv_groups * _phi_flops(config),
-        "scores": _score_flops(config, seq_len),
+        "compression": groups * model.d_k * (seq_len + spec.num_cmp(seq_len)),
+        "scores": groups * model.d_k * count_pairs(seq_len, spec).cmp,
     }
 
 
-def _nsa_numbers(config: Config, seq_len: int, rows: int) -> dict[str, int]:
-    """Numbers that one layer of NSA moves beside its branches, for all rows."""
-    model, num_cmp = config.model, block_spec(config).num_cmp(seq_len)
-    pair = rows * model.n_kv_groups * (model.d_k + model.d_v)
-    return {
-        "gates": _matrix(rows * seq_len, model.dim, 3 * model.n_heads),
-        "compression": pair * (seq_len + num_cmp) + _phi_weights(config),
-        "scores": 0,  # from p_cmp, which is never stored
-    }
-
-
-def _qkv_width(config: Config) -> int:
+def _qkv_width(config: Config, kind: Kind) -> int:
     """Columns of the fused projection: q, and K and V of each branch."""
-    model, num_kv = config.model, num_branches(config) * config.model.n_kv_groups
+    model, num_kv = config.model, _num_kv(config, kind)
     return model.n_heads * model.d_k + num_kv * (model.d_k + model.d_v)
+
+
+def _num_kv(config: Config, kind: Kind) -> int:
+    """KV heads of all branches of a layer."""
+    return (3 if kind.name == BRANCHES else 1) * config.model.n_kv_groups
+
+
+def _index_parameters(config: Config, kind: Kind) -> int:
+    """The indexer of a layer: two projections and two norms."""
+    if kind != Kind("msa"):
+        return 0
+    size = config.nsa.d_index
+    return config.model.dim * (config.model.n_kv_groups + 1) * size + 2 * size
 
 
 def _matrix(rows: int, inputs: int, outputs: int) -> int:
@@ -237,7 +351,8 @@ HALF = ("bf16", "fp16")
 
 def training_flops_per_token(config: Config) -> dict[str, float]:
     """Count forward and backward by part, averaged over the tokens of a row."""
-    return _per_token(config, forward_flops(config))
+    loss = {part: count / config.train.seq_len for part, count in index_loss_flops(config).items()}
+    return _per_token(config, forward_flops(config)) | loss
 
 
 def dense_training_flops_per_token(config: Config) -> dict[str, float]:
@@ -297,18 +412,19 @@ def training_memory(config: Config) -> dict[str, int]:
     parts = parameter_counts(config)
     weights = FP32 * sum(parts.values())
     matrices = sum(parts.values()) - parts["norms"] - parts["embedding"] - parts["head"]
-    num_checkpointed = _num_checkpointed(config)
-    num_kept = config.model.n_layers - num_checkpointed
+    kept = [layer_activations(config, kind) for kind in layer_kinds(config)]
+    checkpointed = _checkpointed(config)
+    again = [kept[i] for i in checkpointed]
     stream = FP32 * _tokens(config) * config.model.dim  # the residual stream is fp32
-    layer = layer_activations(config)
     # AdamW has two moments per weight. Muon has one for the matrices of the layers.
     return {
         "weights": weights,
         "gradients": weights,
         "optimizer": 2 * weights - (FP32 * matrices if config.train.optimizer == "muon" else 0),
         "16-bit weights": 2 * matrices if config.runtime.precision != "fp32" else 0,
-        "activations": num_kept * layer + (num_checkpointed + 2) * stream,  # 2: the last norm
-        "recomputation": layer if num_checkpointed else 0,  # one layer at a time, in backward
+        # Two more streams: of the last norm.
+        "activations": sum(kept) - sum(again) + (len(again) + 2) * stream,
+        "recomputation": max(again, default=0),  # one layer at a time, in backward
         "head": head_activations(config),
         "logits": _logits(config),
     }
@@ -320,12 +436,12 @@ def head_activations(config: Config) -> int:
     return (_tokens(config) * size + config.data.vocab * FP32) * config.model.dim
 
 
-def layer_activations(config: Config) -> int:
+def layer_activations(config: Config, kind: Kind) -> int:
     """Count what one layer keeps for its backward pass, under the torch backend.
 
     Dense attention is assumed to keep no probabilities, which holds for all but the math backend.
     """
-    model, num_kv = config.model, num_branches(config) * config.model.n_kv_groups
+    model, num_kv = config.model, _num_kv(config, kind)
     size, tokens = BYTES[config.runtime.precision], _tokens(config)
     num_keys = model.n_heads + num_kv
     # Bytes per token: what autograd saves of the norms, the projections, attention and the MLP.
@@ -335,36 +451,65 @@ def layer_activations(config: Config) -> int:
     rotated = num_keys * model.d_k
     out = model.n_heads * model.d_v
     per_token = norms + size * (inputs + attention + rotated + out + 8 * model.dim)
-    if num_branches(config) == 1:
+    if kind.name == DENSE:
         return tokens * (per_token + FP32 * model.n_heads)  # LSEs
     chosen = model.n_kv_groups * config.nsa.n_sel
+    if kind.name != BRANCHES:
+        heads = model.n_heads if kind.name == "moba" else model.n_kv_groups
+        # LSEs, the index as given and as int64 ids, for each KV head or each query head.
+        per_token += FP32 * model.n_heads + (FP32 + 8) * heads * config.nsa.n_sel
+        if kind == Kind("msa"):  # index heads before and after norm and RoPE, and as values
+            width = (model.n_kv_groups + 1) * config.nsa.d_index
+            values = model.n_kv_groups * (config.nsa.d_index + model.d_k)
+            per_token += size * (3 * width + values) + FP32 * model.n_heads
+        return tokens * per_token
     per_token += FP32 * (6 * model.n_heads + chosen)  # gates, LSEs, selection
     return tokens * per_token + config.train.batch_size * size * _compressed(config)
 
 
 def cache_bytes(config: Config, num_tokens: int, batch: int = 1) -> dict[str, int]:
-    """Count the decode cache of `num_tokens`, by what it holds."""
-    if num_branches(config) == 1:
-        return {"all": dense_cache_bytes(config, num_tokens, batch)}
+    """Count the decode cache of `num_tokens` in all layers, by what it holds."""
     spec, token = block_spec(config), batch * _token_bytes(config)
-    return {
-        "selected": num_tokens * token,
-        "compressed": spec.num_cmp(num_tokens) * token,
-        "window": min(spec.w, num_tokens) * token,
-        "unfinished block": spec.l * token,
-    }
+
+    def layer(kind: Kind) -> dict[str, int]:
+        if kind.name == BRANCHES:
+            return {
+                "selected": num_tokens * token,
+                "compressed": spec.num_cmp(num_tokens) * token,
+                "window": min(spec.w, num_tokens) * token,
+                "unfinished block": spec.l * token,
+            }
+        summaries = batch * _summary_numbers(config, num_tokens, kind)
+        more = {"summaries": summaries * BYTES[config.runtime.precision]}
+        return {"all": num_tokens * token} | ({} if kind.name == DENSE else more)
+
+    return _sum_layers(config, layer)
+
+
+def _summary_numbers(config: Config, num_tokens: int, kind: Kind) -> int:
+    """Numbers that a rule keeps of so many tokens."""
+    if kind.name in (DENSE, BRANCHES) or not kind.scores:
+        return 0
+    if kind.name == "msa":
+        return num_tokens * config.nsa.d_index
+    num = _read_spec(config, kind).num_cmp(num_tokens)
+    return num * config.model.n_kv_groups * config.model.d_k
 
 
 def dense_cache_bytes(config: Config, num_tokens: int, batch: int = 1) -> int:
     """Count the decode cache of dense attention with the same heads."""
-    return num_tokens * batch * _token_bytes(config)
+    return config.model.n_layers * num_tokens * batch * _token_bytes(config)
 
 
 def decode_reads(config: Config, num_tokens: int) -> dict[str, int]:
-    """Count the tokens that each KV head reads in one decode step at this length."""
-    if num_branches(config) == 1:
+    """Count the tokens that each KV head reads in one decode step at this length, in the first
+    layer."""
+    kind = layer_kinds(config)[0]
+    if kind.name == DENSE:
         return {"all": num_tokens}
-    spec = block_spec(config)
+    spec = _read_spec(config, kind)
+    if kind.name != BRANCHES:
+        return {"sel": spec.num_selected_tokens(num_tokens)}
     return {
         "cmp": spec.num_cmp(num_tokens),
         "sel": spec.num_selected_tokens(num_tokens),
@@ -373,23 +518,22 @@ def decode_reads(config: Config, num_tokens: int) -> dict[str, int]:
 
 
 def _token_bytes(config: Config) -> int:
-    """K and V of one token in one branch, in all layers."""
+    """K and V of one token in one branch of one layer."""
     model = config.model
-    pair = model.n_kv_groups * (model.d_k + model.d_v)
-    return model.n_layers * pair * BYTES[config.runtime.precision]
+    return model.n_kv_groups * (model.d_k + model.d_v) * BYTES[config.runtime.precision]
 
 
 def _tokens(config: Config) -> int:
     return config.train.batch_size * config.train.seq_len
 
 
-def _num_checkpointed(config: Config) -> int:
+def _checkpointed(config: Config) -> range:
+    """Layers that recompute in backward."""
     if not config.runtime.gradient_checkpointing:
-        return 0
+        return range(0)
     if not config.runtime.gc_layers:
-        return config.model.n_layers
-    first, last = parse_layers(config.runtime.gc_layers)
-    return last - first
+        return range(config.model.n_layers)
+    return range(*parse_layers(config.runtime.gc_layers))
 
 
 def _logits(config: Config) -> int:

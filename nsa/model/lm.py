@@ -1,4 +1,4 @@
-"""TinyLM: a decoder-only language model on NSA or, as a baseline, on dense attention."""
+"""TinyLM: a decoder-only language model on NSA, other sparse rules, or dense attention."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.config import Config, parse_layers
 from nsa.config.env import read
-from nsa.config.schema import ATTENTIONS
+from nsa.config.schema import ATTENTIONS, KVS, ModelConfig
 from nsa.model.attention import NSAAttention
-from nsa.model.block import Attention, Block, RMSNorm
+from nsa.model.block import Block, RMSNorm, SparseBlock
 from nsa.model.dense import DenseAttention
 from nsa.model.paged import PagedModelCache, Pages
 from nsa.model.rope import document_positions
+from nsa.model.sparse import Attended, SparseAttention
 from nsa.model.stats import AttentionStats
+from nsa.ops import BlockSpec
 
 EMBED_STD = 0.02
 """Initial standard deviation of the embedding and of the output head."""
@@ -27,7 +29,7 @@ PREFILL_TILE = 2048
 
 
 class ModelCache:
-    """One NSACache or DenseCache per layer; all hold the same tokens."""
+    """One cache per layer, of the type of its attention; all hold the same tokens."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -83,15 +85,25 @@ class TinyLM(nn.Module):
         backend: str = "auto",
         attention: str = "nsa",
         embed_std: float = EMBED_STD,
+        rule: str = "nsa",
+        kv: str = "separate",
+        num_first: int = 1,
+        num_local: int = 2,
+        pool: str = "infllm",
+        pool_block: int = 512,
+        d_index: int = 64,
     ) -> None:
-        """`attention` "dense" ignores the settings of NSA: blocks, phi, gate and backend.
+        """`attention` "dense" ignores the settings of NSA: blocks, phi, gate, backend and rules.
 
-        `embed_std` is that of the embedding; an untied head keeps EMBED_STD.
+        `rule` is that of all layers, or a list such as "msa,reuse" that repeats over them. Layers
+        with rule "nsa" have three branches unless `kv` is "shared"; all others have one K and V and
+        no gates. `embed_std` is that of the embedding; an untied head keeps EMBED_STD.
         """
         super().__init__()
-        if attention not in ATTENTIONS:
-            known = ", ".join(ATTENTIONS)
-            raise ValueError(f"attention={attention!r} is not known; use one of {known}")
+        for name, choice, known in (("attention", attention, ATTENTIONS), ("kv", kv, KVS)):
+            if choice not in known:
+                listed = ", ".join(known)
+                raise ValueError(f"{name}={choice!r} is not known; use one of {listed}")
         for name, value in (("vocab", vocab), ("n_layers", n_layers)):
             if value < 1:
                 raise ValueError(f"{name}={value}; give a positive size")
@@ -100,36 +112,39 @@ class TinyLM(nn.Module):
         """Tokens of a prompt that go through the model at a time, as set when it is built."""
         self.checkpointed = _checkpointed_layers(n_layers, grad_checkpointing, gc_layers)
 
-        def new_attention() -> Attention:
+        heads = (dim, n_heads, n_kv_groups, d_k, d_v)
+        rope: dict[str, Any] = {"rope_base": rope_base, "rope_scale": rope_scale}
+        # The config's own rules about lists, and about `reuse`.
+        shape = ModelConfig(attention=attention, rule=rule, kv=kv, n_layers=n_layers)
+        rules = list(zip(shape.rules, shape.branched, strict=True))
+
+        def new_block(layer: int) -> Block:
             if attention == "dense":
-                return DenseAttention(
-                    *(dim, n_heads, n_kv_groups, d_k, d_v),
-                    rope_base=rope_base,
-                    rope_scale=rope_scale,
+                return Block(dim, DenseAttention(*heads, **rope), layer)
+            name, branched = rules[layer % len(rules)]
+            if branched:
+                attn = NSAAttention(
+                    *(dim, n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, phi, gate),
+                    num_first=num_first,
+                    num_local=num_local,
+                    backend=backend,
+                    **rope,
                 )
-            return NSAAttention(
-                dim,
-                n_heads,
-                n_kv_groups,
-                d_k,
-                d_v,
-                l,
-                d,
-                l_sel,
-                n_sel,
-                w,
-                phi,
-                gate,
-                rope_base=rope_base,
-                rope_scale=rope_scale,
-                backend=backend,
-            )
+                return Block(dim, attn, layer)
+            spec = BlockSpec(l, d, l_sel, n_sel, w, num_first, num_local)
+            sparse = SparseAttention(
+                *heads, spec, name, pool=pool, pool_block=pool_block,
+                d_index=d_index, backend=backend, **rope,
+            )  # fmt: skip
+            return SparseBlock(dim, sparse, layer)
 
         self.embed = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(Block(dim, new_attention(), i) for i in range(n_layers))
+        self.blocks = nn.ModuleList(new_block(i) for i in range(n_layers))
         self.norm = RMSNorm(dim)
         self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab, bias=False)
         self._scale_init(n_layers, embed_std)
+        self.index_warm_up = False
+        """Whether layers with an indexer read all blocks, while it learns; set by the trainer."""
         self.compiled: list[Callable[..., Tensor]] = []
         """The compiled blocks, for training. A plain list: parameter names do not change."""
 
@@ -160,6 +175,13 @@ class TinyLM(nn.Module):
             backend=cfg.runtime.attention_backend,
             attention=cfg.model.attention,
             embed_std=cfg.model.embed_std,
+            rule=cfg.model.rule,
+            kv=cfg.model.kv,
+            num_first=cfg.nsa.num_first,
+            num_local=cfg.nsa.num_local,
+            pool=cfg.nsa.pool,
+            pool_block=cfg.nsa.pool_block,
+            d_index=cfg.nsa.d_index,
         )
 
     def forward(
@@ -177,24 +199,34 @@ class TinyLM(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
         stats: AttentionStats | None = None,
+        index_losses: list[Tensor] | None = None,
     ) -> Tensor:  # [B, S, dim]
-        """Everything before the output head."""
+        """Everything before the output head; in training, the losses of indexers are appended to
+        `index_losses`."""
         x = self._embed(ids)
         # One RoPE table for all layers.
         positions = document_positions(ids.shape[1], cu_seqlens, ids.device)
         rope = self.layers[0].attn.rope(positions, x.dtype)
         trains = self.training and torch.is_grad_enabled()
-        blocks: Sequence[Callable[..., Tensor]] = self.layers
+        blocks: Sequence[Callable[..., Any]] = self.layers
         if self.compiled and trains and stats is None:
             blocks = self.compiled
         # No dropout anywhere, so recomputation does not need the RNG state.
+        index: Tensor | None = None
         for i, block in enumerate(blocks):
+            given: tuple[Any, ...] = (x, rope, cu_seqlens, stats)
+            if isinstance(self.blocks[i], SparseBlock):
+                given = (*given, index, self.index_warm_up and trains)
             if trains and i in self.checkpointed:
-                x = checkpoint(
-                    block, x, rope, cu_seqlens, stats, use_reentrant=False, preserve_rng_state=False
-                )
+                done = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rope, cu_seqlens, stats)
+                done = block(*given)
+            if not isinstance(done, Attended):
+                x = done
+                continue
+            x, index = done.out, done.blocks
+            if index_losses is not None and done.loss is not None:
+                index_losses.append(done.loss)
         return self.norm(x)
 
     @property
@@ -222,8 +254,11 @@ class TinyLM(nn.Module):
         """A paged cache for sequences of different lengths: at most `num_places` at a time, of at
         most `max_len` tokens, in `num_pages` pages of one selection block each."""
         first = self.layers[0].attn
-        if not isinstance(first, NSAAttention):
-            raise ValueError("a dense model has no paged cache; use new_cache()")
+        if not all(isinstance(block.attn, NSAAttention) for block in self.layers):
+            raise ValueError(
+                "only layers with the branches of NSA have a paged cache, not dense ones or those "
+                "of another rule; use new_cache()"
+            )
         device = self.embed.weight.device
         pages = Pages(num_pages, num_places, max_len, first.spec.l_sel, device)
         return PagedModelCache(pages, [block.attn.new_paged_cache(pages) for block in self.layers])
@@ -231,10 +266,14 @@ class TinyLM(nn.Module):
     @torch.no_grad()
     def prefill(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, T, V]
         """Append T tokens to the cache; on a cache with tokens this is chunked prefill."""
-        x = self._embed(ids)
+        return self.head(self.norm(self._prefill(ids, cache)))
+
+    def _prefill(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, T, dim]
+        x, before = self._embed(ids), None
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            x = block.prefill(x, layer)
-        return self.head(self.norm(x))
+            x = block.prefill(x, layer, *_reused(block, before))
+            before = layer
+        return x
 
     @torch.no_grad()
     def prefill_last(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, V]
@@ -250,9 +289,7 @@ class TinyLM(nn.Module):
                 f"make it with max_len >= {cache.length + ids.shape[-1]}"
             )
         for part in ids.split(self._tile, dim=-1):
-            x = self._embed(part)
-            for block, layer in zip(self.layers, cache.layers, strict=True):
-                x = block.prefill(x, layer)
+            x = self._prefill(part, cache)
         return self.head(self.norm(x[:, -1]))
 
     @torch.no_grad()
@@ -262,8 +299,10 @@ class TinyLM(nn.Module):
         """Append one token per sequence; return the logits of the next one."""
         x = self._embed(ids[:, None] if ids.dim() == 1 else ids)
         rope = self.layers[0].attn.rope_of_each(cache.layers[0].lengths, x.dtype)
+        before = None
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            x = block.step(x, layer, rope)
+            x = block.step(x, layer, rope, *_reused(block, before))
+            before = layer
         return self.head(self.norm(x))[:, 0]
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -285,6 +324,13 @@ class TinyLM(nn.Module):
             for block in self.layers:
                 block.attn.out.weight /= math.sqrt(2 * n_layers)
                 block.mlp.fc2.weight /= math.sqrt(2 * n_layers)
+
+
+def _reused(block: Block, before: Any) -> tuple[Tensor, ...]:
+    """The index of the layer before, for a layer that takes it; `before` is that layer's cache."""
+    if isinstance(block, SparseBlock) and block.attn.rule is None:
+        return (before.index,)
+    return ()
 
 
 def _checkpointed_layers(

@@ -47,14 +47,16 @@ class AttentionStats:
         self._num_gates: dict[int, int] = {}
         self._num_rows: dict[int, int] = {}
         self._copy: HostCopy | None = None
-        self._layers: list[dict[str, float]] | None = None  # on the host, after the first request
+        self._layers: list[dict[str, float | None]] | None = (
+            None  # on the host, after the first request
+        )
 
     @torch.no_grad()
     def record(
         self,
         layer: int,
-        gates: Tensor,  # [B, S, Hq, 3]
-        selection: Tensor,  # [B, S, Hkv, n_sel] int32
+        gates: Tensor | None,  # [B, S, Hq, 3]; None for a layer without branches
+        selection: Tensor,  # [B, S, H, n_sel] int32
         *,
         block_tokens: int,  # l_sel
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
@@ -64,20 +66,26 @@ class AttentionStats:
             self._counts[layer] = count_reads(selection, block_tokens, cu_seqlens)
         # A new record makes an earlier copy stale.
         self._layers = self._copy = None
-        self._rows[layer] = torch.cat([_gate_row(gates), _selection_row(selection)])
-        self._num_gates[layer] = gates[..., 0].numel()
+        chosen = _selection_row(selection)
+        gate_row = chosen.new_zeros(len(GATE_FIELDS)) if gates is None else _gate_row(gates)
+        self._rows[layer] = torch.cat([gate_row, chosen])
+        self._num_gates[layer] = 0 if gates is None else gates[..., 0].numel()
         self._num_rows[layer] = selection[..., 0].numel()
 
     def send(self) -> None:
         """Start the copy to the host now; a later request then does not wait for newer steps."""
         self._host_copy()
 
-    def per_layer(self) -> list[dict[str, float]]:
-        """One dictionary per layer, in order (one host sync, shared with `summary`)."""
+    def per_layer(self) -> list[dict[str, float | None]]:
+        """One dictionary per layer, in order (one host sync, shared with `summary`); what a layer
+        does not have is None."""
         if self._layers is None:
             names = GATE_FIELDS + SELECTION_FIELDS
             table = self._host_copy().wait()[0].tolist()
             self._layers = [dict(zip(names, row, strict=True)) for row in table]
+            for number, row in zip(sorted(self._rows), self._layers, strict=True):
+                if not self._num_gates[number]:
+                    row.update(dict.fromkeys(GATE_FIELDS))
         return self._layers
 
     def selection_maps(self) -> list[LayerMap] | None:
@@ -97,16 +105,21 @@ class AttentionStats:
             self._copy = HostCopy([rows, *chain.from_iterable(counts)])
         return self._copy
 
-    def summary(self) -> dict[str, float | list[float]]:
-        """Statistics over all layers, heads and tokens (one host sync).
+    def summary(self) -> dict[str, float | list[float] | None]:
+        """Statistics over all layers, heads and tokens (one host sync); None where there are none.
 
-        Every layer has as many gates and queries, so means of means are exact.
+        Every layer with gates has as many, and every layer as many queries: means of means are
+        exact.
         """
         layers = self.per_layer()
 
-        def over(field: str, how: str) -> float:
-            values = [layer[field] for layer in layers]
+        def over(field: str, how: str) -> float | None:
+            values = [value for layer in layers if (value := layer[field]) is not None]
+            if not values:
+                return None
             return {"mean": sum(values) / len(values), "min": min(values), "max": max(values)}[how]
+
+        shares = [over(f"share_{name}", "mean") for name in ("cmp", "sel", "win")]
 
         return {
             "entropy_mean": over("entropy_mean", "mean"),
@@ -114,7 +127,7 @@ class AttentionStats:
             "max_gate_mean": over("max_gate_mean", "mean"),
             "max_gate_max": over("max_gate_max", "max"),
             "collapse_fraction": over("collapse_fraction", "mean"),
-            "branch_shares": [over(f"share_{name}", "mean") for name in ("cmp", "sel", "win")],
+            "branch_shares": None if None in shares else [x for x in shares if x is not None],
             "total_gates": float(sum(self._num_gates.values())),
             "sel_k_mean": over("sel_k_mean", "mean"),
             "sel_k_max": over("sel_k_max", "max"),

@@ -21,8 +21,7 @@ from nsa import files
 from nsa.config.env import HIDDEN, with_package
 from nsa.config.load import REPOSITORY
 from nsa.files import START_TICKS, stat_fields
-from nsa.records.env import RunEnvironment
-from nsa.records.machine import driver_version
+from nsa.records.env import RunEnvironment, driver_version
 
 # --- the process of a rank ---
 

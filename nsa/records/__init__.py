@@ -2,7 +2,7 @@
 
 from nsa.records import dumps, sentinels
 from nsa.records.dumps import MemoryDumps, read_memory
-from nsa.records.env import RunEnvironment, read_env, write_env
+from nsa.records.env import GpuReading, RunEnvironment, read_env, read_gpu, write_env
 from nsa.records.folder import MODEL, Folder, open_folder
 from nsa.records.heartbeat import (
     Beat,
@@ -12,7 +12,6 @@ from nsa.records.heartbeat import (
     last_beat,
     read_heartbeat,
 )
-from nsa.records.machine import GpuReading, read_gpu
 from nsa.records.metrics import Metrics, read_config, read_metrics, write_config, write_metrics
 from nsa.records.results import PlotUnavailable, draw_loss_curve, read_sample, write_sample
 from nsa.records.sinks import TensorBoard, open_tensorboard

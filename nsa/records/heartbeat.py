@@ -126,7 +126,7 @@ class Heartbeat:
         step: int,
         *,
         attention: Mapping[str, Any] | None = None,
-        layers: Sequence[Mapping[str, float]] | None = None,
+        layers: Sequence[Mapping[str, float | None]] | None = None,
         fallbacks: Mapping[str, int] | None = None,
         **measured: float | None,
     ) -> None:
@@ -173,7 +173,7 @@ class Heartbeat:
         self.file.close()
 
 
-def _by_field(layers: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
+def _by_field(layers: Sequence[Mapping[str, float | None]]) -> dict[str, list[Any]]:
     """Each field as a list over layers, so that its name is written once per line."""
     fields: dict[str, list[Any]] = {}
     for number in ATTENTION:

@@ -83,7 +83,7 @@ class Metrics:
     """Share of peak_flops, 0 to 1, over the whole run."""
     peak_mem_mib: float | None = None
     """Peak tensor memory on the GPU; on a CPU, peak RSS of the process."""
-    attention_stats: dict[str, float | list[float]] = field(default_factory=dict)
+    attention_stats: dict[str, float | list[float] | None] = field(default_factory=dict)
     """Gates and selection over all layers at the last logged step; empty if not collected."""
 
 

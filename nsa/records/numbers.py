@@ -136,6 +136,13 @@ MEASURED = (
         tag="train/grad_norm",
     ),
     Number(
+        "index_loss",
+        "nats",
+        "KL loss of the indexers (rule msa), mean over layers; null without one",
+        curve=Curve("loss", "indexer KL"),
+        tag="train/index_loss",
+    ),
+    Number(
         "dt_fetch_s",
         "s",
         "wait for the batch of this update",

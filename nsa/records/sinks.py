@@ -50,7 +50,7 @@ def _tagged(numbers: Sequence[Number], values: Mapping[str, float | None]) -> Sc
 
 
 def attention_scalars(
-    attention: Mapping[str, Any] | None, layers: Sequence[Mapping[str, float]] | None
+    attention: Mapping[str, Any] | None, layers: Sequence[Mapping[str, float | None]] | None
 ) -> Scalars:
     """Gates and selection, over all layers and by layer, if they were collected.
 
@@ -59,13 +59,16 @@ def attention_scalars(
     scalars: Scalars = {}
     for number in ATTENTION if attention else ():
         value = (attention or {})[number.stat]
+        if value is None:  # the model has no gates
+            continue
         if number.parts:
             scalars |= {part.tag: x for part, x in zip(number.parts, value, strict=True)}
         elif number.tag:
             scalars[number.tag] = value
     # TensorBoard shows what precedes the slash together: all layers of a number.
     for index, layer in enumerate(layers or ()):
-        scalars |= {f"layer_{name}/{index:02d}": value for name, value in layer.items()}
+        known = ((name, value) for name, value in layer.items() if value is not None)
+        scalars |= {f"layer_{name}/{index:02d}": value for name, value in known}
     return scalars
 
 

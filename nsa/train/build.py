@@ -49,7 +49,9 @@ def build_step(
     optimizer = build_optimizer(model, cfg.train, capturable=graph)
     parts = (model, optimizer, runtime, cfg.train.grad_clip, new_scaler(runtime))
     spikes = Spikes(cfg.train, runtime.device)
-    return GraphStep(*parts, spikes, share=share) if graph else EagerStep(*parts, spikes, ranks)
+    if graph:
+        return GraphStep(*parts, spikes, share=share)
+    return EagerStep(*parts, spikes, ranks, index_weight=cfg.train.index_loss)
 
 
 # --- torch.compile, block by block ---

@@ -32,7 +32,7 @@ from nsa.records import (
     write_metrics,
 )
 from nsa.records.dumps import peak_memory_mib, rss_mib
-from nsa.records.machine import read_gpu
+from nsa.records.env import read_gpu
 from nsa.records.metrics import METRICS_FILE
 from nsa.records.spans import span
 from nsa.train.distributed.strategy import Strategy
@@ -117,6 +117,7 @@ class RunLog:
         self._first_step = resumed_at + 1
         self.metrics, self.progress, self.telemetry = metrics, progress, telemetry
         self._norm = math.nan  # gradient norm of the last step checked
+        self._index_loss: float | None = None  # of that step, for models with an indexer
         self._shows_norm: bool = read("NSA_LOG_GRAD_NORM")
         self._tolerated, self._overflows = MAX_OVERFLOWS if overflows else 0, 0
         self.folder, self._every = folder, cfg.train.log_every
@@ -167,7 +168,7 @@ class RunLog:
         if self.is_logged(step):
             line = Line(step, step - self._line_step, lr, stats)
             self._line_step = step
-        numbers = HostCopy([torch.stack([x.detach() for x in done])])
+        numbers = HostCopy([torch.stack([x.detach() for x in done if x is not None])])
         self._in_flight.append(InFlight(numbers, line))
         self.progress.advance()
         if stats is not None:
@@ -201,7 +202,8 @@ class RunLog:
         """Check the oldest results in flight; blocks until they have arrived."""
         numbers, self._due = self._in_flight.popleft()
         with span("the device", waits=True) if self._writes_late else nullcontext():
-            loss, norm, limit = numbers.wait()[0].tolist()
+            loss, norm, limit, *index_loss = numbers.wait()[0].tolist()
+        self._index_loss = index_loss[0] if index_loss else None
         # metrics.step counts checked steps, not launched ones.
         self.metrics.step += 1
         self._overflows = 0 if math.isfinite(norm) else self._overflows + 1
@@ -321,6 +323,7 @@ class RunLog:
                 "step_time_s": step_time_s,
                 "mfu": self._mfu(row.toks_per_s),
                 "grad_norm": self._norm,
+                "index_loss": self._index_loss,
                 **self.telemetry.fetch_times()._asdict(),
                 **read_gpu(device)._asdict(),
                 "rss_mib": rss_mib() if device.type == "cpu" else None,

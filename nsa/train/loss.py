@@ -172,19 +172,23 @@ def next_token_loss(
     runtime: Runtime,
     stats: AttentionStats | None = None,
     bounds: Tensor | None = None,  # [documents + 1] int32, on the host
+    index_losses: list[Tensor] | None = None,
 ) -> Tensor:  # [] fp32
     """Mean cross-entropy in nats: the first S tokens of a row predict the last S.
 
     With `bounds`, attention and positions stay inside a document. All S targets still count: the
     first token of a document is predicted from the previous document's EOS. So every row has the
-    same number of targets, and losses with and without bounds are comparable.
+    same number of targets, and losses with and without bounds are comparable. In training, the
+    losses of indexers are appended to `index_losses`.
     """
     if stats is not None and model.compiled:
         collect_stats(model, batch, runtime, stats, bounds)
         stats = None
     inputs = _inputs(batch, bounds)
     with runtime.compute():
-        hidden = model.hidden(inputs, cu_seqlens=bounds, stats=stats)  # [B, S, dim]
+        hidden = model.hidden(
+            inputs, cu_seqlens=bounds, stats=stats, index_losses=index_losses
+        )  # [B, S, dim]
     targets = batch[:, 1:].flatten()
     return linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, targets, runtime.dtype)
 

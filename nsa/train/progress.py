@@ -53,7 +53,7 @@ class StepReport:
     """Whether the console line shows grad_norm; files always have it."""
     attention: Mapping[str, Any] | None = None
     """AttentionStats.summary(), if collected."""
-    layers: Sequence[Mapping[str, float]] | None = None
+    layers: Sequence[Mapping[str, float | None]] | None = None
     """AttentionStats.per_layer(), if collected."""
     maps: Sequence[LayerMap] | None = None
     """AttentionStats.selection_maps(), on steps that have them."""

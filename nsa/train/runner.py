@@ -219,7 +219,7 @@ def _make_plan(cfg: Config, job: _Job, back: Rollback | None, fallback: str | No
     path, ranks = job.held.path, job.ranks
     ranks.from_rank_0(partial(refuse_halted, path))
     heads = (cfg.model.d_k, cfg.model.d_v)
-    runtime = resolve_runtime(ranks.assign_device(cfg.runtime), heads, cfg.model.attention)
+    runtime = resolve_runtime(ranks.assign_device(cfg.runtime), heads, cfg.model.attention_kind)
     progress = Progress(job.out, job.steps, quiet=not ranks.is_first)
     since = time.perf_counter()
     with ranks.fetching():

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.config import ConfigError, RuntimeConfig
 from nsa.config.env import read, set_default
 from nsa.model.dense import describe_backends
-from nsa.ops.plan import plan_attention
+from nsa.ops.machine import machine_of
+from nsa.ops.plan import choose_backend, plan_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,7 +72,10 @@ class Runtime:
 def resolve_runtime(
     config: RuntimeConfig, head_dims: tuple[int, ...] = (64,), attention: str = "nsa"
 ) -> Runtime:
-    """Choose the device, allow TF32 on it, and plan the attention for these head dims."""
+    """Choose the device, allow TF32 on it, and plan the attention for these head dims.
+
+    `attention` is ModelConfig.attention_kind.
+    """
     device = _device(config.device)
     if device.type == "cuda":
         # TF32: faster fp32 products with a 10-bit mantissa.
@@ -80,8 +84,12 @@ def resolve_runtime(
     dtype, backend = DTYPES[config.precision], config.attention_backend
     if attention == "dense":
         plan = f"attention: dense, {describe_backends()}"
-    else:
+    elif attention == "nsa":
         plan = str(plan_attention(device, dtype, backend, head_dims))
+    else:
+        runs = choose_backend(machine_of(device), dtype, backend, head_dims)[0]
+        runs = "torch" if (backend, runs) == ("auto", "triton") else runs  # see plan_sparse
+        plan = f"attention: {attention}, sparse_attention on {runs}"
     if not config.use_flash:
         plan += ", SDPA: math only (runtime.use_flash=false)"
     if config.compile:

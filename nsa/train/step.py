@@ -29,6 +29,7 @@ class Updated(NamedTuple):
     loss: Tensor  # [] fp32
     norm: Tensor  # [] fp32, of the gradient before clipping
     limit: Tensor  # [] fp32, above which the loss is a spike
+    index_loss: Tensor | None = None  # [] fp32, of the indexers, if the model has some
 
 
 class MicroBatch(NamedTuple):
@@ -38,17 +39,32 @@ class MicroBatch(NamedTuple):
     bounds: Tensor | None = None  # [documents + 1] int32, on the host
 
 
+class Losses(NamedTuple):
+    """Losses of a micro-batch, [] fp32 each."""
+
+    total: Tensor
+    """What is minimized."""
+    text: Tensor
+    indexers: Tensor | None
+    """Of the indexers, mean over layers."""
+
+
 class _Loss(nn.Module):
     """The loss as a module: DDP needs one to wrap, to see each gradient become ready."""
 
-    def __init__(self, model: TinyLM, runtime: Runtime) -> None:
+    def __init__(self, model: TinyLM, runtime: Runtime, index_weight: float) -> None:
         super().__init__()
-        self.model, self._runtime = model, runtime
+        self.model, self._runtime, self._index_weight = model, runtime, index_weight
 
     def forward(
         self, rows: Tensor, stats: AttentionStats | None, bounds: Tensor | None
-    ) -> Tensor:  # [B, S + 1] int64 -> [] fp32
-        return next_token_loss(self.model, rows, self._runtime, stats, bounds)
+    ) -> Losses:  # of rows [B, S + 1] int64
+        found: list[Tensor] = []
+        text = next_token_loss(self.model, rows, self._runtime, stats, bounds, found)
+        if not found:
+            return Losses(text, text, None)
+        index = torch.stack(found).mean()
+        return Losses(text + self._index_weight * index, text, index)
 
 
 class EagerStep:
@@ -63,11 +79,13 @@ class EagerStep:
         scaler: GradScaler,
         spikes: Spikes,
         ranks: Strategy | None = None,
+        index_weight: float = 1.0,
     ) -> None:
+        """`index_weight`: that of the indexers' loss."""
         self.model, self.optimizer, self.runtime = model, optimizer, runtime
         self.grad_clip, self.scaler, self.spikes = grad_clip, scaler, spikes
         self.ranks = ranks or Strategy()
-        self._loss = self.ranks.wrap(_Loss(model, runtime), runtime)
+        self._loss = self.ranks.wrap(_Loss(model, runtime, index_weight), runtime)
 
     def __call__(
         self, batches: Sequence[MicroBatch], lr: float, stats: AttentionStats | None = None
@@ -76,39 +94,44 @@ class EagerStep:
         self.ranks.warm_up(lambda: self._backward(batches[0]))
         set_lr(self.optimizer, lr)
         limit = self.spikes.limit()
-        loss, norm = self._update(batches, limit, stats)
+        loss, norm, index_loss = self._update(batches, limit, stats)
         self.optimizer.zero_grad(set_to_none=True)
         self.spikes.remember(loss)
-        return Updated(loss, norm, limit)
+        return Updated(loss, norm, limit, index_loss)
 
     def _update(
         self, batches: Sequence[MicroBatch], limit: Tensor, stats: AttentionStats | None
-    ) -> tuple[Tensor, Tensor]:  # [] fp32 loss, [] fp32 gradient norm before clipping
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # [] fp32: loss, gradient norm, loss of indexers
         """Everything but the learning rate; does not clear the gradients."""
-        losses = []
+        losses, index_losses = [], []
         for micro, (rows, bounds) in enumerate(batches):
             rows = rows.to(self.runtime.device, non_blocking=True)
             kept = None if micro else stats  # statistics cover the first micro-batch only
             last = micro == len(batches) - 1
             with self.ranks.micro_batch(last=last):
                 with span("forward", waits=self.ranks.gathers):
-                    loss = self._loss(rows, kept, bounds)
+                    found: Losses = self._loss(rows, kept, bounds)
                 with self._backward_span(last):
-                    self.scaler.scale(loss / len(batches)).backward()
-            losses.append(loss.detach())
+                    self.scaler.scale(found.total / len(batches)).backward()
+            losses.append(found.text.detach())
+            if found.indexers is not None:
+                index_losses.append(found.indexers.detach())
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.model, self.grad_clip)
         loss = self.ranks.mean_loss(sum(losses[1:], losses[0]) / len(losses))
+        index_loss = None
+        if index_losses:  # on all ranks, or on none: the model is the same
+            index_loss = self.ranks.mean_over_ranks(torch.stack(index_losses).mean())
         self.optimizer.skip = self._skip(loss, norm, limit)
         with span("optimizer"):
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss, norm
+        return loss, norm, index_loss
 
     def _backward(self, batch: MicroBatch) -> None:
         rows = batch.rows.to(self.runtime.device, non_blocking=True)
         with self._backward_span(last=True):
-            self._loss(rows, None, batch.bounds).backward()
+            self._loss(rows, None, batch.bounds).total.backward()
 
     def _backward_span(self, last: bool) -> span:
         """DDP overlaps the all-reduce with the last backward; FSDP gathers in every pass."""
@@ -235,7 +258,7 @@ class GraphStep(EagerStep):
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
         with where:
-            self._found = self._update(batches, self._limit, None)
+            self._found = self._update(batches, self._limit, None)[:2]
         self._idle.fill_(0.0)
         self._graph = graph
 

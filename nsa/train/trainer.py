@@ -142,6 +142,7 @@ class Trainer:
             batches = [self.fetch(position) for position in self.positions(step)]
         self.held.react_to(self.ranks.seen, step)
         self.log.saw_input(step, batches[0].rows[:, :-1].shape)
+        self.model.index_warm_up = step <= self.cfg.train.index_warmup_steps
         return self.step(batches, lr, stats)
 
     def fetch(self, position: int) -> MicroBatch:

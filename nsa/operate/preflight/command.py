@@ -74,7 +74,7 @@ def examine(
     """
     # The backend depends on the head sizes, so the plan must see them.
     heads = (config.model.d_k, config.model.d_v)
-    runtime = resolve_runtime(config.runtime, heads, config.model.attention)
+    runtime = resolve_runtime(config.runtime, heads, config.model.attention_kind)
     allowed = limits_for(runtime.device.type, runtime.device_name)
     with scratch_beside(Path(config.train.out_dir)) as scratch:
         plan = PlannedRun(

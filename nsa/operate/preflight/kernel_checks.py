@@ -30,7 +30,7 @@ Tensors = dict[str, Tensor]
 
 def parity(plan: PlannedRun) -> Row | None:
     """Outputs and gradients of the kernels match the oracle, given the oracle's selection."""
-    if plan.config.model.attention != "nsa":
+    if not any(plan.config.model.branched):
         return None
     length = oracle_length(plan)
     inputs, dout = random_inputs(plan, length)

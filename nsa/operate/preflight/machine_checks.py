@@ -20,7 +20,7 @@ from nsa.operate.process import why_not_ours
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import Run, read_run
-from nsa.records import machine
+from nsa.records import env as machine
 from nsa.records.sentinels import HALT, read_halt
 
 PROBE_BYTES = 64 * MIB

@@ -304,8 +304,8 @@ def _gate(
     worst: tuple[float, Point] | None,
     is_good: Callable[[float], bool],
 ) -> Row | None:
-    if e.config is not None and e.config.model.attention != "nsa":
-        return None  # dense attention has no gates
+    if e.config is not None and not any(e.config.model.branched):
+        return None  # only the branches of NSA have gates
     if worst is None:
         return asked.missing(NO_STATS, "unset NSA_DISABLE_AUX_STATS for some steps")
     return asked.judged(

@@ -23,6 +23,8 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "model.d_k": ("6", "weights"),
     "model.d_v": ("6", "weights"),
     "model.attention": ("dense", "weights"),
+    "model.rule": ("pooled", "weights"),
+    "model.kv": ("shared", "weights"),
     "model.tie_embeddings": ("true", "weights"),
     "model.embed_std": ("0.3", "losses"),
     "model.rope_base": ("100", "losses"),
@@ -34,6 +36,13 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "nsa.w": ("16", "losses"),
     "nsa.phi": ("mlp", "weights"),
     "nsa.gate": ("sigmoid", "losses"),
+    "nsa.num_first": ("0", "losses"),
+    "nsa.num_local": ("1", "losses"),
+    "nsa.pool": ("moba", "losses"),
+    "nsa.pool_block": ("32", "losses"),
+    "nsa.d_index": ("6", "weights"),
+    "train.index_loss": ("4", "weights"),
+    "train.index_warmup_steps": ("2", "losses"),
     "train.steps": ("3", "losses"),
     "train.seq_len": ("48", "losses"),
     "train.batch_size": ("3", "losses"),
@@ -79,6 +88,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "runtime.cuda_graph": ("true", "refused"),  # test_graph_step.py has one on a GPU
 }
 MANY_STEPS = ("train.steps=12", "train.lr=1e-6")  # noise alone decides what is above the median
+MSA = ("model.rule=msa", "nsa.l_sel=16", "nsa.d_index=8")
 GIVEN: dict[str, tuple[str, ...]] = {
     "runtime.gc_layers": ("runtime.gradient_checkpointing=true",),
     "train.keep_last": ("train.save_every=1",),
@@ -88,6 +98,16 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "train.spike_threshold": (*MANY_STEPS, "train.spike_rule=skip", "train.spike_window=4"),
     "train.spike_window": (*MANY_STEPS, "train.spike_rule=skip", "train.spike_threshold=1e-6"),
     "data.respect_documents": ("train.seq_len=256", "train.seed=3"),  # a document ends in its rows
+    "model.rule": ("nsa.l_sel=16",),
+    "model.kv": ("nsa.l_sel=16",),
+    "nsa.pool": ("model.rule=pooled", "nsa.l_sel=16", "nsa.pool_block=16", "train.seq_len=96"),
+    "nsa.pool_block": (
+        *("model.rule=pooled", "nsa.pool=moba", "nsa.l_sel=16", "nsa.n_sel=4"),
+        *("nsa.pool_block=16", "train.seq_len=96"),
+    ),
+    "nsa.d_index": MSA,
+    "train.index_loss": MSA,
+    "train.index_warmup_steps": (*MSA, "train.seq_len=96"),
 }
 """Settings without which a key is refused or shows nothing, on both sides of the comparison."""
 ONLY = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.generate import Sampling, choose_tokens
-from nsa.generate.sampling import keep_top_k, keep_top_p, penalize
+from nsa.generate.decode import keep_top_k, keep_top_p, penalize
 
 
 def draws(num: int, seed: int = 0) -> list[torch.Generator]:

@@ -41,6 +41,11 @@ VARIANTS = {
     "one group": ["model.n_kv_groups=1", "model.n_layers=1"],
     "gpt2": ["data.tokenizer=gpt2"],
     "dense": ["model.attention=dense"],
+    "infllm": ["model.rule=pooled", "nsa.l_sel=16"],
+    "moba": ["model.rule=pooled", "nsa.l_sel=16", "nsa.pool=moba", "nsa.pool_block=48"],
+    "one K and V": ["model.kv=shared", "nsa.l_sel=16", "nsa.num_local=1"],
+    "msa": ["model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=4"],
+    "mixed": ["model.rule=nsa,msa", "nsa.l_sel=16", "nsa.d_index=6"],
 }
 
 
@@ -71,8 +76,9 @@ def test_parameter_counts_equal_the_model(overrides: list[str]) -> None:
         "gate": real("attn.gate."),
         "phi": real("attn.phi_k.", "attn.phi_v."),
         "mlp": real("mlp."),
-        "norms": real("norm"),
+        "norms": real("norm1.", "norm2.", "norm."),
         "head": real("lm_head."),
+        **({"index": real("attn.rule.")} if config.model.learns_index else {}),
     }
 
 
@@ -212,6 +218,8 @@ MEMORY = {
     # with d_k = d_v: otherwise a CPU has plain math alone, which keeps the probabilities
     "dense": ["model.attention=dense", "model.d_v=24"],
     "dense in bf16": ["model.attention=dense", "model.d_v=24", "runtime.precision=bf16"],
+    "infllm": ["model.rule=pooled", "nsa.l_sel=16"],
+    "msa": ["model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8"],
     "checkpointed": ["runtime.gradient_checkpointing=true"],
     "some checkpointed": ["runtime.gradient_checkpointing=true", "runtime.gc_layers=1:2"],
 }

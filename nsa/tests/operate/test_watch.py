@@ -32,7 +32,7 @@ from nsa.operate.watch.rules import RULES, judge
 from nsa.operate.watch.watchdog import Watch
 from nsa.records import Heartbeat, sentinels
 from nsa.records.alarms import TYPES, Alarm, append_alarm, last_alarms, read_gate_details
-from nsa.records.machine import GpuReading
+from nsa.records.env import GpuReading
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.support.recording import GATES, Recorder, dead_pid
 from nsa.train import Halted, RunRefused, locked_folder, run, runner

@@ -19,10 +19,10 @@ from nsa.records import (
     Heartbeat,
     age_seconds,
     last_beat,
-    machine,
     read_gpu,
     read_heartbeat,
 )
+from nsa.records import env as machine
 from nsa.records.heartbeat import BASE_FIELDS, SEARCH_BYTES, parse_beat, parse_head
 from nsa.records.tables import fallback_counts
 from nsa.tail import BLOCK_BYTES, Line
@@ -111,6 +111,7 @@ def test_progress_has_gate_health_in_both_spellings(tmp_path: Path) -> None:
         toks_per_s=1e5,
         lr=1e-4,
         grad_norm=0.5,
+        index_loss=0.3,
         step_time_s=0.1,
         mfu=0.41,
         dt_fetch_s=0.01,

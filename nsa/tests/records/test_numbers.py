@@ -35,7 +35,7 @@ from nsa.tests.conftest import REPOSITORY
 from nsa.tests.support.recording import Recorder
 from nsa.train.progress import FetchTimes
 from nsa.web.header import describe_charts
-from nsa.web.history import History
+from nsa.web.source import History
 
 
 def test_every_number_goes_from_the_writer_to_the_curves(
@@ -70,7 +70,7 @@ def test_a_new_number_is_one_line_and_its_value(
     for module in ("records.numbers", "operate.monitor", "operate.report.html", "web.header"):
         monkeypatch.setattr(f"nsa.{module}.SCALARS", (*SCALARS, new))
     monkeypatch.setattr("nsa.operate.report.evidence.SCALARS", (*SCALARS, new))
-    monkeypatch.setattr("nsa.web.history.COLUMNS", ("fan_rpm",))
+    monkeypatch.setattr("nsa.web.source.COLUMNS", ("fan_rpm",))
     recorder = Recorder(tmp_path, monkeypatch, log_every=1)
     recorder.run(3, fan_rpm=1234)
     history = History(tmp_path)

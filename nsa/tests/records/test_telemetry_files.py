@@ -556,7 +556,7 @@ LAYER_TAGS = [f"layer_{name}" for name in (*GATE_FIELDS, *SELECTION_FIELDS)]
 def test_events_read_back_what_was_written(tmp_path: Path) -> None:
     board = open_tensorboard(tmp_path)
     numbers = dict(loss=4.0, toks_per_s=100.0, lr=0.5)
-    board.add(1, train_scalars(**numbers, grad_norm=2.0, mfu=0.25))
+    board.add(1, train_scalars(**numbers, grad_norm=2.0, mfu=0.25, index_loss=0.5))
     board.add(2, train_scalars(**numbers))  # no curve of what nobody knows
     board.add(1, attention_scalars(SUMMARY, LAYERS))
     board.add(2, attention_scalars(None, None))

@@ -30,7 +30,7 @@ def make(
 ) -> EagerStep | GraphStep:
     """A step with a model of its own; the weights are the same every time."""
     torch.manual_seed(cfg.train.seed)
-    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention)
+    runtime = resolve_runtime(cfg.runtime, (cfg.model.d_k, cfg.model.d_v), cfg.model.attention_kind)
     model = TinyLM.from_config(cfg, 256).to(runtime.device).train()
     cfg = replace(cfg, runtime=replace(cfg.runtime, cuda_graph=captured))
     return build_step(cfg, model, runtime, share=share)

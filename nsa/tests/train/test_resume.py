@@ -75,6 +75,7 @@ SETTINGS = {
     "muon": ("train.optimizer=muon", "train.accumulate_grad_batches=2"),
     "muon-fp16": ("train.optimizer=muon", "runtime.precision=fp16"),
     "mlp": ("nsa.phi=mlp", "nsa.gate=sigmoid", "model.tie_embeddings=true"),
+    "msa": ("model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8", "train.index_warmup_steps=4"),
 }
 
 

@@ -16,8 +16,7 @@ from nsa.records.tables import read_selection
 from nsa.tail import Follower
 from nsa.tests.support.recording import Recorder
 from nsa.web.header import Settings
-from nsa.web.history import History
-from nsa.web.source import Source, Sources
+from nsa.web.source import History, Source, Sources
 from nsa.web.table import FIELDS, LayerTable, Table
 from nsa.web.timeline import Timeline
 from scripts.demo_run import main

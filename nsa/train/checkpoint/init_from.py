@@ -122,6 +122,9 @@ def read_origin(cfg: Config, vocab: int) -> Origin:
 def _shape_keys(cfg: Config) -> list[str]:
     keys = [*SHAPE]
     if cfg.model.attention == "nsa":
+        keys += ["model.rule", "model.kv"]
+        keys += ["nsa.d_index"] if cfg.model.learns_index else []
+    if any(cfg.model.branched):
         keys += ["nsa.phi", "nsa.gate"]
         keys += ["nsa.l"] if cfg.nsa.phi == "mlp" else []  # the MLP's input is l tokens wide
     return keys

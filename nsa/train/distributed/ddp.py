@@ -222,6 +222,12 @@ class Group(Strategy):
         self._losses.append(losses)
         return losses.mean()
 
+    def mean_over_ranks(self, value: Tensor) -> Tensor:
+        total = value.clone()
+        with span("all-reduce of the index loss", waits=True):
+            dist.all_reduce(total)
+        return total / self.world_size
+
     def ranks_not_finite(self, late: int) -> str:
         losses = self._losses[-1 - late]
         ranks = [str(rank) for rank in range(self.world_size) if not losses[rank].isfinite()]

@@ -102,6 +102,10 @@ class Strategy:
         """The mean loss over the ranks. Collective; no host sync."""
         return loss
 
+    def mean_over_ranks(self, value: Tensor) -> Tensor:  # [] fp32 -> [] fp32
+        """The mean of a number over the ranks. Collective; no host sync."""
+        return value
+
     def ranks_not_finite(self, late: int) -> str:
         """Text naming the ranks whose loss was not finite, `late` updates ago; may be empty."""
         return ""

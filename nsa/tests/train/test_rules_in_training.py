@@ -1,0 +1,92 @@
+"""Training, evaluation, files, generation and reports work with every rule."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.config import Config, ConfigError
+from nsa.generate import generate
+from nsa.records import TRAINING, TrainingRow, read_rows
+from nsa.records.heartbeat import PROGRESS, read_heartbeat
+from nsa.train import run
+from nsa.train.checkpoint.model_file import load_model
+
+BuildConfig = Callable[..., Config]
+BLOCKS = ("nsa.l_sel=16", "nsa.n_sel=3", "train.seq_len=96", "train.steps=6", "train.eval_every=6")
+RULES = {
+    "infllm": ("model.rule=pooled",),
+    "moba": ("model.rule=pooled", "nsa.pool=moba", "nsa.pool_block=48"),
+    "one K and V": ("model.kv=shared",),
+    "msa": ("model.rule=msa,reuse", "nsa.d_index=8", "nsa.num_first=0", "nsa.num_local=1"),
+    "mixed": ("model.rule=nsa,pooled",),
+    "msa, documents": ("model.rule=msa", "nsa.d_index=8", "data.respect_documents=true"),
+}
+
+
+@pytest.mark.parametrize("settings", RULES.values(), ids=RULES.keys())
+def test_a_run_trains_logs_and_generates(
+    settings: tuple[str, ...], tiny_config: BuildConfig
+) -> None:
+    cfg = tiny_config("model.n_layers=2", "train.lr=0.01", *BLOCKS, *settings)
+    out = io.StringIO()
+    result = run(cfg, config_path="tiny.yaml", out=out)
+    folder = Path(cfg.train.out_dir)
+    losses = [row.loss for row in read_rows(TrainingRow, folder / TRAINING)]
+    assert losses[-1] < losses[0] - 0.2
+    lines = [
+        beat for beat in read_heartbeat(folder / "heartbeat_rank0.jsonl") if beat.msg == PROGRESS
+    ]
+    learns, branched = cfg.model.learns_index, any(cfg.model.branched)
+    for line in lines:
+        assert (line.extra["index_loss"] is not None) == learns
+        assert (line.extra["entropy_mean"] is not None) == branched
+        assert line.extra["sel_k_mean"] > 0
+    assert ("rule" in out.getvalue()) == (cfg.model.attention_kind != "nsa")
+    model, _ = load_model(folder / "model.pt")
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    assert torch.equal(generate(model, ids, 40), generate(result.model, ids, 40))
+
+
+def test_the_indexer_learns_beside_the_model(tiny_config: BuildConfig, tmp_path: Path) -> None:
+    """Its loss falls, and its weight and warm-up are those of the config."""
+    rule = ("model.rule=msa", "nsa.d_index=8", *BLOCKS, "train.steps=12", "train.lr=0.01")
+    found = {}
+    for name, more in {
+        "plain": (),
+        "heavy": ("train.index_loss=4",),
+        "warm": ("train.index_warmup_steps=12",),
+    }.items():
+        cfg = tiny_config(*rule, *more, f"train.out_dir={tmp_path / name}")
+        run(cfg, config_path="tiny.yaml", out=io.StringIO())
+        beats = read_heartbeat(Path(cfg.train.out_dir) / "heartbeat_rank0.jsonl")
+        found[name] = [b.extra["index_loss"] for b in beats if b.msg == PROGRESS]
+    assert found["plain"][-1] < 0.8 * found["plain"][0]
+    assert found["heavy"] != found["plain"]
+    assert found["warm"][0] != found["plain"][0], "the KL over all tokens"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("model.rule=msa", "nsa.l_sel=24"), "nsa.l_sel=24.*a multiple of 16 up to 256"),
+        (("model.rule=msa", "nsa.l_sel=16", "runtime.compile=true"), "runtime.compile=True.*false"),
+        (("model.kv=shared", "nsa.l_sel=16", "runtime.cuda_graph=true"), "runtime.cuda_graph=True"),
+        (("nsa.n_sel=3", "nsa.num_first=2"), "nsa.n_sel=3.*>= 4"),
+        (("train.index_loss=0",), "train.index_loss=0.*> 0"),
+        (("nsa.pool=mean",), "nsa.pool='mean'.*infllm | moba"),
+        (
+            ("model.rule=pooled", "nsa.pool=moba", "nsa.l_sel=16", "nsa.n_sel=4"),
+            "nsa.pool_block=512.*divisor of n_sel . l_sel = 64",
+        ),
+    ],
+)
+def test_settings_that_a_rule_cannot_have_are_refused(
+    settings: tuple[str, ...], message: str, tiny_config: BuildConfig
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(*settings)
