@@ -26,7 +26,7 @@ from nsa.ops.triton.banded_forward import Gated
 from nsa.ops.triton.block_index import QueryLists, empty_lists, list_queries
 from nsa.ops.triton.launcher import Launch, ceil_div, compiling_ahead, start
 from nsa.ops.triton.problem import Problem
-from nsa.ops.triton.select import Selection
+from nsa.ops.triton.select import Selection, split_ids
 from nsa.ops.triton.tiles import padded
 
 ROWS_PER_GATE_PROGRAM = 16
@@ -100,8 +100,11 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     with nvtx("branch_attn+gate", marked):
         o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
         gated = Gated(gates, o_cmp, o_win, problem.empty(*o_cmp.shape))
-        o_sel, lists = _selected(problem, inputs, chosen, lse[1], gated)
-    return Results(gated.out, chosen.ids, o_cmp, o_sel, o_win, lse, *chosen[1:], *lists)
+        read = chosen
+        if problem.reader is not problem and not problem.masked:
+            read = select.given(problem.reader, _read_ids(problem, chosen.ids))
+        o_sel, lists = _selected(problem, inputs, read, lse[1], gated)
+    return Results(gated.out, chosen.ids, o_cmp, o_sel, o_win, lse, *read[1:], *lists)
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> Inputs:
@@ -136,16 +139,18 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     if problem.masked:
         grads[1] = banded_backward.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
     else:
-        chosen = Selection(saved.ids, saved.num_chosen, bits, saved.before)
+        reader = problem.reader
+        ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
+        chosen = Selection(ids, saved.num_chosen, bits, saved.before)
         rest = (q, *keys[1], dout, stats[1])
         if problem.by_query:
-            dq_sel = by_query.backward_q(problem, *rest, chosen)
-            lists = list_queries(problem, chosen)
-            grads[1] = by_block_backward.backward_kv(problem, *rest, lists, ordered=ordered)
+            dq_sel = by_query.backward_q(reader, *rest, chosen)
+            lists = list_queries(reader, chosen)
+            grads[1] = by_block_backward.backward_kv(reader, *rest, lists, ordered=ordered)
         else:
             lists = QueryLists(*saved[-len(QueryLists._fields) :])
             dq_sel, *grads_kv = by_block_backward.backward(
-                problem, *rest, chosen, lists, ordered=ordered
+                reader, *rest, chosen, lists, ordered=ordered
             )
             grads[1] = grads_kv[0], grads_kv[1]
     if 2 in routes:
@@ -215,12 +220,20 @@ def _selected(
     if problem.masked:
         o_sel = banded_forward.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
         return o_sel, empty_lists(problem)
+    reader = problem.reader
     if problem.by_query:
-        o_sel = by_query.forward(problem, q, k, v, chosen, lse, gated)
+        o_sel = by_query.forward(reader, q, k, v, chosen, lse, gated)
         return o_sel, empty_lists(problem)
-    lists = list_queries(problem, chosen)
-    o_sel = by_block_forward.forward(problem, q, k, v, chosen, lists, lse, gated)
+    lists = list_queries(reader, chosen)
+    o_sel = by_block_forward.forward(reader, q, k, v, chosen, lists, lse, gated)
     return o_sel, lists
+
+
+def _read_ids(problem: Problem, ids: Tensor) -> Tensor:  # [B, S, Hkv, n_sel] int32
+    """The ids of the same tokens in the blocks of `problem.reader`, ascending, then -1."""
+    if ids.is_meta:  # only kernels are compiled; see compile_ahead
+        return problem.reader.empty(*ids.shape[:3], problem.reader.spec.n_sel, dtype=torch.int32)
+    return split_ids(ids, problem.spec.l_sel)
 
 
 def _gate_backward(

@@ -27,6 +27,7 @@ from nsa.ops.triton.tiles import (
     needs_words,
     padded,
     parts_of,
+    read_spec,
 )
 
 MAX_TOKENS = 1 << 24
@@ -82,9 +83,33 @@ class Problem:
         self.packed = len(doc_lens) > 1
         # exp(x) = exp2(x * log2(e)): the kernels use base 2.
         self.scale_log2 = scale * LOG2_E
-        self.num_blocks = sum(spec.num_blocks(length) for length in doc_lens)
+        self._count()
+
+    def _count(self) -> None:
+        """Blocks, words of their bits, and compressed tokens of all documents."""
+        self.num_blocks = sum(self.spec.num_blocks(length) for length in self.doc_lens)
         self.num_words = ceil_div(self.num_blocks, 32)
-        self.num_cmp = sum(spec.num_cmp(length) for length in doc_lens)
+        self.num_cmp = sum(self.spec.num_cmp(length) for length in self.doc_lens)
+
+    @cached_property
+    def reader(self) -> Problem:
+        """The problem of the kernels that read the selected blocks: this one, or the same with
+        shorter blocks, where a tile cannot hold a whole one."""
+        spec = read_spec(self.d_k, self.d_v, self.spec, self.dtype)
+        if spec is self.spec:
+            return self
+        twin = self._twin()
+        twin.spec = spec
+        twin._count()
+        return twin
+
+    def _twin(self) -> Problem:
+        """A copy without what was derived from its sizes."""
+        twin = copy.copy(self)
+        for name in ("bands", "masked", "by_query", "documents", "reader"):
+            twin.__dict__.pop(name, None)
+        twin.memo = {}
+        return twin
 
     @cached_property
     def bands(self) -> tuple[Band, Band, Band]:
@@ -99,7 +124,7 @@ class Problem:
     @cached_property
     def masked(self) -> bool:
         """Whether the selected branch masks the whole past instead of reading its blocks."""
-        if not fits_selected(*self.sizes, self.capability, by_query=self._large):
+        if not fits_selected(*self.reader.sizes, self.capability, by_query=self._large):
             return True
         return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
 
@@ -175,6 +200,7 @@ class Problem:
     def on_meta(self) -> Problem:
         """The same problem with tensors that have no memory: its kernels are only compiled."""
         twin = copy.copy(self)
+        twin.__dict__.pop("reader", None)
         twin.memo, twin.memory = {}, torch.device("meta")
         twin.flags = replace(self.flags, strict=False)  # no values to check
         return twin

@@ -23,7 +23,7 @@ from nsa.ops.plan import nvtx
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.tile import COUNTS, _band, _dot, _dot_add, _rows
-from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles
+from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles, split_block
 
 FIRST_GUESS = tl.constexpr(2 << 23)
 """2 in the exponent field of fp32: subtracted from the bits of a number, it divides by 4."""
@@ -395,6 +395,15 @@ def _choose(
             num_warps=1,
         ),
     )  # fmt: skip
+
+
+def split_ids(index: Tensor, block: int) -> Tensor:
+    """The same tokens in the parts of blocks that the kernels hold at once: [..., n * parts]."""
+    parts, _ = split_block(block)
+    if parts == 1:
+        return index
+    ids = index[..., None] * parts + torch.arange(parts, dtype=torch.int32, device=index.device)
+    return ids.masked_fill(index[..., None] < 0, -1).flatten(-2)
 
 
 def given(problem: Problem, selection: Tensor) -> Selection:

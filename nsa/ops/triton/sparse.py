@@ -25,7 +25,7 @@ from nsa.ops.triton.launcher import Launch, ceil_div, describable, start
 from nsa.ops.triton.operators import MAX_GRID, padded_head, positive_scale
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.tiles import padded, sparse_spec, split_block
+from nsa.ops.triton.tiles import padded, sparse_spec
 
 ROWS = 16
 """Rows of [B, S, Hq] that one program of row_stats takes."""
@@ -96,7 +96,7 @@ def sparse_attention(
     if index.shape[2] == num_heads != num_groups:
         k, v = (x.repeat_interleave(num_heads // num_groups, dim=2) for x in (k, v))
     index = index.expand(-1, -1, k.shape[2], -1)
-    spec, index = sparse_spec(block, index.shape[3]), split_blocks(index, block)
+    spec, index = sparse_spec(block, index.shape[3]), select.split_ids(index, block)
     q, scale = positive_scale(q, scale)
     q, k, v = (padded_head(x) for x in (q, k, v))
     static, most = Static(spec, scale, layout.key_lens), MAX_GRID // q.shape[2]
@@ -107,15 +107,6 @@ def sparse_attention(
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
     out = out if out.shape[3] == d_v else out[..., :d_v]
     return (out, lse) if sink is None else _with_sink(out, lse, sink)
-
-
-def split_blocks(index: Tensor, block: int) -> Tensor:
-    """The same tokens, in blocks that the kernels hold at once."""
-    parts, _ = split_block(block)
-    if parts == 1:
-        return index
-    ids = index[..., None] * parts + torch.arange(parts, dtype=torch.int32, device=index.device)
-    return ids.masked_fill(index[..., None] < 0, -1).flatten(-2)
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

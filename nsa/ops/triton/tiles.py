@@ -400,13 +400,22 @@ def fits_selected(
 
 
 MAX_KEYS = 64
-"""Tokens of a block that the kernels of sparse_attention hold at once."""
+"""Tokens of a block that the kernels hold at once, where heads are wide."""
 
 
 def split_block(block: int) -> tuple[int, int]:
     """Into how many equal parts of at most MAX_KEYS tokens a block is cut, and their size."""
     parts = next(n for n in range(-(-block // MAX_KEYS), block + 1) if block % n == 0)
     return parts, block // parts
+
+
+def read_spec(d_k: int, d_v: int, spec: BlockSpec, dtype: torch.dtype) -> BlockSpec:
+    """Sizes with which the selected branch reads its blocks: a long block as several shorter ones,
+    where a tile cannot hold it whole."""
+    parts, _ = split_block(spec.l_sel)
+    if parts == 1 or fits_blocks(d_k, d_v, spec, dtype):
+        return spec
+    return sparse_spec(spec.l_sel, spec.n_sel)
 
 
 def sparse_obstacle(

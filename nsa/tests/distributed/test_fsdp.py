@@ -190,8 +190,9 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         (("train.optimizer=muon", "nsa.phi=mlp"), 0.0),
         (("model.attention=dense", "runtime.precision=bf16"), BF16_ROUNDING),
         (("nsa.phi=mlp", "nsa.gate=sigmoid", "runtime.precision=bf16"), BF16_ROUNDING),
+        (("model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8"), 0.0),
     ],
-    ids=["tied", "muon", "dense bf16", "mlp bf16"],
+    ids=["tied", "muon", "dense bf16", "mlp bf16", "msa"],
 )
 def test_one_rank_learns_what_one_process_learns(
     settings: tuple[str, ...], rounding: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,22 @@ def test_two_ranks_equal_one_process_with_twice_the_batch(
     assert metrics.tokens_per_step == single.tokens_per_step
 
 
+def test_two_ranks_train_an_indexer_as_one_process_does(nursery: Nursery, tmp_path: Path) -> None:
+    """Its loss too, which is a mean over the ranks."""
+    rule = ("model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8", "train.index_warmup_steps=3")
+    codes, printed = train(nursery, tmp_path / "two", "train.batch_size=2", *rule, **PLAIN)
+    assert codes == [0, 0], printed
+    alone(config(tmp_path / "one", "train.batch_size=4", *rule))
+    folders = tmp_path / "two" / "run", tmp_path / "one"
+    assert losses(folders[0]) == pytest.approx(losses(folders[1]), rel=ROUNDING)
+    found = [
+        [beat.extra["index_loss"] for beat in read_heartbeat(folder / "heartbeat_rank0.jsonl")
+         if beat.msg == "progress"]
+        for folder in folders
+    ]  # fmt: skip
+    assert len(found[0]) == 6 and found[0] == pytest.approx(found[1], rel=10 * ROUNDING)
+
+
 def test_the_first_rank_speaks_and_writes_and_each_has_a_heartbeat(two: tuple[Path, str]) -> None:
     folder, printed = two
     ready = "[ddp] process group ready | backend=gloo world_size=2 timeout_min=1\n"

@@ -143,6 +143,27 @@ def test_shapes_drawn_at_random_equal_float64(drawn):
     matrix.check(drawn)
 
 
+@pytest.mark.parametrize(
+    ("order", "case"),
+    [
+        ("by-block", Case(BlockSpec(l=8, d=4, l_sel=12, n_sel=3, w=11), S=41, Hkv=1, G=3)),
+        ("by-query", Case(BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11), S=41, docs=(3, 1, 37), G=2)),
+    ],
+    ids=["by-block", "by-query"],
+)
+def test_long_blocks_are_read_in_parts(order, case, force_order, monkeypatch):
+    """As if a tile held four keys: what the kernels read is then a part of a block."""
+    force_order(order)
+    monkeypatch.setattr(tile_sizes, "MAX_KEYS", 4)
+    monkeypatch.setattr(tile_sizes, "fits_blocks", lambda d_k, d_v, spec, dtype: spec.l_sel <= 4)
+    compare(case, torch.float32, "reference", 1e-5, 1e-4)
+    inputs = to_device(make_inputs(case, torch.float32))
+    _, chosen = run(on_device(case), inputs, "triton", return_selection=True)
+    assert chosen.shape[-1] == case.spec.n_sel
+    kept = problem._kept.values()  # packed documents are not kept
+    assert case.docs or all(p.reader.spec.l_sel == 4 for p in kept)
+
+
 def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
     force_order("by-block")
     monkeypatch.setattr(block_index, "chunk_size", lambda problem: 16)
