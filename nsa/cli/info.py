@@ -73,8 +73,8 @@ def _costs(config: Config) -> str:
         step_bytes(config),
     )
     rows = [("  part", "FLOPs/token", "FLOPs/step", "bytes/token", "bytes/step")]
-    for part in columns[0]:
-        rows.append(_cost_row(part, *(column[part] for column in columns)))
+    for part in columns[1]:  # a step has all parts, and perhaps the loss of indexers
+        rows.append(_cost_row(part, *(column.get(part, 0) for column in columns)))
     rows.append(_cost_row("total", *(sum(column.values()) for column in columns)))
     return text_table(rows, right=(1, 2, 3, 4))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from nsa.config import Config, parse_layers
 from nsa.config.env import read
 from nsa.config.schema import ATTENTIONS, KVS, ModelConfig
 from nsa.model.attention import NSAAttention
-from nsa.model.block import Block, RMSNorm, SparseBlock
+from nsa.model.block import Attention, Block, RMSNorm, SparseBlock
 from nsa.model.dense import DenseAttention
 from nsa.model.paged import PagedModelCache, Pages
 from nsa.model.rope import document_positions
@@ -112,31 +113,23 @@ class TinyLM(nn.Module):
         """Tokens of a prompt that go through the model at a time, as set when it is built."""
         self.checkpointed = _checkpointed_layers(n_layers, grad_checkpointing, gc_layers)
 
-        heads = (dim, n_heads, n_kv_groups, d_k, d_v)
-        rope: dict[str, Any] = {"rope_base": rope_base, "rope_scale": rope_scale}
-        # The config's own rules about lists, and about `reuse`.
         shape = ModelConfig(attention=attention, rule=rule, kv=kv, n_layers=n_layers)
-        rules = list(zip(shape.rules, shape.branched, strict=True))
+        new_attention = partial(
+            _new_attention,
+            heads={"dim": dim, "n_heads": n_heads, "n_kv_groups": n_kv_groups}
+            | {"d_k": d_k, "d_v": d_v},
+            sizes={"l": l, "d": d, "l_sel": l_sel, "n_sel": n_sel, "w": w}
+            | {"num_first": num_first, "num_local": num_local},
+            branches={"phi": phi, "gate": gate},
+            choice={"pool": pool, "pool_block": pool_block, "d_index": d_index},
+            rope={"rope_base": rope_base, "rope_scale": rope_scale},
+            backend=backend,
+        )
 
         def new_block(layer: int) -> Block:
-            if attention == "dense":
-                return Block(dim, DenseAttention(*heads, **rope), layer)
-            name, branched = rules[layer % len(rules)]
-            if branched:
-                attn = NSAAttention(
-                    *(dim, n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, phi, gate),
-                    num_first=num_first,
-                    num_local=num_local,
-                    backend=backend,
-                    **rope,
-                )
-                return Block(dim, attn, layer)
-            spec = BlockSpec(l, d, l_sel, n_sel, w, num_first, num_local)
-            sparse = SparseAttention(
-                *heads, spec, name, pool=pool, pool_block=pool_block,
-                d_index=d_index, backend=backend, **rope,
-            )  # fmt: skip
-            return SparseBlock(dim, sparse, layer)
+            attn = new_attention(shape, layer)
+            kind = SparseBlock if isinstance(attn, SparseAttention) else Block
+            return kind(dim, attn, layer)
 
         self.embed = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(new_block(i) for i in range(n_layers))
@@ -324,6 +317,27 @@ class TinyLM(nn.Module):
             for block in self.layers:
                 block.attn.out.weight /= math.sqrt(2 * n_layers)
                 block.mlp.fc2.weight /= math.sqrt(2 * n_layers)
+
+
+def _new_attention(
+    shape: ModelConfig,  # attention, rules and kv of the layers
+    layer: int,
+    *,
+    heads: dict[str, Any],
+    sizes: dict[str, Any],  # of BlockSpec
+    branches: dict[str, Any],
+    choice: dict[str, Any],
+    rope: dict[str, Any],
+    backend: str,
+) -> Attention:
+    """The attention of a layer: dense, NSA with its branches, or a rule with one K and V."""
+    if shape.attention == "dense":
+        return DenseAttention(**heads, **rope)
+    place = layer % len(shape.rules)
+    if not shape.branched[place]:
+        spec, rule = BlockSpec(**sizes), shape.rules[place]
+        return SparseAttention(**heads, spec=spec, rule=rule, backend=backend, **choice, **rope)
+    return NSAAttention(**heads, **sizes, **branches, **rope, backend=backend)
 
 
 def _reused(block: Block, before: Any) -> tuple[Tensor, ...]:
