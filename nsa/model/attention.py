@@ -327,7 +327,7 @@ class NSAAttention(Rotary):
         self, q: Tensor, window: tuple[Tensor, Tensor], gates: Tensor, cache: NSACache
     ) -> Tensor:  # [B, T, Hq, Dv]
         """Attention of T new tokens on Triton; the window's keys and values are not stored yet."""
-        from nsa.ops.triton.chunked_prefill import attend_continued  # Triton exists for Linux only
+        from nsa.ops.triton.attention import attend_continued  # Triton exists for Linux only
 
         first, stop = cache.length, cache.length + q.shape[1]
         num_cmp = self.spec.num_cmp(stop)

@@ -24,7 +24,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.ops.machine import interpreted
-from nsa.ops.triton.tiles import Tiles
+from nsa.ops.triton.tiles import DIM_STEP, Tiles
 
 ALIGNMENT = 16
 """Bytes of the widest load. Triton compiles a kernel separately for pointers that are aligned."""
@@ -262,3 +262,14 @@ def ceil_div(a: int, b: int) -> int:
 
 def _descriptor(rows: Rows) -> TensorDescriptor:
     return TensorDescriptor(rows.base, list(rows.shape), list(rows.strides), list(rows.block_shape))
+
+
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The kernels take the maximum before they scale, so a scale <= 0 is multiplied into q."""
+    return (q, scale) if scale > 0 else (q * scale, 1.0)
+
+
+def padded_head(x: Tensor) -> Tensor:
+    """Pad the head dim with zeros to a multiple of DIM_STEP; that changes no product."""
+    missing = -x.shape[-1] % DIM_STEP
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x

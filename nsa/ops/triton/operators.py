@@ -23,7 +23,6 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.ops.plan import NO_FLAGS, Flags
@@ -33,9 +32,8 @@ from nsa.ops.triton import compress as compression
 from nsa.ops.triton.attention import Inputs, Results, Saved
 from nsa.ops.triton.block_index import empty_lists
 from nsa.ops.triton.documents import finite_only
-from nsa.ops.triton.launcher import describable, is_compiling_ahead
+from nsa.ops.triton.launcher import describable, is_compiling_ahead, padded_head, positive_scale
 from nsa.ops.triton.problem import Problem, problem_of
-from nsa.ops.triton.tiles import DIM_STEP
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Tensor types without a dispatch of their own."""
@@ -147,17 +145,6 @@ def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
 def _batches(x: Tensor, most: int) -> list[Tensor]:
     """x, split along the batch into pieces of at most `most`."""
     return [x] if x.shape[0] <= most else list(x.split(most))
-
-
-def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernels take the maximum before they scale, so a scale <= 0 is multiplied into q."""
-    return (q, scale) if scale > 0 else (q * scale, 1.0)
-
-
-def padded_head(x: Tensor) -> Tensor:
-    """Pad the head dim with zeros to a multiple of DIM_STEP; that changes no product."""
-    missing = -x.shape[-1] % DIM_STEP
-    return F.pad(x, (0, missing)) if missing else x
 
 
 # --- Operators, or the same functions without the dispatcher ---

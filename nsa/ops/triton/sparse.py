@@ -21,8 +21,15 @@ from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import by_block_backward, by_block_forward, by_query, select
 from nsa.ops.triton.block_index import QueryLists, empty_lists, list_queries
 from nsa.ops.triton.documents import finite_only
-from nsa.ops.triton.launcher import Launch, ceil_div, describable, start
-from nsa.ops.triton.operators import MAX_GRID, padded_head, positive_scale
+from nsa.ops.triton.launcher import (
+    Launch,
+    ceil_div,
+    describable,
+    padded_head,
+    positive_scale,
+    start,
+)
+from nsa.ops.triton.operators import MAX_GRID
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tiles import padded, sparse_spec

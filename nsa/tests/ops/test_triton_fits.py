@@ -22,7 +22,7 @@ from nsa.ops.eager.rows import KeyValues
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import attention, launcher, operators
 from nsa.ops.triton import tiles as tables
-from nsa.ops.triton.chunked_prefill import attend_continued
+from nsa.ops.triton.attention import attend_continued
 from nsa.ops.triton.decode.launch import Caches, Decoder, Token
 from nsa.ops.triton.decode.tiles import Workspace, decode_obstacle, decode_tiles
 from nsa.ops.triton.operators import nsa_attention
