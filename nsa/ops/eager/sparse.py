@@ -1,7 +1,9 @@
 """The torch path of sparse_attention: each query fetches the tokens of its blocks.
 
 Queries are processed a chunk at a time. The backward pass fetches again and recomputes the
-probabilities from the saved log-sum-exp, so memory is that of one chunk.
+probabilities from the saved log-sum-exp, so memory is that of one chunk. On a CPU, where a query
+reads a good part of all keys, all of them are multiplied in place under a mask instead: fetching
+costs more than products.
 
 Shapes: H heads have an index of their own (KV heads, or query heads where each has one), R query
 heads share it, and K = n * block tokens are fetched for each query.
@@ -21,7 +23,9 @@ from nsa.ops.eager.attention import compute_dtype
 from nsa.ops.eager.rows import distinct_blocks
 
 CHUNK_NUMBERS = 1 << 22
-"""Numbers of keys and values that one chunk fetches."""
+"""Numbers of keys and values that one chunk fetches, or logits that it computes in place."""
+FETCH_COST = 8
+"""Keys that a CPU multiplies in place in the time in which it fetches one."""
 
 
 class Problem(NamedTuple):
@@ -41,13 +45,55 @@ class Places(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """The keys and values of a chunk of queries."""
+    """The keys and values of a chunk of queries, a copy for each query."""
 
     k: Tensor  # [B, H, T, K, Dk]
     v: Tensor  # [B, H, T, K, Dv]  0 where it is not finite
     visible: Tensor  # [B, H, T, K] bool
     bad: Tensor  # [B, H, T] bool  whether the query sees a value that is not finite
     where: tuple[Tensor, Tensor, Tensor]  # batch element, KV head and token of each key
+
+    def times_k(self, q: Tensor) -> Tensor:  # [B, H, T, R, Dk] -> [B, H, T, R, K]
+        return q @ self.k.mT
+
+    def times_v(self, grad: Tensor) -> Tensor:  # [B, H, T, R, Dv] -> [B, H, T, R, K]
+        return grad @ self.v.mT
+
+    def sum_k(self, weights: Tensor) -> Tensor:  # [B, H, T, R, K] -> [B, H, T, R, Dk]
+        return weights @ self.k
+
+    def sum_v(self, weights: Tensor) -> Tensor:  # [B, H, T, R, K] -> [B, H, T, R, Dv]
+        return weights @ self.v
+
+    def add(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
+        """Add weights^T rows to the keys of total [B, Hkv, Sk, D]."""
+        total.index_put_(self.where, weights.mT @ rows, accumulate=True)
+
+
+class InPlace(NamedTuple):
+    """All keys and values, finite, and which of them each query of a chunk reads."""
+
+    k: Tensor  # [B, H, Sk, Dk]
+    v: Tensor  # [B, H, Sk, Dv]
+    visible: Tensor  # [B, H, T, Sk] bool
+    bad: Tensor  # [B, H, T] bool, all false
+
+    def times_k(self, q: Tensor) -> Tensor:  # [B, H, T, R, Dk] -> [B, H, T, R, Sk]
+        return (q.flatten(2, 3) @ self.k.mT).unflatten(2, q.shape[2:4])
+
+    def times_v(self, grad: Tensor) -> Tensor:
+        return (grad.flatten(2, 3) @ self.v.mT).unflatten(2, grad.shape[2:4])
+
+    def sum_k(self, weights: Tensor) -> Tensor:
+        return (weights.flatten(2, 3) @ self.k).unflatten(2, weights.shape[2:4])
+
+    def sum_v(self, weights: Tensor) -> Tensor:
+        return (weights.flatten(2, 3) @ self.v).unflatten(2, weights.shape[2:4])
+
+    def add(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
+        # Heads of a group that have an index of their own share a KV head of the total.
+        share = weights.flatten(2, 3).mT @ rows.flatten(2, 3)  # [B, H, Sk, D]
+        total += share.unflatten(1, (total.shape[1], -1)).sum(dim=2)
 
 
 def sparse_attention(
@@ -109,8 +155,7 @@ class _Sparse(torch.autograd.Function):
         dtype = compute_dtype(q.dtype)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
-        for rows in _chunks(ids, problem.block, k.shape[3] + v.shape[3]):
-            some = _fetch(k, v, ids[:, :, rows], problem, rows, dtype)
+        for rows, some in _keys(q, k, v, ids, problem, dtype):
             heads = _grouped(q[:, rows], ids.shape[1], dtype)
             logits = _logits(heads, some, problem.scale)
             found = logits.logsumexp(dim=-1)  # [B, H, T, R]; -inf: no key is visible
@@ -118,7 +163,7 @@ class _Sparse(torch.autograd.Function):
                 with_sink = torch.logaddexp(found, _per_head(sink, heads))
                 found = with_sink.masked_fill(found == -math.inf, -math.inf)
             probs = _probabilities(logits, found)
-            part = (probs @ some.v).masked_fill(some.bad[..., None, None], math.nan)
+            part = some.sum_v(probs).masked_fill(some.bad[..., None, None], math.nan)
             out[:, rows] = _ungrouped(part).to(q.dtype)
             lse[:, rows] = _ungrouped(found[..., None])[..., 0]
         ctx.save_for_backward(q, k, v, sink, ids, lse)
@@ -135,8 +180,7 @@ class _Sparse(torch.autograd.Function):
         # [B, Hkv, Sk, D], so that a key is one row.
         dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=dtype) for x in (k, v))
         dsink = None if sink is None else torch.zeros_like(sink, dtype=dtype)
-        for rows in _chunks(ids, problem.block, k.shape[3] + v.shape[3]):
-            some = _fetch(k, v, ids[:, :, rows], problem, rows, dtype)
+        for rows, some in _keys(q, k, v, ids, problem, dtype):
             heads = _grouped(q[:, rows], ids.shape[1], dtype)
             found = _grouped(lse[:, rows, :, None], ids.shape[1], dtype)[..., 0]
             probs = _probabilities(_logits(heads, some, problem.scale), found)
@@ -150,12 +194,12 @@ class _Sparse(torch.autograd.Function):
             if dout is not None:
                 grad = _grouped(dout[:, rows], ids.shape[1], dtype)
                 grad = grad.masked_fill(some.bad[..., None, None], 0.0)  # NaN rows: no gradient
-                dprobs = grad @ some.v.mT
-                dv.index_put_(some.where, probs.mT @ grad, accumulate=True)
+                dprobs = some.times_v(grad)
+                some.add(dv, probs, grad)
             moved = moved - torch.linalg.vecdot(probs, dprobs)
             dlogits = probs * (dprobs + moved[..., None]) * problem.scale
-            dq[:, rows] = _ungrouped(dlogits @ some.k)
-            dk.index_put_(some.where, dlogits.mT @ heads, accumulate=True)
+            dq[:, rows] = _ungrouped(some.sum_k(dlogits))
+            some.add(dk, dlogits, heads)
             if dsink is not None:
                 share = (_per_head(sink, heads) - found).exp().masked_fill(found == -math.inf, 0.0)
                 dsink += (share * moved).sum(dim=(0, 2)).flatten()
@@ -163,12 +207,47 @@ class _Sparse(torch.autograd.Function):
         return *grads, None if dsink is None else dsink.to(sink.dtype), None, None
 
 
-def _chunks(ids: Tensor, block: int, width: int) -> Iterator[slice]:
-    """Slices of the queries whose fetched keys and values are at most CHUNK_NUMBERS."""
-    batch, heads, num_queries, n = ids.shape
-    size = max(CHUNK_NUMBERS // max(batch * heads * n * block * width, 1), 1)
+def _keys(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, problem: Problem, dtype: torch.dtype
+) -> Iterator[tuple[slice, Fetched | InPlace]]:
+    """Chunks of the queries, with what they read."""
+    num_heads, num_fetched = ids.shape[1], ids.shape[3] * problem.block
+    in_place = q.device.type == "cpu" and k.shape[1] <= FETCH_COST * num_fetched
+    # What is not finite must reach its own rows alone: fetching takes care of that.
+    if in_place and bool(k.isfinite().all()) and bool(v.isfinite().all()):
+        per_head = num_heads // k.shape[2]
+        keys, values = (
+            x.transpose(1, 2).to(dtype).repeat_interleave(per_head, dim=1) for x in (k, v)
+        )
+        for rows in _chunks(ids.shape[2], q.shape[0] * q.shape[2] * k.shape[1]):
+            visible = _visible(ids[:, :, rows], problem, rows, k.shape[1])
+            yield rows, InPlace(keys, values, visible, visible.new_zeros(visible.shape[:3]))
+        return
+    width = num_fetched * (k.shape[3] + v.shape[3])
+    for rows in _chunks(ids.shape[2], q.shape[0] * num_heads * width):
+        yield rows, _fetch(k, v, ids[:, :, rows], problem, rows, dtype)
+
+
+def _chunks(num_queries: int, each: int) -> Iterator[slice]:
+    """Slices of the queries, each of which needs so many numbers, of at most CHUNK_NUMBERS."""
+    size = max(CHUNK_NUMBERS // max(each, 1), 1)
     for first in range(0, num_queries, size):
         yield slice(first, min(first + size, num_queries))
+
+
+def _visible(ids: Tensor, problem: Problem, rows: slice, num_keys: int) -> Tensor:
+    """Which keys each query of a chunk reads: [B, H, T, Sk] bool."""
+    position, first, count = (x[:, None, rows, None] for x in problem.places)
+    num_blocks = -(-num_keys // problem.block)
+    # Ids that do not exist, -1 among them, go to a column that is cut off.
+    known = torch.where((ids >= 0) & (ids < num_blocks), ids, num_blocks)
+    chosen = torch.zeros(*ids.shape[:3], num_blocks + 1, dtype=torch.bool, device=ids.device)
+    chosen.scatter_(-1, known, True)
+    token = torch.arange(num_keys, device=ids.device) - first  # within the query's document
+    in_block = torch.where(token >= 0, token // problem.block, num_blocks)
+    chosen[..., -1] = False
+    read = chosen.gather(-1, in_block.expand(*ids.shape[:3], -1))
+    return read & (token <= position) & (token < count)
 
 
 def _fetch(
@@ -191,8 +270,8 @@ def _fetch(
     return Fetched(keys, values, visible, (bad & visible).any(dim=-1), where)
 
 
-def _logits(q: Tensor, some: Fetched, scale: float) -> Tensor:  # [B, H, T, R, K]
-    return (q @ some.k.mT * scale).masked_fill(~some.visible[..., None, :], -math.inf)
+def _logits(q: Tensor, some: Fetched | InPlace, scale: float) -> Tensor:  # [B, H, T, R, K]
+    return (some.times_k(q) * scale).masked_fill(~some.visible[..., None, :], -math.inf)
 
 
 def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:

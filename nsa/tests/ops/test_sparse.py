@@ -94,9 +94,11 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = T
 def test_the_torch_path_equals_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, rest = make(case)
     wanted = run(tensors, "reference", **rest)
-    assert_equal(run(tensors, "torch", **rest), wanted)
-    monkeypatch.setattr(sparse, "CHUNK_NUMBERS", 1)  # one query at a time
-    assert_equal(run(tensors, "torch", **rest), wanted)
+    for cost in (0, 1 << 30):  # fetched, and in place
+        monkeypatch.setattr(sparse, "FETCH_COST", cost)
+        for numbers in (1 << 22, 1):  # at once, and one query at a time
+            monkeypatch.setattr(sparse, "CHUNK_NUMBERS", numbers)
+            assert_equal(run(tensors, "torch", **rest), wanted)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -129,9 +131,12 @@ def test_queries_can_be_split_anywhere(backend: str) -> None:
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_packed_documents_equal_each_alone(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "cost"), [("reference", 0), ("torch", 0), ("torch", 1 << 30)])
+def test_packed_documents_equal_each_alone(
+    backend: str, cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One has no queries here, one begins in the middle of its keys."""
+    monkeypatch.setattr(sparse, "FETCH_COST", cost)  # fetched, and in place
     query_lens, key_lens, offsets = (20, 0, 7), (20, 33, 30), (0, 0, 23)
     case = Case(16, 3, batch=1, num_queries=27, num_keys=83)
     tensors, rest = make(case)

@@ -15,6 +15,7 @@ import nsa
 from bench import (
     bench_overhead,
     bench_prefill,
+    bench_sparse,
     bench_startup,
     bench_torch,
     bench_train,
@@ -646,3 +647,14 @@ def test_a_start_is_held_to_the_goal_of_its_kind():
 def test_a_start_that_ends_otherwise_is_no_measurement():
     with pytest.raises(RuntimeError, match="exit code 2, not 0"):
         bench_startup.run(bench_startup.Start("nsa env --nonsense", "files"), REPOSITORY, {})
+
+
+# --- bench_sparse.py ---
+
+
+def test_a_row_is_timed_beside_dense_attention_and_compared_with_the_torch_path():
+    row = bench_sparse.Row.parse("4/2/16:16:3:200")
+    assert row == ((4, 2, 16, 16), 16, 3, 200)
+    found = bench_sparse.measure(row, "torch", "cpu", repeats=1)
+    assert min(found[name] for name in ("forward_ms", "both_ms", "dense_ms")) > 0
+    assert found["error"] < 1e-5
