@@ -344,3 +344,30 @@ def content_of(cfg: Config, case: Case) -> checkpoint_file.Content:
         **{"optimizer": {}, "scaler": {}, "rng": {}, "data": {}, "tokens_seen": 1},
         "metrics": {},
     }
+
+
+FIRST_KEYS = {
+    *("data (train)", "data (val)", "global batch", "runtime.precision"),
+    *("model.attention", "model.d_k", "model.d_v", "model.dim", "model.n_heads"),
+    *("model.n_kv_groups", "model.n_layers", "model.rope_base", "model.rope_scale"),
+    *("model.tie_embeddings", "nsa.d", "nsa.gate", "nsa.l", "nsa.l_sel", "nsa.n_sel", "nsa.phi"),
+    *("nsa.w", "train.grad_clip", "train.lr", "train.lr_schedule", "train.seed", "train.seq_len"),
+    *("train.steps", "train.warmup_steps", "train.weight_decay"),
+}
+"""Of the checkpoints that were written first; every later one must be able to continue them."""
+
+
+def test_a_key_that_was_added_later_does_not_part_a_run_from_its_checkpoint(
+    tiny_config: BuildConfig,
+) -> None:
+    """At its default it is no part of the identity; at any other value it is."""
+    cfg = tiny_config()
+    data = open_data(cfg.data, 32, cfg.train.seed)
+    assert set(identity_of(cfg, data)) == FIRST_KEYS
+    for setting in (
+        *("model.rule=nsa,nsa", "nsa.num_first=0", "nsa.num_local=1", "nsa.pool=moba"),
+        *("nsa.pool_block=64", "nsa.d_index=8", "train.index_loss=2", "train.index_warmup_steps=1"),
+        *("model.embed_std=0.1", "train.decay_steps=1", "train.optimizer=muon"),
+    ):
+        other = identity_of(tiny_config(setting), data)
+        assert set(other) - FIRST_KEYS == {setting.partition("=")[0]}, setting

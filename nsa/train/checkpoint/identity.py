@@ -24,7 +24,9 @@ DECIDING = (
 """Keys of the train group that affect the losses; batch keys are covered by the global batch."""
 YOUNGER = (
     *("train.decay_steps", "train.optimizer", "data.respect_documents"),
-    "model.embed_std",
+    *("model.embed_std", "model.rule", "model.kv"),
+    *("nsa.num_first", "nsa.num_local", "nsa.pool", "nsa.pool_block", "nsa.d_index"),
+    *("train.index_loss", "train.index_warmup_steps"),
 )
 """Keys added later: part of the identity only if not at their defaults."""
 SCHEDULE = ("steps", "lr", "lr_schedule", "warmup_steps", "decay_steps")
