@@ -174,14 +174,17 @@ def test_every_shape_fits_every_gpu(shape, capability):
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
-def test_blocks_too_long_for_the_memory_are_masked(capability):
-    """l_sel=1024 at D 64: block_backward would ask for 331 KB."""
-    with starting_on(capability, ()) as started:
-        Shape(64, 64, l_sel=1024).attend_blocks()
+def test_blocks_too_long_for_the_memory_are_read_in_parts(capability):
+    """l_sel=1024 at D 64: block_backward would ask for 331 KB. 128 at D 128 would spill."""
+    for shape in (Shape(64, 64, l_sel=1024), Shape(128, 128, l_sel=128)):
+        with starting_on(capability, ()) as started:
+            shape.attend_blocks()
 
-    selected = [one.name for one in started if one.constants.get("SELECT")]
-    assert selected == ["band_forward", "band_dkv", "band_dq"]
-    assert not [one.name for one in started if one.name.startswith("block_")]
+        assert not [one.name for one in started if one.constants.get("SELECT")]
+        read = {
+            one.name: one.constants["L_SEL"] for one in started if one.name.startswith("block_")
+        }
+        assert read == {"block_forward": 64, "block_backward": 64}
 
 
 # --- what is compiled ahead ---
