@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nsa.config.schema import POOLS
 from nsa.model.rope import Rope, apply_rope, document_positions, rope_tables
 from nsa.ops import BlockSpec, compress, sparse_attention
 from nsa.ops.eager.attention import compute_dtype
@@ -310,10 +311,6 @@ class MSARule(Rule):
         taught = mean_index.unflatten(2, (groups, per_group)).mean(dim=3)
         agrees = (index_q.to(kind) * taught).sum(-1) / math.sqrt(self.d_index)  # [B, S, Hkv]
         return (known.mean() + (own_lse.to(kind) - agrees).mean()).float()
-
-
-POOLS = ("infllm", "moba")
-"""Kinds of the rule `pooled`."""
 
 
 def make_rule(

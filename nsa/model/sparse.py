@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.model.cache import cache_dtype
+from nsa.model.cache import cache_dtype, check_one_token
 from nsa.model.dense import DenseAttention, DenseCache
 from nsa.model.rope import Rope, document_positions
 from nsa.model.rules import MSARule, Rule, Span, make_rule
@@ -167,10 +167,7 @@ class SparseAttention(DenseAttention):
         self, x: Tensor, cache: SparseCache, rope: Rope | None = None, index: Tensor | None = None
     ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
         """Append one token per sequence; `rope` are the tables of the positions."""
-        if x.shape[1] != 1:
-            raise ValueError(
-                f"step got {x.shape[1]} tokens per sequence; it takes one: use prefill for more"
-            )
+        check_one_token(x)
         return self._append_chosen(x, cache, rope, index)
 
     def _append_chosen(

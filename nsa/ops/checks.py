@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.config.schema import BLOCK_STEP, MAX_BLOCK
 from nsa.ops.spec import BlockSpec
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -124,10 +125,6 @@ def check_compress(x: Tensor, spec: BlockSpec, cu_seqlens: Tensor | None) -> lis
     check_floats({"x": x})
     batch, seq_len, _, _ = check_rank(x, "x", "[B, S, H, D]")
     return check_documents(cu_seqlens, batch, seq_len, x.device)
-
-
-BLOCK_STEP, MAX_BLOCK = 16, 256
-"""Blocks of sparse_attention: a multiple of the first, up to the second."""
 
 
 def check_sparse(

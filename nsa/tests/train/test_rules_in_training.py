@@ -46,7 +46,8 @@ def test_a_run_trains_logs_and_generates(
         assert (line.extra["index_loss"] is not None) == learns
         assert (line.extra["entropy_mean"] is not None) == branched
         assert line.extra["sel_k_mean"] > 0
-    assert ("rule" in out.getvalue()) == (cfg.model.attention_kind != "nsa")
+    assert f"attention: rule {cfg.model.rule}, K and V " in out.getvalue()
+    assert "sparse_attention on torch" in out.getvalue()
     model, _ = load_model(folder / "model.pt")
     ids = torch.zeros(1, 3, dtype=torch.int64)
     assert torch.equal(generate(model, ids, 40), generate(result.model, ids, 40))
