@@ -25,7 +25,8 @@ from nsa.ops.eager.rows import distinct_blocks
 CHUNK_NUMBERS = 1 << 22
 """Numbers of keys and values that one chunk fetches, or logits that it computes in place."""
 FETCH_COST = 8
-"""Keys that a CPU multiplies in place in the time in which it fetches one."""
+"""All keys are read in place up to this many times those that a query fetches. On one core, forward
+and backward at D 64 take as long either way at about 13."""
 
 
 class Problem(NamedTuple):
