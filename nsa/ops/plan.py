@@ -160,8 +160,6 @@ def plan_sparse(
     if runs != "triton":
         return runs
     obstacle = "" if call.whole else "queries with an offset have no Triton kernels yet"
-    if backend == "auto":
-        obstacle = "its Triton kernels run only where they are named: backend='triton'"
     if not obstacle:
         from nsa.ops.triton.tiles import capability_of, sparse_obstacle
 

@@ -88,7 +88,6 @@ def resolve_runtime(
         plan = str(plan_attention(device, dtype, backend, head_dims))
     else:
         runs = choose_backend(machine_of(device), dtype, backend, head_dims)[0]
-        runs = "torch" if (backend, runs) == ("auto", "triton") else runs  # see plan_sparse
         plan = f"attention: {attention}, sparse_attention on {runs}"
     if not config.use_flash:
         plan += ", SDPA: math only (runtime.use_flash=false)"

@@ -31,6 +31,7 @@ from nsa.ops.triton.launcher import (
     ceil_div,
     compiling_ahead,
     describable,
+    on_meta,
     padded_head,
     start,
 )
@@ -176,20 +177,19 @@ def compile_ahead(
 ) -> None:
     """Compile the kernels of a call on threads: the call itself, on tensors without memory.
 
-    Only plain allocations and views: other operations on the meta device import sympy, which takes
-    seconds.
+    The same call at other lengths follows: few kernels have another form there, and a later call
+    finds them compiled. Only plain allocations and views: other operations on the meta device
+    import sympy, which takes seconds.
     """
-    twin = problem.on_meta()
-    given = Inputs._make(_on_meta(x) for x in inputs)
     with compiling_ahead():
-        results = forward(twin, given, None if selection is None else _on_meta(selection))
-        if backward_too:
-            saved = Saved._make(getattr(results, name) for name in Saved._fields)
-            backward(twin, given, saved, twin.empty(*results.out.shape))
-
-
-def _on_meta(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        for twin in (problem.on_meta(), *problem.at_other_lengths()):
+            lengths = {problem.seq_len: twin.seq_len, problem.num_cmp: twin.num_cmp}
+            given = Inputs._make(on_meta(x, lengths) for x in inputs)
+            ids = None if selection is None else on_meta(selection, lengths)
+            results = forward(twin, given, ids)
+            if backward_too:
+                saved = Saved._make(getattr(results, name) for name in Saved._fields)
+                backward(twin, given, saved, twin.empty(*results.out.shape))
 
 
 def _routes(problem: Problem) -> dict[int, flash.Kernel]:
@@ -242,7 +242,7 @@ def _read_ids(problem: Problem, ids: Tensor) -> Tensor:  # [B, S, Hkv, n_sel] in
     """The ids of the same tokens in the blocks of `problem.reader`, ascending, then -1."""
     if ids.is_meta:  # only kernels are compiled; see compile_ahead
         return problem.reader.empty(*ids.shape[:3], problem.reader.spec.n_sel, dtype=torch.int32)
-    return split_ids(ids, problem.spec.l_sel)
+    return split_ids(ids, problem.spec.l_sel // problem.reader.spec.l_sel)
 
 
 def _gate_backward(

@@ -54,19 +54,20 @@ def count_choices(
     tl.store(p_counts + at, count, mask=block < NUM_BLOCKS)
 
 
-@triton.jit
-def add_up(p_counts, p_ends, SIZE, BLOCK: tl.constexpr):
-    """Running sums of the SIZE counts of a segment.
+@triton.jit(do_not_specialize=COUNTS)
+def add_up(p_counts, p_ends, NUM_COUNTS, SUBS: tl.constexpr, BLOCK: tl.constexpr):
+    """Running sums of the NUM_COUNTS * SUBS counts of a segment.
 
     One program per segment, BLOCK counts at a time: torch.cumsum over a few long rows was much
     slower (docs/log/kernels.md).
     """
-    start = tl.program_id(0).to(tl.int64) * SIZE
+    size = NUM_COUNTS * SUBS  # a multiple of a constant: aligned loads
+    start = tl.program_id(0).to(tl.int64) * size
     total = 0
-    for i in range(0, SIZE, BLOCK):
+    for i in range(0, size, BLOCK):
         o = i + tl.arange(0, BLOCK)
-        counts = tl.load(p_counts + start + o, mask=o < SIZE, other=0)
-        tl.store(p_ends + start + o, total + tl.cumsum(counts, axis=0), mask=o < SIZE)
+        counts = tl.load(p_counts + start + o, mask=o < size, other=0)
+        tl.store(p_ends + start + o, total + tl.cumsum(counts, axis=0), mask=o < size)
         total += tl.sum(counts, axis=0)
 
 
@@ -234,7 +235,9 @@ def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
         "add up",
         add_up,
         (counts, lists.ends),
-        lambda: Launch.plain((segments,), (counts[0].numel(),), {"BLOCK": ADD_BLOCK}, num_warps=8),
+        lambda: Launch.plain(
+            (segments,), (num_chunks * num_blocks,), {"SUBS": SUBS, "BLOCK": ADD_BLOCK}, num_warps=8
+        ),
     )
     start(
         problem.memo,

@@ -147,7 +147,7 @@ def _give(p, b, mask, ORDERED: tl.constexpr):
         tl.atomic_add(p, b, mask=mask, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def sum_items(
     p_slots, p_sum, p_item_ends, p_block_start, p_block_stop,
     first_chunk, num_chunks, num_together, S, NUM_BLOCKS, NUM_ITEMS, Hkv,
@@ -174,12 +174,12 @@ def sum_items(
     tl.store(p_rows, b_sum, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def sum_places(
     p_part, p_num_chosen, p_dq, first_row, num_rows, S, Hkv, G,
     DK: tl.constexpr, DK_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
 ):  # fmt: skip
-    """dq of one query and group: the sum over its places, in order, fp32 [B, S, Hq, DK]."""
+    """dq of one query and group: the sum over its places, in order, [B, S, Hq, DK]."""
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = first_row + tl.program_id(0)
@@ -192,7 +192,7 @@ def sum_places(
         p_rows = p_part + (row + n * G)[:, None] * DK + o_d[None, :]
         b_dq += tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
     at = ((i_b * S + t) * Hkv * G + i_g * G + o_h)[:, None] * DK + o_d[None, :]
-    tl.store(p_dq + at, b_dq, mask=mask)
+    tl.store(p_dq + at, b_dq.to(p_dq.dtype.element_ty), mask=mask)
 
 
 # --- Launchers: groups of chunks whose partial results fit the workspace ---
@@ -209,14 +209,15 @@ def backward(
     lists: QueryLists,
     *,
     ordered: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # the first fp32
-    """Gradients of q, k and v.
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q (of this dtype), k and v.
 
     Several programs add to those of k and v, atomically and in no fixed order. `ordered`: each
     writes to its own slot, and a second kernel sums the slots in order (deterministic).
     """
     sums = _zeros(k), _zeros(v)
-    dq = problem.empty(*q.shape, dtype=torch.float32)
+    dq = problem.empty(*q.shape, dtype=dtype)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     part = problem.empty(size, problem.d_k)

@@ -126,7 +126,7 @@ def block_forward(
             tl.store(p_rows_o, b_out.to(p_part.dtype.element_ty), mask=m_o)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def merge_parts(
     p_part, p_part_lse, p_num_chosen, p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
     first_row, num_rows, S, Hkv, G, s_gb, s_gs, s_gh,

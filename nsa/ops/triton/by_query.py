@@ -18,11 +18,11 @@ from nsa.ops.triton.banded_forward import NOT_GATED, Gated, gate_strides
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.tile import _dot, _dot_add, _load, _rows, _stats, _store_gated
+from nsa.ops.triton.tile import COUNTS, _dot, _dot_add, _load, _rows, _stats, _store_gated
 from nsa.ops.triton.tiles import Tiles, query_tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def query_forward(
     p_q, t_k, t_k2, t_v, p_selection, p_num_chosen, p_row_start, p_row_key,
     p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
@@ -96,7 +96,7 @@ def query_forward(
         _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_out, at, m_h, m_o)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def query_dq(
     p_q, t_k, t_k2, t_v, p_dout, p_stats, p_selection, p_num_chosen, p_row_start, p_dq,
     S, Hkv, G, scale, scale_log2,
@@ -105,7 +105,7 @@ def query_dq(
     DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
     UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one query and the BM >= G heads of its group: fp32 dq."""
+    """Gradient of one query and the BM >= G heads of its group."""
     # int64: offsets of a segment may pass 2^31.
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -149,14 +149,15 @@ def query_dq(
         b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
         if DK2 > 0:
             b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)
-    # dq = gate * scale * sum: fp32, because band_dq adds the other branches to it.
+    # dq = gate * scale * sum: fp32 where band_dq adds the other branches to it.
     gate = gate * scale
+    dtype = p_dq.dtype.element_ty
     p_rows = p_dq + ((i_b * S + t) * Hkv * G + i_h)[:, None] * DK
     m_rows = m_h[:, None] & (o_dk < DK)[None, :]
-    tl.store(p_rows + o_dk[None, :], b_dq * gate[:, None], mask=m_rows)
+    tl.store(p_rows + o_dk[None, :], (b_dq * gate[:, None]).to(dtype), mask=m_rows)
     if DK2 > 0:
         m_rows = m_h[:, None] & (o_dk2 < DK)[None, :]
-        tl.store(p_rows + o_dk2[None, :], b_dq2 * gate[:, None], mask=m_rows)
+        tl.store(p_rows + o_dk2[None, :], (b_dq2 * gate[:, None]).to(dtype), mask=m_rows)
 
 
 # --- Launchers ---
@@ -203,10 +204,11 @@ def backward_q(
     dout: Tensor,
     stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
     chosen: Selection,
-) -> Tensor:  # [B, S, Hq, Dk] fp32
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # [B, S, Hq, Dk] of this dtype
     """Gradient of q from the selected branch."""
     tiles = _tiles(problem, backward=True)
-    dq = problem.empty(*q.shape, dtype=torch.float32)
+    dq = problem.empty(*q.shape, dtype=dtype)
     start(
         problem.memo,
         "dq by query",

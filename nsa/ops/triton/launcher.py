@@ -142,7 +142,11 @@ class CompileAhead:
             if x is not None
         )
         constants, options = tuple(one.constants.items()), tuple(one.options.items())
-        key = kernel, *kinds, *map(_number_kind, one.numbers), constants, options
+        names = kernel.arg_names[len(tensors) :]
+        numbers = zip(names, one.numbers, strict=False)
+        free = set(kernel.do_not_specialize)
+        classes = (_number_kind(number, name in free) for name, number in numbers)
+        key = kernel, *kinds, *classes, constants, options
         if key not in self._jobs:
             device = torch.cuda.current_device()
             self._jobs[key] = self._pool.submit(_compile, device, kernel, arguments, one)
@@ -171,10 +175,22 @@ def is_compiling_ahead() -> bool:
     return getattr(_thread, "ahead", None) is not None
 
 
-def _number_kind(number: Any) -> tuple[Any, ...]:
-    """What Triton compiles separately: 1, multiples of 16, numbers of 64 bits."""
+def on_meta(x: Tensor, lengths: dict[int, int]) -> Tensor:
+    """x without memory, with as many rows as another length has."""
+    batch, rows, *rest = x.shape
+    size, strides = (batch, lengths[rows], *rest), list(x.stride())
+    if strides[0] == rows * strides[1]:
+        strides[0] = size[1] * strides[1]
+    return torch.empty_strided(size, strides, dtype=x.dtype, device="meta")
+
+
+def _number_kind(number: Any, any_value: bool) -> tuple[Any, ...]:
+    """What Triton compiles separately: numbers of 64 bits and, unless `any_value`, 1 and multiples
+    of 16."""
     if not isinstance(number, int):
         return (type(number),)
+    if any_value:
+        return (number >> 31 != 0,)
     return number == 1, number % ALIGNMENT == 0, number >> 31 != 0
 
 

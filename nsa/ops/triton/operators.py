@@ -32,7 +32,7 @@ from nsa.ops.triton import compress as compression
 from nsa.ops.triton.attention import Inputs, Results, Saved
 from nsa.ops.triton.block_index import empty_lists
 from nsa.ops.triton.documents import finite_only
-from nsa.ops.triton.launcher import describable, is_compiling_ahead, padded_head, positive_scale
+from nsa.ops.triton.launcher import describable, padded_head, positive_scale
 from nsa.ops.triton.problem import Problem, problem_of
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -229,31 +229,12 @@ def _attention(*args: Any) -> tuple[Tensor, ...]:
     return tuple(attention.forward(problem, inputs, selection))
 
 
-_compiled: set[tuple[Any, ...]] = set()
-"""Kinds of calls whose kernels have been compiled."""
-
-
 def _compile_once(
     problem: Problem, inputs: Inputs, selection: Tensor | None, backward_too: bool
 ) -> None:
-    """At the first call of a kind, compile its kernels on threads instead of one by one.
-
-    A kind is what decides about the code. Kernels that it does not foresee (an odd stride, another
-    number of blocks) are compiled when they are launched.
-    """
-    if problem.memo or not inputs.q.is_cuda or is_compiling_ahead():
-        return
-    ordered = torch.are_deterministic_algorithms_enabled()
-    kind = (
-        *(problem.device, *problem.sizes, problem.packed, problem.masked, problem.by_query),
-        *(problem.long, problem.flags, selection is None, backward_too, ordered),
-    )
-    if kind in _compiled:
-        return
-    if torch.cuda.is_current_stream_capturing():  # all has been compiled in the warm-up
-        return
-    _compiled.add(kind)
-    attention.compile_ahead(problem, inputs, selection, backward_too=backward_too)
+    """At the first call of a kind, compile its kernels on threads instead of one by one."""
+    if problem.is_first_of_kind(selection is None, backward_too):
+        attention.compile_ahead(problem, inputs, selection, backward_too=backward_too)
 
 
 def _inputs(args: tuple[Any, ...]) -> Inputs:

@@ -18,7 +18,7 @@ from nsa.ops.machine import interpreted
 from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
-from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form
+from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form, is_compiling_ahead
 from nsa.ops.triton.tiles import (
     Capability,
     capability_of,
@@ -38,10 +38,15 @@ BY_BLOCK_BEYOND = 2
 reads the selected blocks only (docs/kernels.md)."""
 LONG_FROM = 49152
 """Tokens from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
+AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
+"""Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
+needed."""
 MAX_CACHED = 256
 """Cached problems; a full cache is cleared."""
 
 _kept: dict[tuple[Any, ...], Problem] = {}
+_compiled: set[tuple[Any, ...]] = set()
+"""Kinds of calls whose kernels have been compiled."""
 
 
 class Band(NamedTuple):
@@ -95,7 +100,7 @@ class Problem:
     def reader(self) -> Problem:
         """The problem of the kernels that read the selected blocks: this one, or the same with
         shorter blocks, where a tile cannot hold a whole one."""
-        spec = read_spec(self.d_k, self.d_v, self.spec, self.dtype)
+        spec = read_spec(*self.sizes, self.capability)
         if spec is self.spec:
             return self
         twin = self._twin()
@@ -199,11 +204,45 @@ class Problem:
 
     def on_meta(self) -> Problem:
         """The same problem with tensors that have no memory: its kernels are only compiled."""
-        twin = copy.copy(self)
-        twin.__dict__.pop("reader", None)
-        twin.memo, twin.memory = {}, torch.device("meta")
+        twin = self._twin()
+        twin.__dict__["documents"] = self.documents  # only their dtypes are looked at
+        twin.memory = torch.device("meta")
         twin.flags = replace(self.flags, strict=False)  # no values to check
         return twin
+
+    def is_first_of_kind(self, *more: bool) -> bool:
+        """Whether kernels of such calls have not been compiled ahead yet; now they count as such.
+
+        A kind is what decides about the code; `more` is what the problem does not know. Kernels
+        that it does not foresee (an odd stride, another batch) are compiled when launched.
+        """
+        if self.memo or self.device.type != "cuda" or is_compiling_ahead():
+            return False
+        ordered = torch.are_deterministic_algorithms_enabled()
+        sizes = (type(self), self.device, *self.sizes, self.packed, self.flags)
+        kind = (*sizes, *self._route, ordered, *more)
+        if kind in _compiled or torch.cuda.is_current_stream_capturing():
+            return False  # before a capture, all was compiled in the warm-up
+        _compiled.add(kind)
+        return True
+
+    def at_other_lengths(self) -> list[Problem]:
+        """Problems without memory that differ in their length alone and run the same kernels, if
+        for some of them in another form."""
+        twins = []
+        for length in AHEAD_LENGTHS:
+            twin = self.on_meta()
+            twin.doc_lens = [length, 1] if self.packed else [length]
+            twin.seq_len = sum(twin.doc_lens)
+            twin._count()
+            if twin._route == self._route:
+                twins.append(twin)
+        return twins
+
+    @property
+    def _route(self) -> tuple[bool, ...]:
+        """Which kernels run."""
+        return self.masked, self.by_query, self.long, self.num_cmp > 0
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Start of each row's document, of its keys, of its blocks; unread without documents."""

@@ -1,6 +1,6 @@
 """sparse_attention on the kernels of the selected branch: a given index, one softmax, no gates.
 
-A block longer than the kernels hold at once (tiles.MAX_KEYS) is read as several shorter ones. An
+A block longer than the kernels hold at once (tiles.read_spec) is read as several shorter ones. An
 index for each query head goes through as groups of one head. A sink is applied afterwards, from the
 log-sum-exp.
 """
@@ -24,7 +24,9 @@ from nsa.ops.triton.documents import finite_only
 from nsa.ops.triton.launcher import (
     Launch,
     ceil_div,
+    compiling_ahead,
     describable,
+    on_meta,
     padded_head,
     positive_scale,
     start,
@@ -32,7 +34,8 @@ from nsa.ops.triton.launcher import (
 from nsa.ops.triton.operators import MAX_GRID
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection
-from nsa.ops.triton.tiles import padded, sparse_spec
+from nsa.ops.triton.tile import COUNTS
+from nsa.ops.triton.tiles import capability_of, padded, read_spec, sparse_spec
 
 ROWS = 16
 """Rows of [B, S, Hq] that one program of row_stats takes."""
@@ -42,6 +45,7 @@ class SparseProblem(Problem):
     """A call whose queries always read their blocks, also in short sequences."""
 
     masked = False
+    long = False
 
 
 class Static(NamedTuple):
@@ -52,7 +56,7 @@ class Static(NamedTuple):
     doc_lens: list[int]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def row_stats(
     p_o, p_dout, p_lse, p_dlse, p_stats, NUM_ROWS, Hq, S, s_ob, s_os, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -103,15 +107,18 @@ def sparse_attention(
     if index.shape[2] == num_heads != num_groups:
         k, v = (x.repeat_interleave(num_heads // num_groups, dim=2) for x in (k, v))
     index = index.expand(-1, -1, k.shape[2], -1)
-    spec, index = sparse_spec(block, index.shape[3]), select.split_ids(index, block)
     q, scale = positive_scale(q, scale)
     q, k, v = (padded_head(x) for x in (q, k, v))
+    sizes = (q.shape[3], v.shape[3], q.shape[2] // k.shape[2], sparse_spec(block, index.shape[3]))
+    spec = read_spec(*sizes, q.dtype, capability_of(q.device))
+    index = select.split_ids(index, block // spec.l_sel)
     static, most = Static(spec, scale, layout.key_lens), MAX_GRID // q.shape[2]
-    parts = [
-        _Sparse.apply(*(x[first : first + most] for x in (q, k, v, index)), static)
-        for first in range(0, q.shape[0], most)
-    ]
-    out, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
+    if q.shape[0] <= most:  # no slices: each would be one more copy of a gradient
+        out, lse = _Sparse.apply(q, k, v, index, static)
+    else:
+        batches = zip(*(x.split(most) for x in (q, k, v, index)), strict=True)
+        parts = [_Sparse.apply(*batch, static) for batch in batches]
+        out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
     out = out if out.shape[3] == d_v else out[..., :d_v]
     return (out, lse) if sink is None else _with_sink(out, lse, sink)
 
@@ -139,19 +146,14 @@ class _Sparse(torch.autograd.Function):
         q, k, v = (describable(x) for x in (q, k, v))
         with torch.cuda.device_of(q):
             problem = _problem((q, k, v), static)
+            if problem.is_first_of_kind(any(ctx.needs_input_grad)):
+                _compile_ahead(problem, (q, k, v), index, any(ctx.needs_input_grad))
             (q_in, k_in, v_in), is_bad = _finite(problem, q, k, v)
-            chosen = select.given(problem, index)
-            size = (problem.batch, problem.num_heads, problem.seq_len)
-            lse = problem.empty(*size, dtype=torch.float32)  # base 2, +inf where nothing is seen
-            if problem.by_query:
-                lists = empty_lists(problem)
-                out = by_query.forward(problem, q_in, k_in, v_in, chosen, lse, None)
-            else:
-                lists = list_queries(problem, chosen)
-                out = by_block_forward.forward(problem, q_in, k_in, v_in, chosen, lists, lse, None)
-        ctx.save_for_backward(q, k, v, out, lse, *chosen, *lists)
+            results = _forward(problem, q_in, k_in, v_in, index)
+        ctx.save_for_backward(q, k, v, results.out, results.lse, *results.chosen, *results.lists)
         ctx.static = static
         ctx.set_materialize_grads(False)
+        out, lse = results.out, results.lse
         natural = (lse * math.log(2)).masked_fill(lse == math.inf, -math.inf).transpose(1, 2)
         if is_bad is not None:
             out = out.masked_fill(is_bad[None, :, None, None], math.nan)
@@ -165,26 +167,71 @@ class _Sparse(torch.autograd.Function):
             if dlse is None:
                 return (None,) * 5
             dout = torch.zeros_like(out)
-        chosen, lists = Selection(*rest[:4]), QueryLists(*rest[4:])
+        saved = Results(out, lse, Selection(*rest[:4]), QueryLists(*rest[4:]))
         dout = describable(dout)
-        ordered = torch.are_deterministic_algorithms_enabled()
         with torch.cuda.device_of(q):
             problem = _problem((q, k, v, dout), ctx.static)
             (q, k, v, dout), is_bad = _finite(problem, q, k, v, dout)
             stats = _stats(problem, out, dout, lse, dlse)
             if is_bad is not None:
                 stats[..., 2].masked_fill_(is_bad, math.nan)
-            if problem.by_query:
-                dq = by_query.backward_q(problem, q, k, v, dout, stats, chosen)
-                lists = list_queries(problem, chosen)
-                dk, dv = by_block_backward.backward_kv(
-                    problem, q, k, v, dout, stats, lists, ordered=ordered
-                )
-            else:
-                dq, dk, dv = by_block_backward.backward(
-                    problem, q, k, v, dout, stats, chosen, lists, ordered=ordered
-                )
-        return dq.to(q.dtype), dk, dv, None, None
+            grads = _backward(problem, q, k, v, dout, stats, saved)
+        return *grads, None, None
+
+
+# --- Order of the kernels ---
+
+
+class Results(NamedTuple):
+    """Output, and what the backward pass needs beside the inputs."""
+
+    out: Tensor  # [B, S, Hq, Dv]
+    lse: Tensor  # [B, Hq, S] fp32, base 2, +inf where nothing is seen
+    chosen: Selection
+    lists: QueryLists  # empty in query order
+
+
+def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Results:
+    chosen = select.given(problem, index)
+    size = (problem.batch, problem.num_heads, problem.seq_len)
+    lse = problem.empty(*size, dtype=torch.float32)
+    if problem.by_query:
+        out = by_query.forward(problem, q, k, v, chosen, lse, None)
+        return Results(out, lse, chosen, empty_lists(problem))
+    lists = list_queries(problem, chosen)
+    out = by_block_forward.forward(problem, q, k, v, chosen, lists, lse, None)
+    return Results(out, lse, chosen, lists)
+
+
+def _backward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, saved: Results
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    rest, chosen = (q, k, v, dout, stats), saved.chosen
+    ordered = torch.are_deterministic_algorithms_enabled()
+    if not problem.by_query:
+        return by_block_backward.backward(
+            problem, *rest, chosen, saved.lists, ordered=ordered, dtype=q.dtype
+        )
+    dq = by_query.backward_q(problem, *rest, chosen, q.dtype)
+    lists = list_queries(problem, chosen)
+    return dq, *by_block_backward.backward_kv(problem, *rest, lists, ordered=ordered)
+
+
+def _compile_ahead(
+    problem: Problem, inputs: tuple[Tensor, ...], index: Tensor, backward_too: bool
+) -> None:
+    """Compile the kernels of such calls on threads, for this and for other lengths."""
+    with compiling_ahead():
+        for twin in (problem.on_meta(), *problem.at_other_lengths()):
+            lengths = {problem.seq_len: twin.seq_len}
+            q, k, v = (on_meta(x, lengths) for x in inputs)
+            results = _forward(twin, q, k, v, on_meta(index, lengths))
+            if backward_too:
+                dout = twin.empty(*results.out.shape)
+                for dlse in (None, twin.empty(*results.out.shape[:3], dtype=torch.float32)):
+                    stats = _stats(twin, results.out, dout, results.lse, dlse)
+                _backward(twin, q, k, v, dout, stats, results)
 
 
 def _problem(tensors: tuple[Tensor, ...], static: Static) -> Problem:

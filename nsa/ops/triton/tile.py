@@ -26,7 +26,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 COUNTS = (
     *("K", "N", "NUM_WORDS", "NUM_BLOCKS", "NUM_ITEMS", "NUM_CHUNKS", "num_chunks", "first_chunk"),
-    *("PARTS", "HEADS", "SLICES"),
+    *("PARTS", "HEADS", "SLICES", "S", "SUB", "first_row", "num_rows", "stop_row", "num_together"),
+    *("NUM_ROWS", "NUM_ENTRIES", "NUM_COUNTS", "s_gb"),
 )
 """Parameters that change with the length of a sequence and not the code of a kernel. Triton would
 compile anew when one of them becomes 1, or a multiple of 16."""
@@ -203,7 +204,7 @@ def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
     tl.store(p_out + at, b_sum.to(p_out.dtype.element_ty), mask=m_o)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def gate_backward(
     p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, p_dcmp, p_dwin,
     NUM_ROWS, Hq, S, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,

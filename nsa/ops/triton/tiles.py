@@ -310,10 +310,10 @@ def fits_blocks(d_k: int, d_v: int, spec: BlockSpec, dtype: torch.dtype) -> bool
 
     A tile holds a whole block, so long blocks need narrow heads.
     """
-    wide = _wide(d_k, d_v)
+    wide, is_fp32 = _wide(d_k, d_v), dtype == torch.float32
     if spec.l_sel > 64:
-        return wide <= 64 and padded(spec.l_sel) <= 256
-    return wide <= (128 if dtype == torch.float32 else 192)
+        return spec.l_sel <= LONGEST_TILE and wide <= (64 if is_fp32 else 128)
+    return wide <= (128 if is_fp32 else 192)
 
 
 BY_QUERY_FROM = 9
@@ -343,9 +343,9 @@ def block_tiles(
     if dtype == torch.float32:
         tiles = Tiles(32, keys, 4, 1)
     elif spec.l_sel > 64:
-        tiles = Tiles(64 if purpose == "forward" else 32, keys, 8, 2)
+        tiles = Tiles(64, keys, 4, 3) if purpose == "forward" else Tiles(64, keys, 8, 2)
     elif wide <= 64:
-        tiles = Tiles(64, keys, 4, 2)
+        tiles = Tiles(128 if purpose == "backward" and per_group >= 4 else 64, keys, 4, 2)
     elif purpose == "forward":
         tiles = Tiles(64, keys, 4, 2, 168 if d_k == d_v == 128 else 0)
     elif purpose == "backward":
@@ -370,8 +370,10 @@ def fitted_block_tiles(
     (docs/log/kernels.md, wrong code).
     """
     tiles = block_tiles(d_k, d_v, per_group, spec, dtype, purpose)
-    if capability[0] in TENSOR_MEMORY and tiles.BM > 64:
-        return None  # four results of that many rows may exceed the tensor memory
+    if capability[0] in TENSOR_MEMORY:  # four results of more rows may exceed it
+        if padded(per_group) > 64:
+            return None
+        tiles = tiles._replace(BM=min(tiles.BM, 64))
     kernel = f"block_{purpose}"
     least = tiles
     if tiles.num_stages > 1:
@@ -399,23 +401,43 @@ def fits_selected(
     return fits and (not by_query or None not in queries)
 
 
-MAX_KEYS = 64
-"""Tokens of a block that the kernels hold at once, where heads are wide."""
+# --- Long blocks, which are read in parts ---
+
+LONGEST_TILE, SHORT_TILE = 128, 64
+"""Tokens of a block that a tile holds at most: where registers and shared memory allow it, and
+elsewhere."""
 
 
-def split_block(block: int) -> tuple[int, int]:
-    """Into how many equal parts of at most MAX_KEYS tokens a block is cut, and their size."""
-    parts = next(n for n in range(-(-block // MAX_KEYS), block + 1) if block % n == 0)
-    return parts, block // parts
+def read_spec(
+    d_k: int,
+    d_v: int,
+    per_group: int,
+    spec: BlockSpec,
+    dtype: torch.dtype,
+    capability: Capability = H200,
+) -> BlockSpec:
+    """Sizes with which the selected blocks are read: a block that a tile cannot hold as several
+    shorter ones of equal length."""
+    by_query = in_query_order(d_k, d_v, per_group)
+    parted = spec
+    for longest in (spec.l_sel, LONGEST_TILE, SHORT_TILE):
+        parted = _parted(spec, longest)
+        sizes = (d_k, d_v, per_group, parted, dtype, capability)
+        if fits_selected(*sizes, by_query=by_query):
+            return parted
+    return parted
 
 
-def read_spec(d_k: int, d_v: int, spec: BlockSpec, dtype: torch.dtype) -> BlockSpec:
-    """Sizes with which the selected branch reads its blocks: a long block as several shorter ones,
-    where a tile cannot hold it whole."""
-    parts, _ = split_block(spec.l_sel)
-    if parts == 1 or fits_blocks(d_k, d_v, spec, dtype):
-        return spec
-    return sparse_spec(spec.l_sel, spec.n_sel)
+def _parted(spec: BlockSpec, longest: int) -> BlockSpec:
+    """The same tokens in blocks of at most `longest`: the longest that divide a block."""
+    block = spec.l_sel
+    parts = next(n for n in range(-(-block // longest), block + 1) if block % n == 0)
+    return spec if parts == 1 else sparse_spec(block // parts, parts * spec.n_sel)
+
+
+def sparse_spec(block: int, num_ids: int) -> BlockSpec:
+    """Sizes where blocks are only read: the compressed and the window branch have none."""
+    return BlockSpec(block, block, block, num_ids, 1, num_first=0, num_local=1)
 
 
 def sparse_obstacle(
@@ -428,17 +450,14 @@ def sparse_obstacle(
 ) -> str:
     """Why the kernels cannot run a sparse_attention of such sizes; empty when they can."""
     d_k, d_v = (-(-size // DIM_STEP) * DIM_STEP for size in head_dims)
-    spec = sparse_spec(block, num_ids)
+    spec = read_spec(d_k, d_v, per_group, sparse_spec(block, num_ids), dtype, capability)
     by_query = in_query_order(d_k, d_v, per_group)
     if fits_selected(d_k, d_v, per_group, spec, dtype, capability, by_query=by_query):
         return ""
     return group_obstacle(d_k, d_v, per_group, dtype, capability)
 
 
-def sparse_spec(block: int, num_ids: int) -> BlockSpec:
-    """Sizes of the blocks that the kernels of sparse_attention see."""
-    parts, size = split_block(block)
-    return BlockSpec(size, size, size, parts * num_ids, 1, num_first=0, num_local=1)
+# --- Query order ---
 
 
 def query_obstacle(

@@ -29,7 +29,7 @@ from nsa.model.rope import document_positions
 from nsa.ops import triton as triton_path
 from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.machine import interpreted
-from nsa.ops.triton import launcher, operators, problem
+from nsa.ops.triton import attention, launcher, operators, problem
 from nsa.ops.triton.documents import index_documents
 from nsa.ops.triton.launcher import CachedLaunch, Launch
 from nsa.tests.conftest import REPOSITORY
@@ -248,24 +248,28 @@ def test_a_graph_that_was_captured_under_autocast_outlives_it() -> None:
 
 
 @pytest.mark.gpu
-def test_a_new_length_needs_no_new_code_but_for_the_choice_of_blocks(
+def test_a_new_length_needs_no_code_that_the_first_call_has_not_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Triton compiles for dtypes, constants, and numbers that are 1 or a multiple of 16."""
-    forms: dict[int, set[tuple[Any, ...]]] = {}
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(operators, "_compile_once", lambda *_: None)  # it would be seen, too
+    calls: list[Any] = []
+    monkeypatch.setattr(operators, "_compile_once", lambda *args: calls.append(args))
     for found in pkgutil.iter_modules(triton_path.__path__, "nsa.ops.triton."):
         module = importlib.import_module(found.name)
         if hasattr(module, "start"):
             monkeypatch.setattr(module, "start", lambda *given: seen.append(form_of(*given)))
-    for length in (4096, 8192, 12288, 32768):
+    attend_without_kernels(4096)
+    alone = set(seen)
+    *first, backward_too = calls[0]
+    attention.compile_ahead(*first, backward_too=backward_too)
+    ahead = set(seen)
+    assert len(alone) >= 15, "kernels were not seen"
+    assert {form[0] for form in ahead - alone} <= {"choose_blocks", "band_dkv", "cut_bins"}
+    for length in (2049, 5000, 8191, 12288, 32768, 65537, 100001):
         seen.clear()
         attend_without_kernels(length)
-        forms[length] = set(seen)
-    assert len(forms[4096]) >= 15, "kernels were not seen"
-    for length, needed in forms.items():
-        assert {form[0] for form in needed - forms[4096]} <= {"choose_blocks"}, length
+        assert {form[0] for form in set(seen) - ahead} == set(), length
 
 
 def form_of(memo: Any, place: Any, kernel: Any, tensors: Any, launch: Any) -> tuple[Any, ...]:

@@ -154,7 +154,8 @@ def test_shapes_drawn_at_random_equal_float64(drawn):
 def test_long_blocks_are_read_in_parts(order, case, force_order, monkeypatch):
     """As if a tile held four keys: what the kernels read is then a part of a block."""
     force_order(order)
-    monkeypatch.setattr(tile_sizes, "MAX_KEYS", 4)
+    monkeypatch.setattr(tile_sizes, "LONGEST_TILE", 4)
+    monkeypatch.setattr(tile_sizes, "SHORT_TILE", 4)
     monkeypatch.setattr(tile_sizes, "fits_blocks", lambda d_k, d_v, spec, dtype: spec.l_sel <= 4)
     compare(case, torch.float32, "reference", 1e-5, 1e-4)
     inputs = to_device(make_inputs(case, torch.float32))
