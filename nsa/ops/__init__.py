@@ -121,7 +121,12 @@ def nsa_attention(
     packed = len(layout.key_lens) > 1
     plan: Plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, packed)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if isinstance(layout.offset, Tensor) and not packed:
+    backend = plan.backend
+    if backend == "triton" and not layout.whole:
+        per_group = q.shape[2] // k_sel.shape[2]
+        backend = planning.plan_offset(plan, q.device, q.dtype, head_dims, per_group, spec)
+    together = backend == "triton" and plan.selection != "reference" and not plan.flags.strict
+    if isinstance(layout.offset, Tensor) and not packed and not together:
         parts = [
             _attend(
                 {name: x[i : i + 1] for name, x in tensors.items()},
@@ -130,12 +135,13 @@ def nsa_attention(
                 layout._replace(offset=layout.offset_of(i, 0)),
                 None if selection is None else selection[i : i + 1],
                 plan,
+                backend,
             )
             for i in range(q.shape[0])
         ]
         out, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
     else:
-        out, chosen = _attend(tensors, spec, scale, layout, selection, plan)
+        out, chosen = _attend(tensors, spec, scale, layout, selection, plan, backend)
     return (out, chosen) if return_selection else out
 
 
@@ -146,9 +152,10 @@ def _attend(
     layout: checks.Layout,
     selection: Tensor | None,
     plan: Plan,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output and selection; all batch elements have the same offset."""
-    q, backend = tensors["q"], plan.backend
+    """Output and selection; batch elements have offsets of their own on Triton alone."""
+    q = tensors["q"]
     if selection is not None and plan.flags.strict:
         checks.assert_selection(selection.transpose(1, 2), layout.positions(q.device), spec)
     # NSA_SEL_RANGES_V2=0: the oracle chooses the blocks, the backend attends to them.
@@ -162,18 +169,10 @@ def _attend(
                 _, selection = reference.nsa_attention(
                     **tensors, spec=spec, scale=scale, layout=layout, selection=None
                 )
-    if backend == "triton" and not layout.whole:
-        backend = planning.plan_offset(plan)
-    if backend == "reference":
-        return reference.nsa_attention(
-            **tensors, spec=spec, scale=scale, layout=layout, selection=selection
-        )
-    rest: dict[str, Any] = {"layout": layout}
-    if backend == "triton":
-        rest = {"doc_lens": layout.key_lens}
-    out, chosen = _path(backend).nsa_attention(
-        *tensors.values(), spec, scale=scale, selection=selection, flags=plan.flags, **rest
-    )
+    rest: dict[str, Any] = {"spec": spec, "scale": scale, "layout": layout}
+    if backend != "reference":
+        rest["flags"] = plan.flags
+    out, chosen = _path(backend).nsa_attention(**tensors, **rest, selection=selection)
     return out, chosen
 
 
@@ -265,7 +264,7 @@ def sparse_attention(
     tensors = {"q": q, "k": k, "v": v} | ({} if sink is None else {"sink": sink})
     layout = checks.check_sparse(tensors, index, block, scale, q_offset, cu_seqlens, cu_seqlens_k)
     per_group = q.shape[2] // max(index.shape[2], k.shape[2])
-    call = SparseCall(per_group, block, index.shape[3], layout.whole)
+    call = SparseCall(per_group, block, index.shape[3])
     runs = _planner().plan_sparse(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), call)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out, lse = _sparse_path(runs).sparse_attention(

@@ -43,6 +43,24 @@ class Layout(NamedTuple):
         ]
         return torch.cat(parts)
 
+    def in_one_row(self, batch: int) -> Layout:
+        """The same places where batch elements are documents, one after another, and offsets are
+        numbers of the host. A host sync for offsets on the GPU, which are checked here."""
+        copies = batch if len(self.query_lens) == 1 else 1
+        layout = Layout(self.query_lens * copies, self.key_lens * copies, self.offset)
+        if not isinstance(self.offset, Tensor):
+            return layout
+        layout = layout._replace(offset=self.offset.cpu())
+        _check_offset(layout, 1, torch.device("cpu"))
+        return layout
+
+    def offsets(self) -> list[int]:
+        """Of each document, as numbers of the host."""
+        count = len(self.query_lens)
+        if isinstance(self.offset, Tensor):
+            return [int(first) for first in self.offset.tolist()]
+        return [self.offset] * count
+
     def offset_of(self, batch: int, document: int) -> int:
         """As a number of the host."""
         if not isinstance(self.offset, Tensor):
@@ -391,8 +409,8 @@ def refuse_captured_documents(device: torch.device) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
     if capturing:
         raise ValueError(
-            "packed documents in a CUDA graph that is being captured; their borders are read on "
-            "the host and would be frozen in the graph: run packed documents without a graph, or "
+            "packed documents or an offset in a CUDA graph that is being captured; borders are "
+            "read on the host and would be frozen in the graph: run them without a graph, or "
             "capture one document without cu_seqlens"
         )
 

@@ -19,6 +19,7 @@ import torch
 from nsa.config.env import read, texts
 from nsa.ops.fallbacks import LOGGER, record
 from nsa.ops.machine import Machine, interpreted, machine_obstacle, machine_of
+from nsa.ops.spec import BlockSpec
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -144,8 +145,6 @@ class SparseCall(NamedTuple):
     """Query heads that share an index and a KV head."""
     block: int
     num_ids: int
-    whole: bool = True
-    """Queries and keys are the same tokens, without an offset."""
 
 
 def plan_sparse(
@@ -159,12 +158,10 @@ def plan_sparse(
     runs = choose_backend(machine_of(device), dtype, backend, head_dims)[0]
     if runs != "triton":
         return runs
-    obstacle = "" if call.whole else "queries with an offset have no Triton kernels yet"
-    if not obstacle:
-        from nsa.ops.triton.tiles import capability_of, sparse_obstacle
+    from nsa.ops.triton.tiles import capability_of, sparse_obstacle, sparse_spec
 
-        sizes = (call.per_group, call.block, call.num_ids, dtype, capability_of(device))
-        obstacle = sparse_obstacle(head_dims, *sizes)
+    spec = sparse_spec(call.block, call.num_ids)
+    obstacle = sparse_obstacle(head_dims, call.per_group, spec, dtype, capability_of(device))
     if not obstacle:
         return "triton"
     if backend == "triton":
@@ -173,12 +170,21 @@ def plan_sparse(
     return "torch"
 
 
-def plan_offset(plan: Plan) -> str:
-    """The backend of a call whose queries have an offset, where Triton runs the others.
+def plan_offset(
+    plan: Plan,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: tuple[int, ...],
+    per_group: int,
+    spec: BlockSpec,
+) -> str:
+    """The backend of a call whose queries have an offset, where Triton runs the others: there the
+    kernels read selected blocks, and never mask the whole past."""
+    from nsa.ops.triton.tiles import capability_of, sparse_obstacle
 
-    The kernels have no such call yet; prefill and decode have their own.
-    """
-    obstacle = "nsa_attention with an offset has no Triton kernels yet"
+    obstacle = sparse_obstacle(head_dims, per_group, spec, dtype, capability_of(device))
+    if not obstacle:
+        return "triton"
     if plan.requested == "triton":
         raise cannot_run(obstacle)
     record("all", obstacle)

@@ -183,7 +183,7 @@ def compile_ahead(
     """
     with compiling_ahead():
         for twin in (problem.on_meta(), *problem.at_other_lengths()):
-            lengths = {problem.seq_len: twin.seq_len, problem.num_cmp: twin.num_cmp}
+            lengths = problem.lengths_at(twin)
             given = Inputs._make(on_meta(x, lengths) for x in inputs)
             ids = None if selection is None else on_meta(selection, lengths)
             results = forward(twin, given, ids)
@@ -259,7 +259,7 @@ def _gate_backward(
         tile.gate_backward,
         (
             saved.o_cmp, saved.o_sel, saved.o_win, dout, saved.lse, gates, dgates, stats,
-            gated.get(0), gated.get(2),
+            gated.get(0), gated.get(2), problem.row_shift,
         ),
         lambda: Launch.plain(
             (ceil_div(num_rows, ROWS_PER_GATE_PROGRAM),),

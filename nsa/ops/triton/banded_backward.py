@@ -252,8 +252,8 @@ def _branch_dq(
 def band_dq(
     p_q, p_dout, t_k_cmp, t_k2_cmp, t_v_cmp, t_k_sel, t_k2_sel, t_v_sel,
     t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_sel, p_dq_more, p_dq,
-    p_row_start, p_row_cmp, p_row_block,
-    S, N, Hq, G, STATS, scale, scale_log2,
+    p_row_start, p_row_cmp, p_row_block, p_row_key,
+    S, N, K, Hq, G, STATS, scale, scale_log2,
     s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
     CMP_OFF, CMP_STEP, W, NUM_WORDS,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
@@ -301,7 +301,7 @@ def band_dq(
     # Window branch.
     b_dq, b_dq2 = _branch_dq(
         b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * apart, p_bits,
-        p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S, scale_log2,
+        p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
         0, 1, W,
         DK1, DK2, DV_PAD, L_SEL, False, True, HAS_DOCS, UPCAST, BM, BN,
     )  # fmt: skip
@@ -311,7 +311,7 @@ def band_dq(
         p_bits += (i_b * (Hq // G) + i_g) * NUM_WORDS * S
         b_dq, b_dq2 = _branch_dq(
             b_dq, b_dq2, b_q, b_q2, b_dout, t_k_sel, t_k2_sel, t_v_sel, p_stats + apart, p_bits,
-            p_row_start, p_row_start, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, S,
+            p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K,
             scale_log2, 0, 1, 0,
             DK1, DK2, DV_PAD, L_SEL, True, True, HAS_DOCS, UPCAST, BM, BN,
         )  # fmt: skip
@@ -462,12 +462,13 @@ def backward_q(
         (
             q, dout, *(x for kv in walked for x in (problem.keys(*kv, tiles.BN) if kv else NONE)),
             stats, bits, stats if dq_sel is None else dq_sel, dq_more, dq, *problem.row_index(0, q),
+            problem.row_index(1, q)[1],
         ),
         lambda: Launch.tiled(
             (ceil_div(problem.seq_len, tiles.BM), problem.batch * problem.num_heads),
             (
-                problem.seq_len, keys[0][0].shape[1], problem.num_heads, problem.per_group,
-                stats[0].numel(), problem.scale, problem.scale_log2,
+                problem.seq_len, keys[0][0].shape[1], keys[2][0].shape[1], problem.num_heads,
+                problem.per_group, stats[0].numel(), problem.scale, problem.scale_log2,
                 *q.stride()[:3], *dout.stride()[:3],
                 *problem.bands[0][:2], problem.spec.w, problem.num_words,
             ),

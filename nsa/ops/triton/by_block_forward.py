@@ -53,7 +53,7 @@ def _masked_stop(p_queries, first, stop, k0, PER_TILE, ALWAYS: tl.constexpr, BN:
 @triton.jit(do_not_specialize=COUNTS)
 def block_forward(
     p_q, t_k, t_k2, t_v, p_part, p_part_lse, p_queries, p_places, p_items, p_item_ends, p_ends,
-    p_block_start, p_block_stop,
+    p_block_start, p_block_stop, p_row_shift,
     first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
     Hkv, G, scale_log2, s_qb, s_qs, s_qh,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
@@ -108,7 +108,10 @@ def block_forward(
                 b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
                 b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
             if part == 0:
-                visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= t[:, None])
+                last = t  # the key at the query's position
+                if p_row_shift is not None:
+                    last += tl.load(p_row_shift + t, mask=m_r, other=0)
+                visible = (o_k < k_stop)[None, :] & (o_k[None, :] <= last[:, None])
                 b_s = tl.where(visible, b_s, float("-inf"))
             # Softmax over this block alone: a chosen block holds a visible token, so a row in use
             # has a finite maximum. Unused rows may see nothing; 0 and 1 keep them finite.
@@ -216,6 +219,7 @@ def _forward_group(
         (
             q, *problem.keys(k, v, tiles.BN), part, part_lse, lists.queries, lists.places,
             lists.item_block, lists.item_ends, lists.ends, *problem.block_index(q),
+            problem.row_shift,
         ),
         lambda: Launch.tiled(
             (lists.item_block.shape[2], group.num_chunks, problem.num_segments),

@@ -98,7 +98,7 @@ def query_forward(
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_dq(
-    p_q, t_k, t_k2, t_v, p_dout, p_stats, p_selection, p_num_chosen, p_row_start, p_dq,
+    p_q, t_k, t_k2, t_v, p_dout, p_stats, p_selection, p_num_chosen, p_row_start, p_row_key, p_dq,
     S, Hkv, G, scale, scale_log2,
     s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
@@ -110,9 +110,11 @@ def query_dq(
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = tl.program_id(0)
-    start = 0
+    # First key of the document, and the last one that the query sees: its own.
+    start, last = 0, t
     if HAS_DOCS:
-        start = tl.load(p_row_start + t)
+        start = tl.load(p_row_key + t)
+        last = start + t - tl.load(p_row_start + t)
     o_h, o_n = tl.arange(0, BM), tl.arange(0, BN)
     m_h = o_h < G
     i_h = i_g * G + o_h
@@ -135,7 +137,7 @@ def query_dq(
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
     for i in range(0, num_chosen * STEPS):
         k0 = start + tl.load(p_ids + i // STEPS) * L_SEL + i % STEPS * BN
-        m_k = (k0 + o_n <= t) & (i % STEPS * BN + o_n < L_SEL)
+        m_k = (k0 + o_n <= last) & (i % STEPS * BN + o_n < L_SEL)
         b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
         b_s = _dot(b_q, tl.trans(b_k), UPCAST)
         if DK2 > 0:
@@ -215,7 +217,7 @@ def backward_q(
         query_dq,
         (
             q, *problem.keys(k, v, tiles.BN), dout, stats, chosen.ids, chosen.num_chosen,
-            problem.row_index(1, q)[0], dq,
+            *problem.row_index(1, q)[:2], dq,
         ),
         lambda: Launch.tiled(
             (problem.seq_len, problem.num_segments),

@@ -1,4 +1,5 @@
-"""Packed documents: index tensors of their bounds, and the pass that keeps a NaN in its document.
+"""Packed documents and queries with an offset: index tensors of where they lie, and the pass that
+keeps a NaN in its document.
 
 A tile may hold two documents. A mask makes the probabilities between them 0, but 0 * NaN is NaN.
 So non-finite values are replaced by 0 before the kernels run, and the caller makes the rows that
@@ -7,6 +8,7 @@ saw one NaN. Names as in tile.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,13 +25,13 @@ from nsa.ops.triton.tiles import padded
 
 @triton.jit
 def finite_rows(
-    p_x, p_clean, p_first_bad, p_row_start, p_seen_from, ROWS, H, s_s, s_h,
-    D: tl.constexpr, D_PAD: tl.constexpr, COMPRESSED: tl.constexpr, BM: tl.constexpr,
+    p_x, p_clean, p_first_bad, p_row_first, p_seen_from, p_seen_to, ROWS, H, s_s, s_h,
+    D: tl.constexpr, D_PAD: tl.constexpr, ARE_KEYS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Copy x [ROWS, H, D], contiguous and with 0 for non-finite values.
 
-    first_bad [S] gets, at the first token of each document, the first query that sees a non-finite
-    value. COMPRESSED: `seen_from` holds the first query that sees a row; a raw row is its own.
+    first_bad [S] gets, at the first query of each document, the first query that sees a non-finite
+    value. ARE_KEYS: queries seen_from .. seen_to see a row; a query's row is its own.
     """
     # [BM] rows (token, head).
     o_r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -45,9 +47,10 @@ def finite_rows(
     bad = m_r & (tl.min(finite.to(tl.int32), axis=1) == 0)
     # A minimum does not depend on the order of the programs: the atomics are deterministic.
     query = row.to(tl.int32)
-    if COMPRESSED:
+    if ARE_KEYS:
         query = tl.load(p_seen_from + row, mask=bad, other=0)
-    document = tl.load(p_row_start + query, mask=bad, other=0)
+        bad = bad & (query <= tl.load(p_seen_to + row, mask=bad, other=-1))
+    document = tl.load(p_row_first + query, mask=bad, other=0)
     tl.atomic_min(p_first_bad + document, query, mask=bad)
 
 
@@ -61,26 +64,41 @@ _memo: Memo = {}
 
 
 class Documents(NamedTuple):
-    """Index tensors, int32: [S] for raw tokens, [N] for compressed ones, [blocks] for blocks."""
+    """Index tensors, int32: [S] for queries, [K] for raw and [N] for compressed tokens, [blocks].
 
-    row_start: Tensor  # first token of the row's document
-    row_cmp: Tensor  # first compressed token of the row's document
-    row_block: Tensor  # first selection block of the row's document
-    raw_first: Tensor  # first query that sees the raw token: itself
-    raw_last: Tensor  # last token of its document
-    win_last: Tensor  # last query whose window reaches the raw token
-    cmp_first: Tensor  # first query that sees the compressed token
-    cmp_last: Tensor  # last token of its document
-    block_start: Tensor  # first token of the selection block
+    A row is the index of a query. Without an offset, row t is also raw token t.
+    """
+
+    row: Tensor  # itself
+    row_first: Tensor  # first row of its document
+    row_start: Tensor  # the row where its document would begin: the position is row - row_start
+    row_key: Tensor  # first raw token of its document
+    row_shift: Tensor  # row_key - row_start: raw token row + row_shift has the row's position
+    row_cmp: Tensor  # first compressed token of its document
+    row_block: Tensor  # first selection block of its document
+    raw_first: Tensor  # first row that sees the raw token
+    raw_last: Tensor  # last row of its document
+    win_last: Tensor  # last row whose window reaches the raw token
+    cmp_first: Tensor  # first row that sees the compressed token
+    cmp_last: Tensor  # last row of its document
+    block_start: Tensor  # first raw token of the selection block
     block_stop: Tensor  # one past its last token
 
 
-def index_documents(doc_lens: list[int], spec: BlockSpec, device: torch.device) -> Documents:
+def index_documents(
+    doc_lens: list[int],
+    spec: BlockSpec,
+    device: torch.device,
+    query_lens: Sequence[int] = (),
+    offsets: Sequence[int] = (),
+) -> Documents:
     """Build the index on the host, where the lengths are, and copy it in one piece.
 
-    Cached: all layers of a step use the same index.
+    Cached: all layers of a step use the same index. Without `query_lens` and `offsets`, queries
+    and raw tokens are the same.
     """
-    wanted = tuple(doc_lens), spec, device
+    queries = tuple(query_lens or doc_lens)
+    wanted = tuple(doc_lens), queries, tuple(offsets or [0] * len(queries)), spec, device
     if device.type != "cuda":
         return _kept_index(*wanted, stream=0)
     refuse_captured_documents(device)
@@ -89,32 +107,15 @@ def index_documents(doc_lens: list[int], spec: BlockSpec, device: torch.device) 
 
 @lru_cache(maxsize=2)  # training, and an evaluation between its steps
 def _kept_index(
-    doc_lens: tuple[int, ...], spec: BlockSpec, device: torch.device, stream: int
+    doc_lens: tuple[int, ...],
+    query_lens: tuple[int, ...],
+    offsets: tuple[int, ...],
+    spec: BlockSpec,
+    device: torch.device,
+    stream: int,
 ) -> Documents:
     """`stream` is part of the key: another stream could read the index before it is copied."""
-    lengths = torch.tensor(doc_lens)
-    num_cmp = torch.tensor([spec.num_cmp(length) for length in doc_lens])
-    num_blocks = torch.tensor([spec.num_blocks(length) for length in doc_lens])
-    starts, cmp_starts = lengths.cumsum(0) - lengths, num_cmp.cumsum(0) - num_cmp
-    block_starts = num_blocks.cumsum(0) - num_blocks
-    token = torch.arange(int(lengths.sum()))
-    raw_last = (starts + lengths - 1).repeat_interleave(lengths)
-    compressed = torch.arange(int(num_cmp.sum())) - cmp_starts.repeat_interleave(num_cmp)
-    block = torch.arange(int(num_blocks.sum())) - block_starts.repeat_interleave(num_blocks)
-    block_start = starts.repeat_interleave(num_blocks) + block * spec.l_sel
-    doc_stop = (starts + lengths).repeat_interleave(num_blocks)
-    rows = [
-        starts.repeat_interleave(lengths),
-        cmp_starts.repeat_interleave(lengths),
-        block_starts.repeat_interleave(lengths),
-        token,
-        raw_last,
-        torch.minimum(raw_last, token + spec.w - 1),
-        starts.repeat_interleave(num_cmp) + compressed * spec.d + spec.l - 1,
-        (starts + lengths - 1).repeat_interleave(num_cmp),
-        block_start,
-        torch.minimum(block_start + spec.l_sel, doc_stop),
-    ]
+    rows = _rows_of(doc_lens, query_lens, offsets, spec)
     packed = torch.cat(rows).to(torch.int32)
     if device.type == "cuda":
         packed = packed.pin_memory()  # so that the copy does not wait for the device
@@ -122,36 +123,95 @@ def _kept_index(
     return Documents(*packed.split([len(row) for row in rows]))
 
 
+def _rows_of(
+    doc_lens: tuple[int, ...],
+    query_lens: tuple[int, ...],
+    offsets: tuple[int, ...],
+    spec: BlockSpec,
+) -> list[Tensor]:
+    """The index tensors in the order of Documents."""
+    lengths, queries, offset = (torch.tensor(x) for x in (doc_lens, query_lens, offsets))
+    num_cmp = torch.tensor([spec.num_cmp(length) for length in doc_lens])
+    num_blocks = torch.tensor([spec.num_blocks(length) for length in doc_lens])
+    # [docs]: first raw token, row, compressed token and block of each document.
+    starts, firsts, cmp_starts, block_starts = (
+        x.cumsum(0) - x for x in (lengths, queries, num_cmp, num_blocks)
+    )
+    row_start, row_key = (x.repeat_interleave(queries) for x in (firsts - offset, starts))
+
+    def seen(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last row that sees a token which is visible from position `first` on."""
+        rows = (first - offset.repeat_interleave(counts)).clamp(min=0)
+        rows = torch.minimum(rows, queries.repeat_interleave(counts))
+        return (
+            firsts.repeat_interleave(counts) + rows,
+            (firsts + queries - 1).repeat_interleave(counts),
+        )
+
+    token = torch.arange(sum(doc_lens)) - starts.repeat_interleave(lengths)
+    raw_first, raw_last = seen(token, lengths)
+    cmp = torch.arange(int(num_cmp.sum())) - cmp_starts.repeat_interleave(num_cmp)
+    reached = (firsts - offset).repeat_interleave(lengths) + token + spec.w - 1
+    before = (firsts - 1).repeat_interleave(lengths)  # where no row sees the token
+    block = torch.arange(int(num_blocks.sum())) - block_starts.repeat_interleave(num_blocks)
+    block_start = starts.repeat_interleave(num_blocks) + block * spec.l_sel
+    doc_stop = (starts + lengths).repeat_interleave(num_blocks)
+    return [
+        torch.arange(sum(query_lens)),
+        firsts.repeat_interleave(queries),
+        row_start,
+        row_key,
+        row_key - row_start,
+        cmp_starts.repeat_interleave(queries),
+        block_starts.repeat_interleave(queries),
+        raw_first,
+        raw_last,
+        torch.maximum(torch.minimum(raw_last, reached), before),
+        *seen(cmp * spec.d + spec.l - 1, num_cmp),
+        block_start,
+        torch.minimum(block_start + spec.l_sel, doc_stop),
+    ]
+
+
+QUERY, RAW, CMP = "query", "raw", "cmp"
+"""What the rows of a tensor are."""
+
+
 def finite_only(
     index: Documents,
-    tensors: tuple[Tensor, ...],  # each [1, S or N, H, D]
-    num_tokens: int,
+    tensors: Sequence[Tensor],  # each [1, S, K or N, H, D]
+    kinds: Sequence[str],  # QUERY, RAW or CMP of each
 ) -> tuple[list[Tensor], Tensor]:  # the tensors, [S] bool
     """Copies with 0 for non-finite values, and the queries that would have seen one.
 
     These are all queries of a document from the first that sees it on; the caller makes their
     results NaN. No host sync.
     """
-    first_bad = torch.full_like(index.row_start, num_tokens)
-    clean = [_clean_copy(index, x, first_bad) for x in tensors]
-    return clean, index.raw_first >= first_bad[index.row_start]
+    first_bad = torch.full_like(index.row, len(index.row))
+    pairs = zip(tensors, kinds, strict=True)
+    clean = [_clean_copy(index, x, kind, first_bad) for x, kind in pairs]
+    return clean, index.row >= first_bad[index.row_first]
 
 
-def _clean_copy(index: Documents, x: Tensor, first_bad: Tensor) -> Tensor:
+def _clean_copy(index: Documents, x: Tensor, kind: str, first_bad: Tensor) -> Tensor:
     _, num_rows, num_heads, dim = x.shape
     copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    compressed = num_rows != len(first_bad)
     if len(_memo) >= MAX_CACHED:
         _memo.clear()
+    seen = {
+        QUERY: (index.row, index.row),
+        RAW: (index.raw_first, index.raw_last),
+        CMP: (index.cmp_first, index.cmp_last),
+    }[kind]
     start(
         _memo,
-        (form(x), compressed),
+        (form(x), kind == QUERY),
         finite_rows,
-        (x, copy, first_bad, index.row_start, index.cmp_first if compressed else first_bad),
+        (x, copy, first_bad, index.row_first, *seen),
         lambda: Launch.plain(
             (ceil_div(num_rows * num_heads, ROWS_PER_PROGRAM),),
             (num_rows, num_heads, *x.stride()[1:3]),
-            {"D": dim, "D_PAD": padded(dim), "COMPRESSED": compressed, "BM": ROWS_PER_PROGRAM},
+            {"D": dim, "D_PAD": padded(dim), "ARE_KEYS": kind != QUERY, "BM": ROWS_PER_PROGRAM},
         ),
     )
     return copy

@@ -8,7 +8,8 @@ torch.compile, activation checkpointing, DDP and FSDP see ordinary operators:
     nsa::mean, nsa::mean_backward   mean compression
 
 `blocks` are the sizes of a BlockSpec, `doc_lens` the lengths of the packed documents (one: the
-row), `flags` those of a plan. Static turns them into arguments of operators and back.
+row), `query_lens` and `offsets` which of their tokens are queries (empty: all), `flags` those of a
+plan. Static turns them into arguments of operators and back.
 
 For short sequences the dispatcher is a large part of a call. Where nothing intercepts operators (no
 compiler, no dispatch mode, no tensor subclass), `call_attention` and `call_mean` run the same
@@ -18,20 +19,22 @@ implementations, gradients; registration is last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa.ops.checks import Layout
 from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import attention, banded_forward, select
 from nsa.ops.triton import compress as compression
 from nsa.ops.triton.attention import Inputs, Results, Saved
 from nsa.ops.triton.block_index import empty_lists
-from nsa.ops.triton.documents import finite_only
+from nsa.ops.triton.documents import CMP, QUERY, RAW, finite_only
 from nsa.ops.triton.launcher import describable, padded_head, positive_scale
 from nsa.ops.triton.problem import Problem, problem_of
 
@@ -49,18 +52,24 @@ class Static(NamedTuple):
     scale: float
     doc_lens: list[int]
     flags: Flags
+    query_lens: Sequence[int] = ()
+    """Queries of each document, where they are not all of its tokens."""
+    offsets: Sequence[int] = ()
 
-    def plain(self) -> tuple[list[int], float, list[int], list[bool]]:
+    def plain(self) -> tuple[list[int], float, list[int], list[bool], list[int], list[int]]:
         """The arguments _STATIC of an operator."""
         # No method of `flags`: a plan is a constant of the graph; Dynamo knows its fields alone.
         flags = self.flags
         bools = [flags.flash_cmp, flags.flash_win, flags.strict, flags.nvtx]
-        return self.spec.to_ints(), self.scale, self.doc_lens, bools
+        places = list(self.query_lens), list(self.offsets)
+        return self.spec.to_ints(), self.scale, self.doc_lens, bools, *places
 
     @staticmethod
-    def of(blocks: list[int], scale: float, doc_lens: list[int], flags: list[bool]) -> Static:
+    def of(
+        blocks: list[int], scale: float, doc_lens: list[int], flags: list[bool], *places: list[int]
+    ) -> Static:
         """The inverse of `plain`."""
-        return Static(BlockSpec.from_ints(blocks), scale, doc_lens, Flags(*flags))
+        return Static(BlockSpec.from_ints(blocks), scale, doc_lens, Flags(*flags), *places)
 
 
 NO_GRADIENTS = (None,) * (1 + len(Static._fields))
@@ -83,24 +92,49 @@ def nsa_attention(
     spec: BlockSpec,
     *,
     scale: float,
-    doc_lens: list[int],
+    layout: Layout,
     selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
     flags: Flags = NO_FLAGS,
 ) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
     """Gated sum of the three branches, and the selection used."""
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    most = MAX_GRID // q.shape[2]
+    if not layout.whole:
+        return _attend_part(tensors, selection, Static(spec, scale, [], flags), layout)
+    static, most = Static(spec, scale, layout.key_lens, flags), MAX_GRID // q.shape[2]
     if q.shape[0] <= most:
-        return _attend(tensors, selection, Static(spec, scale, doc_lens, flags))
+        return _attend(tensors, selection, static)
     outs, chosen = [], []
     for first in range(0, q.shape[0], most):
         part = slice(first, first + most)
         ids = None if selection is None else selection[part]
-        some = tuple(x[part] for x in tensors)
-        out, used = _attend(some, ids, Static(spec, scale, doc_lens, flags))
+        out, used = _attend(tuple(x[part] for x in tensors), ids, static)
         outs.append(out)
         chosen.append(used)
     return torch.cat(outs), torch.cat(chosen)
+
+
+def _attend_part(
+    tensors: tuple[Tensor, ...], selection: Tensor | None, static: Static, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Queries with an offset: batch elements become documents of one row, each with its own."""
+    batch = tensors[0].shape[0]
+    layout = layout.in_one_row(batch)
+    flags = replace(static.flags, flash_cmp=False, flash_win=False)
+    static = static._replace(
+        doc_lens=layout.key_lens,
+        flags=flags,
+        query_lens=layout.query_lens,
+        offsets=layout.offsets(),
+    )
+    ids = None if selection is None else in_one_row(selection)
+    out, chosen = _attend(tuple(in_one_row(x) for x in tensors), ids, static)
+    size = (batch, -1)
+    return out.squeeze(0).unflatten(0, size), chosen.squeeze(0).unflatten(0, size)
+
+
+def in_one_row(x: Tensor) -> Tensor:
+    """[B, S, ...] -> [1, B * S, ...]."""
+    return x.flatten(0, 1)[None]
 
 
 def _attend(
@@ -252,7 +286,8 @@ def _zero_non_finite(problem: Problem, inputs: Inputs, *more: Tensor) -> tuple[A
     """
     if problem.documents is None:
         return inputs, *more
-    clean, is_bad = finite_only(problem.documents, (*inputs[:-1], *more), problem.seq_len)
+    kinds = (QUERY, CMP, CMP, RAW, RAW, RAW, RAW, *(QUERY for _ in more))
+    clean, is_bad = finite_only(problem.documents, (*inputs[:-1], *more), kinds)
     gates = inputs.gates.masked_fill(is_bad[None, :, None, None], torch.nan)
     return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), *clean[NUM_INPUTS - 1 :]
 
@@ -370,7 +405,7 @@ def _no_second_gradient(ctx: Any, *_: Tensor) -> None:
 
 # --- Registration: an argument per field of the named tuples of attention.py ---
 
-_STATIC = "int[] blocks, float scale, int[] doc_lens, bool[] flags"
+_STATIC = "int[] blocks, float scale, int[] doc_lens, bool[] flags, int[] query_lens, int[] offsets"
 EVERYWHERE = "default"
 """One implementation for every device: CUDA, and the CPU in Triton's interpreter."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -69,23 +70,30 @@ class Problem:
         scale: float,
         doc_lens: list[int],
         flags: Flags = NO_FLAGS,
+        query_lens: Sequence[int] = (),
+        offsets: Sequence[int] = (),
     ) -> None:
+        """`doc_lens` are the keys of each document. Its queries are the same tokens, or as many as
+        `query_lens` says from the position in `offsets` on."""
         self.memo: Memo = {}
         self.flags = flags
         self.spec, self.scale, self.doc_lens = spec, scale, doc_lens
+        self.query_lens, self.offsets = query_lens, offsets
         self.batch, self.seq_len, self.num_heads, self.d_k = q.shape
         self.num_groups, self.d_v = v.shape[2:]
         self.dtype, self.device = q.dtype, q.device
         self.memory = q.device  # where `empty` allocates
-        if self.seq_len > MAX_TOKENS:
+        most = max(self.seq_len, sum(doc_lens))
+        if most > MAX_TOKENS:
             raise ValueError(
-                f"S={self.seq_len} is beyond the {MAX_TOKENS} tokens of the Triton kernels; "
+                f"S={most} is beyond the {MAX_TOKENS} tokens of the Triton kernels; "
                 f"split the sequence, or use backend='torch'"
             )
         # G, and the segments: one per (batch element, KV head).
         self.per_group = self.num_heads // self.num_groups
         self.num_segments = self.batch * self.num_groups
-        self.packed = len(doc_lens) > 1
+        self.shifted = len(query_lens) > 0
+        self.packed = self.shifted or len(doc_lens) > 1
         # exp(x) = exp2(x * log2(e)): the kernels use base 2.
         self.scale_log2 = scale * LOG2_E
         self._count()
@@ -129,6 +137,8 @@ class Problem:
     @cached_property
     def masked(self) -> bool:
         """Whether the selected branch masks the whole past instead of reading its blocks."""
+        if self.shifted:  # the plan runs it only where blocks fit
+            return False
         if not fits_selected(*self.reader.sizes, self.capability, by_query=self._large):
             return True
         return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
@@ -169,7 +179,10 @@ class Problem:
 
     @cached_property
     def documents(self) -> Documents | None:
-        return index_documents(self.doc_lens, self.spec, self.device) if self.packed else None
+        if not self.packed:
+            return None
+        places = (self.query_lens, self.offsets)
+        return index_documents(self.doc_lens, self.spec, self.device, *places)
 
     def dims(self, d_v: int | None = None) -> dict[str, int]:
         """The constants that open the argument list of every attention kernel."""
@@ -219,7 +232,7 @@ class Problem:
         if self.memo or self.device.type != "cuda" or is_compiling_ahead():
             return False
         ordered = torch.are_deterministic_algorithms_enabled()
-        sizes = (type(self), self.device, *self.sizes, self.packed, self.flags)
+        sizes = (type(self), self.device, *self.sizes, self.packed, self.shifted, self.flags)
         kind = (*sizes, *self._route, ordered, *more)
         if kind in _compiled or torch.cuda.is_current_stream_capturing():
             return False  # before a capture, all was compiled in the warm-up
@@ -239,6 +252,11 @@ class Problem:
                 twins.append(twin)
         return twins
 
+    def lengths_at(self, twin: Problem) -> dict[int, int]:
+        """Rows of the twin's tensors, by the rows of this problem's."""
+        keys, twin_keys = sum(self.doc_lens), sum(twin.doc_lens)
+        return {self.num_cmp: twin.num_cmp, keys: twin_keys, self.seq_len: twin.seq_len}
+
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
@@ -249,7 +267,12 @@ class Problem:
         docs = self.documents
         if docs is None:
             return placeholder, placeholder, placeholder
-        return docs.row_start, docs.row_cmp if branch == 0 else docs.row_start, docs.row_block
+        return docs.row_start, docs.row_cmp if branch == 0 else docs.row_key, docs.row_block
+
+    @property
+    def row_shift(self) -> Tensor | None:
+        """What is added to a row to get the key of its position; None: nothing."""
+        return self.documents.row_shift if self.shifted and self.documents else None
 
     def key_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """First and last query that sees each key."""
@@ -295,14 +318,16 @@ def problem_of(
     scale: float,
     doc_lens: list[int],
     flags: Flags,
+    query_lens: Sequence[int] = (),
+    offsets: Sequence[int] = (),
     kind: type[Problem] = Problem,
 ) -> Problem:
     """The problem of a call; cached, so that calls of the same form share their launches.
 
     Packed documents differ from batch to batch, and their index takes memory: not cached.
     """
-    if len(doc_lens) > 1:
-        return kind(q, v, spec, scale, doc_lens, flags)
+    if len(doc_lens) > 1 or query_lens:
+        return kind(q, v, spec, scale, doc_lens, flags, query_lens, offsets)
     key = (kind, form(*tensors), spec, scale, flags)
     problem = _kept.get(key)
     if problem is None:

@@ -8,6 +8,7 @@ log-sum-exp.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from nsa.ops.plan import NO_FLAGS
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import by_block_backward, by_block_forward, by_query, select
 from nsa.ops.triton.block_index import QueryLists, empty_lists, list_queries
-from nsa.ops.triton.documents import finite_only
+from nsa.ops.triton.documents import QUERY, RAW, finite_only
 from nsa.ops.triton.launcher import (
     Launch,
     ceil_div,
@@ -31,7 +32,7 @@ from nsa.ops.triton.launcher import (
     positive_scale,
     start,
 )
-from nsa.ops.triton.operators import MAX_GRID
+from nsa.ops.triton.operators import MAX_GRID, in_one_row
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tile import COUNTS
@@ -54,14 +55,17 @@ class Static(NamedTuple):
     spec: BlockSpec
     scale: float
     doc_lens: list[int]
+    query_lens: Sequence[int] = ()
+    offsets: Sequence[int] = ()
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def row_stats(
-    p_o, p_dout, p_lse, p_dlse, p_stats, NUM_ROWS, Hq, S, s_ob, s_os, s_oh,
+    p_o, p_dout, p_lse, p_dlse, p_stats, p_row_shift, NUM_ROWS, Hq, S, s_ob, s_os, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the backward kernels read of a row, [B, Hq, S, 4] fp32: log-sum-exp, delta, 1, index.
+    """What the backward kernels read of a row, [B, Hq, S, 4] fp32: log-sum-exp, delta, 1, and the
+    key at its position.
 
     dS = P * (dP - <dout, o> + d lse), so delta = <dout, o> - d lse.
     """
@@ -85,7 +89,10 @@ def row_stats(
     tl.store(p_row, lse, mask=m_r)
     tl.store(p_row + 1, delta, mask=m_r)
     tl.store(p_row + 2, tl.full([ROWS], 1.0, tl.float32), mask=m_r)
-    tl.store(p_row + 3, i_t.to(tl.float32), mask=m_r)
+    key = i_t
+    if p_row_shift is not None:
+        key += tl.load(p_row_shift + i_t, mask=m_r, other=0)
+    tl.store(p_row + 3, key.to(tl.float32), mask=m_r)
 
 
 # --- Public function ---
@@ -112,6 +119,12 @@ def sparse_attention(
     sizes = (q.shape[3], v.shape[3], q.shape[2] // k.shape[2], sparse_spec(block, index.shape[3]))
     spec = read_spec(*sizes, q.dtype, capability_of(q.device))
     index = select.split_ids(index, block // spec.l_sel)
+    if not layout.whole:
+        layout, batch = layout.in_one_row(q.shape[0]), q.shape[0]
+        static = Static(spec, scale, layout.key_lens, layout.query_lens, layout.offsets())
+        parts = _Sparse.apply(*(in_one_row(x) for x in (q, k, v, index)), static)
+        out, lse = (x.squeeze(0).unflatten(0, (batch, -1)) for x in parts)
+        return _finished(out, lse, sink, d_v)
     static, most = Static(spec, scale, layout.key_lens), MAX_GRID // q.shape[2]
     if q.shape[0] <= most:  # no slices: each would be one more copy of a gradient
         out, lse = _Sparse.apply(q, k, v, index, static)
@@ -119,12 +132,15 @@ def sparse_attention(
         batches = zip(*(x.split(most) for x in (q, k, v, index)), strict=True)
         parts = [_Sparse.apply(*batch, static) for batch in batches]
         out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    return _finished(out, lse, sink, d_v)
+
+
+def _finished(out: Tensor, lse: Tensor, sink: Tensor | None, d_v: int) -> tuple[Tensor, Tensor]:
+    """Without the padding of the head, and with one more key of logit `sink` and value 0; a query
+    without a visible key stays as it is."""
     out = out if out.shape[3] == d_v else out[..., :d_v]
-    return (out, lse) if sink is None else _with_sink(out, lse, sink)
-
-
-def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """One more key of logit `sink` and value 0; a query without a visible key stays as it is."""
+    if sink is None:
+        return out, lse
     sees_none = lse == -math.inf
     known = lse.masked_fill(sees_none, 0.0)
     total = torch.logaddexp(known, sink.to(lse.dtype))
@@ -224,7 +240,7 @@ def _compile_ahead(
     """Compile the kernels of such calls on threads, for this and for other lengths."""
     with compiling_ahead():
         for twin in (problem.on_meta(), *problem.at_other_lengths()):
-            lengths = {problem.seq_len: twin.seq_len}
+            lengths = problem.lengths_at(twin)
             q, k, v = (on_meta(x, lengths) for x in inputs)
             results = _forward(twin, q, k, v, on_meta(index, lengths))
             if backward_too:
@@ -237,7 +253,7 @@ def _compile_ahead(
 def _problem(tensors: tuple[Tensor, ...], static: Static) -> Problem:
     q, _, v = tensors[:3]
     rest = (static.spec, static.scale, static.doc_lens, NO_FLAGS)
-    return problem_of(tensors, q, v, *rest, SparseProblem)
+    return problem_of(tensors, q, v, *rest, static.query_lens, static.offsets, SparseProblem)
 
 
 def _finite(problem: Problem, *tensors: Tensor) -> tuple[list[Tensor], Tensor | None]:
@@ -247,7 +263,7 @@ def _finite(problem: Problem, *tensors: Tensor) -> tuple[list[Tensor], Tensor | 
     """
     if problem.documents is None:
         return list(tensors), None
-    return finite_only(problem.documents, tensors, problem.seq_len)
+    return finite_only(problem.documents, tensors, (QUERY, RAW, RAW, QUERY)[: len(tensors)])
 
 
 def _stats(
@@ -260,7 +276,7 @@ def _stats(
         problem.memo,
         ("stats", given is None),
         row_stats,
-        (out, dout, lse, given, stats),
+        (out, dout, lse, given, stats, problem.row_shift),
         lambda: Launch.plain(
             (ceil_div(num_rows, ROWS),),
             (num_rows, problem.num_heads, problem.seq_len, *dout.stride()[:3]),

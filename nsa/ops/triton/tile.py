@@ -207,14 +207,14 @@ def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
 @triton.jit(do_not_specialize=COUNTS)
 def gate_backward(
     p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, p_dcmp, p_dwin,
-    NUM_ROWS, Hq, S, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
+    p_row_shift, NUM_ROWS, Hq, S, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta = <dout, branch> of each row: the gradient of its gate, and what its softmax subtracts.
 
     dgates is [B, S, Hq, 3]. stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
-    of a row: log-sum-exp, delta, gate, and its own index in the sequence. p_dcmp and p_dwin, where
-    given, get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another library.
+    of a row: log-sum-exp, delta, gate, and the key at its position. p_dcmp and p_dwin, where given,
+    get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another library.
     """
     # [ROWS] rows of [B, S, Hq], in that order. int64: rows * DV may pass 2^31.
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -227,6 +227,9 @@ def gate_backward(
     dout = tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
     at = o_r[:, None] * DV + o_d[None, :]
     p_gate = p_gates + i_b * s_gb + i_s * s_gs + i_h * s_gh
+    key = i_s
+    if p_row_shift is not None:
+        key += tl.load(p_row_shift + i_s, mask=m_r, other=0)
     for branch in tl.static_range(3):
         # static_range unrolls: `branch` is a constant, and the pointers stay three arguments.
         if branch == 0:
@@ -245,7 +248,7 @@ def gate_backward(
         tl.store(p_stats + row * 4 + 1, delta, mask=m_r)
         tl.store(p_stats + row * 4 + 2, gate, mask=m_r)
         # The index as fp32 is exact up to 2^24 tokens (MAX_TOKENS in problem.py).
-        tl.store(p_stats + row * 4 + 3, i_s.to(tl.float32), mask=m_r)
+        tl.store(p_stats + row * 4 + 3, key.to(tl.float32), mask=m_r)
         if branch == 0 and p_dcmp is not None:
             b_gated = (dout * gate[:, None]).to(p_dcmp.dtype.element_ty)
             tl.store(p_dcmp + at, b_gated, mask=mask)

@@ -443,14 +443,13 @@ def sparse_spec(block: int, num_ids: int) -> BlockSpec:
 def sparse_obstacle(
     head_dims: tuple[int, ...],
     per_group: int,
-    block: int,
-    num_ids: int,
+    spec: BlockSpec,
     dtype: torch.dtype,
     capability: Capability,
 ) -> str:
-    """Why the kernels cannot run a sparse_attention of such sizes; empty when they can."""
+    """Why the kernels cannot read such blocks; empty when they can."""
     d_k, d_v = (-(-size // DIM_STEP) * DIM_STEP for size in head_dims)
-    spec = read_spec(d_k, d_v, per_group, sparse_spec(block, num_ids), dtype, capability)
+    spec = read_spec(d_k, d_v, per_group, spec, dtype, capability)
     by_query = in_query_order(d_k, d_v, per_group)
     if fits_selected(d_k, d_v, per_group, spec, dtype, capability, by_query=by_query):
         return ""

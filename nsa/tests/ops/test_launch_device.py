@@ -173,10 +173,10 @@ def test_packed_documents_refuse_to_be_captured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     device = torch.device("cuda", 0)
-    with pytest.raises(ValueError, match="packed documents in a CUDA graph"):
+    with pytest.raises(ValueError, match="packed documents or an offset in a CUDA graph"):
         index_documents([3, 5], BlockSpec(**BLOCKS), device)
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match="packed documents in a CUDA graph"):
+    with pytest.raises(ValueError, match="packed documents or an offset in a CUDA graph"):
         document_positions(8, bounds, device)
 
 
@@ -192,9 +192,9 @@ def test_packed_documents_refuse_a_real_capture() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             more = x + 1  # an empty graph is warned of
-            with pytest.raises(ValueError, match="packed documents in a CUDA graph"):
+            with pytest.raises(ValueError, match="packed documents or an offset in a CUDA graph"):
                 model(ids, cu_seqlens=bounds)
-            with pytest.raises(ValueError, match="packed documents in a CUDA graph"):
+            with pytest.raises(ValueError, match="packed documents or an offset in a CUDA graph"):
                 compress(x, BlockSpec(**BLOCKS), cu_seqlens=bounds)
     graph.replay()
     assert (more == 1).all()

@@ -536,7 +536,10 @@ def test_the_triton_operators_are_registered_as_torch_wants_them() -> None:
     tensors = make_inputs(case, torch.float32, grad=True).values()
     blocks = SMALL.to_ints()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    args = (*tensors, None, blocks, 0.25, [24], [False] * 4)
-    torch.library.opcheck(torch.ops.nsa.attention.default, args, test_utils=checks)
+    q, *keys, gates = tensors
+    for count, places in ((24, ([], [])), (10, ([10], [14]))):
+        some = (q[:, -count:].detach().requires_grad_(), *keys, gates[:, -count:])
+        args = (*some, None, blocks, 0.25, [24], [False] * 4, *places)
+        torch.library.opcheck(torch.ops.nsa.attention.default, args, test_utils=checks)
     x = torch.randn(1, 24, 1, 16, requires_grad=True)
     torch.library.opcheck(torch.ops.nsa.mean.default, (x, blocks, [24]), test_utils=checks)

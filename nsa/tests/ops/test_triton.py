@@ -4,14 +4,14 @@
 bf16 is not exact and shapes must be tiny.
 """
 
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from nsa import BlockSpec, compress, select_blocks
+from nsa import BlockSpec, compress, nsa_attention, select_blocks
 from nsa.ops.triton import (
     banded_backward,
     block_index,
@@ -163,6 +163,62 @@ def test_long_blocks_are_read_in_parts(order, case, force_order, monkeypatch):
     assert chosen.shape[-1] == case.spec.n_sel
     kept = problem._kept.values()  # packed documents are not kept
     assert case.docs or all(p.reader.spec.l_sel == 4 for p in kept)
+
+
+PARTS = {
+    "one-for-all": (Case(SMALL, S=41, B=2), (20, 20), (21, 21)),
+    "of-each-row": (Case(SMALL, S=41, B=2, Dk=20, Dv=12), (9, 9), (3, 32)),
+    "documents": (Case(SHORT, S=41, docs=(13, 5, 23)), (7, 0, 20), (6, 0, 3)),
+}
+"""Of each document or batch element: how many queries, and the position of the first."""
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        (name, order)
+        for i, name in enumerate(PARTS)
+        for j, order in enumerate(ORDERS[1:])
+        if DEVICE == "cuda" or i % 2 == j
+    ],
+)
+def test_queries_with_an_offset_equal_those_of_the_whole(name, order, force_order):
+    """Outputs, choices, and gradients of what the queries see."""
+    force_order(order)
+    case, counts, offsets = PARTS[name]
+    case = on_device(case)
+    wide = {name: x.double() for name, x in to_device(make_inputs(case, torch.float32)).items()}
+    whole, chosen = run(case, wide, "reference", return_selection=True)
+    lens = case.docs or (case.S,) * case.B
+    rows = [
+        first + offset + torch.arange(count)
+        for first, offset, count in zip(accumulate((0, *lens)), offsets, counts, strict=False)
+    ]
+    rows = torch.cat(rows).to(DEVICE)
+
+    def some(x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, 1)[rows].unflatten(0, (x.shape[0], -1))
+
+    part = wide | {name: some(wide[name]) for name in ("q", "gates")}
+    places = {"q_offset": torch.tensor(offsets, dtype=torch.int32)}
+    if case.docs:
+        for key, sizes in (("cu_seqlens", counts), ("cu_seqlens_k", case.docs)):
+            places[key] = torch.tensor([*accumulate((0, *sizes))], dtype=torch.int32)
+    elif len(set(offsets)) == 1:
+        places["q_offset"] = offsets[0]
+    leaves = {name: x.float().requires_grad_() for name, x in part.items()}
+    given = {**leaves, "spec": case.spec, **places}
+    out, ids = nsa_attention(**given, backend="triton", return_selection=True)
+    assert_near(out, some(whole), 1e-5)
+    assert torch.equal(ids, some(chosen))
+    wide_leaves = {name: x.requires_grad_() for name, x in part.items()}
+    expected = nsa_attention(**given | wide_leaves, backend="torch")
+    assert_near(expected, some(whole), 1e-10)
+    dout = torch.randn_like(expected)
+    grads = torch.autograd.grad(out, list(leaves.values()), dout.float())
+    wanted = torch.autograd.grad(expected, list(wide_leaves.values()), dout)
+    for name, ours, theirs in zip(leaves, grads, wanted, strict=True):
+        assert_near(ours, theirs, 1e-4, f"gradient of {name}")
 
 
 def test_chunks_of_queries_change_nothing(force_order, monkeypatch):

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import NSAAttention
 from nsa.ops import fallbacks, machine, plan
+from nsa.ops.checks import Layout
 from nsa.ops.eager.rows import KeyValues
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import attention, launcher, operators
@@ -61,7 +62,8 @@ class Shape:
         q, gates = (self.zeros(1, seq_len, self.group, n) for n in (self.d_k, 3))
         tensors = [x.requires_grad_() for x in (q, *(x for kv in pairs for x in kv), gates)]
         given: list[Any] = [*tensors, self.spec]
-        out, _ = nsa_attention(*given, scale=0.1, doc_lens=lens, selection=None)
+        layout = Layout(lens, lens, 0)
+        out, _ = nsa_attention(*given, scale=0.1, layout=layout, selection=None)
         out.backward(torch.zeros_like(out))
 
     def attend_masked(self) -> None:

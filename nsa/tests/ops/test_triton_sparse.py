@@ -113,12 +113,45 @@ def test_what_is_not_finite_stays_in_its_document(
             assert torch.equal(out[:, first:stop], clean[:, first:stop])
 
 
-def test_an_offset_is_refused_where_the_kernels_are_named() -> None:
-    tensors, rest = make(Case(16, 3), torch.float32)
-    tensors = {name: x.to(DEVICE) for name, x in tensors.items()}
-    rest["index"] = rest["index"].to(DEVICE)
-    with pytest.raises(ValueError, match="queries with an offset have no Triton kernels yet"):
-        sparse_attention(**tensors, **rest, backend="triton")
+OFFSETS: dict[str, dict[str, Any]] = {
+    "one for all": {"q_offset": 21},
+    "of each row": {"q_offset": torch.tensor([3, 30], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize(("name", "order"), in_orders(*OFFSETS))
+def test_queries_with_an_offset_equal_the_oracle(
+    name: str, order: str, force_order: Callable[[str], None]
+) -> None:
+    force_order(order)
+    case = Case(16, 3, **WHOLE | {"batch": 2, "num_queries": 20, "offset": 0})
+    tensors, rest = make(case, torch.float32)
+    compare(tensors, rest | OFFSETS[name])
+
+
+@pytest.mark.parametrize(("block", "order"), in_orders(96, 16))
+def test_documents_have_offsets_of_their_own(
+    block: int, order: str, force_order: Callable[[str], None]
+) -> None:
+    """One of them has no queries here."""
+    force_order(order)
+    tensors, rest = make(Case(block, 2, **WHOLE | {"num_queries": 23}), torch.float32)
+    places = {"cu_seqlens": [0, 5, 20, 20, 23], "cu_seqlens_k": DOCS, "q_offset": [2, 11, 0, 9]}
+    compare(tensors, rest | {name: torch.tensor(x).int() for name, x in places.items()})
+
+
+def test_what_no_query_sees_may_be_anything(force_order: Callable[[str], None]) -> None:
+    force_order("by-block")
+    case = Case(16, 3, **WHOLE | {"num_queries": 20, "offset": 10})
+    tensors, rest = make(case, torch.float32)
+    tensors = {name: x.detach().to(DEVICE) for name, x in tensors.items()}
+    rest = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in rest.items()}
+    clean = sparse_attention(**tensors, **rest, backend="triton")
+    tensors["v"][:, 30:] = torch.nan
+    assert torch.equal(sparse_attention(**tensors, **rest, backend="triton"), clean)
+    tensors["v"][:, 15] = torch.nan
+    out = sparse_attention(**tensors, **rest, backend="triton")
+    assert torch.equal(out[:, :5], clean[:, :5]) and out[:, 5:].isnan().any()
 
 
 @pytest.mark.parametrize("order", ORDERS[-1:] if DEVICE == "cpu" else ORDERS)
