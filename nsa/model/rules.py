@@ -13,7 +13,7 @@ at a time: no tensor of S x S exists.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from nsa.config.schema import POOLS
 from nsa.model.rope import Rope, apply_rope, document_positions, rope_tables
-from nsa.ops import BlockSpec, compress, sparse_attention
+from nsa.ops import BlockSpec, compress, select_blocks, sparse_attention
 from nsa.ops.eager.attention import compute_dtype
 from nsa.ops.eager.rows import (
     KeyValues,
@@ -31,8 +31,8 @@ from nsa.ops.eager.rows import (
     score_blocks,
 )
 
-CHUNK_SCORES = 1 << 23
-"""Scores (heads * queries * keys) of one chunk."""
+CHUNK_SCORES = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""Scores (heads * queries * keys) of one chunk: what a CPU's cache holds, what keeps a GPU busy."""
 
 
 class Span(NamedTuple):
@@ -97,7 +97,8 @@ class Rule(nn.Module):
     def _of_document(
         self, q: Tensor, summary: Tensor, num_groups: int, first: int
     ) -> list[Tensor]:  # each [B, T, H, n_sel]
-        size = max(CHUNK_SCORES // (q.shape[0] * q.shape[2] * max(summary.shape[1], 1)), 1)
+        most = CHUNK_SCORES["cuda" if q.is_cuda else "cpu"]
+        size = max(most // (q.shape[0] * q.shape[2] * max(summary.shape[1], 1)), 1)
         chosen = []
         for start in range(0, q.shape[1], size):
             rows = q[:, start : start + size].unflatten(2, (num_groups, -1)).transpose(1, 2)
@@ -145,6 +146,12 @@ class MeanPools(Rule):
 
 class NSARule(MeanPools):
     """A block's score is the sum over heads and overlapping pools (Eq. 9 and 10)."""
+
+    @torch.no_grad()
+    def choose(self, q: Tensor, summary: Tensor, num_groups: int, span: Span) -> Tensor:
+        if span.first or not q.is_cuda:
+            return super().choose(q, summary, num_groups, span)
+        return select_blocks(q, summary, self.spec, cu_seqlens=span.cu_seqlens)
 
     def pool(self, probs: Tensor, num_blocks: int) -> Tensor:
         return score_blocks(probs, num_blocks, self.spec)
@@ -258,14 +265,15 @@ class MSARule(Rule):
         )
 
     def scores(self, q: Tensor, summary: Tensor, first: int, num_blocks: int) -> Tensor:
+        size = num_blocks * self.spec.l_sel
+        summary = summary[:, :size]  # no query of this chunk sees more
         num_queries, num_keys = q.shape[2], summary.shape[1]
         # [B, Hkv, T, S]: one index query for each KV head, one key for all.
         logits = q[:, :, :, 0] @ summary.transpose(1, 2).mT
         token = torch.arange(num_keys, device=q.device)
         places = torch.arange(first, first + num_queries, device=q.device)
         logits = logits.masked_fill(token > places[:, None], -math.inf)
-        size = num_blocks * self.spec.l_sel
-        logits = F.pad(logits[..., :size], (0, max(size - num_keys, 0)), value=-math.inf)
+        logits = F.pad(logits, (0, size - num_keys), value=-math.inf)
         return logits.unflatten(-1, (num_blocks, self.spec.l_sel)).amax(dim=-1)
 
     def loss(
@@ -294,18 +302,17 @@ class MSARule(Rule):
         kind = compute_dtype(q.dtype)
         groups, per_group = k.shape[2], q.shape[2] // k.shape[2]
         q, k, lse = q.detach(), k.detach(), lse.detach().to(kind)
-        # index_k and k as values of the same attention.
+        # The same attention with k and with index_k as values. Apart, for heads of a size that the
+        # kernels take; the first has no gradient.
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": backend}
+        options["block"] = self.spec.l_sel
+        mean_k = sparse_attention(q, k, k, index, **options).to(kind)
         shared = index_k.to(k.dtype).expand(-1, -1, groups, -1)
-        means = sparse_attention(
-            q, k, torch.cat([shared, k], dim=-1), index, block=self.spec.l_sel,
-            cu_seqlens=cu_seqlens, backend=backend,
-        )  # fmt: skip
-        means = means.to(kind)
-        mean_index, mean_k = means.split([self.d_index, k.shape[-1]], dim=-1)
+        mean_index = sparse_attention(q, k, shared, index, **options).to(kind)
         known = (q.to(kind) * mean_k).sum(-1) / math.sqrt(q.shape[-1]) - lse  # [B, S, Hq]
         _, own_lse = sparse_attention(
             index_q.to(k.dtype), index_k.to(k.dtype), index_k.detach().to(k.dtype), index,
-            block=self.spec.l_sel, cu_seqlens=cu_seqlens, backend=backend, return_lse=True,
+            **options, return_lse=True,
         )  # fmt: skip
         # The teacher of a KV head: the mean of its query heads.
         taught = mean_index.unflatten(2, (groups, per_group)).mean(dim=3)
