@@ -51,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from nsa.tests.support.interpreter import speed_up
 
         speed_up()
+    elif torch.cuda.is_available():
+        from nsa.ops.triton import problem
+
+        # Hundreds of kinds of calls, each at one length; test_launch_device.py has the others.
+        problem.AHEAD_LENGTHS = ()
 
 
 @pytest.fixture(autouse=True)

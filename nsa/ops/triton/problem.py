@@ -41,7 +41,8 @@ LONG_FROM = 49152
 """Tokens from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
-needed."""
+needed. Up to AHEAD_BLOCKS blocks."""
+AHEAD_BLOCKS = 2048
 MAX_CACHED = 256
 """Cached problems; a full cache is cleared."""
 
@@ -248,7 +249,7 @@ class Problem:
             twin.doc_lens = [length, 1] if self.packed else [length]
             twin.seq_len = sum(twin.doc_lens)
             twin._count()
-            if twin._route == self._route:
+            if twin.num_blocks <= AHEAD_BLOCKS + self.packed and twin._route == self._route:
                 twins.append(twin)
         return twins
 

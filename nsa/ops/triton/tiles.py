@@ -345,7 +345,8 @@ def block_tiles(
     elif spec.l_sel > 64:
         tiles = Tiles(64, keys, 4, 3) if purpose == "forward" else Tiles(64, keys, 8, 2)
     elif wide <= 64:
-        tiles = Tiles(128 if purpose == "backward" and per_group >= 4 else 64, keys, 4, 2)
+        rows = 128 if purpose == "backward" and per_group >= 4 else 64
+        tiles = Tiles(rows, keys, 4, 2, 96 if purpose == "forward" else 0)
     elif purpose == "forward":
         tiles = Tiles(64, keys, 4, 2, 168 if d_k == d_v == 128 else 0)
     elif purpose == "backward":
