@@ -51,6 +51,8 @@ VOCABULARIES = {"byte": 256, "gpt2": 50257}
 STRATEGIES = ("auto", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BACKENDS = ("auto", "reference", "torch", "triton")
+MLP_RATIO = 4
+"""Width of the MLP, as a multiple of the model dim, unless model.mlp_dim gives it."""
 BLOCK_STEP, MAX_BLOCK = 16, 256
 """Blocks of nsa.sparse_attention: a multiple of the first, up to the second."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -73,6 +75,8 @@ class ModelConfig:
     """Dimension of a query or key head; even, because RoPE rotates halves."""
     d_v: int = 128
     """Dimension of a value head; may differ from d_k."""
+    mlp_dim: int = 0
+    """Width of the MLP between its two layers; 0: 4 * dim."""
     attention: str = "nsa"
     """nsa, or dense: full causal attention for comparison, which ignores group nsa."""
     rule: str = "nsa"
@@ -91,6 +95,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         # Rules within a group stand here; rules between groups are in Config.__post_init__.
         at_least(1, self, "model", "dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v")
+        at_least(0, self, "model", "mlp_dim")
         one_of("model.attention", self.attention, ATTENTIONS)
         one_of("model.kv", self.kv, KVS)
         self._check_rules()
@@ -107,6 +112,11 @@ class ModelConfig:
             if rule == "reuse" and (not before or (before == "nsa" and self.kv == "separate")):
                 allowed = "reuse after pooled, msa or reuse, or after nsa with model.kv=shared"
                 refuse("model.rule", self.rule, allowed, "give that layer a rule of its own")
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP, as built."""
+        return self.mlp_dim or MLP_RATIO * self.dim
 
     @property
     def rules(self) -> list[str]:

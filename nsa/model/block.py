@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nsa.config.schema import MLP_RATIO
 from nsa.model.attention import NSAAttention
 from nsa.model.dense import DenseAttention
 from nsa.model.rope import Rope
@@ -43,17 +44,14 @@ class RMSNorm(nn.Module):
 Attention = NSAAttention | DenseAttention
 """Both, and SparseAttention, have the same methods; each makes caches of its own type."""
 
-MLP_RATIO = 4
-"""Width of the MLP, as a multiple of the model dim."""
-
 
 class MLP(nn.Module):
     """fc2(silu(fc1(x))), not gated, no bias."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, MLP_RATIO * dim, bias=False)
-        self.fc2 = nn.Linear(MLP_RATIO * dim, dim, bias=False)
+        self.fc1 = nn.Linear(dim, width, bias=False)
+        self.fc2 = nn.Linear(width, dim, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -67,13 +65,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
-    def __init__(self, dim: int, attn: Attention, layer: int) -> None:
+    def __init__(self, dim: int, attn: Attention, layer: int, mlp_width: int | None = None) -> None:
         super().__init__()
         self.layer = layer
         self.norm1 = RMSNorm(dim)
         self.attn: Any = attn
         self.norm2 = RMSNorm(dim)
-        self.mlp = MLP(dim)
+        self.mlp = MLP(dim, mlp_width or MLP_RATIO * dim)
 
     def forward(
         self,

@@ -72,8 +72,8 @@ def parameter_counts(config: Config) -> dict[str, int]:
         "gate": branched * (model.dim + 1) * 3 * model.n_heads,
         "phi": branched * _phi_weights(config),
         **({"index": index} if index else {}),
-        # fc1 and fc2, dim x 4 dim each.
-        "mlp": layers * 8 * model.dim**2,
+        # fc1 and fc2.
+        "mlp": layers * 2 * model.dim * model.mlp_width,
         "norms": (2 * layers + 1) * model.dim,
         "head": 0 if model.tie_embeddings else config.data.vocab * model.dim,
     }
@@ -96,7 +96,7 @@ def forward_flops(config: Config, seq_len: int | None = None) -> dict[str, int]:
             "projections": 2 * seq_len * model.dim * width,
             **_choice_flops(config, seq_len, kind),
             **{name: per_pair * count for name, count in pairs.items()},
-            "mlp": 2 * seq_len * 8 * model.dim**2,
+            "mlp": 2 * seq_len * 2 * model.dim * model.mlp_width,
         }
 
     flops = _sum_layers(config, layer)
@@ -122,7 +122,7 @@ def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> 
             + _matrix(tokens, model.n_heads * model.d_v, dim),
             **_choice_numbers(config, seq_len, rows, kind),
             **{name: pair * count for name, count in pairs.items()},
-            "mlp": _matrix(tokens, dim, 4 * dim) + _matrix(tokens, 4 * dim, dim),
+            "mlp": _matrix(tokens, dim, model.mlp_width) + _matrix(tokens, model.mlp_width, dim),
         }
 
     moved = _sum_layers(config, layer)
@@ -450,7 +450,7 @@ def layer_activations(config: Config, kind: Kind) -> int:
     attention = num_keys * model.d_k + num_kv * model.d_v  # as projected
     rotated = num_keys * model.d_k
     out = model.n_heads * model.d_v
-    per_token = norms + size * (inputs + attention + rotated + out + 8 * model.dim)
+    per_token = norms + size * (inputs + attention + rotated + out + 2 * model.mlp_width)
     if kind.name == DENSE:
         return tokens * (per_token + FP32 * model.n_heads)  # LSEs
     chosen = model.n_kv_groups * config.nsa.n_sel

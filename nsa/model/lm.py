@@ -93,12 +93,14 @@ class TinyLM(nn.Module):
         pool: str = "infllm",
         pool_block: int = 512,
         d_index: int = 64,
+        mlp_dim: int = 0,
     ) -> None:
         """`attention` "dense" ignores the settings of NSA: blocks, phi, gate, backend and rules.
 
         `rule` is that of all layers, or a list such as "msa,reuse" that repeats over them. Layers
         with rule "nsa" have three branches unless `kv` is "shared"; all others have one K and V and
-        no gates. `embed_std` is that of the embedding; an untied head keeps EMBED_STD.
+        no gates. `embed_std` is that of the embedding; an untied head keeps EMBED_STD. `mlp_dim` 0
+        is 4 * dim.
         """
         super().__init__()
         for name, choice, known in (("attention", attention, ATTENTIONS), ("kv", kv, KVS)):
@@ -129,7 +131,7 @@ class TinyLM(nn.Module):
         def new_block(layer: int) -> Block:
             attn = new_attention(shape, layer)
             kind = SparseBlock if isinstance(attn, SparseAttention) else Block
-            return kind(dim, attn, layer)
+            return kind(dim, attn, layer, mlp_dim or None)
 
         self.embed = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(new_block(i) for i in range(n_layers))
@@ -175,6 +177,7 @@ class TinyLM(nn.Module):
             pool=cfg.nsa.pool,
             pool_block=cfg.nsa.pool_block,
             d_index=cfg.nsa.d_index,
+            mlp_dim=cfg.model.mlp_dim,
         )
 
     def forward(

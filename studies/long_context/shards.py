@@ -40,6 +40,8 @@ class RowMaker:
     num_keys: int
     seed: int
     """Of the rows, and of the trainer that shuffles them."""
+    plain_held_out: bool = False
+    """Held-out rows are text alone, one after another: their loss is that of a language model."""
 
 
 def write_shards(
@@ -89,7 +91,7 @@ def _write_side(
         file=name,
         side=side,
         tokens=rows.size,
-        documents=int((rows == tokenizer.eos).sum()),
+        documents=max(1, int((rows == tokenizer.eos).sum())),  # text alone has no end mark
         sha256=hashlib.sha256(rows.data).hexdigest(),
     )
 
@@ -121,6 +123,9 @@ class _Maker:
         return places, np.stack([self._row(turn) for turn in turns])
 
     def _row(self, turn: int) -> Ids:
+        if self._maker.plain_held_out and self._side == VAL:
+            length = self._maker.mixture.seq_len
+            return np.take(self._hay, range(turn * length, (turn + 1) * length), mode="wrap")
         return make_row(
             turn,
             self._side,

@@ -37,6 +37,8 @@ class Mixture:
     """Share of needles at the very beginning of a document, and again at its end."""
     asks: int = 3
     """Most questions for a needle: they are much of what there is to learn in a document."""
+    plain: float = 0.0
+    """Share of rows that are text alone."""
 
 
 def make_row(
@@ -54,6 +56,8 @@ def make_row(
     Documents end with the end mark, and the last ends with the row.
     """
     draw = generator_of(seed, side, index)
+    if mixture.plain and draw.random() < mixture.plain:
+        return Document(crop(hay, mixture.seq_len, draw), [], [], [])
     keys = draw.permutation(words.keys)
     length = _draw_length(mixture, progress, draw)
     documents: list[Document] = []

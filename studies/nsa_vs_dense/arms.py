@@ -15,6 +15,8 @@ from nsa.config.load import REPOSITORY
 
 SCHEMA = 1
 WARMUP_SHARE = 0.07
+INIT = "train.init_from"
+"""In the settings of an arm it is the name of another arm, whose weights this one starts from."""
 EVALUATIONS, LOG_LINES, CHECKPOINTS = 15, 75, 3
 """In a run, about; they do not change what is learned."""
 
@@ -124,6 +126,8 @@ def _comparison(
     for key in ("arms", "diagnosis"):
         for variant, seeds in content.get(key, {}).items():
             own, environ = _variant(table["variants"][variant])
+            if start := content.get("start", {}).get(variant):
+                own[INIT] = start
             for seed in seeds:
                 settings = shared | own | {"train.seed": seed, "train.steps": count}
                 settings |= _rhythm(count, settings, content["eval_tokens"]) | extra

@@ -50,11 +50,16 @@ def thin(items: Sequence[Item], most: int) -> list[Item]:
 
 def _gates(beats: Sequence[Beat]) -> dict[str, Any] | None:
     """By logged step and layer: the shares of cmp, sel and win."""
-    by_step = {b.step: b.layers() for b in beats if b.msg == PROGRESS and b.layers()}
-    if not by_step:
+    by_step = {
+        b.step: [layer["gate_branch_shares"] for layer in b.layers()]
+        for b in beats
+        if b.msg == PROGRESS and b.layers()
+    }
+    # A layer with one K and V has no gates.
+    if not by_step or any(None in shares for layers in by_step.values() for shares in layers):
         return None
     kept = thin(sorted(by_step), MOST_GATES)
-    shares = [[[round(x, 4) for x in la["gate_branch_shares"]] for la in by_step[s]] for s in kept]
+    shares = [[[round(x, 4) for x in layer] for layer in by_step[step]] for step in kept]
     return {"step": kept, "shares": shares}
 
 

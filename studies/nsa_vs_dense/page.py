@@ -43,19 +43,24 @@ def final_table(arms: Sequence[dict[str, Any]]) -> str:
     return "\n".join([HEAD, *(_row(arm, arms) for arm in arms)])
 
 
-def _where(results: dict[str, Any]) -> str:
-    arms, calls = results["arms"], results["calls"]
-    machines = [arm["machine"] for arm in arms]
+def machine_line(results: dict[str, Any]) -> str:
+    """Devices, versions, commits and days of the arms."""
+    machines = [arm["machine"] for arm in results["arms"]]
     cards = _all(m["device"] for m in machines)
     versions = _all(
         f"torch {m['torch']}, triton {m['triton']}, Python {m['python']}" for m in machines
     )
     commits = _all((m["commit"] or "unknown")[:12] for m in machines)
-    days = _all(call["started"][:10] for call in calls)
+    days = _all(call["started"][:10] for call in results["calls"])
+    return f"{cards}; {versions}; commit {commits}; {days}."
+
+
+def _where(results: dict[str, Any]) -> str:
+    arms, calls = results["arms"], results["calls"]
     data = arms[0]["data"]
     seconds = sum(call["seconds"] for call in calls)
     lines = [
-        f"{cards}; {versions}; commit {commits}; {days}.",
+        machine_line(results),
         f"Data: {data['training_tokens']:,} training and {data['held_out_tokens']:,} held-out "
         f"tokens ({data['tokenizer']}, {data['vocab']:,} ids), manifest {data['sha256'][:12]}. "
         "Arms of a comparison differ in the attention alone: same data, order, steps, optimizer, "

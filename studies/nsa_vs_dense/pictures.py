@@ -23,7 +23,7 @@ Arms = Sequence[dict[str, Any]]
 
 def draw_curves(arms: Arms, path: Path) -> None:
     """Training and held-out loss of a comparison, and below them the gap to the dense arm."""
-    figure = _figure(6.2)
+    figure = new_figure(6.2)
     top, low = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
     for arm in arms:
         style = _style(arm, arms)
@@ -52,12 +52,12 @@ def draw_curves(arms: Arms, path: Path) -> None:
     top.set_title(f"{_title(arms)}. Points: held-out text; thin: training, smoothed", **LEFT)
     low.set_title(f"grey band: within {GOAL} nats of dense with the same seed", **LEFT)
     top.legend(frameon=False, fontsize=9)
-    _finish(figure, path)
+    finish(figure, path)
 
 
 def draw_positions(arms: Arms, path: Path) -> None:
     """Held-out loss by the place of a token in its row: is more context still of use?"""
-    figure = _figure(3.4)
+    figure = new_figure(3.4)
     axes = figure.subplots()
     for arm in arms:
         bins = arm["held_out"]["by_position"]
@@ -73,14 +73,14 @@ def draw_positions(arms: Arms, path: Path) -> None:
     axes.set_ylabel("loss, nats per token")
     axes.set_title(f"{_title(arms)}: held-out loss by position", **LEFT)
     axes.legend(frameon=False, fontsize=9)
-    _finish(figure, path)
+    finish(figure, path)
 
 
 def draw_gates(arm: dict[str, Any], path: Path) -> None:
     """The share of each branch in the gates of every layer, over the training."""
     gates = arm["gates"]
     num_layers = len(gates["shares"][0])
-    figure = _figure(3.2)
+    figure = new_figure(3.2)
     panels = figure.subplots(1, 3, sharey=True)
     for branch, (axes, name) in enumerate(zip(panels, BRANCHES, strict=True)):
         for layer in range(num_layers):
@@ -93,7 +93,7 @@ def draw_gates(arm: dict[str, Any], path: Path) -> None:
     panels[0].set_ylim(bottom=0)
     _layer_bar(figure, panels, num_layers)
     figure.suptitle(f"{arm['name']}: what the gates give to each branch", **TOP)
-    _finish(figure, path)
+    finish(figure, path)
 
 
 def draw_distances(arm: dict[str, Any], path: Path) -> None:
@@ -102,7 +102,7 @@ def draw_distances(arm: dict[str, Any], path: Path) -> None:
     names = _distance_names(found["edges"], found["block_tokens"])
     places = range(len(names))
     num_layers = len(found["distances"])
-    figure = _figure(3.8)
+    figure = new_figure(3.8)
     axes = figure.subplots()
     means = [100 * fmean(layer[i] for layer in found["distances"]) for i in places]
     axes.bar(places, means, color="#d7e6f2", label="mean of the layers", width=0.75)
@@ -124,14 +124,14 @@ def draw_distances(arm: dict[str, Any], path: Path) -> None:
     )
     axes.legend(frameon=False, fontsize=9)
     _layer_bar(figure, [axes], num_layers)
-    _finish(figure, path)
+    finish(figure, path)
 
 
 def draw_overlap(arm: dict[str, Any], path: Path) -> None:
     """How alike the blocks of neighbours are: shared with a later query, and put together."""
     found = arm["selection"]
     num_layers = len(found["overlap"])
-    figure = _figure(3.8)
+    figure = new_figure(3.8)
     left, right = figure.subplots(1, 2)
     for layer in range(num_layers):
         style = {
@@ -157,26 +157,29 @@ def draw_overlap(arm: dict[str, Any], path: Path) -> None:
     right.legend(frameon=False, fontsize=9)
     _layer_bar(figure, [left, right], num_layers)
     figure.suptitle(f"{arm['name']}: how alike the blocks of neighbours are", **TOP)
-    _finish(figure, path)
+    finish(figure, path)
 
 
 LEFT: dict[str, Any] = {"loc": "left", "fontsize": 9.5}
 TOP: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10}
 
 
-def _figure(height: float) -> Any:
+def new_figure(height: float) -> Any:
+    """An empty picture of the usual width."""
     # Only who draws needs it: pip install 'nsa[plot]'. Without pyplot: no window, no global state.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH, height), dpi=130, layout="constrained")
 
 
-def _finish(figure: Any, path: Path) -> None:
+def finish(figure: Any, path: Path, *, grid: bool = True) -> None:
+    """Give all panels the same look, and write the file."""
     for axes in figure.axes:
         if axes.get_label() != "<colorbar>":
             axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.25, linewidth=0.6)
-            axes.set_axisbelow(True)
+            if grid:
+                axes.grid(alpha=0.25, linewidth=0.6)
+                axes.set_axisbelow(True)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", facecolor="white")
 

@@ -25,7 +25,8 @@ from nsa.config import StrictParser
 from nsa.config.env import read
 from nsa.data.documents import TRAIN, VAL
 from nsa.data.shards import read_manifest
-from studies.nsa_vs_dense.arms import Arm, choose, read_table
+from nsa.records import MODEL
+from studies.nsa_vs_dense.arms import INIT, Arm, choose, read_table
 from studies.nsa_vs_dense.processes import Job, start_job, stop_jobs
 from studies.nsa_vs_dense.results import (
     IDENTITY,
@@ -49,13 +50,17 @@ SPEED = ".speed"
 
 def main(argv: list[str] | None = None) -> int:
     """Train what is not there yet; 1 where an arm failed, 0 otherwise."""
+    return open_study(argv).run()
+
+
+def open_study(argv: list[str] | None = None) -> Study:
+    """The study that the arguments ask for; bad ones end the process."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        study = Study(args, sys.argv[1:] if argv is None else argv)
+        return Study(args, sys.argv[1:] if argv is None else argv)
     except ValueError as error:
         parser.error(str(error))
-    return study.run()
 
 
 class Study:
@@ -178,7 +183,7 @@ class Study:
         self.failed.pop(name, None)
         task = Task(
             arm=arm,
-            where=[*self.where, f"train.out_dir={self.work / name}"],
+            where=[*self.where, f"train.out_dir={self.work / name}", *self.start_of(arm)],
             data=self.data,
             result=str(self.result_of(arm)),
             selection=str(self.out / f"selection-{arm.name}.npz"),
@@ -188,6 +193,14 @@ class Study:
             speed_steps=speed_steps,
         )
         return start_job(name, task, self.work)
+
+    def start_of(self, arm: Arm) -> list[str]:
+        """Where the weights are that an arm starts from, if it does not start from random ones.
+
+        An earlier call has trained that arm and kept its weights, in the same `work`.
+        """
+        start = arm.settings.get(INIT)
+        return [f"{INIT}={self.work / start / MODEL}"] if start else []
 
     def wait(self, running: list[Job]) -> list[Job]:
         """Until some have ended, and which; at the end of the budget all are asked to leave."""
@@ -223,6 +236,16 @@ class Study:
             self.note_failure(job)
         else:
             _say(f"{job.arm.name}: {speed:,.0f} tokens/s alone, {job.seconds:.0f} s")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all arms of this call are trained."""
+        return all(self.finished(arm) for arm in self.arms)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the first seed of every variant of this call has a speed."""
+        return not untimed([read_arm(self.result_of(arm)) for arm in self.arms])
 
     def note_failure(self, job: Job) -> None:
         """Keep the last lines of a process that has not done its work."""
@@ -284,18 +307,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--table", default=HERE / "arms.toml", metavar="FILE", help="of the arms")
     parser.add_argument("--arms", metavar="NAME,...", help="or patterns (all but diagnoses)")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=_positive, metavar="N", help="of every arm")
+    length.add_argument("--steps", type=positive, metavar="N", help="of every arm")
     length.add_argument(
-        "--minutes-each", type=_seconds, metavar="M", help="steps by the guess of the table"
+        "--minutes-each", type=seconds, metavar="M", help="steps by the guess of the table"
     )
     parser.add_argument(
-        "--budget-seconds", type=_seconds, metavar="N", help="start no arm that would take longer"
+        "--budget-seconds", type=seconds, metavar="N", help="start no arm that would take longer"
     )
     parser.add_argument(
-        "--jobs", type=_positive, default=1, metavar="N", help="arms at a time (1); no speed then"
+        "--jobs", type=positive, default=1, metavar="N", help="arms at a time (1); no speed then"
     )
     parser.add_argument(
-        "--speed", type=_positive, metavar="N", help="then time who has no speed: N updates alone"
+        "--speed", type=positive, metavar="N", help="then time who has no speed: N updates alone"
     )
     known = "results.json of arms that need not be trained again where --work is new"
     parser.add_argument("--known", metavar="FILE", help=known)
@@ -308,13 +331,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument that counts."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1; use one")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """An argument that is a time."""
     try:
         number = float(text)
     except ValueError:
@@ -328,11 +353,11 @@ def _say(text: str) -> None:
     print(f"[study] {text}", flush=True)
 
 
-def _leave(number: int, frame: object) -> NoReturn:
+def leave(number: int, frame: object) -> NoReturn:
     """End as an exception would, so that no arm is left behind."""
     sys.exit(128 + number)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
     sys.exit(main())

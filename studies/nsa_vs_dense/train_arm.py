@@ -116,7 +116,7 @@ def _result(task: Task, cfg: Config, model: TinyLM, start: float) -> dict[str, A
     trained_s = time.perf_counter() - start
     held_out = measure_loss(model, data, cfg, runtime, task.arm.held_out_tokens)
     selection = None
-    if cfg.model.attention == "nsa":
+    if cfg.model.attention_kind == "nsa":  # a recorded selection is one of NSA with its branches
         selection, recorded, spec = record_selection(model, data, cfg, runtime)
         write_selection(task.selection, recorded, spec)
         selection["file"] = Path(task.selection).name

@@ -22,6 +22,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "model.n_kv_groups": ("1", "weights"),
     "model.d_k": ("6", "weights"),
     "model.d_v": ("6", "weights"),
+    "model.mlp_dim": ("24", "weights"),
     "model.attention": ("dense", "weights"),
     "model.rule": ("pooled", "weights"),
     "model.kv": ("shared", "weights"),

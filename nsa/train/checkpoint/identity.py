@@ -24,7 +24,7 @@ DECIDING = (
 """Keys of the train group that affect the losses; batch keys are covered by the global batch."""
 YOUNGER = (
     *("train.decay_steps", "train.optimizer", "data.respect_documents"),
-    *("model.embed_std", "model.rule", "model.kv"),
+    *("model.embed_std", "model.mlp_dim", "model.rule", "model.kv"),
     *("nsa.num_first", "nsa.num_local", "nsa.pool", "nsa.pool_block", "nsa.d_index"),
     *("train.index_loss", "train.index_warmup_steps"),
 )

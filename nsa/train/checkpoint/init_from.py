@@ -27,7 +27,7 @@ from nsa.train.distributed.strategy import Strategy
 
 SHAPE = (
     *("model.dim", "model.n_layers", "model.n_heads", "model.n_kv_groups", "model.d_k"),
-    *("model.d_v", "model.attention", "model.tie_embeddings"),
+    *("model.d_v", "model.mlp_dim", "model.attention", "model.tie_embeddings"),
 )
 """Keys that must equal those of the model in the file; `_shape_keys` adds those of NSA."""
 WITHOUT_EFFECT = ("model.embed_std",)

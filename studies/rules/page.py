@@ -1,0 +1,161 @@
+"""The page of the study: one table, two pictures, and a sentence for what a table cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from studies.nsa_vs_dense.page import machine_line
+from studies.nsa_vs_dense.results import gap
+from studies.rules.measure import accuracy, mean_recall
+
+WIDE = "dense-wide"
+"""How the names of the dense variants with as many parameters as NSA begin."""
+FELL = 0.02
+"""Nats by which a loss must have been lower on the way to be mentioned."""
+HEAD = (
+    "| rows | attention | parameters | rate | held-out loss | minus dense twin | tokens/s "
+    "| recall | mass read, of | needle | multi |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
+)
+Arm = dict[str, Any]
+
+
+def shown_arms(arms: Sequence[Arm], measures: dict[str, Any]) -> list[Arm]:
+    """The measured arms, by comparison; of the twins with several rates only the best one."""
+    kept = []
+    for _, group in groupby(arms, key=lambda arm: arm["comparison"]):
+        members = [arm for arm in group if arm["name"] in measures["arms"]]
+        twin = best_twin(members)
+        kept += [arm for arm in members if arm is twin or not arm["variant"].startswith(WIDE)]
+    return kept
+
+
+def best_twin(arms: Sequence[Arm]) -> Arm | None:
+    """The dense arm with as many parameters as NSA whose rate was the best."""
+    twins = [arm for arm in arms if arm["variant"].startswith(WIDE)]
+    return min(twins, key=lambda arm: arm["held_out"]["loss"], default=None)
+
+
+def write_page(results: dict[str, Any], measures: dict[str, Any], pictures: Sequence[str]) -> str:
+    """The whole page; `pictures` are the names of the files."""
+    arms = [arm for arm in results["arms"] if arm["name"] in measures["arms"]]
+    shown = shown_arms(arms, measures)
+    parts = [
+        "# Dense attention, NSA and the rules, on the same rows",
+        machine_line(results | {"arms": arms}),
+        _how(shown, measures),
+        "\n".join([HEAD, *(_row(arm, arms, measures) for arm in shown)]),
+        _rates(arms),
+        _in_dense(shown, measures),
+        _on_the_way(shown),
+        f"![Held-out loss during training, and recall by layer]({pictures[0]})",
+        f"![Right answers by depth of the needle]({pictures[1]})",
+    ]
+    if results["failed"]:
+        names = ", ".join(entry["name"] for entry in results["failed"])
+        parts.append(f"Arms that did not finish: {names}.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def length_of(arm: Arm) -> int:
+    """Tokens of a row."""
+    return int(arm["settings"]["train.seq_len"])
+
+
+def _how(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
+    """What the columns are."""
+    data = [
+        f"rows of {length_of(arm)}: {arm['steps']} updates of {arm['tokens_per_step']:,} tokens, "
+        f"{arm['held_out']['tokens']:,} held-out tokens, recall by chance "
+        f"{measures['chance'][arm['comparison']]:.0%}"
+        for arm in {arm["comparison"]: arm for arm in arms}.values()
+    ]
+    return (
+        "All arms have read the same rows in the same order ([the study]"
+        "(../../studies/rules/README.md)). Loss: nats per token of held-out text. Minus dense "
+        "twin: row by row against dense attention with as many parameters as NSA, at its best "
+        "rate, ± standard error over rows. Parameters are without the embedding. Recall: of the "
+        "free blocks that dense attention over the same queries and keys looks at most, the share "
+        "that the rule reads. Mass read: of the dense attention, what lies in the blocks that are "
+        "read, of what the best choice has. Needle and multi: right answers at the length of a "
+        f"row, where a guess finds one in a hundred. {_sentence('; '.join(data))}."
+    )
+
+
+def _row(arm: Arm, arms: Sequence[Arm], measures: dict[str, Any]) -> str:
+    same = [other for other in arms if other["comparison"] == arm["comparison"]]
+    twin, found = best_twin(same), measures["arms"][arm["name"]]
+    difference = ""
+    if twin is not None and twin is not arm:
+        mean, error = gap(arm, twin)
+        difference = f"{mean:+.4f} ± {error:.4f}"
+    recall, mass = "", ""
+    if "own" in found["recall"]:
+        recall = f"{mean_recall(found, 'own'):.0%}"
+        mass = f"{mean_recall(found, 'own', 1):.1%}, {mean_recall(found, 'own', 2):.1%}"
+    cells = [
+        str(length_of(arm)),
+        arm["variant"],
+        f"{arm['params']['non_embedding']:,}",
+        f"{arm['settings']['train.lr']:g}",
+        f"{arm['held_out']['loss']:.4f}",
+        difference,
+        _speed(arm, same),
+        recall,
+        mass,
+        *(f"{accuracy(found, task):.0%}" for task in ("needle", "multi")),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _speed(arm: Arm, arms: Sequence[Arm]) -> str:
+    """That of the middle rate, where another one is the best: the rate costs no time."""
+    if arm["tokens_per_s"]:
+        return f"{arm['tokens_per_s']:,.0f}"
+    known = [a["tokens_per_s"] for a in arms if a["variant"] == WIDE and a["tokens_per_s"]]
+    return f"{known[0]:,.0f}" if known and arm["variant"].startswith(WIDE) else ""
+
+
+def _rates(arms: Sequence[Arm]) -> str:
+    """What the twin reached with each of its rates."""
+    lines = []
+    for _, group in groupby(arms, key=lambda arm: arm["comparison"]):
+        twins = [arm for arm in group if arm["variant"].startswith(WIDE)]
+        twins.sort(key=lambda arm: float(arm["settings"]["train.lr"]))
+        losses = [f"{a['held_out']['loss']:.4f} at {a['settings']['train.lr']:g}" for a in twins]
+        if losses:
+            lines.append(f"rows of {length_of(twins[0])}: {', '.join(losses)}")
+    return f"Rates of the dense twin, {'; '.join(lines)}." if lines else ""
+
+
+def _in_dense(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
+    """The recall of rules that are put into a model trained with dense attention."""
+    lines = []
+    for arm in arms:
+        found = measures["arms"][arm["name"]]
+        if arm["variant"] == "dense":
+            shares = [f"{rule} {mean_recall(found, rule):.0%}" for rule in found["recall"]]
+            lines.append(f"rows of {length_of(arm)}: {', '.join(shares)}")
+    if not lines:
+        return ""
+    return (
+        f"Recall of rules without weights on the queries and keys of `dense`, {'; '.join(lines)}."
+    )
+
+
+def _on_the_way(arms: Sequence[Arm]) -> str:
+    """Whether the loss has risen again: a small corpus is read many times."""
+    fell = []
+    for arm in arms:
+        lowest, last = min(arm["val"]["loss"], default=0.0), arm["val"]["loss"][-1:]
+        if last and last[0] - lowest > FELL:
+            fell.append(f"{arm['name']} ({lowest:.4f}, {last[0]:.4f} in the end)")
+    if not fell:
+        return ""
+    return f"Lower on the way than in the end, in evaluations during training: {', '.join(fell)}."
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,143 @@
+"""Draws the two pictures and writes the page of the study.
+
+`python studies/rules/plot.py DIR --out PAGES` reads DIR/results.json and DIR/rules.json, and writes
+PAGES/rules.md, rules-loss.png, rules-needles.png, and both results as rules-*.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
+
+from nsa.config import BAD_INPUT, StrictParser
+from nsa.files import write_text
+from studies.nsa_vs_dense.pictures import LEFT, OTHERS, finish, new_figure
+from studies.nsa_vs_dense.results import NAME as RESULTS
+from studies.nsa_vs_dense.results import read_results, write_results
+from studies.rules.measure import NAME as MEASURES
+from studies.rules.measure import read_measures
+from studies.rules.page import WIDE, Arm, length_of, shown_arms, write_page
+
+PREFIX = "rules"
+COLOURS = {"dense": "#333333", "nsa": "#0072b2", "infllm": "#d55e00", "moba": "#cc79a7"}
+TASKS = {"needle": "one needle", "multi": "a needle at every depth"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write everything, and say what."""
+    parser = StrictParser(prog="plot", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of run.py")
+    parser.add_argument("--out", type=Path, required=True, metavar="PAGES", help="of the page")
+    args = parser.parse_args(argv)
+    try:
+        results = read_results(args.folder / RESULTS)
+        measures = read_measures(args.folder / MEASURES)
+        arms = shown_arms(results["arms"], measures)
+        if not arms:
+            raise ValueError(f"{args.folder} has no arm that was measured; run run.py first")
+    except ValueError as error:
+        print(f"plot: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    args.out.mkdir(parents=True, exist_ok=True)
+    pictures = [f"{PREFIX}-loss.png", f"{PREFIX}-needles.png"]
+    draw_losses(arms, measures, args.out / pictures[0])
+    draw_needles(arms, measures, args.out / pictures[1])
+    write_text(args.out / f"{PREFIX}.md", write_page(results, measures, pictures))
+    write_results(args.out / f"{PREFIX}-results.json", _without_schema(results))
+    write_text(args.out / f"{PREFIX}-measures.json", json.dumps(measures) + "\n")
+    for name in (f"{PREFIX}.md", *pictures, f"{PREFIX}-results.json", f"{PREFIX}-measures.json"):
+        print(args.out / name)
+    return 0
+
+
+def draw_losses(arms: list[Arm], measures: dict[str, Any], path: Path) -> None:
+    """Held-out loss during training, and below it the recall of each layer, by length of a row."""
+    groups = _groups(arms)
+    figure = new_figure(6.0)
+    panels = figure.subplots(2, len(groups), squeeze=False)
+    for (top, low), members in zip(panels.T, groups, strict=True):
+        for arm in members:
+            style = {"color": _colour(arm["variant"]), "marker": "o", "markersize": 3}
+            label = f"{arm['variant']}: {arm['held_out']['loss']:.3f}"
+            top.plot(arm["val"]["step"], arm["val"]["loss"], label=label, linewidth=1.3, **style)
+            layers = measures["arms"][arm["name"]]["recall"].get("own", [])
+            low.plot([100 * layer[0] for layer in layers], linewidth=1.3, **style)
+        chance = 100 * measures["chance"][members[0]["comparison"]]
+        low.axhline(chance, color="#999999", linestyle=":", label="blocks drawn at random")
+        top.set_title(f"rows of {length_of(members[0])} tokens: held-out loss", **LEFT)
+        low.set_title("recall of the dense top blocks", **LEFT)
+        top.set_xlabel("step (optimizer updates)")
+        low.set_xlabel("layer")
+        low.set_ylim(0, 100)
+        low.xaxis.get_major_locator().set_params(integer=True)
+        for axes in (top, low):
+            axes.legend(frameon=False, fontsize=8)
+    panels[0][0].set_ylabel("nats per token")
+    panels[1][0].set_ylabel("%")
+    finish(figure, path)
+
+
+def draw_needles(arms: list[Arm], measures: dict[str, Any], path: Path) -> None:
+    """Right answers at the length of a row, by depth and attention."""
+    groups = _groups(arms)
+    figure = new_figure(3.6 * len(TASKS))
+    panels = figure.subplots(len(TASKS), len(groups), squeeze=False)
+    image = None
+    for line, (task, words) in zip(panels, TASKS.items(), strict=True):
+        for axes, members in zip(line, groups, strict=True):
+            grids = [_grid(measures["arms"][arm["name"]], task) for arm in members]
+            cells = [
+                [100 * r / max(1, a) for r, a in zip(grid["right"], grid["asked"], strict=True)]
+                for grid in grids
+            ]
+            by_depth = list(zip(*cells, strict=True))
+            image = axes.imshow(by_depth, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+            for depth, shares in enumerate(by_depth):
+                for place, share in enumerate(shares):
+                    colour = "black" if share > 60 else "white"
+                    text = {"ha": "center", "va": "center", "color": colour, "fontsize": 7}
+                    axes.text(place, depth, f"{share:.0f}", **text)
+            names = [_short(arm["variant"]) for arm in members]
+            axes.set_xticks(range(len(members)), names, fontsize=8)
+            depths = grids[0]["depths"]
+            axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths], fontsize=8)
+            axes.set_title(f"{words}, {grids[0]['length']} tokens", **LEFT)
+        line[0].set_ylabel("depth of the needle, %")
+    figure.colorbar(image, ax=panels.ravel().tolist(), label="right answers, %", shrink=0.8)
+    finish(figure, path, grid=False)
+
+
+def _groups(arms: list[Arm]) -> list[list[Arm]]:
+    """The arms of each comparison, shorter rows first."""
+    groups = [list(group) for _, group in groupby(arms, key=lambda arm: arm["comparison"])]
+    return sorted(groups, key=lambda members: length_of(members[0]))
+
+
+def _grid(found: dict[str, Any], task: str) -> dict[str, Any]:
+    """That of the longest context."""
+    grids = [grid for grid in found["grids"] if grid["task"] == task]
+    longest: dict[str, Any] = max(grids, key=lambda grid: grid["length"])
+    return longest
+
+
+def _colour(variant: str) -> str:
+    name = WIDE if variant.startswith(WIDE) else variant
+    others = dict(zip((WIDE, "msa"), OTHERS, strict=False))
+    return COLOURS.get(name) or others.get(name) or OTHERS[-1]
+
+
+def _short(variant: str) -> str:
+    return variant.replace("-wide", "\nwide").replace("wide-", "wide\n")
+
+
+def _without_schema(results: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in results.items() if key != "schema"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
