@@ -156,6 +156,7 @@ REFUSED = {
     "model.n_kv_groups=128": "multiple of model.n_kv_groups=128",
     "model.d_k=191": "even",
     "model.d_v=0": ">= 1",
+    "model.mlp_dim=-1": ">= 0",
     "model.attention=sparse": "nsa | dense",
     "model.rule=mosa": "the nearest is 'msa'",
     "model.kv=split": "separate | shared",
