@@ -99,16 +99,14 @@ def list_choices(
         m_t = o_t < stop
         # [32, BQ]: bit, place among the query's choices, rank among the block's queries.
         chosen = _bits(p_bits + words, o_t, m_t)
-        count = tl.sum(chosen, axis=1)
-        if tl.sum(count, axis=0) > 0:  # neighbours choose alike: many tiles are empty
-            before = tl.load(p_before + words + o_t, mask=m_t, other=0).to(tl.int32)
-            place = before[None, :] + tl.cumsum(chosen, axis=0) - 1
-            rank = tl.cumsum(chosen, axis=1) - 1
-            # int64 through i_seg: segments * entries may pass 2^31.
-            here = i_seg * NUM_ENTRIES + at[:, None] + rank
-            tl.store(p_queries + here, o_t[None, :] + chosen * 0, mask=chosen != 0)
-            tl.store(p_places + here, place.to(tl.int16), mask=chosen != 0)
-            at += count
+        before = tl.load(p_before + words + o_t, mask=m_t, other=0).to(tl.int32)
+        place = before[None, :] + tl.cumsum(chosen, axis=0) - 1
+        rank = tl.cumsum(chosen, axis=1) - 1
+        # int64 through i_seg: segments * entries may pass 2^31.
+        here = i_seg * NUM_ENTRIES + at[:, None] + rank
+        tl.store(p_queries + here, o_t[None, :] + chosen * 0, mask=chosen != 0)
+        tl.store(p_places + here, place.to(tl.int16), mask=chosen != 0)
+        at += tl.sum(chosen, axis=1)
 
 
 @triton.jit(do_not_specialize=COUNTS)
