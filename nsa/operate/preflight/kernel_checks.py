@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from nsa.model.cost import block_spec
 from nsa.operate.preflight.config_checks import PlannedRun
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
-from nsa.ops import nsa_attention
+from nsa.ops import nsa_attention, sparse_attention
 from nsa.train.build import build_model
 
 ORACLE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 29}
@@ -28,39 +29,79 @@ noise; its error is taken relative to SCALE_OF_ZERO instead."""
 Tensors = dict[str, Tensor]
 
 
+class Errors(NamedTuple):
+    """What the kernels of one kind of layer differ by from the oracle."""
+
+    out: float
+    grads: float
+    other_rows: float
+    """Share of the queries that choose other blocks."""
+
+
 def parity(plan: PlannedRun) -> Row | None:
-    """Outputs and gradients of the kernels match the oracle, given the oracle's selection."""
-    if not any(plan.config.model.branched):
+    """Outputs and gradients of the kernels match the oracle; None: dense attention."""
+    model, length = plan.config.model, oracle_length(plan)
+    if model.attention == "dense":
         return None
-    length = oracle_length(plan)
-    inputs, dout = random_inputs(plan, length)
-    backend = plan.config.runtime.attention_backend
     with _exact_products():
-        # The oracle runs in fp64 on the inputs already rounded to the run's precision, so that
-        # only the kernel's own error is measured.
-        wide = {name: x.double() for name, x in inputs.items()}
-        selection, expected, expected_grads = _run(plan, wide, dout.double(), "reference")
-        # Rounding may select other blocks near ties. So outputs are compared under the oracle's
-        # selection, and the kernel's own selection is compared separately.
-        own, _, _ = _run(plan, inputs, dout, backend)
-        _, out, grads = _run(plan, inputs, dout, backend, selection)
-    error = relative_error(out, expected)
-    grad_error = max(relative_error(grads[name], x) for name, x in expected_grads.items())
-    other_rows = (own != selection).any(dim=-1).double().mean().item()
+        found = [_branch_errors(plan, length)] if any(model.branched) else []
+        found += [] if all(model.branched) else [_block_errors(plan, length)]
+    worst = Errors(*(max(column) for column in zip(*found, strict=True)))
     allowed = getattr(plan.limits, f"parity_{plan.runtime.precision}")
-    allowed_grad = max(allowed, plan.limits.parity_grad)
-    ok = error <= allowed and grad_error <= allowed_grad and other_rows <= plan.limits.parity_rows
-    asked = Question(
-        "kernel parity", f"{allowed:g}, {allowed_grad:g}; {plan.limits.parity_rows:.2%}"
-    )
+    allowed_grad, allowed_rows = max(allowed, plan.limits.parity_grad), plan.limits.parity_rows
+    ok = worst.out <= allowed and worst.grads <= allowed_grad and worst.other_rows <= allowed_rows
+    asked = Question("kernel parity", f"{allowed:g}, {allowed_grad:g}; {allowed_rows:.2%}")
     return asked.judged(
         ok,
-        f"error {error:.1e}, of gradients {grad_error:.1e}; {other_rows:.2%} of rows select other "
-        "blocks",
-        evidence=f"{backend} against the oracle, {length} tokens, the run's heads and blocks, "
-        f"{plan.runtime.precision}",
+        f"error {worst.out:.1e}, of gradients {worst.grads:.1e}; {worst.other_rows:.2%} of rows "
+        "select other blocks",
+        evidence=f"{plan.config.runtime.attention_backend} against the oracle, {length} tokens, "
+        f"the run's heads and blocks, {plan.runtime.precision}",
         advice="do not train; runtime.backend=torch rules the kernels out; report it",
     )
+
+
+def _branch_errors(plan: PlannedRun, length: int) -> Errors:
+    """Of nsa_attention, given the oracle's selection, and of its own selection."""
+    inputs, dout = random_inputs(plan, length)
+    backend = plan.config.runtime.attention_backend
+    # The oracle runs in fp64 on the inputs already rounded to the run's precision, so that only the
+    # kernel's own error is measured.
+    wide = {name: x.double() for name, x in inputs.items()}
+    selection, expected, expected_grads = _run(plan, wide, dout.double(), "reference")
+    # Rounding may select other blocks near ties. So outputs are compared under the oracle's
+    # selection, and the kernel's own selection is compared separately.
+    own, _, _ = _run(plan, inputs, dout, backend)
+    _, out, grads = _run(plan, inputs, dout, backend, selection)
+    other_rows = (own != selection).any(dim=-1).double().mean().item()
+    return Errors(relative_error(out, expected), _largest(grads, expected_grads), other_rows)
+
+
+def _block_errors(plan: PlannedRun, length: int) -> Errors:
+    """Of sparse_attention, which layers with one K and V run, with blocks drawn at random."""
+    inputs, dout = random_inputs(plan, length)
+    given = {name[0]: inputs[name] for name in ("q", "k_sel", "v_sel")}
+    spec = block_spec(plan.config)
+    draw = torch.Generator().manual_seed(1)
+    size = (1, length, plan.config.model.n_kv_groups, spec.n_sel)
+    index = torch.randint(spec.num_blocks(length), size, generator=draw, dtype=torch.int32)
+    index[..., 0] = torch.arange(length)[None, :, None] // spec.l_sel  # the own block is read
+
+    def run(backend: str, dtype: torch.dtype) -> tuple[Tensor, Tensors]:
+        leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in given.items()}
+        q, k, v = leaves.values()
+        ids = index.to(dout.device)
+        out = sparse_attention(q, k, v, ids, block=spec.l_sel, backend=backend)
+        grads = torch.autograd.grad(out, (q, k, v), dout.to(dtype))
+        return out.detach(), dict(zip(leaves, grads, strict=True))
+
+    expected, expected_grads = run("reference", torch.float64)
+    out, grads = run(plan.config.runtime.attention_backend, plan.runtime.dtype)
+    return Errors(relative_error(out, expected), _largest(grads, expected_grads), 0.0)
+
+
+def _largest(grads: Tensors, expected: Tensors) -> float:
+    return max(relative_error(grads[name], x) for name, x in expected.items())
 
 
 def causality(plan: PlannedRun) -> Row:

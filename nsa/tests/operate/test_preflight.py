@@ -26,7 +26,7 @@ from nsa.operate.preflight import config_checks, kernel_checks, machine_checks, 
 from nsa.operate.preflight.command import CHEAP, LARGE, REHEARSED, examine
 from nsa.operate.preflight.config_checks import Check, PlannedRun
 from nsa.operate.report.verdict import FAIL, GO, NO_GO, NOT_MEASURED, PASS, UNKNOWN, Row
-from nsa.ops import nsa_attention
+from nsa.ops import nsa_attention, sparse_attention
 from nsa.records import sentinels
 from nsa.tests.conftest import REPOSITORY, TINY
 from nsa.train import run
@@ -304,6 +304,21 @@ def test_kernels_that_differ_from_the_oracle_are_no_go(
 
     monkeypatch.setattr(kernel_checks, "nsa_attention", wrong_selection)
     assert "error" in said(kernel_checks.parity(plan), FAIL).value
+
+
+@pytest.mark.parametrize("rule", ["pooled", "nsa,pooled"])
+def test_kernels_of_layers_with_one_k_and_v_are_compared_too(
+    rule: str, planned: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(f"model.rule={rule}", "nsa.l_sel=16")
+    said(kernel_checks.parity(plan), PASS)
+
+    def wrong_output(*args: Any, **options: Any) -> Tensor:
+        out = sparse_attention(*args, **options)
+        return out * (1.0 if options["backend"] == "reference" else 1.001)
+
+    monkeypatch.setattr(kernel_checks, "sparse_attention", wrong_output)
+    said(kernel_checks.parity(plan), FAIL)
 
 
 def test_parity_of_dense_attention_is_no_question(planned: BuildPlan) -> None:
