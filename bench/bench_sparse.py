@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,9 +107,11 @@ def measure(row: Row, backend: str, device: str, repeats: int) -> dict[str, Any]
         return nsa.sparse_attention(q, k, v, index, block=row.block, backend=backend)
 
     def dense() -> Tensor:
-        heads = (x.transpose(1, 2) for x in (q, k, v))
+        q_heads, *kv = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(FUSED) if device == "cuda" else sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                q_heads, kv[0], kv[1], is_causal=True, enable_gqa=True
+            )
 
     def both(forward: Callable[[], Tensor], grad: Tensor) -> Callable[[], object]:
         return lambda: torch.autograd.grad(forward(), (q, k, v), grad)
@@ -144,11 +147,14 @@ def rule_times(text: str, device: str, repeats: int) -> dict[str, Any]:
         )  # fmt: skip
         assert rule is not None
         rule.to(device, dtype)
-        with torch.no_grad():
-            # Not a graph: packing and host decisions of a rule are part of its time.
-            ms = median_ms(lambda rule=rule: rule.index(q, k, x), repeats, device)
-        found[f"{name} {pool}".strip()] = ms
-        table.append((f"{name} {pool}".strip(), str(block), f"{ms:.2f}"))
+        for backend in ("auto", "triton") if device == "cuda" else ("auto",):
+            rule.backend = backend
+            label = " ".join(word for word in (name, pool, backend) if word != "auto").strip()
+            with torch.no_grad():
+                # Not a graph: packing and host decisions of a rule are part of its time.
+                ms = median_ms(partial(rule.index, q, k, x), repeats, device)
+            found[label] = ms
+            table.append((label, str(block), f"{ms:.2f}"))
         if isinstance(rule, MSARule):
             ms = median_ms(_kl_step(rule, q, k, x), repeats, device)
             found["msa KL"] = ms
@@ -181,8 +187,10 @@ def _error(row: Row, tensors: tuple[Tensor, ...], backend: str) -> float:
     with torch.no_grad():
         q, k, v, index = (x[:, :CHECKED] for x in tensors)
         out = nsa.sparse_attention(q, k, v, index, block=row.block, backend=backend)
-        wide = (x.float() for x in (q, k, v))
-        wanted = nsa.sparse_attention(*wide, index, block=row.block, backend="torch")
+        wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
+        wanted = nsa.sparse_attention(
+            wide_q, wide_k, wide_v, index, block=row.block, backend="torch"
+        )
     return float((out.float() - wanted).abs().max() / wanted.abs().max())
 
 

@@ -30,6 +30,7 @@ from nsa.ops.eager.rows import (
     probabilities,
     score_blocks,
 )
+from nsa.ops.plan import plan_scoring
 
 CHUNK_SCORES = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Scores (heads * queries * keys) of one chunk: what a CPU's cache holds, what keeps a GPU busy."""
@@ -56,6 +57,8 @@ class Rule(nn.Module):
     """Whether the rule has weights, trained by `loss`."""
     stride = 1
     """Tokens from one summary to the next."""
+    backend = "auto"
+    """Of the choice. The kernels of `pooled` and `msa` run where "triton" names them."""
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
@@ -115,6 +118,12 @@ class Rule(nn.Module):
         """Scores [B, Hkv, T, num_blocks] of the blocks; a block of the future may have any."""
         raise NotImplementedError
 
+    def _has_kernels(self, q: Tensor, span: Span) -> bool:
+        """Whether the Triton kernels choose: where they are named, for whole sequences."""
+        if span.first or self.backend != "triton":
+            return False
+        return plan_scoring(q.device, q.dtype, self.backend, (q.shape[-1],))[0] == "triton"
+
     def extra_repr(self) -> str:
         spec = self.spec
         return f"block={spec.l_sel}, n={spec.n_sel}, forced={spec.num_first}+{spec.num_local}"
@@ -149,9 +158,10 @@ class NSARule(MeanPools):
 
     @torch.no_grad()
     def choose(self, q: Tensor, summary: Tensor, num_groups: int, span: Span) -> Tensor:
-        if span.first or not q.is_cuda:
+        if span.first or not (q.is_cuda or self._has_kernels(q, span)):
             return super().choose(q, summary, num_groups, span)
-        return select_blocks(q, summary, self.spec, cu_seqlens=span.cu_seqlens)
+        options: dict[str, Any] = {"cu_seqlens": span.cu_seqlens, "backend": self.backend}
+        return select_blocks(q, summary, self.spec, **options)
 
     def pool(self, probs: Tensor, num_blocks: int) -> Tensor:
         return score_blocks(probs, num_blocks, self.spec)
@@ -159,6 +169,17 @@ class NSARule(MeanPools):
 
 class InfLLMRule(MeanPools):
     """A block's score is the largest of its overlapping pools, summed over the heads of a group."""
+
+    @torch.no_grad()
+    def choose(self, q: Tensor, summary: Tensor, num_groups: int, span: Span) -> Tensor:
+        if not self._has_kernels(q, span):
+            return super().choose(q, summary, num_groups, span)
+        from nsa.ops.triton import operators  # Triton exists for Linux only
+
+        scale, docs = 1 / math.sqrt(q.shape[-1]), span.doc_lens(q.shape[1])
+        return operators.select_blocks(
+            q, summary, self.spec, scale=scale, doc_lens=docs, largest=True
+        )
 
     def pool(self, probs: Tensor, num_blocks: int) -> Tensor:
         spec, summed = self.spec, probs.sum(dim=3)  # [B, Hkv, T, N]
@@ -263,6 +284,20 @@ class MSARule(Rule):
         return rope_tables(
             places, self.d_index, base=self.rope_base, scale=self.rope_scale, dtype=kind
         )
+
+    @torch.no_grad()
+    def choose(self, q: Tensor, summary: Tensor, num_groups: int, span: Span) -> Tensor:
+        if not self._has_kernels(q, span):
+            return super().choose(q, summary, num_groups, span)
+        from nsa.ops.triton import operators, tiles  # Triton exists for Linux only
+
+        kind = (q.shape[-1], self.spec.l_sel, q.dtype, tiles.capability_of(q.device))
+        if tiles.token_tiles(*kind) is None:
+            return super().choose(q, summary, num_groups, span)
+        docs = span.doc_lens(q.shape[1])
+        pairs = zip(q.split(docs, dim=1), summary.split(docs, dim=1), strict=True)
+        parts = [operators.select_by_tokens(*pair, self.spec) for pair in pairs]
+        return torch.cat(parts, dim=1)
 
     def scores(self, q: Tensor, summary: Tensor, first: int, num_blocks: int) -> Tensor:
         size = num_blocks * self.spec.l_sel

@@ -80,6 +80,8 @@ class SparseAttention(DenseAttention):
             rule, spec, pool=pool, pool_block=pool_block, dim=dim, num_groups=n_kv_groups,
             d_index=d_index, rope_base=rope_base, rope_scale=rope_scale,
         )  # fmt: skip
+        if self.rule is not None:
+            self.rule.backend = backend
 
     @property
     def learns(self) -> bool:

@@ -159,13 +159,42 @@ def select_blocks(
     scale: float,
     doc_lens: list[int],
     flags: Flags = NO_FLAGS,
+    largest: bool = False,
 ) -> Tensor:  # [B, S, Hkv, n_sel] int32
-    """The blocks each KV head reads."""
+    """The blocks each KV head reads. `largest`: a block's score is that of its best compressed
+    token, not the sum."""
     q, scale = positive_scale(q, scale)
     static = Static(spec, scale, doc_lens, flags).plain()
-    most = MAX_GRID // q.shape[2]
-    pairs = zip(_batches(padded_head(q), most), _batches(padded_head(k_cmp), most), strict=True)
-    done = [torch.ops.nsa.select(*pair, *static) for pair in pairs]
+    return _by_batches(
+        lambda *pair: torch.ops.nsa.select(*pair, *static, largest),
+        (padded_head(q), padded_head(k_cmp)),
+    )
+
+
+@torch.no_grad()
+def select_by_tokens(
+    q: Tensor,  # [B, S, H, D]
+    k: Tensor,  # [B, S, 1, D]
+    spec: BlockSpec,
+    *,
+    flags: Flags = NO_FLAGS,
+) -> Tensor:  # [B, S, H, n_sel] int32
+    """The blocks of every query of one document: a block's score is its best token's."""
+    blocks = replace(spec, l=spec.l_sel, d=spec.l_sel)
+
+    def choose(q: Tensor, k: Tensor) -> Tensor:
+        q, k = describable(q), describable(k)
+        with torch.cuda.device_of(q):
+            problem = problem_of((q, k), q, q, blocks, 1.0, [q.shape[1]], flags)
+            return select.choose_by_tokens(problem, q, k).ids
+
+    return _by_batches(choose, (padded_head(q), padded_head(k)))
+
+
+def _by_batches(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+    """The function of parts of the batch whose heads fit a grid."""
+    most = MAX_GRID // tensors[0].shape[2]
+    done = [function(*part) for part in zip(*(_batches(x, most) for x in tensors), strict=True)]
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
@@ -331,17 +360,25 @@ def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in args[:NUM_INPUTS])
 
 
+class LargestProblem(Problem):
+    """Scores by the best compressed token of a block."""
+
+    largest = True
+
+
 @_on_device
-def _select(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
+def _select(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
+    *static, largest = rest
     q, k_cmp = describable(q), describable(k_cmp)
-    problem = problem_of((q, k_cmp), q, k_cmp, *Static.of(*static))
+    kind = LargestProblem if largest else Problem
+    problem = problem_of((q, k_cmp), q, k_cmp, *Static.of(*static), kind)
     lse = problem.empty(problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
     banded_forward.forward(problem, 0, q, k_cmp, k_cmp, lse)
     return select.choose(problem, q, k_cmp, lse).ids
 
 
-def _select_fake(q: Tensor, k_cmp: Tensor, *static: Any) -> Tensor:
-    size = (*q.shape[:2], k_cmp.shape[2], Static.of(*static).spec.n_sel)
+def _select_fake(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
+    size = (*q.shape[:2], k_cmp.shape[2], Static.of(*rest[:-1]).spec.n_sel)
     return torch.empty(size, dtype=torch.int32, device=q.device)
 
 
@@ -425,7 +462,7 @@ SCHEMAS = {
     "attention_backward": (
         f"({_tensors(Inputs)}, {_tensors(Saved)}, Tensor dout, {_STATIC}) -> {_returns(Inputs)}"
     ),
-    "select": f"(Tensor q, Tensor k_cmp, {_STATIC}) -> Tensor",
+    "select": f"(Tensor q, Tensor k_cmp, {_STATIC}, bool largest) -> Tensor",
     "mean": "(Tensor x, int[] blocks, int[] doc_lens) -> Tensor",
     "mean_backward": "(Tensor dout, SymInt seq_len, int[] blocks, int[] doc_lens) -> Tensor",
 }

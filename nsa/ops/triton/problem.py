@@ -105,6 +105,9 @@ class Problem:
         self.num_words = ceil_div(self.num_blocks, 32)
         self.num_cmp = sum(self.spec.num_cmp(length) for length in self.doc_lens)
 
+    largest = False
+    """Whether a block's score is the largest of what its compressed tokens give it, not the sum."""
+
     @cached_property
     def reader(self) -> Problem:
         """The problem of the kernels that read the selected blocks: this one, or the same with

@@ -23,7 +23,7 @@ from nsa.ops.plan import nvtx
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.tile import COUNTS, _band, _dot, _dot_add, _rows
-from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles
+from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles, token_tiles
 
 FIRST_GUESS = tl.constexpr(2 << 23)
 """2 in the exponent field of fp32: subtracted from the bits of a number, it divides by 4."""
@@ -63,7 +63,7 @@ def group_scores(
     first_row, stop_row, S, Hkv, G, WIDTH, scale_log2,
     OFF, STEP,
     DK1: tl.constexpr, DK2: tl.constexpr,
-    STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr,
+    STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr, LARGEST: tl.constexpr,
     HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Scores of BM queries and BN compressed tokens, for the rows first_row .. stop_row - 1.
@@ -124,7 +124,10 @@ def group_scores(
             # its weight is how many of them lie in the block `level` further on.
             stop = tl.minimum(o_s + OVERLAP, level * STRIDES + STRIDES)
             weight = tl.maximum(stop - tl.maximum(o_s, level * STRIDES), 0).to(tl.float32)
-            b_part = tl.sum(b_tokens * weight[None, None, :], axis=2)
+            if LARGEST:
+                b_part = tl.max(tl.where((weight > 0.0)[None, None, :], b_tokens, 0.0), axis=2)
+            else:
+                b_part = tl.sum(b_tokens * weight[None, None, :], axis=2)
             p_rows = p_scores + ((i_bg * LEVELS + level) * num_rows + r0 + o_m[:, None]) * WIDTH
             tl.store(p_rows + o_j[None, :], b_part, mask=m_t[:, None] & (o_j < WIDTH)[None, :])
 
@@ -170,6 +173,14 @@ def _chosen(
     return ((forced & legal) | above | equal).to(tl.int32)
 
 
+@triton.jit
+def _joined(scores, b_part, LARGEST: tl.constexpr):
+    """Scores with one more part: the larger one, or the sum."""
+    if LARGEST:
+        return tl.maximum(scores, b_part)
+    return scores + b_part
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def choose_blocks(
     p_scores, p_selection, p_num_chosen, p_bits, p_before, p_row_start, p_row_key, p_row_block,
@@ -177,12 +188,13 @@ def choose_blocks(
     OFF, STEP, NUM_WORDS,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr,
+    STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr, LARGEST: tl.constexpr,
     NB: tl.constexpr, NW: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
     """The choice of one query, as ids (ascending, then -1), their number, and bits.
 
-    STRIDES = l_sel / d and OVERLAP = l / d. Bits count from the first block of all documents, ids
+    STRIDES = l_sel / d and OVERLAP = l / d. LARGEST: a block's score is its largest part, not the
+    sum. Bits count from the first block of all documents, ids
     from the first block of the row's document. `before` holds, for each word of 32 bits, how many
     blocks were chosen in earlier words.
     """
@@ -211,14 +223,16 @@ def choose_blocks(
             p_row = p_scores + ((i_bg * LEVELS + level) * num_rows + tl.program_id(0)) * WIDTH
             from_block = o_j - level
             written = (from_block >= 0) & (from_block < num_written)
-            scores += tl.load(p_row + from_block, mask=written, other=0.0)
+            b_part = tl.load(p_row + from_block, mask=written, other=0.0)
+            scores = _joined(scores, b_part, LARGEST)
     else:
         # Eq. 9 token by token: i runs over the tokens that overlap each stride of the block.
         p_row = p_scores + (i_bg * num_rows + tl.program_id(0)) * WIDTH + base
         for stride in range(0, STRIDES):
             for back in range(0, OVERLAP):
                 i = o_j * STRIDES + stride - back
-                scores += tl.load(p_row + i, mask=(i >= 0) & (i < num_visible), other=0.0)
+                b_part = tl.load(p_row + i, mask=(i >= 0) & (i < num_visible), other=0.0)
+                scores = _joined(scores, b_part, LARGEST)
     chosen = _chosen(scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
 
     # ids [N_SEL]: the running count of chosen blocks is the place of each one; then -1.
@@ -238,6 +252,47 @@ def choose_blocks(
     m_w = first_word + o_w < NUM_WORDS
     tl.store(p_bits + at, words, mask=m_w)
     tl.store(p_before + at, (tl.cumsum(counts, axis=0) - counts).to(tl.int16), mask=m_w)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def token_scores(
+    t_q, t_q2, t_k, t_k2, p_scores, first_row, stop_row, Hkv, WIDTH,
+    DK1: tl.constexpr, DK2: tl.constexpr, L_SEL: tl.constexpr, TILES: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Scores of one block for TILES tiles of queries: the largest product with a token of it.
+
+    There is one head of keys for all. Stored as numbers >= 0 in the same order, which is what
+    choose_blocks ranks: fp32 [B * Hkv, rows, WIDTH], for blocks that end before the query.
+    """
+    i_bg = tl.program_id(2).to(tl.int64)
+    i_b, i_g = i_bg // Hkv, i_bg % Hkv
+    block = tl.program_id(0)
+    o_m = tl.arange(0, BM)
+    # Tiles of this program whose queries see the whole block.
+    r0 = tl.program_id(1) * BM * TILES
+    first = tl.maximum(r0, (block * L_SEL + L_SEL - 1 - first_row) // BM * BM)
+    stop = tl.minimum(r0 + BM * TILES, stop_row - first_row)
+    b_k = _rows(t_k, i_b, block * L_SEL, 0, 0, BN, DK1)
+    b_k2 = b_k
+    if DK2 > 0:
+        b_k2 = _rows(t_k2, i_b, block * L_SEL, 0, DK1, BN, DK2)
+    num_rows = stop_row - first_row
+    for row in range(first, stop, BM):
+        # s = q k^T: [BM, BN].
+        b_q = _rows(t_q, i_b, first_row + row, i_g, 0, BM, DK1)
+        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+        if DK2 > 0:
+            b_q2 = _rows(t_q2, i_b, first_row + row, i_g, DK1, BM, DK2)
+            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        if L_SEL < BN:
+            b_s = tl.where((tl.arange(0, BN) < L_SEL)[None, :], b_s, float("-inf"))
+        # The bits of a negative number, all but the sign inverted, have its order as an integer.
+        # Two bits less, and moved above 0, they are those of a number below 2.
+        bits = tl.max(b_s, axis=1).to(tl.int32, bitcast=True)
+        ordered = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> 2) + (1 << 29)
+        p = p_scores + (i_bg * num_rows + row + o_m) * WIDTH + block
+        tl.store(p, ordered.to(tl.float32, bitcast=True), mask=row + o_m < num_rows)
 
 
 @triton.jit
@@ -293,6 +348,8 @@ SCORE_BYTES = 256 << 20
 """Limit of the workspace for scores; longer sequences are split into chunks of queries."""
 CHOICES = (64, 256, 1024)
 """Blocks of choose_blocks; beyond, powers of two. Twice as many as needed cost little."""
+TOKEN_TILES = 16
+"""Tiles of queries that a program of token_scores takes with one block."""
 MIN_WORDS = 32
 """Words that pack_selection takes at least, so that shorter sequences share its code."""
 ROWS = 128
@@ -336,6 +393,47 @@ def choose(problem: Problem, q: Tensor, k_cmp: Tensor, lse: Tensor) -> Selection
             position = position - problem.row_index(0, q)[0]
         assert_selection(chosen.ids.transpose(1, 2), position, problem.spec)
     return chosen
+
+
+def choose_by_tokens(problem: Problem, q: Tensor, k: Tensor) -> Selection:
+    """Score each block by the largest product of the query with one of its tokens, and choose.
+
+    q [B, S, Hkv, D] has a head for each choice, k [B, S, 1, D] one for all. The spec of the problem
+    has l = d = l_sel: its compressed tokens are the blocks. The own block must be forced.
+    """
+    chunks = _chunks(problem, 1)
+    chosen = _empty(problem, zero=len(chunks) > 1)
+    size = max((chunk.stop - chunk.first) * chunk.width for chunk in chunks)
+    scores = problem.empty(problem.num_segments * size, dtype=torch.float32)
+    tiles = token_tiles(problem.d_k, problem.spec.l_sel, problem.dtype, problem.capability)
+    assert tiles is not None, "the caller asks token_tiles first"
+    for chunk in chunks:
+        if chunk.num_cmp:
+            _score_tokens(problem, q, k, scores, chunk, tiles)
+        _choose(problem, q, scores, chosen, chunk, 1)
+    return chosen
+
+
+def _score_tokens(
+    problem: Problem, q: Tensor, k: Tensor, scores: Tensor, chunk: Chunk, tiles: Tiles
+) -> None:
+    start(
+        problem.memo,
+        ("tokens", chunk),
+        token_scores,
+        (*problem.rows_k(q, tiles.BM), *problem.rows_k(k, tiles.BN), scores),
+        lambda: Launch.tiled(
+            (
+                chunk.num_cmp,
+                ceil_div(chunk.stop - chunk.first, tiles.BM * TOKEN_TILES),
+                problem.num_segments,
+            ),
+            (chunk.first, chunk.stop, problem.num_groups, chunk.width),
+            dict(zip(("DK1", "DK2"), parts_of(problem.d_k), strict=True))
+            | {"L_SEL": problem.spec.l_sel, "TILES": TOKEN_TILES, "UPCAST": problem.upcast},
+            tiles,
+        ),
+    )
 
 
 def _score(
@@ -442,7 +540,8 @@ def _tiles(problem: Problem) -> Tiles:
 
 def _strides(problem: Problem, levels: int) -> dict[str, int]:
     spec = problem.spec
-    return {"STRIDES": spec.l_sel // spec.d, "OVERLAP": spec.l // spec.d, "LEVELS": levels}
+    sizes = {"STRIDES": spec.l_sel // spec.d, "OVERLAP": spec.l // spec.d, "LEVELS": levels}
+    return sizes | {"LARGEST": problem.largest}
 
 
 def _num_levels(problem: Problem) -> int:

@@ -293,6 +293,15 @@ def score_tiles(d_k: int, dtype: torch.dtype, capability: Capability = H200) -> 
     return _fitted_band_tiles("group_scores", _score_tiles(d_k, dtype), d_k, d_k, dtype, capability)
 
 
+def token_tiles(
+    d_k: int, block: int, dtype: torch.dtype, capability: Capability = H200
+) -> Tiles | None:
+    """Tiles of token_scores, which hold a whole block; None: they do not fit this GPU."""
+    tiles = _score_tiles(d_k, dtype)._replace(BN=padded(block), num_stages=2)
+    fits = shared_bytes("group_scores", tiles, d_k, d_k, dtype, capability) <= room_of(capability)
+    return tiles if fits else None
+
+
 def _score_tiles(d_k: int, dtype: torch.dtype) -> Tiles:
     wide = sum(parts_of(d_k))
     if dtype == torch.float32:

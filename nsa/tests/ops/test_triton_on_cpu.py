@@ -36,6 +36,7 @@ from nsa.ops.triton.tiles import (
     parts_of,
     query_tiles,
     score_tiles,
+    token_tiles,
 )
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.support.compiling import (
@@ -88,8 +89,11 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
             yield banded_backward.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
             yield banded_backward.band_dq, branch | dict(HAS_CMP=True), dq_tiles(d_k, d_v, dtype)
         flags = dict(HAS_DOCS=False, UPCAST=False)
-        scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2) | flags
+        scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False) | flags
         yield scoring.group_scores, scores, score_tiles(d_k, dtype)
+        if l_sel == 128:
+            tokens = dict(DK1=main, DK2=rest, L_SEL=l_sel, TILES=16, UPCAST=False)
+            yield scoring.token_scores, tokens, token_tiles(d_k, l_sel, dtype)
         if not fits_blocks(d_k, d_v, spec, dtype):
             continue
         sizes = (d_k, d_v, per_group, spec, dtype)
@@ -258,7 +262,7 @@ SMALL_KERNELS = [
     (
         scoring.choose_blocks,
         dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
-        | dict(HAS_DOCS=True),
+        | dict(HAS_DOCS=True, LARGEST=True),
     ),
     (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True)),
     (by_block_forward.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),

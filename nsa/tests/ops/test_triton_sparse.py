@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import sparse_attention
-from nsa.ops.triton import problem, tiles
+from nsa import BlockSpec, sparse_attention
+from nsa.model.rules import InfLLMRule, MSARule, Span
+from nsa.ops.triton import problem, select, tiles
 from nsa.tests.ops.test_sparse import Case, make, run
 
 pytestmark = pytest.mark.gpu
@@ -171,3 +172,40 @@ def test_only_the_log_sum_exp_may_have_a_gradient(
     for name in "qk":
         torch.testing.assert_close(ours[name].grad, theirs[name].grad, rtol=1e-4, atol=1e-4)
     assert not ours["v"].grad.any()
+
+
+RULES = {
+    "pooled infllm": (InfLLMRule(BlockSpec(8, 4, 16, 4, num_local=1)), 2, 6),
+    "pools longer than blocks": (InfLLMRule(BlockSpec(16, 4, 8, 5)), 1, 4),
+    "msa": (
+        MSARule(BlockSpec(l_sel=16, n_sel=3, num_first=0, num_local=1), 12, 2, 6, 1e4, 1.0),
+        2,
+        4,
+    ),
+    "msa, blocks of 24": (MSARule(BlockSpec(8, 8, 24, 4), 12, 1, 16, 1e4, 1.0), 1, 2),
+}
+
+
+@pytest.mark.parametrize("docs", [None, (0, 7, 90, 150)], ids=["whole", "documents"])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_choose_by_kernels_what_they_choose_in_torch(
+    name: str, docs: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, groups, heads = RULES[name]
+    rule = rule.to(DEVICE)
+    draw = torch.Generator().manual_seed(5)
+    batch = 1 if docs else 2
+    q, k, x = (
+        torch.randn(batch, 150, *size, generator=draw).to(DEVICE)
+        for size in ((heads, 8), (groups, 8), (12,))
+    )
+    bounds = None if docs is None else torch.tensor(docs, dtype=torch.int32)
+    span = Span(0, bounds)
+    monkeypatch.setattr(rule, "backend", "torch")
+    expected = rule.index(q, k, x, span)
+    monkeypatch.setattr(rule, "backend", "triton")
+    monkeypatch.setattr(select, "SCORE_BYTES", 1)  # several chunks of queries
+    monkeypatch.setattr(select, "ROWS", 64)
+    problem._kept.clear()
+    assert torch.equal(rule.index(q, k, x, span), expected)
+    problem._kept.clear()
