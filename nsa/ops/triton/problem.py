@@ -118,6 +118,8 @@ class Problem:
         twin = self._twin()
         twin.spec = spec
         twin._count()
+        if self.memory.type == "meta":
+            twin.__dict__["documents"] = self.documents  # see on_meta
         return twin
 
     def _twin(self) -> Problem:

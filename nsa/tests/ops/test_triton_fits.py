@@ -21,7 +21,7 @@ from nsa.ops import fallbacks, machine, plan
 from nsa.ops.checks import Layout
 from nsa.ops.eager.rows import KeyValues
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import attention, launcher, operators
+from nsa.ops.triton import attention, launcher, operators, problem
 from nsa.ops.triton import tiles as tables
 from nsa.ops.triton.attention import attend_continued
 from nsa.ops.triton.decode.launch import Caches, Decoder, Token
@@ -198,6 +198,7 @@ AHEAD = {
     "by blocks": (Shape(64, 64), 400, 1),
     "by queries": (Shape(128, 128, group=16), 400, 1),
     "no compressed token": (Shape(64, 64), 20, 1),
+    "long blocks": (Shape(64, 64, l_sel=256), 4000, 2),
 }
 
 
@@ -229,15 +230,19 @@ def test_what_is_compiled_ahead_is_what_the_call_launches(shape, seq_len, docs, 
     monkeypatch.setattr(launcher, "_compile", note)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(operators, "_compile_once", lambda *args: calls.append(args))
+    indexed: list[Any] = []
+    real = problem.index_documents
+    monkeypatch.setattr(problem, "index_documents", lambda *a: indexed.append(a) or real(*a))
     with starting_on(90, ()) as started:
         shape.attend(seq_len, docs)
-        (problem, inputs, selection, backward_too), _ = calls
+        (called, inputs, selection, backward_too), _ = calls
+        made = len(indexed)
         launched = [(one.name, one.constants) for one in started if one.name != "finite_rows"]
         started.clear()
         with Operations() as seen:
-            attention.compile_ahead(problem, inputs, selection, backward_too=backward_too)
+            attention.compile_ahead(called, inputs, selection, backward_too=backward_too)
 
-    assert seen.names <= CHEAP
+    assert seen.names <= CHEAP and len(indexed) == made, "an index of documents nobody reads"
     assert backward_too and not started and launched
     assert all(one in ahead for one in launched)
     # Other lengths run the same kernels; few have other constants or dtypes there.
