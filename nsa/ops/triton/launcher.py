@@ -160,7 +160,14 @@ class CompileAhead:
 
 @contextmanager
 def compiling_ahead() -> Iterator[CompileAhead]:
-    """Within it, this thread compiles and launches nothing; all is compiled when it ends."""
+    """Within it, this thread compiles and launches nothing; all is compiled when it ends.
+
+    Within another one it does nothing: what it adds is compiled when the outer one ends.
+    """
+    outer: CompileAhead | None = getattr(_thread, "ahead", None)
+    if outer is not None:
+        yield outer
+        return
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         _thread.ahead = ahead = CompileAhead(pool)
         try:
@@ -168,11 +175,6 @@ def compiling_ahead() -> Iterator[CompileAhead]:
         finally:
             _thread.ahead = None
         ahead.wait()
-
-
-def is_compiling_ahead() -> bool:
-    """Whether this thread is within `compiling_ahead`."""
-    return getattr(_thread, "ahead", None) is not None
 
 
 def on_meta(x: Tensor, lengths: dict[int, int]) -> Tensor:

@@ -19,7 +19,7 @@ from nsa.ops.machine import interpreted
 from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
-from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form, is_compiling_ahead
+from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form
 from nsa.ops.triton.tiles import (
     Capability,
     capability_of,
@@ -235,7 +235,7 @@ class Problem:
         A kind is what decides about the code; `more` is what the problem does not know. Kernels
         that it does not foresee (an odd stride, another batch) are compiled when launched.
         """
-        if self.memo or self.device.type != "cuda" or is_compiling_ahead():
+        if self.memo or self.device.type != "cuda":
             return False
         ordered = torch.are_deterministic_algorithms_enabled()
         sizes = (type(self), self.device, *self.sizes, self.packed, self.shifted, self.flags)

@@ -250,12 +250,31 @@ def test_what_is_compiled_ahead_is_what_the_call_launches(shape, seq_len, docs, 
     assert len(ahead) <= len(launched) + 8  # equal kernels once
 
 
+def compiles_ahead() -> bool:
+    return getattr(launcher._thread, "ahead", None) is not None
+
+
 def test_other_threads_launch_while_one_compiles_ahead(monkeypatch):
     monkeypatch.setattr(launcher, "_compile", lambda *_: None)
     with launcher.compiling_ahead(), ThreadPoolExecutor(1) as other:
-        assert launcher.is_compiling_ahead()
-        assert not other.submit(launcher.is_compiling_ahead).result()
-    assert not launcher.is_compiling_ahead()
+        assert compiles_ahead()
+        assert not other.submit(compiles_ahead).result()
+    assert not compiles_ahead()
+
+
+def test_what_is_added_within_is_compiled_with_the_rest(monkeypatch):
+    """`nsa warmup` compiles ahead around calls that do so, too."""
+    compiled = []
+    monkeypatch.setattr(launcher, "_compile", lambda *args: compiled.append(args[3]))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    launches = [launcher.Launch((1,), (number,), {}, {}) for number in (16, 17, 32)]
+    with launcher.compiling_ahead() as outer:
+        with launcher.compiling_ahead() as inner:
+            inner.add(Kernel, (torch.zeros(16),), launches[0])
+        assert compiles_ahead()
+        for launch in launches[1:]:
+            outer.add(Kernel, (torch.zeros(16),), launch)
+    assert sorted(one.numbers[0] for one in compiled) == [16, 17]  # 32 is the same code as 16
 
 
 class Kernel:
@@ -272,7 +291,7 @@ def test_an_error_of_the_compiler_reaches_the_caller(monkeypatch):
     launch = launcher.Launch((1,), (16,), {}, {})
     with pytest.raises(RuntimeError, match="ptxas failed"), launcher.compiling_ahead() as ahead:
         ahead.add(Kernel, (torch.zeros(16),), launch)
-    assert not launcher.is_compiling_ahead()
+    assert not compiles_ahead()
 
 
 # --- the tables ---
