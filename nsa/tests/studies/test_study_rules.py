@@ -15,10 +15,10 @@ from nsa import BlockSpec, TinyLM
 from nsa.data.documents import read_works
 from nsa.model.cost import parameter_counts
 from nsa.tests.conftest import REPOSITORY
+from nsa.tests.studies.test_study_long_context import HAY, WORDS
 from studies.long_context.diagnose import CAUSES, diagnose, selected_mass, summarize
 from studies.long_context.task import Document
 from studies.long_context.training_rows import Mixture, make_row
-from studies.long_context.vocabulary import Words
 from studies.nsa_vs_dense.arms import INIT, read_table
 from studies.nsa_vs_dense.results import read_results
 from studies.nsa_vs_dense.selection_stats import chance
@@ -41,17 +41,6 @@ RULES: dict[str, dict[str, Any]] = {
     "moba": {"rule": "pooled", "pool": "moba", "pool_block": 32},
     "msa": {"rule": "msa", "d_index": 4},
 }
-WORDS = Words(
-    keys=np.arange(100, 140),
-    values=np.arange(200, 220),
-    opening=np.array([1, 2]),
-    owner=np.array([3]),
-    pass_key=np.array([4, 5]),
-    ask=np.array([6, 7]),
-    ask_pass=np.array([6, 8]),
-    end=np.array([9]),
-)
-HAY = np.arange(20, 90)
 TABLE = """
 schema = 1
 [rows]
