@@ -442,8 +442,6 @@ class Config:
             if nsa.n_sel * nsa.l_sel % nsa.pool_block:
                 allowed = f"a divisor of n_sel * l_sel = {nsa.n_sel * nsa.l_sel} tokens"
                 refuse("nsa.pool_block", nsa.pool_block, allowed, "or change nsa.n_sel")
-        if self.runtime.compile:
-            refuse("runtime.compile", True, f"false with {rule}", "turn it off")
 
     def _check_graph(self) -> None:
         # A CUDA graph replays fixed shapes and cannot branch on values on the host.

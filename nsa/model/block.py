@@ -115,9 +115,10 @@ class SparseBlock(Block):
         warm_up: bool = False,
     ) -> Attended:
         """The block's output, its index, and the loss of its indexer."""
+        layer = None if torch.compiler.is_compiling() else self.layer  # see Block.forward
         attended = self.attn(
-            self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=self.layer,
-            index=index, warm_up=warm_up,
+            self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=layer, index=index,
+            warm_up=warm_up,
         )  # fmt: skip
         return attended._replace(out=self._add_mlp(x + attended.out))
 

@@ -108,7 +108,23 @@ class SparseAttention(DenseAttention):
             rope = self.rope(document_positions(x.shape[1], cu_seqlens, x.device), x.dtype)
         # [B, S, H, D]
         q, k, v = (t.transpose(1, 2) for t in self._project(x, rope))
-        span, asked, summary = Span(0, cu_seqlens), None, None
+        attended = self.attend(q, k, v, x, Span(0, cu_seqlens), index, warm_up, stats, layer)
+        return attended._replace(out=self.out(attended.out))
+
+    def attend(
+        self,
+        q: Tensor,  # [B, S, Hq, Dk]
+        k: Tensor,  # [B, S, Hkv, Dk]
+        v: Tensor,  # [B, S, Hkv, Dv]
+        x: Tensor,  # [B, S, dim]
+        span: Span,
+        index: Tensor | None,
+        warm_up: bool,
+        stats: AttentionStats | None,
+        layer: int | None,
+    ) -> Attended:  # its out: [B, S, Hq * Dv]
+        """Choose and read the blocks. A compiled block calls this as it is (train/build.py)."""
+        cu_seqlens, asked, summary = span.cu_seqlens, None, None
         if self.rule is not None:
             asked, summary = self.rule.queries(q, x, span), self.rule.summarize(k, x, span)
             index = self.rule.choose(asked, summary, self.num_groups, span)
@@ -128,7 +144,7 @@ class SparseAttention(DenseAttention):
         if stats is not None:
             tokens = self.spec.l_sel
             stats.record(layer or 0, None, index, block_tokens=tokens, cu_seqlens=cu_seqlens)
-        return Attended(self.out(out.flatten(2)), index, loss)
+        return Attended(out.flatten(2), index, loss)
 
     def new_cache(self, batch: int, max_len: int) -> SparseCache:
         """An empty cache for `batch` sequences of at most `max_len` tokens."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from nsa.config import Config, ConfigError
 from nsa.model import TinyLM
+from nsa.model.block import Block, SparseBlock
 from nsa.model.cost import training_memory
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.loss import next_token_loss
@@ -66,10 +69,16 @@ def compile_blocks(model: TinyLM, device: torch.device) -> None:
     """Compile at the first training step; raise ConfigError now if there is no compiler."""
     if device.type == "cpu":
         _require_compiler()
-    model.compiled = [
-        torch.compile(block, fullgraph=True, dynamic=False, backend=BACKEND)
-        for block in model.layers
-    ]
+    model.compiled = [_compiled(block) for block in model.layers]
+
+
+def _compiled(block: Block) -> Callable[..., Any]:
+    """One graph; of a block with a rule, all but the choice and the reading of its blocks: what
+    precedes and what follows are graphs of their own."""
+    whole = not isinstance(block, SparseBlock)
+    if not whole:
+        block.attn.attend = torch.compiler.disable(block.attn.attend)
+    return torch.compile(block, fullgraph=whole, dynamic=False, backend=BACKEND)
 
 
 def _require_compiler() -> None:

@@ -81,6 +81,17 @@ def test_a_compiled_run_has_the_losses_of_a_plain_one(
     assert_same_run(cfg, result, plain)
 
 
+def test_so_has_one_with_rules(tmp_path: Path) -> None:
+    """All layers share their graphs; the choice of blocks is in none of them."""
+    rules = ("model.rule=msa,reuse", "model.n_layers=6", "nsa.l_sel=16", "nsa.d_index=4")
+    expected = config(tmp_path / "plain", *SETTINGS, *rules)
+    train(expected)
+    cfg = config(tmp_path / "compiled", *COMPILED, *rules)
+    train(cfg)
+    assert losses(cfg) == pytest.approx(losses(expected), rel=1e-5)
+    assert counters["stats"]["unique_graphs"] <= 8, "graphs of two kinds of layers, not of six"
+
+
 def test_so_has_one_that_recomputes(plain: tuple[Config, TrainResult], tmp_path: Path) -> None:
     cfg = config(tmp_path, *COMPILED, "runtime.gradient_checkpointing=true")
     result = train(cfg)

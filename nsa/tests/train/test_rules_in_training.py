@@ -75,7 +75,6 @@ def test_the_indexer_learns_beside_the_model(tiny_config: BuildConfig, tmp_path:
     ("settings", "message"),
     [
         (("model.rule=msa", "nsa.l_sel=24"), "nsa.l_sel=24.*a multiple of 16 up to 256"),
-        (("model.rule=msa", "nsa.l_sel=16", "runtime.compile=true"), "runtime.compile=True.*false"),
         (("model.kv=shared", "nsa.l_sel=16", "runtime.cuda_graph=true"), "runtime.cuda_graph=True"),
         (("nsa.n_sel=3", "nsa.num_first=2"), "nsa.n_sel=3.*>= 4"),
         (("train.index_loss=0",), "train.index_loss=0.*> 0"),
