@@ -65,13 +65,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
-    def __init__(self, dim: int, attn: Attention, layer: int, mlp_width: int | None = None) -> None:
+    def __init__(self, dim: int, attn: Attention, layer: int, mlp_dim: int = 0) -> None:
+        """`mlp_dim` 0 is 4 * dim."""
         super().__init__()
         self.layer = layer
         self.norm1 = RMSNorm(dim)
         self.attn: Any = attn
         self.norm2 = RMSNorm(dim)
-        self.mlp = MLP(dim, mlp_width or MLP_RATIO * dim)
+        self.mlp = MLP(dim, mlp_dim or MLP_RATIO * dim)
 
     def forward(
         self,

@@ -131,7 +131,7 @@ class TinyLM(nn.Module):
         def new_block(layer: int) -> Block:
             attn = new_attention(shape, layer)
             kind = SparseBlock if isinstance(attn, SparseAttention) else Block
-            return kind(dim, attn, layer, mlp_dim or None)
+            return kind(dim, attn, layer, mlp_dim)
 
         self.embed = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(new_block(i) for i in range(n_layers))

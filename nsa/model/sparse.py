@@ -203,7 +203,7 @@ class SparseAttention(DenseAttention):
             asked = self.rule.queries(q, x, span)
             index = self.rule.choose(asked, summary, self.num_groups, span)
         cache.index = _given(index)
-        # The kernels take an index of where queries lie, made on the host: too much for one token.
+        # The kernels take an index of where queries lie, as long as the past and made on the host.
         backend = "torch" if x.shape[1] == 1 and self.backend != "reference" else self.backend
         out = sparse_attention(
             q, k, v, cache.index, block=self.spec.l_sel, q_offset=first, backend=backend

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa import BlockSpec, sparse_attention
-from nsa.model.rules import InfLLMRule, MSARule, Span
+from nsa.model.rules import InfLLMRule, MSARule, NSARule, Rule, Span
 from nsa.ops.triton import problem, select, tiles
 from nsa.tests.ops.test_sparse import Case, make, run
 
@@ -175,6 +175,7 @@ def test_only_the_log_sum_exp_may_have_a_gradient(
 
 
 RULES = {
+    "nsa": (NSARule(BlockSpec(8, 4, 16, 4, num_local=1)), 2, 6),
     "pooled infllm": (InfLLMRule(BlockSpec(8, 4, 16, 4, num_local=1)), 2, 6),
     "pools longer than blocks": (InfLLMRule(BlockSpec(16, 4, 8, 5)), 1, 4),
     "msa": (
@@ -206,6 +207,7 @@ def test_rules_choose_by_kernels_what_they_choose_in_torch(
     monkeypatch.setattr(rule, "backend", "triton")
     monkeypatch.setattr(select, "SCORE_BYTES", 1)  # several chunks of queries
     monkeypatch.setattr(select, "ROWS", 64)
+    monkeypatch.setattr(Rule, "_of_document", lambda *_: pytest.fail("torch chose the blocks"))
     problem._kept.clear()
     assert torch.equal(rule.index(q, k, x, span), expected)
     problem._kept.clear()
