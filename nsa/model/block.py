@@ -117,11 +117,11 @@ class SparseBlock(Block):
     ) -> Attended:
         """The block's output, its index, and the loss of its indexer."""
         layer = None if torch.compiler.is_compiling() else self.layer  # see Block.forward
-        attended = self.attn(
+        out, blocks, loss = self.attn(
             self.norm1(x), rope=rope, cu_seqlens=cu_seqlens, stats=stats, layer=layer, index=index,
             warm_up=warm_up,
         )  # fmt: skip
-        return attended._replace(out=self._add_mlp(x + attended.out))
+        return self._add_mlp(x + out), blocks, loss
 
     def prefill(self, x: Tensor, cache: Any, index: Tensor | None = None) -> Tensor:
         return self._add_mlp(x + self.attn.prefill(self.norm1(x), cache, index))

@@ -19,7 +19,7 @@ from nsa.model.block import Attention, Block, RMSNorm, SparseBlock
 from nsa.model.dense import DenseAttention
 from nsa.model.paged import PagedModelCache, Pages
 from nsa.model.rope import document_positions
-from nsa.model.sparse import Attended, SparseAttention
+from nsa.model.sparse import SparseAttention
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec
 
@@ -217,12 +217,12 @@ class TinyLM(nn.Module):
                 done = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
                 done = block(*given)
-            if not isinstance(done, Attended):
+            if not isinstance(done, tuple):
                 x = done
                 continue
-            x, index = done.out, done.blocks
-            if index_losses is not None and done.loss is not None:
-                index_losses.append(done.loss)
+            x, index, loss = done
+            if index_losses is not None and loss is not None:
+                index_losses.append(loss)
         return self.norm(x)
 
     @property

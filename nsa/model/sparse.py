@@ -6,8 +6,6 @@ dense attention. There are no branches and no gates.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,13 +18,12 @@ from nsa.ops import BlockSpec, sparse_attention
 from nsa.ops.checks import check_documents
 from nsa.ops.fallbacks import in_layer
 
+Attended = tuple[Tensor, Tensor, Tensor | None]
+"""What a layer gives to the next ones and to the loss: its output [B, S, dim], the index
+[B, S, H, n_sel] int32 for layers that reuse it, and in training the loss [] of its indexer.
 
-class Attended(NamedTuple):
-    """What a layer gives to the next ones and to the loss."""
-
-    out: Tensor  # [B, S, dim]
-    blocks: Tensor  # [B, S, H, n_sel] int32: the index, for layers that reuse it
-    loss: Tensor | None = None  # [] fp32, of the indexer, in training
+A plain tuple: where a compiled layer returns a NamedTuple, the compiler of torch 2.11 fails.
+"""
 
 
 class SparseCache(DenseCache):
@@ -108,8 +105,9 @@ class SparseAttention(DenseAttention):
             rope = self.rope(document_positions(x.shape[1], cu_seqlens, x.device), x.dtype)
         # [B, S, H, D]
         q, k, v = (t.transpose(1, 2) for t in self._project(x, rope))
-        attended = self.attend(q, k, v, x, Span(0, cu_seqlens), index, warm_up, stats, layer)
-        return attended._replace(out=self.out(attended.out))
+        span = Span(0, cu_seqlens)
+        out, blocks, loss = self.attend(q, k, v, x, span, index, warm_up, stats, layer)
+        return self.out(out), blocks, loss
 
     def attend(
         self,
@@ -122,7 +120,7 @@ class SparseAttention(DenseAttention):
         warm_up: bool,
         stats: AttentionStats | None,
         layer: int | None,
-    ) -> Attended:  # its out: [B, S, Hq * Dv]
+    ) -> Attended:  # its output: [B, S, Hq * Dv]
         """Choose and read the blocks. A compiled block calls this as it is (train/build.py)."""
         cu_seqlens, asked, summary = span.cu_seqlens, None, None
         if self.rule is not None:
@@ -144,7 +142,7 @@ class SparseAttention(DenseAttention):
         if stats is not None:
             tokens = self.spec.l_sel
             stats.record(layer or 0, None, index, block_tokens=tokens, cu_seqlens=cu_seqlens)
-        return Attended(out.flatten(2), index, loss)
+        return out.flatten(2), index, loss
 
     def new_cache(self, batch: int, max_len: int) -> SparseCache:
         """An empty cache for `batch` sequences of at most `max_len` tokens."""

@@ -13,11 +13,11 @@ from studies.rules.measure import accuracy, mean_recall
 WIDE = "dense-wide"
 """How the names of the dense variants with as many parameters as NSA begin."""
 FELL = 0.02
-"""Nats by which a loss must have been lower on the way to be mentioned."""
+"""Nats by which a loss must have risen again to be mentioned."""
 HEAD = (
-    "| rows | attention | parameters | rate | held-out loss | minus dense twin | tokens/s "
-    "| recall | mass read, of | needle | multi |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
+    "| rows | attention | parameters | rate | held-out loss | lowest on the way | minus dense twin "
+    "| tokens/s | recall | mass read, of | needle | multi |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 Arm = dict[str, Any]
 
@@ -101,6 +101,7 @@ def _row(arm: Arm, arms: Sequence[Arm], measures: dict[str, Any]) -> str:
         f"{arm['params']['non_embedding']:,}",
         f"{arm['settings']['train.lr']:g}",
         f"{arm['held_out']['loss']:.4f}",
+        f"{min(arm['val']['loss']):.4f}" if arm["val"]["loss"] else "",
         difference,
         _speed(arm, same),
         recall,
@@ -113,7 +114,8 @@ def _row(arm: Arm, arms: Sequence[Arm], measures: dict[str, Any]) -> str:
 def _speed(arm: Arm, arms: Sequence[Arm]) -> str:
     """That of the middle rate, where another one is the best: the rate costs no time."""
     if arm["tokens_per_s"]:
-        return f"{arm['tokens_per_s']:,.0f}"
+        eager = "" if arm["settings"].get("runtime.compile") else " (not compiled)"
+        return f"{arm['tokens_per_s']:,.0f}{eager}"
     known = [a["tokens_per_s"] for a in arms if a["variant"] == WIDE and a["tokens_per_s"]]
     return f"{known[0]:,.0f}" if known and arm["variant"].startswith(WIDE) else ""
 
@@ -147,14 +149,16 @@ def _in_dense(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
 
 def _on_the_way(arms: Sequence[Arm]) -> str:
     """Whether the loss has risen again: a small corpus is read many times."""
-    fell = []
-    for arm in arms:
-        lowest, last = min(arm["val"]["loss"], default=0.0), arm["val"]["loss"][-1:]
-        if last and last[0] - lowest > FELL:
-            fell.append(f"{arm['name']} ({lowest:.4f}, {last[0]:.4f} in the end)")
-    if not fell:
+    losses = [arm["val"]["loss"] for arm in arms if arm["val"]["loss"]]
+    rises = [values[-1] - min(values) for values in losses]
+    risen = [rise for rise in rises if rise > FELL]
+    if not risen:
         return ""
-    return f"Lower on the way than in the end, in evaluations during training: {', '.join(fell)}."
+    return (
+        f"{len(risen)} of {len(rises)} losses have risen again after their lowest value, by "
+        f"{min(risen):.2f} to {max(risen):.2f} nats: the text is read many times and learned by "
+        "heart. The lowest value on the way then says more about an attention than the last one."
+    )
 
 
 def _sentence(text: str) -> str:

@@ -174,7 +174,7 @@ def test_kinds_are_the_rules_they_name() -> None:
 def outputs_and_gradients(layer: Any, x: Tensor, **options: Any) -> list[Tensor]:
     x = x.clone().requires_grad_()
     done = layer(x, **options)
-    out = done if isinstance(done, Tensor) else done.out
+    out = done if isinstance(done, Tensor) else done[0]
     draw = torch.Generator().manual_seed(1)
     weight = torch.randn(out.shape, generator=draw, dtype=out.dtype)
     grads = torch.autograd.grad((out * weight).sum(), [x, layer.qkv.weight, layer.out.weight])
@@ -203,9 +203,9 @@ def test_no_output_depends_on_a_later_token(kind: str) -> None:
     layer, x = new_layer(kind), new_input()
     other = x.clone()
     other[:, 77:] += 1.0
-    ours, theirs = layer(x), layer(other)
-    assert torch.equal(ours.out[:, :77], theirs.out[:, :77])
-    assert not torch.equal(ours.out[:, 77:], theirs.out[:, 77:])
+    ours, theirs = layer(x)[0], layer(other)[0]
+    assert torch.equal(ours[:, :77], theirs[:, :77])
+    assert not torch.equal(ours[:, 77:], theirs[:, 77:])
 
 
 @pytest.mark.parametrize("rule", [*KINDS, "msa,reuse", "moba,reuse,reuse"])
@@ -230,7 +230,7 @@ def test_a_layer_that_reuses_reads_the_blocks_of_the_layer_before() -> None:
     seen: list[Tensor] = []
     for block in model.layers:
         assert isinstance(block, SparseBlock)
-        block.register_forward_hook(lambda _, __, done: seen.append(done.blocks))
+        block.register_forward_hook(lambda _, __, done: seen.append(done[1]))
     model(torch.randint(31, (1, 90)))
     assert seen[0] is seen[1]
     assert not torch.equal(seen[1], seen[2])
@@ -302,24 +302,24 @@ def explicit_loss(layer: SparseAttention, x: Tensor, read: Tensor | None, of_mea
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_the_loss_of_the_indexer_is_the_kl_and_reaches_it_alone(warm_up: bool) -> None:
     layer, x = new_layer("msa"), new_input(120, batch=1).requires_grad_()
-    done = layer(x, warm_up=warm_up)
-    read = None if warm_up else done.blocks
+    out, index, loss = layer(x, warm_up=warm_up)
+    read = None if warm_up else index
     wanted = explicit_loss(layer, x, read, of_mean=False)
-    assert done.loss.item() == pytest.approx(wanted.item(), abs=1e-6)
+    assert loss.item() == pytest.approx(wanted.item(), abs=1e-6)
     weights = [p for name, p in layer.named_parameters() if name.startswith("rule.")]
-    ours = torch.autograd.grad(done.loss, weights, retain_graph=True)
+    ours = torch.autograd.grad(loss, weights, retain_graph=True)
     theirs = torch.autograd.grad(explicit_loss(layer, x, read, of_mean=True), weights)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-9)  # the loss is fp32
         assert mine.abs().max() > 1e-6
     others = [x, layer.qkv.weight, layer.out.weight]
-    assert not any(x is not None for x in torch.autograd.grad(done.loss, others, allow_unused=True))
+    assert not any(x is not None for x in torch.autograd.grad(loss, others, allow_unused=True))
     # Attention reads what it chose, and everything during a warm-up.
     dense = DenseAttention(**HEADS).double()
     dense.load_state_dict({k: v for k, v in layer.state_dict().items() if "rule" not in k})
-    close = torch.allclose(done.out, dense(x), atol=1e-10)
+    close = torch.allclose(out, dense(x), atol=1e-10)
     assert close == warm_up
-    assert layer.eval()(x).loss is None, "only in training"
+    assert layer.eval()(x)[2] is None, "only in training"
 
 
 def test_an_indexer_learns_what_attention_reads() -> None:
@@ -331,7 +331,7 @@ def test_an_indexer_learns_what_attention_reads() -> None:
     losses = []
     for _ in range(60):
         optimizer.zero_grad()
-        loss = layer(x, warm_up=True).loss
+        _, _, loss = layer(x, warm_up=True)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

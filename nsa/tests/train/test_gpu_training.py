@@ -69,13 +69,15 @@ def test_an_update_waits_for_nothing(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about itself, and differently each time
+@pytest.mark.parametrize("rule", ["nsa", "pooled", "msa"])
 def test_a_compiled_run_has_the_losses_of_a_plain_one(
-    tiny_config: BuildConfig, tmp_path: Path
+    rule: str, tiny_config: BuildConfig, tmp_path: Path
 ) -> None:
     losses = []
     for compiled in ("false", "true"):
         out_dir = f"train.out_dir={tmp_path / compiled}"
-        cfg = tiny_config(*ON_GPU, "train.steps=6", f"runtime.compile={compiled}", out_dir)
+        changes = ("train.steps=6", f"runtime.compile={compiled}", f"model.rule={rule}", out_dir)
+        cfg = tiny_config(*ON_GPU, *changes)
         run(cfg, config_path="tiny.yaml", out=io.StringIO())
         losses.append([row.loss for row in read_rows(TrainingRow, tmp_path / compiled / TRAINING)])
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
