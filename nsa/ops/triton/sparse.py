@@ -191,7 +191,8 @@ class _Sparse(torch.autograd.Function):
             stats = _stats(problem, out, dout, lse, dlse)
             if is_bad is not None:
                 stats[..., 2].masked_fill_(is_bad, math.nan)
-            grads = _backward(problem, q, k, v, dout, stats, saved)
+            has_dq = ctx.needs_input_grad[0]
+            grads = _backward(problem, q, k, v, dout, stats, saved, has_dq=has_dq)
         return *grads, None, None
 
 
@@ -220,16 +221,25 @@ def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, index: Tensor) -
 
 
 def _backward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, saved: Results
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    stats: Tensor,
+    saved: Results,
+    *,
+    has_dq: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Gradients of q, k and v; in query order that of q has a kernel of its own, which is left out
+    where nobody asks for it."""
     rest, chosen = (q, k, v, dout, stats), saved.chosen
     ordered = torch.are_deterministic_algorithms_enabled()
     if not problem.by_query:
         return by_block_backward.backward(
             problem, *rest, chosen, saved.lists, ordered=ordered, dtype=q.dtype
         )
-    dq = by_query.backward_q(problem, *rest, chosen, q.dtype)
+    dq = by_query.backward_q(problem, *rest, chosen, q.dtype) if has_dq else None
     lists = list_queries(problem, chosen)
     return dq, *by_block_backward.backward_kv(problem, *rest, lists, ordered=ordered)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import BlockSpec, sparse_attention
 from nsa.model.rules import InfLLMRule, MSARule, NSARule, Rule, Span
-from nsa.ops.triton import problem, select, tiles
+from nsa.ops.triton import by_query, problem, select, tiles
 from nsa.tests.ops.test_sparse import Case, make, run
 
 pytestmark = pytest.mark.gpu
@@ -172,6 +172,22 @@ def test_only_the_log_sum_exp_may_have_a_gradient(
     for name in "qk":
         torch.testing.assert_close(ours[name].grad, theirs[name].grad, rtol=1e-4, atol=1e-4)
     assert not ours["v"].grad.any()
+
+
+def test_the_gradient_of_the_values_alone_needs_no_kernel_for_the_queries(
+    force_order: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_order("by-query")
+    tensors, rest = make(Case(16, 3, **WHOLE), torch.float32)
+    tensors = {name: x.detach().to(DEVICE) for name, x in tensors.items()}
+    rest = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in rest.items()}
+    monkeypatch.setattr(by_query, "backward_q", lambda *_: pytest.fail("dq was computed"))
+    grads = []
+    for backend in ("triton", "reference"):
+        v = tensors["v"].clone().requires_grad_()
+        out = sparse_attention(**tensors | {"v": v}, **rest, backend=backend)
+        grads += torch.autograd.grad(out.square().sum(), v)
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-4)
 
 
 RULES = {
