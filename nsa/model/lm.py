@@ -162,8 +162,13 @@ class TinyLM(nn.Module):
     @classmethod
     def from_config(cls, cfg: Config, vocab: int) -> TinyLM:
         """The model that a resolved configuration describes."""
+        return cls(**cls.arguments(cfg, vocab))
+
+    @staticmethod
+    def arguments(cfg: Config, vocab: int) -> dict[str, Any]:
+        """The arguments with which a resolved configuration builds the model."""
         gc_layers = cfg.runtime.gc_layers
-        return cls(
+        return dict(
             vocab=vocab,
             dim=cfg.model.dim,
             n_layers=cfg.model.n_layers,
