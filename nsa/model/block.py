@@ -14,7 +14,6 @@ from nsa.model.rope import RMSNorm, Rope
 from nsa.model.sparse import Attended, SparseAttention
 from nsa.model.stats import AttentionStats
 
-
 Attention = NSAAttention | DenseAttention
 """Both, and SparseAttention, have the same methods; each makes caches of its own type."""
 

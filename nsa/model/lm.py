@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -258,6 +258,13 @@ class TinyLM(nn.Module):
     def layers(self) -> list[Block]:
         """The blocks as a typed list; ModuleList hides their type."""
         return cast("list[Block]", list(self.blocks))
+
+    def indexer_parameters(self) -> Iterator[nn.Parameter]:
+        """The weights of all rules that learn."""
+        for block in self.layers:
+            rule = block.attn.rule if isinstance(block, SparseBlock) else None
+            if rule is not None and rule.learns:
+                yield from rule.parameters()
 
     def head(self, hidden: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, V]
         """Logits by the output head: its own matrix, or the tied embedding."""

@@ -1,5 +1,5 @@
-"""Queries and keys before attention: the norm of heads (QK-norm), and rotary positions (RoPE) in the
-half-split layout of Llama and Hugging Face models."""
+"""Queries and keys before attention: the norm of heads (QK-norm), and rotary positions (RoPE) in
+the half-split layout of Llama and Hugging Face models."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ def _require_compiler() -> None:
 def compile_kernels(cfg: Config, runtime: Runtime) -> int:
     """Compile the Triton kernels of training and generation on threads; returns their number.
 
-    One layer of each rule goes through an update, an evaluation, a prefill and two decode steps on the GPU. No
-    Triton kernel is launched, so all numbers are arbitrary; everything else runs.
+    One layer of each rule goes through an update, an evaluation, a prefill and two decode steps on
+    the GPU. No Triton kernel is launched, so all numbers are arbitrary; everything else runs.
     """
     from nsa.ops.triton.launcher import compiling_ahead  # needs Triton
 

@@ -10,9 +10,10 @@ import math
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nsa import NSAAttention, nsa_attention
+from nsa.model.rope import RMSNorm
 
 
 def explicit_attention(module: NSAAttention, x: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, dim]
@@ -50,7 +51,7 @@ def _streams(module: NSAAttention, x: Tensor) -> list[Tensor]:
     return [_norm(y, n) for y, n in zip(streams[:4], norms, strict=True)] + streams[4:]
 
 
-def _norm(x: Tensor, norm: nn.Module) -> Tensor:  # [B, S, H, Dk]
+def _norm(x: Tensor, norm: RMSNorm) -> Tensor:  # [B, S, H, Dk]
     return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
