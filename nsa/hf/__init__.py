@@ -1,0 +1,20 @@
+"""TinyLM in the tools of Hugging Face: config, model and cached generation for transformers.
+
+Importing this package registers both classes with AutoConfig and AutoModelForCausalLM.
+"""
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        'nsa.hf needs transformers 5.17 or later, which is not installed; pip install "nsa[hf]"'
+    ) from error
+
+from nsa.hf.cache import GenerationCache
+from nsa.hf.config import NSAConfig
+from nsa.hf.model import NSAForCausalLM
+
+transformers.AutoConfig.register(NSAConfig.model_type, NSAConfig)
+transformers.AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
+
+__all__ = ["GenerationCache", "NSAConfig", "NSAForCausalLM"]
