@@ -270,6 +270,8 @@ class MSARule(Rule):
     def reset_parameters(self) -> None:
         for layer in (self.proj_q, self.proj_k):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        for norm in (self.norm_q, self.norm_k):
+            nn.init.ones_(norm.weight)
 
     def num_summaries(self, num_tokens: int) -> int:
         return num_tokens

@@ -113,8 +113,10 @@ def test_two_ranks_equal_one_process_with_twice_the_batch(
 
 def test_two_ranks_train_an_indexer_as_one_process_does(nursery: Nursery, tmp_path: Path) -> None:
     """Its loss too, which is a mean over the ranks; alone at first, then with all other weights."""
-    rule = ("model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8", "train.index_warmup_steps=3")
-    rule = (*rule, "train.index_warmup=frozen", "model.qkv_bias=true", "model.mlp=gated")
+    rule = (
+        *("model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8", "train.index_warmup_steps=3"),
+        *("train.index_warmup=frozen", "model.qkv_bias=true", "model.mlp=gated"),
+    )
     codes, printed = train(nursery, tmp_path / "two", "train.batch_size=2", *rule, **PLAIN)
     assert codes == [0, 0], printed
     alone(config(tmp_path / "one", "train.batch_size=4", *rule))
