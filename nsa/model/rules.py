@@ -58,7 +58,7 @@ class Rule(nn.Module):
     stride = 1
     """Tokens from one summary to the next."""
     backend = "auto"
-    """Of the choice. The kernels of `pooled` and `msa` run where "triton" names them."""
+    """Of the choice: auto, triton, torch or reference."""
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
@@ -119,8 +119,8 @@ class Rule(nn.Module):
         raise NotImplementedError
 
     def _has_kernels(self, q: Tensor, span: Span) -> bool:
-        """Whether the Triton kernels choose: where they are named, for whole sequences."""
-        if span.first or self.backend != "triton":
+        """Whether the Triton kernels choose: for whole sequences, where the plan takes them."""
+        if span.first:
             return False
         return plan_scoring(q.device, q.dtype, self.backend, (q.shape[-1],))[0] == "triton"
 
@@ -284,8 +284,9 @@ class MSARule(Rule):
 
     def _normed(self, heads: Tensor, norm: nn.RMSNorm, span: Span) -> Tensor:
         heads = heads.unflatten(-1, (-1, self.d_index))
-        normed = norm(heads.to(compute_dtype(heads.dtype))).to(heads.dtype)
-        return apply_rope(normed, self._rope(heads, span))
+        wide = heads.to(compute_dtype(heads.dtype))
+        normed = F.rms_norm(wide, (self.d_index,), norm.weight.to(wide.dtype), norm.eps)
+        return apply_rope(normed.to(heads.dtype), self._rope(heads, span))
 
     def _rope(self, heads: Tensor, span: Span) -> Rope:
         places = document_positions(heads.shape[1], span.cu_seqlens, heads.device, span.first)
