@@ -3,11 +3,14 @@
 Importing this package registers both classes with AutoConfig and AutoModelForCausalLM.
 """
 
+import sys
+
 try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        'nsa.hf needs transformers 5.17 or later, which is not installed; pip install "nsa[hf]"'
+        f"nsa.hf needs transformers 5.17 or later, which cannot be imported ({error}); "
+        'pip install "nsa[hf]"'
     ) from error
 
 from nsa.hf.cache import GenerationCache
@@ -16,5 +19,10 @@ from nsa.hf.model import NSAForCausalLM
 
 transformers.AutoConfig.register(NSAConfig.model_type, NSAConfig)
 transformers.AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
+# `transformers serve` looks for the class that a config.json names in the module transformers, as
+# it was when its own code was imported: transformers imports itself anew with its processors.
+_serve = sys.modules.get("transformers.cli.serving.model_manager")
+for _module in (transformers, getattr(_serve, "transformers", transformers)):
+    _module.NSAForCausalLM = NSAForCausalLM
 
 __all__ = ["GenerationCache", "NSAConfig", "NSAForCausalLM"]

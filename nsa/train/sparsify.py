@@ -16,15 +16,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from nsa.config import Config, ConfigError, DataConfig, Setting, build, to_container
+from nsa.config import Config, ConfigError, Setting, build, to_container
 from nsa.config.check import FILE_NAME, count_ids
 from nsa.config.load import parse_override
+from nsa.config.schema import VOCABULARIES
 from nsa.files import is_regular
 from nsa.model import TinyLM
 from nsa.model.block import SparseBlock
 from nsa.model.folder import RUNTIME, BadFolder, check_free, is_folder, save_folder
 from nsa.model.pretrained import read_folder
 from nsa.model.rules import MSARule
+from nsa.train.checkpoint.commands import tokenizer_files_of
 from nsa.train.checkpoint.model_file import (
     BadModelFile,
     config_of,
@@ -78,7 +80,7 @@ def sparsify(
     `overrides` are keys of group nsa, and `seed` draws the weights of indexers.
     """
     check_free(target)
-    dense = _fit_tokenizer(read_dense(source), source, say)
+    dense = _fit_tokenizer(read_dense(source, say), source, say)
     cfg = _sparse_config(dense, rule, layers, overrides)
     model = _with_rules(dense, cfg, seed)
     arguments = TinyLM.arguments(cfg, dense.vocab)
@@ -93,7 +95,7 @@ def sparsify(
 # --- the source ---
 
 
-def read_dense(source: Path) -> Dense:
+def read_dense(source: Path, say: Callable[[str], None]) -> Dense:
     """The model of a folder or a file; refuses one that is not dense."""
     if is_folder(source):
         found = read_folder(source)
@@ -110,22 +112,17 @@ def read_dense(source: Path) -> Dense:
                 "or a model.pt"
             )
         model, cfg = load_model(find_model(source))
-        dense = Dense(cfg, model.vocab, model.state_dict(), _tokenizer_file(cfg.data), {})
+        files, missing = tokenizer_files_of(cfg.data, model.vocab)
+        if missing:
+            say(f"[sparsify] no tokenizer: {missing}")
+        extra = {"index_loss": cfg.train.index_loss}
+        dense = Dense(cfg, model.vocab, model.state_dict(), files, extra)
     if (kind := dense.cfg.model.attention_kind) != "dense":
         raise BadModelFile(
             f"{source} has attention {kind!r}; only a dense model can be converted: give one with "
             "model.attention=dense, or use train.init_from to change the rule of a sparse one"
         )
     return dense
-
-
-def _tokenizer_file(data: DataConfig) -> dict[str, bytes]:
-    """The tokenizer.json of a model.pt, if its config names one that is there."""
-    is_file = data.tokenizer == "hf" or data.tokenizer.endswith(".json")
-    if not is_file or not data.tokenizer_file.exists():
-        return {}
-    path = data.tokenizer_file
-    return {FILE_NAME: (path / FILE_NAME if path.is_dir() else path).read_bytes()}
 
 
 def _fit_tokenizer(dense: Dense, source: Path, say: Callable[[str], None]) -> Dense:
@@ -216,10 +213,10 @@ def _train_config(cfg: Config, target: Path, dense: Dense) -> str:
         group: {key: x for key, x in ours[group].items() if x != usual[group][key]}
         for group in ("model", "nsa")
     }
-    if FILE_NAME in dense.files:
-        groups["data"] = {"tokenizer": str(target / FILE_NAME), "eos": cfg.data.eos}
-    elif cfg.data.tokenizer != usual["data"]["tokenizer"]:
+    if cfg.data.tokenizer in VOCABULARIES:
         groups["data"] = {"tokenizer": cfg.data.tokenizer}
+    elif FILE_NAME in dense.files:
+        groups["data"] = {"tokenizer": str(target / FILE_NAME), "eos": cfg.data.eos}
     train: dict[str, Any] = {"init_from": str(target), "out_dir": f"{target}-trained"}
     if cfg.model.learns_index:
         train |= {"index_warmup": "frozen", "index_warmup_steps": WARM_UP_STEPS}

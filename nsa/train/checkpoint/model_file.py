@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from nsa.config import Config, DataConfig, Setting, build, known_keys, to_container
 from nsa.config.check import FILE_NAME
 from nsa.config.schema import VOCABULARIES
 from nsa.files import is_regular, read_text, replacing
 from nsa.model import TinyLM
-from nsa.model.folder import is_folder
+from nsa.model.folder import SkipInit, is_folder
 from nsa.model.pretrained import read_folder
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import Unreadable, load_tensors, named_by_user
@@ -77,7 +76,7 @@ def load_model(path: Path) -> tuple[TinyLM, Config]:
 
 def meta_model(cfg: Config, vocab: int) -> TinyLM:
     """The model of a config without values."""
-    with torch.device("meta"), _SkipInit():
+    with torch.device("meta"), SkipInit():
         return TinyLM.from_config(cfg, vocab=vocab)
 
 
@@ -114,20 +113,6 @@ def _eos_of(folder: Path) -> str:
             "remove the file"
         ) from None
     return str(mark.get("content", "") if isinstance(mark, dict) else mark or "")
-
-
-class _SkipInit(TorchFunctionMode):
-    """Skips torch.nn.init, because the file replaces the initial weights.
-
-    On the meta device init has no effect, but torch would import its compiler for it.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 def weights_sha256(weights: dict[str, Tensor]) -> str:
