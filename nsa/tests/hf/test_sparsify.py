@@ -87,6 +87,9 @@ def converted(source: Path, target: Path, rule: str, *given: str, layers: str = 
     sparsify(source, target, rule=rule, layers=layers, overrides=given, say=said.append)
     assert len(said) == 2 and f"rule {rule}" in said[0] and str(target / "train.yaml") in said[1]
     settings, weights = load_folder(target)
+    cfg = load_config(target / "train.yaml", environ={})
+    built = TinyLM.arguments(cfg, settings["vocab"])
+    assert {name: built[name] for name in settings} == settings, "the config of the trainer"
     model = TinyLM(**settings)
     model.load_state_dict(weights)
     return model.eval()
