@@ -97,32 +97,39 @@ def sparsify(
 
 def read_dense(source: Path, say: Callable[[str], None]) -> Dense:
     """The model of a folder or a file; refuses one that is not dense."""
-    if is_folder(source):
-        found = read_folder(source)
-        vocab: int = found.settings["vocab"]
-        cfg = config_of(found.settings, tokenizer_of(source, vocab), str(source))
-        names = [name for name in TOKENIZER_FILES if is_regular(source / name)]
-        files = {name: (source / name).read_bytes() for name in names}
-        extra = {key: found.config[key] for key in KEPT if found.config.get(key) is not None}
-        dense = Dense(cfg, vocab, found.weights, files, extra)
-    else:
-        if source.is_dir() and not (source / "model.pt").exists():
-            raise BadFolder(
-                f"{source} has no config.json and no model.pt; give a model folder, a run folder "
-                "or a model.pt"
-            )
-        model, cfg = load_model(find_model(source))
-        files, missing = tokenizer_files_of(cfg.data, model.vocab)
-        if missing:
-            say(f"[sparsify] no tokenizer: {missing}")
-        extra = {"index_loss": cfg.train.index_loss}
-        dense = Dense(cfg, model.vocab, model.state_dict(), files, extra)
+    dense = _from_folder(source) if is_folder(source) else _from_file(source, say)
     if (kind := dense.cfg.model.attention_kind) != "dense":
         raise BadModelFile(
             f"{source} has attention {kind!r}; only a dense model can be converted: give one with "
             "model.attention=dense, or use train.init_from to change the rule of a sparse one"
         )
     return dense
+
+
+def _from_folder(source: Path) -> Dense:
+    found = read_folder(source)
+    vocab: int = found.settings["vocab"]
+    cfg = config_of(found.settings, tokenizer_of(source, vocab), str(source))
+    names = [name for name in TOKENIZER_FILES if is_regular(source / name)]
+    files = {name: (source / name).read_bytes() for name in names}
+    extra = {key: found.config[key] for key in KEPT if found.config.get(key) is not None}
+    return Dense(cfg, vocab, found.weights, files, extra)
+
+
+def _from_file(source: Path, say: Callable[[str], None]) -> Dense:
+    """Of a model.pt, a checkpoint or a run folder."""
+    path = find_model(source)
+    if source.is_dir() and not path.exists():
+        raise BadFolder(
+            f"{source} has no config.json, no model.pt and no checkpoint; give a model folder, a "
+            "run folder or a model.pt"
+        )
+    model, cfg = load_model(path)
+    files, missing = tokenizer_files_of(cfg.data, model.vocab)
+    if missing:
+        say(f"[sparsify] no tokenizer: {missing}")
+    extra = {"index_loss": cfg.train.index_loss}
+    return Dense(cfg, model.vocab, model.state_dict(), files, extra)
 
 
 def _fit_tokenizer(dense: Dense, source: Path, say: Callable[[str], None]) -> Dense:

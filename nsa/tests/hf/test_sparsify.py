@@ -18,6 +18,7 @@ from nsa.config import Config, load_config
 from nsa.generate import Sampling, generate
 from nsa.model import TinyLM
 from nsa.model.folder import load_folder
+from nsa.model.pretrained import read_settings
 from nsa.train import run
 from nsa.train.checkpoint.model_file import load_model
 from nsa.train.sparsify import parse_layer_list, sparsify
@@ -134,6 +135,23 @@ def test_decode_of_a_converted_model_equals_its_own_forward(
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected)
     assert loaded.config.eos_token_id == 2 and loaded.config.max_position_embeddings == 256
+
+
+def test_settings_of_files_that_older_transformers_wrote() -> None:
+    """`rope_theta` and `rope_scaling` at the top, and keys left out that have a default."""
+    old = {
+        **{"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "rope_theta": 5e5, "head_dim": None},
+        "rope_scaling": {name: x for name, x in LLAMA3.items() if name != "rope_theta"},
+    }
+    found = read_settings(old, Path("config.json"))
+    assert (found["n_kv_groups"], found["d_k"], found["d_v"]) == (4, 8, 8)
+    assert (found["rope_base"], found["rope_scale"], found["rope_scaling"]) == (5e5, 8.0, "llama3")
+    assert (found["rope_original_len"], found["rope_high_freq"]) == (32, 4.0)
+    older = old | {"rope_scaling": {"type": "linear", "factor": 2}}
+    found = read_settings(older, Path("config.json"))
+    assert (found["rope_scaling"], found["rope_scale"]) == ("linear", 2.0)
+    assert "rope_scale" not in read_settings(old | {"rope_scaling": None}, Path("config.json"))
 
 
 def test_weights_keep_their_dtype_and_the_indexer_has_it(
@@ -323,7 +341,7 @@ def test_weights_that_do_not_fit_are_refused(sources: dict[str, Source], tmp_pat
         drop: f"has no tensor {name}; its config describes",
         add: "has an unknown tensor model.layers.1.self_attn.o_proj.bias",
         quantize: "is .32, 32. of I8, its config needs",
-        forget_config: "no config.json and no model.pt",
+        forget_config: "has no config.json, no model.pt and no checkpoint",
         pickle: "pickled weights .pytorch_model.bin.*can run any code",
         crowd: "has ids up to 97, the embedding has 97 rows",
     }
