@@ -5,12 +5,14 @@ Importing this package registers both classes with AutoConfig and AutoModelForCa
 
 import sys
 
+from nsa.config.describe import install_line
+
 try:
     import transformers
 except ImportError as error:
     raise ImportError(
         f"nsa.hf needs transformers 5.17 or later, which cannot be imported ({error}); "
-        'pip install "nsa[hf]"'
+        f"install it with `{install_line('hf')}`"
     ) from error
 
 from nsa.hf.cache import GenerationCache
@@ -23,6 +25,6 @@ transformers.AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
 # it was when its own code was imported: transformers imports itself anew with its processors.
 _serve = sys.modules.get("transformers.cli.serving.model_manager")
 for _module in (transformers, getattr(_serve, "transformers", transformers)):
-    _module.NSAForCausalLM = NSAForCausalLM
+    vars(_module)[NSAForCausalLM.__name__] = NSAForCausalLM
 
 __all__ = ["GenerationCache", "NSAConfig", "NSAForCausalLM"]
