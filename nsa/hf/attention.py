@@ -1,4 +1,4 @@
-"""Attention implementations for models of transformers: the rules that need no weights of their own.
+"""Attention implementations for models of transformers: the rules that need no weights.
 
     nsa.hf.register()
     model.set_attn_implementation("nsa-pooled")
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.hf.layout import Layout, Packed, Sizes, mask, refuse, sizes_of
+from nsa.hf.layout import Layout, Packed, Sizes, check_window, mask, refuse, sizes_of
 from nsa.model.rules import InfLLMRule, MoBARule, NSARule, Rule, Span
 from nsa.ops import sparse_attention
 
@@ -74,7 +74,10 @@ def attend(
         refuse("cu_seq_lens_k that differ from cu_seq_lens_q", "the same", "leave them out")
     packed = layout.documents(position_ids, cu_seq_lens_q)
     # [B, S, H, D]; a static cache ends in columns without tokens.
-    q, (k, v) = query.transpose(1, 2), (x.transpose(1, 2)[:, : layout.num_keys] for x in (key, value))
+    q, (k, v) = (
+        query.transpose(1, 2),
+        (x.transpose(1, 2)[:, : layout.num_keys] for x in (key, value)),
+    )
     rule, scale = _rule(name, layout.sizes), scaling or 1 / math.sqrt(query.shape[-1])
     options: dict[str, Any] = {"scale": scale, "block": layout.sizes.block}
     options |= {"backend": layout.sizes.backend, "sink": s_aux}
@@ -107,10 +110,13 @@ def _read_documents(
     shape = (*q.shape[:3], v.shape[3])
     q = q.flatten(0, 1)[packed.query_rows][None]
     k, v = (x.flatten(0, 1)[packed.key_rows][None] for x in (k, v))
-    docs = zip(
+    parts = zip(
         q.split(packed.query_lens, 1), k.split(packed.key_lens, 1), packed.firsts, strict=True
     )
-    chosen = [_choose(rule, *doc, Span(first), options["scale"]) for *doc, first in docs]
+    chosen = [
+        _choose(rule, queries, keys, Span(first), options["scale"])
+        for queries, keys, first in parts
+    ]
     read = sparse_attention(
         q, k, v, torch.cat(chosen, dim=1),
         q_offset=torch.tensor(packed.firsts, dtype=torch.int32),
@@ -161,6 +167,7 @@ def _layout(module: torch.nn.Module, query: Tensor, key: Tensor, given: Any) -> 
             "padding as attention_mask [B, S], and documents as position_ids",
             "pass these, or use another attn_implementation",
         )
+    check_window(given.window, given.num_keys)
     if num_queries != given.num_queries or num_keys < given.num_keys:
         refuse(
             f"{num_queries} queries and {num_keys} keys where the mask has {given.num_queries} and "
@@ -190,13 +197,7 @@ def _check_asked(module: torch.nn.Module, asked: dict[str, Any], layout: Layout)
             "False: there is no matrix of probabilities",
             "call model.set_attn_implementation('eager') first",
         )
-    window = asked.pop("sliding_window", None)
-    if window is not None and window < layout.num_keys:
-        refuse(
-            f"sliding_window={window} for {layout.num_keys} tokens",
-            "layers that see all tokens before them",
-            "set config.sliding_window = None, or use another attn_implementation",
-        )
+    check_window(asked.pop("sliding_window", None), layout.num_keys)
     for name, value in asked.items():
         if name not in HARMLESS and value is not None and value is not False:
             refuse(

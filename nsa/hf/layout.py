@@ -111,6 +111,9 @@ class Layout:
     """None: every row is one document without padding."""
     padded: bool = False
     """Whether documents are rows of a padded batch."""
+    window: int | None = None
+    """A sliding window or chunk that hides tokens. Models make its mask also where no layer has
+    one, so only a layer that gets it is refused."""
     _known: tuple[Any, Packed | None] | None = None
     """Bounds of documents that a layer was given, and what they made: layers give the same."""
 
@@ -220,7 +223,10 @@ def mask(
     _check_static(q_offset)
     first = int(q_offset)
     layout = Layout(sizes_of(config), first, q_length, first + q_length)
-    _check_window(local_size, layout, kv_offset)
+    # A window that hides nothing is no window. A cache with an offset has dropped keys.
+    if kv_offset or (local_size is not None and local_size < layout.num_keys):
+        layout.window = kv_length if local_size is None else local_size
+        return layout
     where = torch.device(device)
     numbers = _probe(mask_function, layout, batch_size, use_vmap, where)  # [B, Sq] or None
     if attention_mask is not None:
@@ -289,12 +295,11 @@ def _check_static(q_offset: int | Tensor) -> None:
         )
 
 
-def _check_window(local_size: int | None, layout: Layout, kv_offset: int) -> None:
-    """A window that hides nothing is no window."""
-    hides = local_size is not None and local_size < layout.num_keys
-    if hides or kv_offset:
+def check_window(window: int | None, num_keys: int) -> None:
+    """Refuse a window that hides tokens."""
+    if window is not None and window < num_keys:
         refuse(
-            f"a sliding window or chunk of {local_size} tokens for {layout.num_keys}",
+            f"a sliding window or chunk of {window} tokens for {num_keys}",
             "layers that see all tokens before them",
             "set config.sliding_window = None (and config.layer_types to 'full_attention'), or "
             "use another attn_implementation",
