@@ -1,17 +1,23 @@
-"""Models of transformers on our operators: `register()` adds attention implementations."""
+"""TinyLM in the tools of Hugging Face: config, model and cached generation for transformers.
 
-from typing import TYPE_CHECKING
+Importing this package registers both classes with AutoConfig and AutoModelForCausalLM. `register()`
+adds attention implementations for other models.
+"""
 
-from nsa import on_first_use
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        'nsa.hf needs transformers 5.17 or later, which is not installed; pip install "nsa[hf]"'
+    ) from error
 
-if TYPE_CHECKING:
-    from nsa.hf.attention import register
-    from nsa.hf.layout import Sizes, sizes
+from nsa.hf.attention import register
+from nsa.hf.cache import GenerationCache
+from nsa.hf.config import NSAConfig
+from nsa.hf.layout import Sizes, sizes
+from nsa.hf.model import NSAForCausalLM
 
-__all__ = ["Sizes", "register", "sizes"]
+transformers.AutoConfig.register(NSAConfig.model_type, NSAConfig)
+transformers.AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
 
-# transformers is imported on first use: the package is optional, and takes seconds.
-__getattr__ = on_first_use(
-    __name__,
-    {"attention": ("register",), "layout": ("Sizes", "sizes")},
-)
+__all__ = ["GenerationCache", "NSAConfig", "NSAForCausalLM", "Sizes", "register", "sizes"]

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import AttentionInterface
 
 from nsa.hf.layout import Layout, Packed, Sizes, check_window, mask, refuse, sizes_of
 from nsa.model.rules import InfLLMRule, MoBARule, NSARule, Rule, Span
@@ -39,13 +41,6 @@ HARMLESS = {
 
 def register() -> tuple[str, ...]:
     """Make the implementations known to transformers; returns their names."""
-    try:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-        from transformers.modeling_utils import AttentionInterface
-    except ImportError as error:
-        raise ImportError(
-            'nsa.hf.register() needs transformers 5.17 or later; pip install "nsa[hf]"'
-        ) from error
     for name in RULES:
         AttentionInterface.register(name, partial(attend, name))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)

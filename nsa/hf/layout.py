@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import causal_mask_function
 
 from nsa.ops import BlockSpec
 
@@ -319,8 +320,6 @@ def _probe(
     the first of its document and the one before that. Those of transformers combine causality with
     documents, windows, chunks and blocks of images, which these keys tell apart.
     """
-    from transformers.masking_utils import causal_mask_function
-
     if function is None or function is causal_mask_function:
         return None
     if use_vmap:

@@ -146,8 +146,13 @@ class TinyLM(nn.Module):
     @classmethod
     def from_config(cls, cfg: Config, vocab: int) -> TinyLM:
         """The model that a resolved configuration describes."""
+        return cls(**cls.arguments(cfg, vocab))
+
+    @staticmethod
+    def arguments(cfg: Config, vocab: int) -> dict[str, Any]:
+        """The arguments with which a resolved configuration builds the model."""
         gc_layers = cfg.runtime.gc_layers
-        return cls(
+        return dict(
             vocab=vocab,
             dim=cfg.model.dim,
             n_layers=cfg.model.n_layers,
@@ -289,17 +294,29 @@ class TinyLM(nn.Module):
         return self.head(self.norm(x[:, -1]))
 
     @torch.no_grad()
+    def append(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, T, dim]
+        """Append T tokens and return their hidden states, for `head`: a prompt tile by tile, one
+        more token by a decode step."""
+        if ids.shape[-1] == 1 and cache.length:
+            return self.norm(self._step(ids, cache))
+        parts = ids.split(self._tile, dim=-1)
+        return self.norm(torch.cat([self._prefill(part, cache) for part in parts], dim=1))
+
+    @torch.no_grad()
     def step(
         self, ids: Tensor, cache: ModelCache | PagedModelCache
     ) -> Tensor:  # [B] or [B, 1] -> [B, V]
         """Append one token per sequence; return the logits of the next one."""
+        return self.head(self.norm(self._step(ids, cache)))[:, 0]
+
+    def _step(self, ids: Tensor, cache: ModelCache | PagedModelCache) -> Tensor:  # -> [B, 1, dim]
         x = self._embed(ids[:, None] if ids.dim() == 1 else ids)
         rope = self.layers[0].attn.rope_of_each(cache.layers[0].lengths, x.dtype)
         before = None
         for block, layer in zip(self.layers, cache.layers, strict=True):
             x = block.step(x, layer, rope, *_reused(block, before))
             before = layer
-        return self.head(self.norm(x))[:, 0]
+        return x
 
     def _embed(self, ids: Tensor) -> Tensor:
         if ids.dim() != 2 or ids.shape[0] == 0 or ids.shape[1] == 0:
