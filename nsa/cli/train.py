@@ -260,8 +260,13 @@ def _add_checkpoint_commands(commands: Any) -> None:
         if name == "convert":
             named = "a new checkpoint_step{N}.pt or checkpoint_step{N}"
             parsed.add_argument("to", type=Path, metavar="DST", help=named)
-        if name in ("backup", "export"):
+        if name == "backup":
             parsed.add_argument("--to", type=Path, required=True, metavar="PATH")
+        if name == "export":
+            kind = parsed.add_mutually_exclusive_group(required=True)
+            kind.add_argument("--to", type=Path, metavar="PATH", help="a file of the weights")
+            named = "a folder for transformers, with config and tokenizer"
+            kind.add_argument("--hf", type=Path, metavar="DIR", help=named)
         parsed.set_defaults(command=_checkpoint, action=name)
 
 
@@ -269,6 +274,8 @@ def _checkpoint(args: argparse.Namespace) -> int:
     check_environment()
     from nsa.train.checkpoint import commands
 
+    if args.action == "export" and args.hf is not None:
+        return commands.export_hf(args.path, args.hf)
     paths = [args.path, args.to] if args.action in ("backup", "export", "convert") else [args.path]
     code: int = getattr(commands, args.action)(*paths)
     return code

@@ -259,10 +259,10 @@ class HFTokenizer:
 
     def __init__(self, path: Path, eos: str = "") -> None:
         tokenizers = need("tokenizers", f"data.tokenizer={path}")
-        self._path = find_tokenizer_json(path)
-        self.vocab = count_ids(self._path)
-        content = self._path.read_bytes()
-        with _named_errors(f"{self._path}: not a tokenizer that this version can load"):
+        self.path = find_tokenizer_json(path)
+        self.vocab = count_ids(self.path)
+        content = self.path.read_bytes()
+        with _named_errors(f"{self.path}: not a tokenizer that this version can load"):
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -271,13 +271,19 @@ class HFTokenizer:
         self.eos = self._find_eos(eos)
         self._sha256 = hashlib.sha256(content).hexdigest()
 
+    @property
+    def eos_name(self) -> str:
+        """The token that ends a document."""
+        return str(self._tokenizer.id_to_token(self.eos))
+
     def encode(self, text: str) -> Ids:
         """The ids of `text`; a text that encodes to EOS itself is refused."""
         with _named_errors("the tokenizer cannot encode the text"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eos in ids:
-            mark = self._tokenizer.id_to_token(self.eos)
-            raise DataError(f"the text contains the EOS token {mark!r}; remove it or set data.eos")
+            raise DataError(
+                f"the text contains the EOS token {self.eos_name!r}; remove it or set data.eos"
+            )
         return np.array(ids, dtype=id_type(self.vocab))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -299,7 +305,7 @@ class HFTokenizer:
                 return int(found)
         tried = repr(wanted) if wanted else " or ".join(EOS_NAMES)
         raise DataError(
-            f"{self._path} has no token {tried} to end a document; set data.eos to one it has"
+            f"{self.path} has no token {tried} to end a document; set data.eos to one it has"
         )
 
 

@@ -8,7 +8,8 @@ try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        'nsa.hf needs transformers 5.17 or later, which is not installed; pip install "nsa[hf]"'
+        f"nsa.hf needs transformers 5.17 or later, which cannot be imported ({error}); "
+        'pip install "nsa[hf]"'
     ) from error
 
 from nsa.hf.attention import register

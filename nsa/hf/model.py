@@ -7,6 +7,7 @@ holds by `GenerationCache`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from nsa.hf.cache import GenerationCache
 from nsa.hf.config import NSAConfig
 from nsa.model import TinyLM
 from nsa.model.folder import BadFolder
+from nsa.ops.traced import call_eagerly
 
 IGNORED = -100
 """Label that does not count."""
@@ -102,11 +104,15 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _hidden(
         self, ids: Tensor, real: Tensor | None, starts: Tensor | None, index_losses: list[Tensor]
     ) -> Tensor:  # [B, S, dim]
+        hidden = self.model.hidden
+        if torch.compiler.is_compiling() and not ids.is_cuda:
+            # Inductor's C++ gives wrong gradients for the layers' attention on a CPU.
+            hidden = partial(call_eagerly, self.model.hidden)
         if real is None and starts is None:
-            return self.model.hidden(ids, index_losses=index_losses)
+            return hidden(ids, index_losses=index_losses)
         real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
         bounds = _bounds(real, starts)
-        packed = self.model.hidden(
+        packed = hidden(
             ids[real][None], cu_seqlens=bounds, index_losses=index_losses
         )  # [1, tokens, dim]
         out = packed.new_zeros(*ids.shape, packed.shape[-1])

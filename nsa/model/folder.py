@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from nsa.files import explain, put_in_place, read_text, temporary_name
 from nsa.model.lm import TinyLM
@@ -283,7 +284,7 @@ def _expected(
             f"{folder} has weights of {len(layers)} layers, its config says "
             f"{settings['n_layers']}: they are not of one model; use another copy"
         )
-    with torch.device("meta"):
+    with torch.device("meta"), SkipInit():
         model = TinyLM(**settings)
     expected = {PREFIX + name: tensor for name, tensor in model.state_dict().items()}
     for what, names in (
@@ -315,3 +316,17 @@ def _read_shard(
                     f"needs floats {needed}; use the weights of this config"
                 )
             yield name, file.get_tensor(name)
+
+
+class SkipInit(TorchFunctionMode):
+    """Skips torch.nn.init, because the file replaces the initial weights.
+
+    On the meta device init has no effect, but torch would import its compiler for it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))

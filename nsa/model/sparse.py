@@ -108,7 +108,13 @@ class SparseAttention(DenseAttention):
             rope = self.rope(document_positions(x.shape[1], cu_seqlens, x.device), x.dtype)
         # [B, S, H, D]
         q, k, v = (t.transpose(1, 2) for t in self._project(x, rope))
-        attended = self.attend(q, k, v, x, Span(0, cu_seqlens), index, warm_up, stats, layer)
+        given = (q, k, v, x, Span(0, cu_seqlens), index, warm_up, stats, layer)
+        if torch.compiler.is_compiling():
+            from nsa.ops.traced import call_eagerly  # only here: it loads torch._dynamo
+
+            attended = call_eagerly(self.attend, *given)
+        else:
+            attended = self.attend(*given)
         return attended._replace(out=self.out(attended.out))
 
     def attend(

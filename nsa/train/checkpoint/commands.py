@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from nsa.config import ConfigError, DataConfig
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint import folder as checkpoint_folder
@@ -63,6 +64,37 @@ def export(path: Path, to: Path) -> int:
     export_safetensors(to, content["state_dict"], metadata)
     print(f"{to}: {len(content['state_dict'])} tensors, {to.stat().st_size:,} bytes")
     return 0
+
+
+def export_hf(path: Path, folder: Path) -> int:
+    """Export a checkpoint or model.pt as a folder for transformers, with its tokenizer."""
+    from nsa.model import TinyLM
+    from nsa.model.folder import save_folder
+    from nsa.train.checkpoint.model_file import find_model, load_model
+
+    model, cfg = load_model(find_model(path))
+    files, missing = _tokenizer_files(cfg.data, model.vocab)
+    settings, extra = TinyLM.arguments(cfg, model.vocab), {"index_loss": cfg.train.index_loss}
+    save_folder(model, settings, folder, files=files, extra=extra)
+    num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{folder}: {len(model.state_dict())} tensors, {num_bytes:,} bytes")
+    print(f"no tokenizer: {missing}" if missing else f"tokenizer: {cfg.data.tokenizer}")
+    return 0
+
+
+def _tokenizer_files(data: DataConfig, vocab: int) -> tuple[dict[str, bytes], str]:
+    """The files of the tokenizer that a model was trained with, or why there are none."""
+    from nsa.data import open_tokenizer
+    from nsa.data.tokenizer_files import tokenizer_files
+
+    try:
+        tokenizer = open_tokenizer(data)
+    except ConfigError as error:  # its file is gone, or its package is not installed
+        return {}, str(error)
+    if tokenizer.vocab != vocab:
+        reason = f"{tokenizer.name} has {tokenizer.vocab} ids, and the model {vocab}"
+        return {}, f"{reason}; it was trained on ids without a text"
+    return tokenizer_files(tokenizer), ""
 
 
 def convert(path: Path, to: Path) -> int:

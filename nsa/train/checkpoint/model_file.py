@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from nsa.config import Config, Setting, build, to_container
 from nsa.files import is_regular, replacing
 from nsa.model import TinyLM
+from nsa.model.folder import SkipInit
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import Unreadable, load_tensors, named_by_user
 
@@ -53,26 +53,12 @@ def load_model(path: Path) -> tuple[TinyLM, Config]:
     content = read_weights(path)
     weights, cfg = content["state_dict"], _config(content["cfg"], path)
     _check_layers(weights, cfg, path)
-    with torch.device("meta"), _SkipInit():
+    with torch.device("meta"), SkipInit():
         model = TinyLM.from_config(cfg, vocab=_vocab(weights, path))
     _check_shapes(weights, model.state_dict(), path)
     # assign: the tensors of the file become the parameters; nothing is copied.
     model.load_state_dict(weights, strict=True, assign=True)
     return model.float().requires_grad_().eval(), cfg
-
-
-class _SkipInit(TorchFunctionMode):
-    """Skips torch.nn.init, because the file replaces the initial weights.
-
-    On the meta device init has no effect, but torch would import its compiler for it.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 def weights_sha256(weights: dict[str, Tensor]) -> str:
