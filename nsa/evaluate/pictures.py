@@ -1,6 +1,6 @@
 """The pictures of an evaluation: the needle grid, and the loss by position and context.
 
-matplotlib is optional: pip install "nsa[plot]".
+matplotlib is optional: the extra `plot` installs it.
 """
 
 from __future__ import annotations
