@@ -41,9 +41,11 @@ HARMLESS = {
 
 def register() -> tuple[str, ...]:
     """Make the implementations known to transformers; returns their names."""
+    # torch.compile leaves both as they are: they read lengths and documents on the host.
+    as_it_is = torch.compiler.disable
     for name in RULES:
-        AttentionInterface.register(name, partial(attend, name))
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+        AttentionInterface.register(name, as_it_is(partial(attend, name)))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, as_it_is(mask))
     return tuple(RULES)
 
 

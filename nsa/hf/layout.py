@@ -221,7 +221,6 @@ def mask(
     """The mask function of our attentions."""
     if isinstance(attention_mask, Layout):
         return attention_mask  # generate() makes masks ahead for static caches
-    _check_static(q_offset)
     first = int(q_offset)
     layout = Layout(sizes_of(config), first, q_length, first + q_length)
     # A window that hides nothing is no window. A cache with an offset has dropped keys.
@@ -285,15 +284,6 @@ def _tokens(given: Tensor, layout: Layout) -> Tensor:
             "give the mask of all tokens, those of the cache first",
         )
     return tokens[:, : layout.num_keys]
-
-
-def _check_static(q_offset: int | Tensor) -> None:
-    if isinstance(q_offset, Tensor) and torch.compiler.is_compiling():
-        refuse(
-            "a static cache in a compiled model",
-            "a dynamic cache, or a model that is not compiled",
-            "pass cache_implementation='dynamic' to generate(), or disable_compile=True",
-        )
 
 
 def check_window(window: int | None, num_keys: int) -> None:

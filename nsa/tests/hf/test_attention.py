@@ -40,6 +40,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma with a scale": lambda: transformers.Gemma3TextConfig(
         **TINY, query_pre_attn_scalar=7, layer_types=FULL
     ),
+    "granite with a scale": lambda: transformers.GraniteConfig(**TINY, attention_multiplier=0.5),
+    "gpt2 without groups": lambda: transformers.GPT2Config(
+        **TINY, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    ),
     "gpt-oss with sinks": lambda: transformers.GptOssConfig(
         **TINY, layer_types=FULL, num_local_experts=2, num_experts_per_tok=1
     ),
@@ -128,21 +132,21 @@ def test_the_last_layer_reads_the_blocks_of_its_rule(ids: Tensor) -> None:
 
 def test_sizes_of_a_pass_hold_for_its_checkpointed_backward_pass(llama: Any, ids: Tensor) -> None:
     """Gradient checkpointing runs the layers again, after the context has ended."""
-    plain = {}
-    for again in (False, True):
-        if again:
-            llama.gradient_checkpointing_enable({"use_reentrant": False})
-        llama.train().zero_grad()
+    found = []
+    llama.train()
+    for reentrant in (None, False, True):
+        if reentrant is not None:
+            llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        llama.zero_grad()
         with nsa.hf.sizes(n=6):
             loss = llama(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        plain[again] = (
-            loss.detach(),
-            {name: p.grad.clone() for name, p in llama.named_parameters()},
-        )
+        grads = {name: p.grad.clone() for name, p in llama.named_parameters()}
+        found.append((loss.detach(), grads))
     llama.gradient_checkpointing_disable()
     llama.eval()
-    assert_alike(plain[False], plain[True], atol=1e-6)
+    assert_alike(found[0], found[1], atol=1e-6)
+    assert_alike(found[0], found[2], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -180,6 +184,34 @@ def test_a_padded_batch_is_its_rows(kind: str, ids: Tensor) -> None:
         for row, num in enumerate(lens):
             single = model(ids[:1, :num]).logits[0]
             torch.testing.assert_close(logits[row, mask[row]], single, rtol=0, atol=1e-5)
+
+
+def test_parts_of_padded_rows_through_a_cache_are_the_rows(llama: Any, ids: Tensor) -> None:
+    """Many tokens, then one, then many: queries at another offset in each row."""
+    mask = torch.ones_like(ids)
+    mask[0, :33] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, parts, start = transformers.DynamicCache(config=llama.config), [], 0
+    for num in (70, 3, 1, 76):
+        stop = start + num
+        part = llama(
+            ids[:, start:stop], attention_mask=mask[:, :stop],
+            position_ids=places[:, start:stop], past_key_values=cache,
+        )  # fmt: skip
+        parts.append(part.logits)
+        start = stop
+    found = torch.cat(parts, dim=1)
+    for row, first in ((0, 33), (1, 0)):
+        alone = llama(ids[row : row + 1, first:]).logits[0]
+        torch.testing.assert_close(found[row, first:], alone, rtol=0, atol=1e-5)
+
+
+def test_a_compiled_model_is_itself(llama: Any, ids: Tensor) -> None:
+    mask = (torch.arange(LENGTH) > 20).long().expand(2, -1)
+    with torch.no_grad():
+        plain = llama(ids, attention_mask=mask, use_cache=False).logits
+        found = torch.compile(llama, backend="eager")(ids, attention_mask=mask, use_cache=False)
+    torch.testing.assert_close(found.logits, plain, rtol=0, atol=1e-5)
 
 
 def test_padding_has_no_gradient_and_changes_none(llama: Any, ids: Tensor) -> None:
