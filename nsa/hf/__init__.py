@@ -4,6 +4,8 @@ Importing this package registers both classes with AutoConfig and AutoModelForCa
 adds attention implementations for other models.
 """
 
+import sys
+
 try:
     import transformers
 except ImportError as error:
@@ -20,5 +22,10 @@ from nsa.hf.model import NSAForCausalLM
 
 transformers.AutoConfig.register(NSAConfig.model_type, NSAConfig)
 transformers.AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
+# `transformers serve` looks for the class that a config.json names in the module transformers, as
+# it was when its own code was imported: transformers imports itself anew with its processors.
+_serve = sys.modules.get("transformers.cli.serving.model_manager")
+for _module in (transformers, getattr(_serve, "transformers", transformers)):
+    _module.NSAForCausalLM = NSAForCausalLM
 
 __all__ = ["GenerationCache", "NSAConfig", "NSAForCausalLM", "Sizes", "register", "sizes"]

@@ -25,8 +25,8 @@ from nsa.ops.traced import call_eagerly
 IGNORED = -100
 """Label that does not count."""
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-WITHOUT_EFFECT = ("cache_position", "return_dict")
-"""Arguments of transformers that this model has no use for."""
+WITHOUT_EFFECT = ("cache_position", "tokenizer", "is_first_iteration")
+"""What transformers may pass to any model, and what says nothing about the result."""
 
 
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):

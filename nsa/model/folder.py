@@ -137,7 +137,9 @@ def save_folder(
         for name, content in {**texts, **(files or {})}.items():
             (temporary / name).write_bytes(content)
         _write_shards(temporary, weights, shard_bytes)
+        mode = (temporary / CONFIG).stat().st_mode
         for path in temporary.iterdir():
+            path.chmod(mode)  # safetensors writes files that only their owner can read
             put_in_place(path, path)  # to the disk, before the folder has its name
         put_in_place(temporary, folder)
     except OSError as error:
