@@ -157,7 +157,8 @@ def _layout(module: torch.nn.Module, query: Tensor, key: Tensor, given: Any) -> 
                 "use another attn_implementation for this model",
             )
         first = num_keys - num_queries
-        return Layout(sizes_of(getattr(module, "config", None)), first, num_queries, num_keys)
+        sizes = sizes_of(getattr(module, "config", None))
+        return Layout(sizes, len(query), first, num_queries, num_keys)
     if not isinstance(given, Layout):
         refuse(
             f"a ready mask ({type(given).__name__} of shape {list(getattr(given, 'shape', []))})",
@@ -165,10 +166,11 @@ def _layout(module: torch.nn.Module, query: Tensor, key: Tensor, given: Any) -> 
             "pass these, or use another attn_implementation",
         )
     check_window(given.window, given.num_keys)
-    if num_queries != given.num_queries or num_keys < given.num_keys:
+    found = (len(query), num_queries)
+    if found != (given.batch, given.num_queries) or num_keys < given.num_keys:
         refuse(
-            f"{num_queries} queries and {num_keys} keys where the mask has {given.num_queries} and "
-            f"{given.num_keys}",
+            f"{num_queries} queries and {num_keys} keys in {len(query)} rows, and a mask of "
+            f"{given.num_queries} and {given.num_keys} in {given.batch}",
             "the tokens that the mask was made for",
             "use another attn_implementation for this model",
         )

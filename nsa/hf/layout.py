@@ -103,6 +103,7 @@ class Layout:
     """What every layer of a forward pass needs to know; transformers takes it for a mask."""
 
     sizes: Sizes
+    batch: int
     first: int
     """Column of the first query; its position, where nothing is packed."""
     num_queries: int
@@ -146,16 +147,17 @@ class Layout:
         return self._known[1]
 
     def _from_bounds(self, bounds: Tensor) -> Packed | None:
-        starts = torch.zeros(self.num_queries, dtype=torch.bool)
-        starts[bounds[:-1].long().cpu()] = True
-        numbers = starts.cumsum(0)[None]
-        if self.first or self.num_keys != self.num_queries or int(bounds[-1]) != self.num_keys:
+        ends = bounds.long().cpu()
+        lens = ends.diff()
+        fits = ends[0] == 0 and ends[-1] == self.num_keys and bool((lens > 0).all())
+        if self.batch > 1 or self.first or not fits:
             refuse(
-                f"cu_seq_lens_q of {int(bounds[-1])} tokens with {self.num_queries} queries and "
-                f"{self.num_keys} keys",
-                "bounds of documents that are whole, in one row",
+                f"cu_seq_lens_q {ends.tolist()[:8]} with {self.batch} rows, {self.num_queries} "
+                f"queries and {self.num_keys} keys",
+                "ascending bounds of documents that are whole, in one row",
                 "call the model without past_key_values, with the batch flattened to one row",
             )
+        numbers = torch.arange(1, len(ends)).repeat_interleave(lens)[None]
         found = pack(numbers, 0, bounds.device)
         if self.packed is not None and found.key_lens != self.packed.key_lens:
             refuse(
@@ -173,7 +175,7 @@ class Layout:
                 "[B, S]: they also tell where packed documents begin",
                 "use another attn_implementation for this model",
             )
-        places = positions.long().cpu()
+        places = positions.long().cpu().expand(self.batch, -1)
         if self.packed is not None:
             self._check_positions(places)
             return self.packed
@@ -193,9 +195,7 @@ class Layout:
         assert self.packed is not None
         if not self.padded:
             return
-        batch = int(self.packed.query_rows[-1]) // self.num_queries + 1
-        rows = places.expand(max(batch, places.shape[0]), -1).flatten()
-        found = rows[self.packed.query_rows.cpu()].split(self.packed.query_lens)
+        found = places.flatten()[self.packed.query_rows.cpu()].split(self.packed.query_lens)
         if any(bool((doc.diff() <= 0).any()) for doc in found):
             refuse(
                 "position_ids of packed documents and an attention_mask with padding",
@@ -222,7 +222,7 @@ def mask(
     if isinstance(attention_mask, Layout):
         return attention_mask  # generate() makes masks ahead for static caches
     first = int(q_offset)
-    layout = Layout(sizes_of(config), first, q_length, first + q_length)
+    layout = Layout(sizes_of(config), batch_size, first, q_length, first + q_length)
     # A window that hides nothing is no window. A cache with an offset has dropped keys.
     if kv_offset or (local_size is not None and local_size < layout.num_keys):
         layout.window = kv_length if local_size is None else local_size

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.data import ByteTokenizer
-from nsa.evaluate.grid import WAYS, count_answers
+from nsa.evaluate.grid import count_answers
 from nsa.evaluate.needles import END, Document, Haystack
 from nsa.evaluate.perplexity import cut_rows, measure
-from nsa.evaluate.results import Evaluation, read_evaluation, write_evaluation
+from nsa.evaluate.results import WAYS, Evaluation, read_evaluation, write_evaluation
 from nsa.model import TinyLM
 
 SIZES: dict[str, Any] = {

@@ -242,8 +242,10 @@ def test_packed_documents_do_not_see_each_other(llama: Any, ids: Tensor) -> None
     for case in cases:
         packed = llama(ids[:1], position_ids=places, **case).logits
         torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5, msg=str(case))
-    rows = llama(ids, position_ids=places.expand(2, -1), use_cache=False).logits
-    torch.testing.assert_close(rows[:1], alone, rtol=0, atol=1e-5)
+    other = torch.cat([llama(doc).logits for doc in ids[1:].split(lens, dim=1)], dim=1)
+    for use_cache in (False, True):
+        rows = llama(ids, position_ids=places, use_cache=use_cache).logits
+        torch.testing.assert_close(rows, torch.cat([alone, other]), rtol=0, atol=1e-5)
 
 
 def test_sizes_come_from_the_context_then_the_config_then_the_defaults() -> None:
@@ -325,8 +327,12 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "packed documents with keys of an earlier call; it takes .*: call",
     ),
     "bounds of other tokens": (
-        lambda model, ids: model(ids, cu_seq_lens_q=torch.tensor([0, 70, 120])),
-        "cu_seq_lens_q of 120 tokens with 150 queries.*; it takes .*: call",
+        lambda model, ids: model(ids[:1], cu_seq_lens_q=torch.tensor([0, 170, 120])),
+        "cu_seq_lens_q \\[0, 170, 120\\] with 1 rows, 150 queries.*; it takes .*: call",
+    ),
+    "bounds in two rows": (
+        lambda model, ids: model(ids, cu_seq_lens_q=torch.tensor([0, 70, 150])),
+        "cu_seq_lens_q \\[0, 70, 150\\] with 2 rows.*; it takes .*: call",
     ),
     "positions in three coordinates": (
         lambda model, ids: attend(
