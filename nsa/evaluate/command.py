@@ -101,6 +101,8 @@ def _ask(
     args: argparse.Namespace, subject: Subject, ids: Ids, lengths: list[int]
 ) -> dict[str, Any]:
     hay = Haystack(subject.tokenizer, ids, args.seed)
+    if not args.lengths:  # by default no context that is too short for a needle
+        lengths = [n for n in lengths if n >= hay.least_length()] or lengths[-1:]
     depths = np.linspace(0, 1, args.depths).round(4).tolist()
     counts = [
         count_answers(

@@ -72,6 +72,15 @@ class Haystack:
                 draw = generator_of(self.seed, "needle", length, trial, depth)
                 yield build(length + 1, [self._secret(depth, draw)], self.hay, end, draw)
 
+    def least_length(self) -> int:
+        """Tokens of a context that has room for every needle and its question."""
+        value = max(len(self.encode(f" {n}")) for n in (1000, 4817, 9999))
+        longest = max(
+            len(self.encode(NEEDLE.format(key=key))) + len(self.encode(QUESTION.format(key=key)))
+            for key in KEYS
+        )
+        return longest + 2 * (value + len(self.encode(END)))
+
     def encode(self, text: str) -> Ids:
         """The tokens of a text."""
         return self.tokenizer.encode(text).astype(np.int64)

@@ -85,13 +85,16 @@ def test_lengths_come_from_training_rows_and_text_from_the_caller(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 30)
-    options = ["--text", str(text), "--no-needle", "--out", str(tmp_path / "out")]
-    assert main(["eval", str(model_file.parent), *options]) == 0
+    options = ["--text", str(text), "--depths", "2", "--trials", "1"]
+    for name, more in (("both", []), ("one", ["--no-needle"])):
+        out = ["--out", str(tmp_path / name)]
+        assert main(["eval", str(model_file.parent), *options, *more, *out]) == 0
 
-    found = read_evaluation(tmp_path / "out")
-    assert found.perplexity is not None and found.perplexity["lengths"] == [64, 128, 256]
-    assert found.needle is None and not (tmp_path / "out" / "needle.png").exists()
-    assert found.settings["text"] == str(text)
+    both, one = read_evaluation(tmp_path / "both"), read_evaluation(tmp_path / "one")
+    assert both.perplexity is not None and both.perplexity["lengths"] == [64, 128, 256]
+    assert both.needle is not None and both.needle["lengths"] == [128, 256], "64 has no room"
+    assert both.settings["text"] == str(text) and one.perplexity == both.perplexity
+    assert one.needle is None and not (tmp_path / "one" / "needle.png").exists()
 
 
 def test_a_model_folder_is_asked_either_way(model_folder: Path, tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def test_a_document_has_its_length_and_its_needle_at_its_depth(haystack: Haystac
     assert len({document.ids.tobytes() for document in found}) == 6
     again = haystack.documents(200, DEPTHS, 2)
     assert all(np.array_equal(a.ids, b.ids) for a, b in zip(found, again, strict=True))
+    assert len(list(haystack.documents(haystack.least_length(), DEPTHS, 8))) == 24
     with pytest.raises(ValueError, match="40 tokens have no room for 1 needles.*; give"):
         list(haystack.documents(39, DEPTHS, 1))
 
