@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     found = Evaluation(model=str(path), weights=None, settings={"seed": args.seed})
     if not (args.no_perplexity and args.no_needle):
         _measure_model(args, path, found)
+        write_evaluation(out, found)  # a task that fails does not lose it
     if names:
+        found.settings["limit"] = args.limit
         with _timed(found, "tasks"):
             found.tasks = run_tasks(
                 path, names, tasks_dir=args.tasks_dir, limit=args.limit, seed=args.seed,
@@ -211,6 +213,6 @@ def describe(found: Evaluation) -> str:
         rows = zip(part["lengths"], part["right"], part["asked"], strict=True)
         lines += [f"  {n} tokens: {sum(r)} of {sum(a)}" for n, r, a in rows]
     for name, metrics in found.tasks.items():
-        values = ", ".join(f"{k} {v}" for k, v in metrics.items() if k != "alias")
+        values = ", ".join(f"{key} {value}" for key, value in metrics.items())
         lines.append(f"{name}: {values}")
     return "\n".join(lines)

@@ -41,7 +41,7 @@ class Evaluation:
     settings: dict[str, Any]
     perplexity: dict[str, Any] | None = None
     needle: dict[str, Any] | None = None
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tasks: dict[str, dict[str, float | None]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

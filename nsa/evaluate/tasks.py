@@ -6,6 +6,7 @@ data are local files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def run_tasks(
     device: str = "cpu",
     dtype: str = "float32",
     seed: int = 0,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, float | None]]:
     """Metrics by name of the task, or of a group's members."""
     check_tasks(folder, tasks_dir)
     lm_eval = need("lm_eval", "--tasks", "eval")
@@ -37,7 +38,7 @@ def run_tasks(
     model = NSAForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     found = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+        model=HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size),
         tasks=list(names),
         task_manager=manager,
         limit=limit,
@@ -80,6 +81,7 @@ def _manager(names: Sequence[str], tasks_dir: Path | None) -> Any:
     return every
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold: numbers and names."""
-    return {key: value for key, value in metrics.items() if isinstance(value, int | float | str)}
+def _numbers(metrics: dict[str, Any]) -> dict[str, float | None]:
+    """The metrics without lm-eval's texts; null for what is not finite."""
+    numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+    return {key: value if math.isfinite(value) else None for key, value in numbers.items()}

@@ -71,10 +71,8 @@ def attend(
         refuse("cu_seq_lens_k that differ from cu_seq_lens_q", "the same", "leave them out")
     packed = layout.documents(position_ids, cu_seq_lens_q)
     # [B, S, H, D]; a static cache ends in columns without tokens.
-    q, (k, v) = (
-        query.transpose(1, 2),
-        (x.transpose(1, 2)[:, : layout.num_keys] for x in (key, value)),
-    )
+    q = query.transpose(1, 2)
+    k, v = (x.transpose(1, 2)[:, : layout.num_keys] for x in (key, value))
     rule, scale = _rule(name, layout.sizes), scaling or 1 / math.sqrt(query.shape[-1])
     options: dict[str, Any] = {"scale": scale, "block": layout.sizes.block}
     options |= {"backend": layout.sizes.backend, "sink": s_aux}
