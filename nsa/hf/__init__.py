@@ -26,6 +26,6 @@ transformers.AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
 # it was when its own code was imported: transformers imports itself anew with its processors.
 _serve = sys.modules.get("transformers.cli.serving.model_manager")
 for _module in (transformers, getattr(_serve, "transformers", transformers)):
-    _module.NSAForCausalLM = NSAForCausalLM
+    vars(_module)[NSAForCausalLM.__name__] = NSAForCausalLM
 
 __all__ = ["GenerationCache", "NSAConfig", "NSAForCausalLM", "Sizes", "register", "sizes"]

@@ -8,12 +8,12 @@ holds by `GenerationCache`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nsa.hf.cache import GenerationCache
@@ -35,8 +35,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NSAConfig
     config: NSAConfig
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["Block", "SparseBlock"]
-    _skip_keys_device_placement = ("past_key_values",)
+    _no_split_modules = ["Block", "SparseBlock"]  # noqa: RUF012  the base class has them so
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
@@ -77,7 +77,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             if isinstance(logits_to_keep, Tensor) or logits_to_keep:
                 raise ValueError("logits_to_keep with labels: the loss needs all logits; pass 0")
             loss = self._loss(logits, labels, real, num_items_in_batch, index_losses)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        parts: dict[str, Any] = {"loss": loss, "logits": logits, "past_key_values": cache}
+        output = CausalLMOutputWithPast(**parts)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 
@@ -172,7 +173,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         generation_mode: Any,
         batch_size: int,
         max_cache_length: int,
-    ) -> None:
+    ) -> Any:
         """Give `generate()` our cache, with room for the longest text."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
@@ -197,7 +198,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 f"generate() by {generation_mode.value.replace('_', ' ')}; this model has greedy "
                 "search and sampling: use num_beams=1 and no assistant"
             )
-        super()._validate_generation_mode(generation_mode, generation_config, kwargs)
+        GenerationMixin._validate_generation_mode(
+            cast("Any", self), generation_mode, generation_config, kwargs
+        )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported: it reads keys and values of transformers' own attention."""
@@ -212,7 +215,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """The model of a folder, from safetensors only; missing or foreign weights are refused."""
         kwargs.setdefault("use_safetensors", True)
-        model, found = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, found = loaded
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if found.get(what):
                 some = sorted(str(name) for name in found[what])

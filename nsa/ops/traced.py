@@ -7,13 +7,11 @@ which takes as long to import as torch itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from nsa.ops import plan
-
-Result = TypeVar("Result")
 
 plan_call = torch.compiler.assume_constant_result(plan.plan_call)
 plan_scoring = torch.compiler.assume_constant_result(plan.plan_scoring)
@@ -21,7 +19,9 @@ plan_sparse = torch.compiler.assume_constant_result(plan.plan_sparse)
 plan_compression = torch.compiler.assume_constant_result(plan.plan_compression)
 
 
-@torch.compiler.disable
-def call_eagerly(function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-    """Call outside of the graph: for what a compiler must not look into."""
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+call_eagerly: Callable[..., Any] = torch.compiler.disable(_call)
+"""Calls a function outside of the graph: for what a compiler must not look into."""

@@ -122,16 +122,20 @@ def _pipe(folder: Path) -> None:
     os.mkfifo(folder / CONFIG)
 
 
-def _index(places: Any) -> Callable[[Path], None]:
-    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": places})) and None
+def _write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _index(places: Any) -> Callable[[Path], object]:
+    return _write(INDEX, json.dumps({"weight_map": places}))
 
 
 EMBED = "model.embed.weight"
-BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / CONFIG).unlink(), "config.json cannot be read.*copy the folder"),
     "a pipe": (_pipe, "config.json cannot be read .*not a regular file.*copy the folder"),
-    "torn config": (lambda f: (f / CONFIG).write_text("{") and None, "is not JSON.*another copy"),
-    "a list": (lambda f: (f / CONFIG).write_text("[]") and None, "is not a JSON object; use"),
+    "torn config": (_write(CONFIG, "{"), "is not JSON.*another copy"),
+    "a list": (_write(CONFIG, "[]"), "is not a JSON object; use"),
     "a llama": (_edit(model_type="llama"), "type 'llama', not 'nsa'; give a folder .*convert it"),
     "no size": (_edit(dim=...), "has no dim; a model of type nsa needs it: add it"),
     "a text": (_edit(dim="32"), "dim is '32'; it must be of type int: edit it"),

@@ -39,7 +39,7 @@ def trained(model: Any, folder: Path, accumulate: int, rows: Tensor) -> list[flo
     """Losses of NUM_STEPS updates by Trainer with the optimizer of our trainer."""
     losses: list[float] = []
 
-    class Recorded(transformers.Trainer):  # type: ignore[misc]
+    class Recorded(transformers.Trainer):  # type: ignore[misc, name-defined]
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             loss: Tensor = super().training_step(*args, **kwargs)
             losses.append(loss.item())
@@ -97,7 +97,7 @@ def test_indexers_learn_by_their_share_of_an_update() -> None:
     ]
     assert sum(half[0] for half in halves) == pytest.approx(loss, abs=1e-5)
     for name, grad in whole.items():
-        assert torch.allclose(sum(half[1][name] for half in halves), grad, atol=1e-6), name
+        assert torch.allclose(halves[0][1][name] + halves[1][1][name], grad, atol=1e-6), name
     text = model.eval()(rows, labels=rows).loss.item()
     model.config.index_loss = 0.0
     assert gradients(model.train(), input_ids=rows, labels=rows)[0] == pytest.approx(text)
@@ -120,7 +120,7 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
 
 
 def test_lora_trains_its_own_weights_alone(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="the extra eval installs it")
+    peft = pytest.importorskip("peft", reason="the extra dev installs it")
     model, rows = new_model("pooled").train(), some_rows(4)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     layers = ["qkv", "out", "fc1", "fc2"]
@@ -144,7 +144,10 @@ def test_lora_trains_its_own_weights_alone(tmp_path: Path) -> None:
 
 
 # torch warns about what its own tracer does; outside of tests that stays unseen.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor",
+    "ignore:.*should not be instantiated:DeprecationWarning",
+)
 def test_a_compiled_model_has_the_gradients_of_a_plain_one() -> None:
     rows = some_rows(2)
     for kind in ("nsa", "msa"):
