@@ -152,9 +152,8 @@ ROTATION = (
         DENSE,
         (
             (
-                "rotated = apply_rope(heads.unflatten(-1, (num_keys, self.d_k)), rope)",
-                "heads = heads.unflatten(-1, (num_keys, self.d_k))\n"
-                "        rotated = torch.cat([apply_rope(heads[:, :, :-1], rope), "
+                "rotated = apply_rope(heads, rope)",
+                "rotated = torch.cat([apply_rope(heads[:, :, :-1], rope), "
                 "heads[:, :, -1:]], dim=2)",
             ),
         ),

@@ -1,4 +1,4 @@
-"""`nsa train`, `generate`, `prove-resume` and `checkpoint`.
+"""`nsa train`, `generate`, `sparsify`, `prove-resume` and `checkpoint`.
 
 scripts/train_showcase.py shares the flags and the call of `train`.
 """
@@ -39,6 +39,10 @@ def register(commands: Any) -> None:
     parser = commands.add_parser("generate", help=text, description=text)
     _add_generate_flags(parser)
     parser.set_defaults(command=_generate)
+    text = "convert a dense model, pretrained or our own, into a sparse one"
+    parser = commands.add_parser("sparsify", help=text, description=text)
+    _add_sparsify_flags(parser)
+    parser.set_defaults(command=_sparsify)
     text = "train once without a stop and once with a resume, and check that both are bitwise equal"
     parser = commands.add_parser("prove-resume", help=text, description=text)
     add_config_flags(parser)
@@ -172,7 +176,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-# --- generate and prove-resume ---
+# --- generate, sparsify and prove-resume ---
 
 
 def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +231,27 @@ def _newest_model() -> str:
     """The default run with the newest model; the first of RUNS if none has one."""
     models = [path for path in (Path(run) / "model.pt" for run in RUNS) if path.is_file()]
     return str(max(models, key=lambda path: path.stat().st_mtime).parent) if models else RUNS[0]
+
+
+def _add_sparsify_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    source = "a folder of a Llama, Qwen2 or Qwen3 (config.json, safetensors), or a dense model.pt"
+    add("source", type=Path, metavar="SRC", help=source)
+    add("target", type=Path, metavar="DST", help="a new or empty folder")
+    rules = ("pooled", "msa", "nsa")
+    add("--rule", required=True, choices=rules, help="how blocks are chosen; K and V are shared")
+    layers = "layers that become sparse, as 2,5:8; the others stay dense; default: all"
+    add("--layers", default="", metavar="LIST", help=layers)
+    add("--set", action="append", metavar="nsa.key=value", help="set a key of group nsa")
+
+
+def _sparsify(args: argparse.Namespace) -> int:
+    check_environment()
+    from nsa.train.sparsify import sparsify
+
+    given = {"rule": args.rule, "layers": args.layers, "overrides": args.set or ()}
+    sparsify(args.source, args.target, **given)
+    return 0
 
 
 def _prove_resume(args: argparse.Namespace) -> int:

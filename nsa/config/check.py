@@ -119,12 +119,21 @@ def count_ids(path: Path) -> int:
 @lru_cache(maxsize=8)
 def _count(file: Path, _mtime_ns: int, _size_bytes: int) -> int:
     """Cached per file version, since model sizes are computed many times."""
+    return max(token_ids(file).values()) + 1
+
+
+def token_ids(file: Path) -> dict[str, int]:
+    """The id of every token of a tokenizer.json, the added ones included."""
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
         vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
         # BPE and WordPiece store a dict of ids, Unigram a list of pieces in id order.
-        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-        return max(int(i) for i in [*ids, *(token["id"] for token in added)]) + 1
+        pieces = vocab if isinstance(vocab, dict) else {p[0]: i for i, p in enumerate(vocab)}
+        ids = {str(text): int(i) for text, i in pieces.items()}
+        ids |= {token.get("content", f"id {token['id']}"): int(token["id"]) for token in added}
+        if not ids:
+            raise ValueError("no token")
+        return ids
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file}: not a Hugging Face {FILE_NAME} with a vocabulary "

@@ -92,8 +92,10 @@ def load_config(
     `path` is a file, or the name of a bundled config.
     """
     settings = _from_yaml(find_config(path), ())
-    settings += [_split(text, f"environment {name}") for name, text in config_overrides(environ)]
-    settings += [_split(text, "command line") for text in overrides]
+    settings += [
+        parse_override(text, f"environment {name}") for name, text in config_overrides(environ)
+    ]
+    settings += [parse_override(text, "command line") for text in overrides]
     return build(settings)
 
 
@@ -317,7 +319,8 @@ def _flatten(content: Mapping[str, Any], origin: str) -> Iterator[Setting]:
             yield Setting(f"{group}.{key}", value, origin)
 
 
-def _split(text: str, origin: str) -> Setting:
+def parse_override(text: str, origin: str) -> Setting:
+    """The setting of `group.key=value`; `build` checks and converts it."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{origin}: {text!r} is not an override; write group.key=value")

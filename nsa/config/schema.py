@@ -23,8 +23,11 @@ from nsa.config.check import (
 )
 
 ATTENTIONS = ("nsa", "dense")
-RULES = ("nsa", "pooled", "msa", "reuse")
+RULES = ("nsa", "pooled", "msa", "reuse", "dense")
 KVS = ("separate", "shared")
+MLPS = ("plain", "gated")
+ROPE_SCALINGS = ("linear", "llama3", "yarn")
+INDEX_WARMUPS = ("joint", "frozen")
 POOLS = ("infllm", "moba")
 PHIS = ("avg", "mlp")
 GATES = ("softmax", "sigmoid")
@@ -77,10 +80,18 @@ class ModelConfig:
     """Dimension of a value head; may differ from d_k."""
     mlp_dim: int = 0
     """Width of the MLP between its two layers; 0: 4 * dim."""
+    mlp: str = "plain"
+    """plain: fc2(silu(fc1 x)), or gated: fc2(silu(gate x) * fc1 x), as in Llama."""
+    norm_eps: float = 1.0e-6
+    """Added to the mean square in every RMSNorm."""
+    qkv_bias: bool = False
+    """Biases of the projections to q, k and v, as in Qwen2."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before RoPE, as in Qwen3."""
     attention: str = "nsa"
     """nsa, or dense: full causal attention for comparison, which ignores group nsa."""
     rule: str = "nsa"
-    """How blocks are chosen: nsa, pooled, msa, reuse. A list, as msa,reuse, repeats over layers."""
+    """nsa, pooled, msa, reuse, or dense: all blocks. A list, as msa,reuse, repeats over layers."""
     kv: str = "separate"
     """K and V of nsa layers: separate for each branch, or shared: one, and no gates."""
     tie_embeddings: bool = False
@@ -91,6 +102,14 @@ class ModelConfig:
     """Base of the RoPE frequencies; a larger one rotates slower, for longer contexts."""
     rope_scale: float = 1.0
     """RoPE positions are divided by this, for contexts longer than in training."""
+    rope_scaling: str = "linear"
+    """What rope_scale divides: linear: all positions; llama3, yarn: only what rotates slowly."""
+    rope_original_len: int = 8192
+    """llama3, yarn: tokens of the context before it was stretched."""
+    rope_low_freq: float = 1.0
+    """llama3, yarn: pairs with at most so many turns in that context are scaled."""
+    rope_high_freq: float = 4.0
+    """llama3, yarn: pairs with at least so many turns are not; 32 is usual for yarn."""
 
     def __post_init__(self) -> None:
         # Rules within a group stand here; rules between groups are in Config.__post_init__.
@@ -99,17 +118,28 @@ class ModelConfig:
         one_of("model.attention", self.attention, ATTENTIONS)
         one_of("model.kv", self.kv, KVS)
         self._check_rules()
-        finite_positive(self, "model", "embed_std", "rope_base", "rope_scale")
+        one_of("model.mlp", self.mlp, MLPS)
+        finite_positive(self, "model", "embed_std", "norm_eps")
+        self._check_positions()
         divides("model.n_kv_groups", self.n_kv_groups, "model.n_heads", self.n_heads)
         if self.d_k % 2:
             refuse("model.d_k", self.d_k, "an even number", "RoPE rotates the two halves of a head")
+
+    def _check_positions(self) -> None:
+        one_of("model.rope_scaling", self.rope_scaling, ROPE_SCALINGS)
+        at_least(1, self, "model", "rope_original_len")
+        finite_positive(self, "model", "rope_base", "rope_scale", "rope_low_freq", "rope_high_freq")
+        if self.rope_high_freq <= self.rope_low_freq:
+            allowed = f"more than model.rope_low_freq={self.rope_low_freq:g}"
+            refuse("model.rope_high_freq", self.rope_high_freq, allowed, "change one of them")
 
     def _check_rules(self) -> None:
         for rule in self.rules:
             one_of("model.rule", rule, RULES)
         # The index of a layer with branches stays inside its kernels.
         for before, rule in pairwise(["", *self.rules]):
-            if rule == "reuse" and (not before or (before == "nsa" and self.kv == "separate")):
+            has_index = before not in ("", "dense") and (before != "nsa" or self.kv == "shared")
+            if rule == "reuse" and not has_index:
                 allowed = "reuse after pooled, msa or reuse, or after nsa with model.kv=shared"
                 refuse("model.rule", self.rule, allowed, "give that layer a rule of its own")
 
@@ -130,10 +160,19 @@ class ModelConfig:
         return [is_nsa and separate and rule == "nsa" for rule in self.rules]
 
     @property
+    def chosen(self) -> list[bool]:
+        """For each of `rules`: whether its layers choose blocks of one K and V."""
+        pairs = zip(self.rules, self.branched, strict=True)
+        is_nsa = self.attention == "nsa"
+        return [is_nsa and rule != "dense" and not branched for rule, branched in pairs]
+
+    @property
     def attention_kind(self) -> str:
         """dense, nsa, or the rules of layers with one K and V."""
         if self.attention == "dense" or all(self.branched):
             return self.attention
+        if not any(self.branched) and not any(self.chosen):
+            return "dense"
         return f"rule {self.rule}, K and V {self.kv if any(self.branched) else 'shared'}"
 
     @property
@@ -235,8 +274,10 @@ class TrainConfig:
     """Rule msa: weight of the indexer's KL loss beside the loss."""
     index_warmup_steps: int = 0
     """Rule msa: updates in which all blocks are read, so that the indexer learns from dense."""
+    index_warmup: str = "joint"
+    """What learns in these updates: joint: everything, or frozen: the indexer alone."""
     init_from: str = ""
-    """Initial weights of a new run: a model.pt, a checkpoint or a run folder; empty: random."""
+    """Initial weights of a new run: model.pt, checkpoint, run or model folder; empty: random."""
     seed: int = 1337
     """Seed of the initial weights and of the data order."""
     out_dir: str = "artifacts/base"
@@ -261,6 +302,7 @@ class TrainConfig:
         between(0.0, 1.0, self, "train", "weight_decay")
         between(0.0, 1e9, self, "train", "grad_clip")
         one_of("train.optimizer", self.optimizer, OPTIMIZERS)
+        one_of("train.index_warmup", self.index_warmup, INDEX_WARMUPS)
         self._check_spikes()
         one_of("train.lr_schedule", self.lr_schedule, SCHEDULES)
         one_of("train.tracker", self.tracker, TRACKERS)
@@ -422,6 +464,9 @@ class Config:
             todo = "set runtime.backend=auto, or model.attention=nsa"
             allowed = "auto or torch for model.attention=dense, which is torch's own"
             refuse("runtime.backend", self.runtime.backend, allowed, todo)
+        if self.train.index_warmup == "frozen" and not self.model.learns_index:
+            allowed = f"joint for model.rule={self.model.rule}, which has no indexer"
+            refuse("train.index_warmup", "frozen", allowed, "leave it out, or use model.rule=msa")
         self._check_sparse()
         if self.runtime.cuda_graph:
             self._check_graph()
@@ -431,7 +476,7 @@ class Config:
 
     def _check_sparse(self) -> None:
         """Layers with one K and V read their blocks through sparse_attention."""
-        if self.model.attention != "nsa" or all(self.model.branched):
+        if not any(self.model.chosen):
             return
         rule, nsa = f"model.rule={self.model.rule}, model.kv={self.model.kv}", self.nsa
         if nsa.l_sel % BLOCK_STEP or nsa.l_sel > MAX_BLOCK:
@@ -450,7 +495,7 @@ class Config:
             (self.runtime.backend == "reference", "runtime.backend=reference"),
             (self.data.respect_documents, "data.respect_documents=true: the borders change"),
             (
-                self.model.attention == "nsa" and not all(self.model.branched),
+                any(self.model.chosen),
                 f"model.rule={self.model.rule}, model.kv={self.model.kv}",
             ),
         )

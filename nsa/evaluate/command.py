@@ -24,7 +24,7 @@ from nsa.evaluate.perplexity import measure
 from nsa.evaluate.results import Evaluation, write_evaluation
 from nsa.evaluate.tasks import check_tasks, run_tasks
 from nsa.model import TinyLM
-from nsa.model.folder import is_folder, load_folder
+from nsa.model.folder import is_folder
 from nsa.train import load_model
 from nsa.train.checkpoint.model_file import find_model, weights_sha256
 from nsa.train.runtime import Runtime, resolve_runtime
@@ -124,29 +124,24 @@ def _ask(
 
 def load(args: argparse.Namespace, path: Path) -> Subject:
     """The model of a folder, a model.pt, a checkpoint or a run folder, with its tokenizer."""
-    if is_folder(path):
-        settings, weights = load_folder(path)
-        model = TinyLM(**settings)
-        model.load_state_dict(weights)
-        data, runtime, lengths = DataConfig(tokenizer="hf", tokenizer_path=str(path)), None, LENGTHS
-        heads, kind = (settings["d_k"], settings["d_v"]), settings.get("attention", "nsa")
-    else:
-        model, config = load_model(find_model(path))
-        data, runtime = config.data, config.runtime
-        heads, kind = (config.model.d_k, config.model.d_v), config.model.attention_kind
-        lengths = tuple(max(1, config.train.seq_len // part) for part in SHORTER)
-    chosen = runtime or RuntimeConfig()
+    model, config = load_model(find_model(path))
+    heads, kind = (config.model.d_k, config.model.d_v), config.model.attention_kind
+    rows = tuple(max(1, config.train.seq_len // part) for part in SHORTER)
+    chosen = config.runtime
     precision = args.precision or ("fp32" if _device(args) == "cpu" else chosen.precision)
     wanted = RuntimeConfig(
         device=args.device, precision=precision, backend=chosen.backend, use_flash=chosen.use_flash
     )
-    tokenizer = _tokenizer(args, data)
-    if tokenizer.vocab > model.embed.weight.shape[0]:
+    tokenizer, vocab = _tokenizer(args, config.data), model.embed.weight.shape[0]
+    # A file may have fewer ids than the model has rows, which are often a round number.
+    guessed = args.tokenizer is None and tokenizer.name != "hf" and tokenizer.vocab != vocab
+    if tokenizer.vocab > vocab or guessed:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab} ids and the model {model.embed.weight.shape[0]}; "
+            f"the tokenizer ({tokenizer.name}) has {tokenizer.vocab} ids and the model {vocab}; "
             "they must be of one vocabulary: name the model's own by --tokenizer"
         )
-    return Subject(model.float().eval(), tokenizer, resolve_runtime(wanted, heads, kind), lengths)
+    lengths = LENGTHS if is_folder(path) else rows
+    return Subject(model, tokenizer, resolve_runtime(wanted, heads, kind), lengths)
 
 
 def _device(args: argparse.Namespace) -> str:

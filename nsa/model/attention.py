@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nsa.config.env import read
 from nsa.model.cache import DecodedCache, NSACache, cache_dtype, check_one_token
 from nsa.model.paged import PagedCache, Pages
-from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
+from nsa.model.rope import LINEAR, Rope, RopeScaling, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec, compress, nsa_attention
 from nsa.ops.checks import check_documents
@@ -91,9 +91,14 @@ class NSAAttention(Rotary):
         num_local: int = 2,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
+        rope_scaling: RopeScaling = LINEAR,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
         backend: str = "auto",
     ) -> None:
-        super().__init__(d_k, rope_base, rope_scale)
+        """`qk_norm`: one norm for the queries, and one for the keys of all branches."""
+        super().__init__(d_k, rope_base, rope_scale, rope_scaling)
         self.spec = BlockSpec(l, d, l_sel, n_sel, w, num_first, num_local)
         check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
         for name, choice, known in (("phi", phi, PHIS), ("gate", gate, GATES)):
@@ -104,7 +109,8 @@ class NSAAttention(Rotary):
         # The environment as it is now: no later change reaches this module's own switches.
         self._batched, self._tile = read("NSA_PREFILL_BATCHED"), read("NSA_PREFILL_TILE")
         self._forced_branch, self._nvtx = read("NSA_FORCE_BRANCH"), read_switches().nvtx
-        self.qkv = nn.Linear(dim, n_heads * d_k + 3 * n_kv_groups * (d_k + d_v), bias=False)
+        self.qkv = nn.Linear(dim, n_heads * d_k + 3 * n_kv_groups * (d_k + d_v), bias=qkv_bias)
+        self.add_head_norms(qk_norm, norm_eps)
         self.gate = nn.Linear(dim, 3 * n_heads)
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
         if phi == "mlp":
@@ -116,6 +122,8 @@ class NSAAttention(Rotary):
         """Projections at half of unit gain; gate weights 0, so that all branches start equal."""
         nn.init.normal_(self.qkv.weight, std=0.5 * self.qkv.in_features**-0.5)
         nn.init.normal_(self.out.weight, std=0.5 * self.out.in_features**-0.5)
+        if self.qkv.bias is not None:
+            nn.init.zeros_(self.qkv.bias)
         nn.init.zeros_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
 
@@ -412,12 +420,12 @@ class NSAAttention(Rotary):
         return self.num_heads + (2 if self.phi == "mlp" else 3) * self.num_groups
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """All queries and keys [B, S, Hq + 3 Hkv, Dk], and all values [B, S, 3 Hkv Dv]."""
+        """All queries and keys [B, S, Hq + 3 Hkv, Dk], normed, and all values [B, S, 3 Hkv Dv]."""
         num_keys = self.num_heads + 3 * self.num_groups
         heads, values = self.qkv(x).split(
             [num_keys * self.d_k, 3 * self.num_groups * self.d_v], dim=-1
         )
-        return heads.unflatten(-1, (num_keys, self.d_k)), values
+        return self.norm_heads(heads.unflatten(-1, (num_keys, self.d_k)), self.num_heads), values
 
     def _split(
         self, heads: Tensor, values: Tensor

@@ -6,73 +6,59 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nsa.config.schema import MLP_RATIO
 from nsa.model.attention import NSAAttention
 from nsa.model.dense import DenseAttention
-from nsa.model.rope import Rope
+from nsa.model.rope import RMSNorm, Rope
 from nsa.model.sparse import Attended, SparseAttention
 from nsa.model.stats import AttentionStats
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, eps 1e-6, computed in fp32 (or float64), whatever the model's dtype.
-
-    Under autocast the result has autocast's dtype: only products read it, and each of them would
-    otherwise make its own rounded copy.
-    """
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if x.is_cuda and x.dtype == self.weight.dtype and not torch.is_autocast_enabled(kind):
-            # torch's fused kernel computes in fp32 and rounds once, without a copy of x.
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        wide = x if x.dtype == torch.float64 else x.float()
-        normed = F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps)
-        rounded = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return normed.to(rounded)
-
-
-# --- The block ---
 
 Attention = NSAAttention | DenseAttention
 """Both, and SparseAttention, have the same methods; each makes caches of its own type."""
 
 
 class MLP(nn.Module):
-    """fc2(silu(fc1(x))), not gated, no bias."""
+    """fc2(silu(fc1(x))); gated: fc2(silu(gate(x)) * fc1(x)). No bias."""
 
-    def __init__(self, dim: int, width: int) -> None:
+    def __init__(self, dim: int, width: int, *, gated: bool = False) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, width, bias=False)
         self.fc2 = nn.Linear(width, dim, bias=False)
+        self.gate = nn.Linear(dim, width, bias=False) if gated else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in (self.fc1, self.fc2):
-            nn.init.normal_(layer.weight, std=0.5 * layer.in_features**-0.5)
+        for layer in (self.fc1, self.fc2, self.gate):
+            if layer is not None:
+                nn.init.normal_(layer.weight, std=0.5 * layer.in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, dim]
-        return self.fc2(nn.functional.silu(self.fc1(x)))
+        if self.gate is None:
+            return self.fc2(nn.functional.silu(self.fc1(x)))
+        return self.fc2(nn.functional.silu(self.gate(x)) * self.fc1(x))
 
 
 class Block(nn.Module):
     """x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
-    def __init__(self, dim: int, attn: Attention, layer: int, mlp_dim: int = 0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        attn: Attention,
+        layer: int,
+        mlp_dim: int = 0,
+        *,
+        gated: bool = False,
+        norm_eps: float = 1e-6,
+    ) -> None:
         """`mlp_dim` 0 is 4 * dim."""
         super().__init__()
         self.layer = layer
-        self.norm1 = RMSNorm(dim)
+        self.norm1 = RMSNorm(dim, norm_eps)
         self.attn: Any = attn
-        self.norm2 = RMSNorm(dim)
-        self.mlp = MLP(dim, mlp_dim or MLP_RATIO * dim)
+        self.norm2 = RMSNorm(dim, norm_eps)
+        self.mlp = MLP(dim, mlp_dim or MLP_RATIO * dim, gated=gated)
 
     def forward(
         self,

@@ -46,7 +46,9 @@ def layer_kinds(config: Config) -> list[Kind]:
         return [Kind(DENSE)] * model.n_layers
     pairs = cycle(zip(model.rules, model.branched, strict=True))
     for rule, branched in islice(pairs, model.n_layers):
-        if rule == "reuse":
+        if rule == "dense":
+            kinds.append(Kind(DENSE))
+        elif rule == "reuse":
             kinds.append(Kind(kinds[-1].name, scores=False))
         else:
             name = config.nsa.pool if rule == "pooled" else rule
@@ -67,14 +69,13 @@ def parameter_counts(config: Config) -> dict[str, int]:
     index = sum(_index_parameters(config, kind) for kind in kinds)
     return {
         "embedding": config.data.vocab * model.dim,
-        "qkv": sum(model.dim * _qkv_width(config, kind) for kind in kinds),
+        "qkv": sum((model.dim + model.qkv_bias) * _qkv_width(config, kind) for kind in kinds),
         "out": layers * model.n_heads * model.d_v * model.dim,
         "gate": branched * (model.dim + 1) * 3 * model.n_heads,
         "phi": branched * _phi_weights(config),
         **({"index": index} if index else {}),
-        # fc1 and fc2.
-        "mlp": layers * 2 * model.dim * model.mlp_width,
-        "norms": (2 * layers + 1) * model.dim,
+        "mlp": layers * _num_mlp(config) * model.dim * model.mlp_width,
+        "norms": (2 * layers + 1) * model.dim + 2 * layers * model.qk_norm * model.d_k,
         "head": 0 if model.tie_embeddings else config.data.vocab * model.dim,
     }
 
@@ -96,7 +97,7 @@ def forward_flops(config: Config, seq_len: int | None = None) -> dict[str, int]:
             "projections": 2 * seq_len * model.dim * width,
             **_choice_flops(config, seq_len, kind),
             **{name: per_pair * count for name, count in pairs.items()},
-            "mlp": 2 * seq_len * 2 * model.dim * model.mlp_width,
+            "mlp": 2 * seq_len * _num_mlp(config) * model.dim * model.mlp_width,
         }
 
     flops = _sum_layers(config, layer)
@@ -122,7 +123,8 @@ def forward_bytes(config: Config, seq_len: int | None = None, rows: int = 1) -> 
             + _matrix(tokens, model.n_heads * model.d_v, dim),
             **_choice_numbers(config, seq_len, rows, kind),
             **{name: pair * count for name, count in pairs.items()},
-            "mlp": _matrix(tokens, dim, model.mlp_width) + _matrix(tokens, model.mlp_width, dim),
+            "mlp": (_num_mlp(config) - 1) * _matrix(tokens, dim, model.mlp_width)
+            + _matrix(tokens, model.mlp_width, dim),
         }
 
     moved = _sum_layers(config, layer)
@@ -278,6 +280,11 @@ def _qkv_width(config: Config, kind: Kind) -> int:
 def _num_kv(config: Config, kind: Kind) -> int:
     """KV heads of all branches of a layer."""
     return (3 if kind.name == BRANCHES else 1) * config.model.n_kv_groups
+
+
+def _num_mlp(config: Config) -> int:
+    """Matrices of an MLP: fc1 and fc2, and the gate."""
+    return 3 if config.model.mlp == "gated" else 2
 
 
 def _index_parameters(config: Config, kind: Kind) -> int:
@@ -446,11 +453,14 @@ def layer_activations(config: Config, kind: Kind) -> int:
     num_keys = model.n_heads + num_kv
     # Bytes per token: what autograd saves of the norms, the projections, attention and the MLP.
     norms = 2 * (2 * FP32 * model.dim + FP32)  # input, scaled input, 1 / rms; of both norms
+    if model.qk_norm:  # the same; in fp32 their input is what was projected
+        norms += num_keys * ((1 if size == FP32 else 2) * FP32 * model.d_k + FP32)
+    hidden = 4 if model.mlp == "gated" else 2  # before and after silu; gate and fc1, and product
     inputs = model.dim * 2  # of qkv and gate, of fc1
     attention = num_keys * model.d_k + num_kv * model.d_v  # as projected
     rotated = num_keys * model.d_k
     out = model.n_heads * model.d_v
-    per_token = norms + size * (inputs + attention + rotated + out + 2 * model.mlp_width)
+    per_token = norms + size * (inputs + attention + rotated + out + hidden * model.mlp_width)
     if kind.name == DENSE:
         return tokens * (per_token + FP32 * model.n_heads)  # LSEs
     chosen = model.n_kv_groups * config.nsa.n_sel

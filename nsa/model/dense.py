@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.config.env import read
 from nsa.model.attention import check_sizes
 from nsa.model.cache import Cache, cache_dtype, check_one_token
-from nsa.model.rope import Rope, Rotary, apply_rope, document_positions
+from nsa.model.rope import LINEAR, Rope, RopeScaling, Rotary, apply_rope, document_positions
 from nsa.model.stats import AttentionStats
 from nsa.ops.checks import check_documents
 from nsa.ops.plan import Switches, read_switches
@@ -70,14 +70,19 @@ class DenseAttention(Rotary):
         *,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
+        rope_scaling: RopeScaling = LINEAR,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
     ) -> None:
-        super().__init__(d_k, rope_base, rope_scale)
+        super().__init__(d_k, rope_base, rope_scale, rope_scaling)
         check_sizes(dim, n_heads, n_kv_groups, d_k, d_v, rope_base, rope_scale)
         self.num_heads, self.num_groups, self.d_v = n_heads, n_kv_groups, d_v
         # The environment as it is now: no later change reaches this module.
         self._tile = read("NSA_PREFILL_TILE") if read("NSA_PREFILL_BATCHED") else 1
         self._backends = _allowed_backends(read_switches())
-        self.qkv = nn.Linear(dim, n_heads * d_k + n_kv_groups * (d_k + d_v), bias=False)
+        self.qkv = nn.Linear(dim, n_heads * d_k + n_kv_groups * (d_k + d_v), bias=qkv_bias)
+        self.add_head_norms(qk_norm, norm_eps)
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
         self.reset_parameters()
 
@@ -85,6 +90,8 @@ class DenseAttention(Rotary):
         """Projections at half of unit gain, as in NSAAttention."""
         nn.init.normal_(self.qkv.weight, std=0.5 * self.qkv.in_features**-0.5)
         nn.init.normal_(self.out.weight, std=0.5 * self.out.in_features**-0.5)
+        if self.qkv.bias is not None:
+            nn.init.zeros_(self.qkv.bias)
 
     def forward(
         self,
@@ -157,7 +164,8 @@ class DenseAttention(Rotary):
         """One matrix product; q and k are adjacent columns, rotated together."""
         num_keys = self.num_heads + self.num_groups
         heads, v = self.qkv(x).split([num_keys * self.d_k, self.num_groups * self.d_v], dim=-1)
-        rotated = apply_rope(heads.unflatten(-1, (num_keys, self.d_k)), rope)
+        heads = self.norm_heads(heads.unflatten(-1, (num_keys, self.d_k)), self.num_heads)
+        rotated = apply_rope(heads, rope)
         q, k = rotated.transpose(1, 2).split([self.num_heads, self.num_groups], dim=1)
         return q, k, v.unflatten(-1, (self.num_groups, self.d_v)).transpose(1, 2)
 

@@ -128,7 +128,7 @@ def save_folder(
     weights = {PREFIX + name: tensor for name, tensor in model.state_dict().items()}
     config = to_config(settings) | {"dtype": str(next(iter(weights.values())).dtype)[6:]}
     texts = {CONFIG: _json(config | dict(extra or {})), CODE: CODE_TEXT.encode()}
-    _check_free(folder)
+    check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(folder)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -150,7 +150,8 @@ def save_folder(
     return folder
 
 
-def _check_free(folder: Path) -> None:
+def check_free(folder: Path) -> None:
+    """Refuse to write where something is."""
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if folder.is_symlink() or not is_new:
         raise BadFolder(
@@ -200,7 +201,7 @@ def load_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Names and shapes are compared before any tensor is read, and before a model is built.
     """
     settings = from_config(read_config(folder), folder / CONFIG)
-    places = _places(folder)
+    places = tensor_files(folder)
     expected = _expected(settings, places, folder)
     weights: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
@@ -230,7 +231,7 @@ def _read_json(path: Path) -> Any:
         raise BadFolder(f"{path} is not JSON ({error}); use another copy of the folder") from None
 
 
-def _places(folder: Path) -> dict[str, str]:
+def tensor_files(folder: Path) -> dict[str, str]:
     """The file of each tensor: from the index, or all in one file."""
     if (folder / INDEX).is_file():
         index = _read_json(folder / INDEX)
@@ -246,7 +247,7 @@ def _places(folder: Path) -> dict[str, str]:
         return places
     if not (folder / WEIGHTS).exists():
         raise BadFolder(_no_weights(folder))
-    with _opened(folder / WEIGHTS) as file:
+    with open_weights(folder / WEIGHTS) as file:
         return dict.fromkeys(file.keys(), WEIGHTS)
 
 
@@ -260,7 +261,7 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} has no weights; {WEIGHTS} or {INDEX} with its shards is needed: copy them"
 
 
-def _opened(path: Path) -> Any:
+def open_weights(path: Path) -> Any:
     """A safetensors file that is no link and no pipe."""
     if path.is_symlink() or not path.is_file():
         what = "is a link" if path.is_symlink() else "is not there"
@@ -306,7 +307,7 @@ def _read_shard(
     path: Path, names: list[str], expected: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one file, each compared with the model's before it is read."""
-    with _opened(path) as file:
+    with open_weights(path) as file:
         held = set(file.keys())
         for name in names:
             if name not in held:

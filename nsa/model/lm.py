@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.config import Config, parse_layers
 from nsa.config.env import read
-from nsa.config.schema import ATTENTIONS, KVS, ModelConfig
+from nsa.config.schema import ATTENTIONS, KVS, MLPS, ROPE_SCALINGS, ModelConfig
 from nsa.model.attention import NSAAttention
-from nsa.model.block import Attention, Block, RMSNorm, SparseBlock
+from nsa.model.block import Attention, Block, SparseBlock
 from nsa.model.dense import DenseAttention
 from nsa.model.paged import PagedModelCache, Pages
-from nsa.model.rope import document_positions
+from nsa.model.rope import RMSNorm, RopeScaling, document_positions
 from nsa.model.sparse import Attended, SparseAttention
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec
@@ -94,16 +94,25 @@ class TinyLM(nn.Module):
         pool_block: int = 512,
         d_index: int = 64,
         mlp_dim: int = 0,
+        mlp: str = "plain",
+        norm_eps: float = 1e-6,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        rope_scaling: str = "linear",
+        rope_original_len: int = 8192,
+        rope_low_freq: float = 1.0,
+        rope_high_freq: float = 4.0,
     ) -> None:
         """`attention` "dense" ignores the settings of NSA: blocks, phi, gate, backend and rules.
 
         `rule` is that of all layers, or a list such as "msa,reuse" that repeats over them. Layers
         with rule "nsa" have three branches unless `kv` is "shared"; all others have one K and V and
-        no gates. `embed_std` is that of the embedding; an untied head keeps EMBED_STD. `mlp_dim` 0
-        is 4 * dim.
+        no gates, and those with rule "dense" read all tokens. `embed_std` is that of the embedding;
+        an untied head keeps EMBED_STD. `mlp_dim` 0 is 4 * dim.
         """
         super().__init__()
-        for name, choice, known in (("attention", attention, ATTENTIONS), ("kv", kv, KVS)):
+        choices = (("attention", attention, ATTENTIONS), ("kv", kv, KVS), ("mlp", mlp, MLPS))
+        for name, choice, known in (*choices, ("rope_scaling", rope_scaling, ROPE_SCALINGS)):
             if choice not in known:
                 listed = ", ".join(known)
                 raise ValueError(f"{name}={choice!r} is not known; use one of {listed}")
@@ -115,27 +124,34 @@ class TinyLM(nn.Module):
         """Tokens of a prompt that go through the model at a time, as set when it is built."""
         self.checkpointed = _checkpointed_layers(n_layers, grad_checkpointing, gc_layers)
 
-        shape = ModelConfig(attention=attention, rule=rule, kv=kv, n_layers=n_layers)
+        scaling = RopeScaling(rope_scaling, rope_original_len, rope_low_freq, rope_high_freq)
+        # Built for its checks, too.
+        shape = ModelConfig(
+            attention=attention, rule=rule, kv=kv, n_layers=n_layers, norm_eps=norm_eps,
+            rope_scaling=rope_scaling, rope_original_len=rope_original_len,
+            rope_low_freq=rope_low_freq, rope_high_freq=rope_high_freq,
+        )  # fmt: skip
         new_attention = partial(
             _new_attention,
             heads={"dim": dim, "n_heads": n_heads, "n_kv_groups": n_kv_groups}
-            | {"d_k": d_k, "d_v": d_v},
+            | {"d_k": d_k, "d_v": d_v, "qkv_bias": qkv_bias}
+            | {"qk_norm": qk_norm, "norm_eps": norm_eps},
             sizes={"l": l, "d": d, "l_sel": l_sel, "n_sel": n_sel, "w": w}
             | {"num_first": num_first, "num_local": num_local},
             branches={"phi": phi, "gate": gate},
             choice={"pool": pool, "pool_block": pool_block, "d_index": d_index},
-            rope={"rope_base": rope_base, "rope_scale": rope_scale},
+            rope={"rope_base": rope_base, "rope_scale": rope_scale, "rope_scaling": scaling},
             backend=backend,
         )
 
         def new_block(layer: int) -> Block:
             attn = new_attention(shape, layer)
             kind = SparseBlock if isinstance(attn, SparseAttention) else Block
-            return kind(dim, attn, layer, mlp_dim)
+            return kind(dim, attn, layer, mlp_dim, gated=mlp == "gated", norm_eps=norm_eps)
 
         self.embed = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(new_block(i) for i in range(n_layers))
-        self.norm = RMSNorm(dim)
+        self.norm = RMSNorm(dim, norm_eps)
         self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab, bias=False)
         self._scale_init(n_layers, embed_std)
         self.index_warm_up = False
@@ -183,6 +199,14 @@ class TinyLM(nn.Module):
             pool_block=cfg.nsa.pool_block,
             d_index=cfg.nsa.d_index,
             mlp_dim=cfg.model.mlp_dim,
+            mlp=cfg.model.mlp,
+            norm_eps=cfg.model.norm_eps,
+            qkv_bias=cfg.model.qkv_bias,
+            qk_norm=cfg.model.qk_norm,
+            rope_scaling=cfg.model.rope_scaling,
+            rope_original_len=cfg.model.rope_original_len,
+            rope_low_freq=cfg.model.rope_low_freq,
+            rope_high_freq=cfg.model.rope_high_freq,
         )
 
     def forward(
@@ -234,6 +258,13 @@ class TinyLM(nn.Module):
     def layers(self) -> list[Block]:
         """The blocks as a typed list; ModuleList hides their type."""
         return cast("list[Block]", list(self.blocks))
+
+    def indexer_parameters(self) -> Iterator[nn.Parameter]:
+        """The weights of all rules that learn."""
+        for block in self.layers:
+            rule = block.attn.rule if isinstance(block, SparseBlock) else None
+            if rule is not None and rule.learns:
+                yield from rule.parameters()
 
     def head(self, hidden: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, V]
         """Logits by the output head: its own matrix, or the tied embedding."""
@@ -351,9 +382,9 @@ def _new_attention(
     backend: str,
 ) -> Attention:
     """The attention of a layer: dense, NSA with its branches, or a rule with one K and V."""
-    if shape.attention == "dense":
-        return DenseAttention(**heads, **rope)
     place = layer % len(shape.rules)
+    if shape.attention == "dense" or shape.rules[place] == "dense":
+        return DenseAttention(**heads, **rope)
     if not shape.branched[place]:
         spec, rule = BlockSpec(**sizes), shape.rules[place]
         return SparseAttention(**heads, spec=spec, rule=rule, backend=backend, **choice, **rope)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.config.schema import POOLS
-from nsa.model.rope import Rope, apply_rope, document_positions, rope_tables
+from nsa.model.rope import LINEAR, Rope, RopeScaling, apply_rope, document_positions, rope_tables
 from nsa.ops import BlockSpec, compress, select_blocks, sparse_attention
 from nsa.ops.eager.attention import compute_dtype
 from nsa.ops.eager.rows import (
@@ -58,7 +58,7 @@ class Rule(nn.Module):
     stride = 1
     """Tokens from one summary to the next."""
     backend = "auto"
-    """Of the choice. The kernels of `pooled` and `msa` run where "triton" names them."""
+    """Of the choice: auto, triton, torch or reference."""
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
@@ -119,8 +119,8 @@ class Rule(nn.Module):
         raise NotImplementedError
 
     def _has_kernels(self, q: Tensor, span: Span) -> bool:
-        """Whether the Triton kernels choose: where they are named, for whole sequences."""
-        if span.first or self.backend != "triton":
+        """Whether the Triton kernels choose: for whole sequences, where the plan takes them."""
+        if span.first:
             return False
         return plan_scoring(q.device, q.dtype, self.backend, (q.shape[-1],))[0] == "triton"
 
@@ -247,13 +247,20 @@ class MSARule(Rule):
     learns = True
 
     def __init__(
-        self, spec: BlockSpec, dim: int, num_groups: int, d_index: int, base: float, scale: float
+        self,
+        spec: BlockSpec,
+        dim: int,
+        num_groups: int,
+        d_index: int,
+        base: float,
+        scale: float,
+        scaling: RopeScaling = LINEAR,
     ) -> None:
         super().__init__(spec)
         if d_index < 2 or d_index % 2:
             raise ValueError(f"d_index={d_index}; RoPE rotates pairs: use an even number >= 2")
         self.num_groups, self.d_index = num_groups, d_index
-        self.rope_base, self.rope_scale = base, scale
+        self.rope_base, self.rope_scale, self.rope_scaling = base, scale, scaling
         self.proj_q = nn.Linear(dim, num_groups * d_index, bias=False)
         self.proj_k = nn.Linear(dim, d_index, bias=False)
         self.norm_q = nn.RMSNorm(d_index, eps=1e-6)
@@ -263,6 +270,8 @@ class MSARule(Rule):
     def reset_parameters(self) -> None:
         for layer in (self.proj_q, self.proj_k):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        for norm in (self.norm_q, self.norm_k):
+            nn.init.ones_(norm.weight)
 
     def num_summaries(self, num_tokens: int) -> int:
         return num_tokens
@@ -275,15 +284,17 @@ class MSARule(Rule):
 
     def _normed(self, heads: Tensor, norm: nn.RMSNorm, span: Span) -> Tensor:
         heads = heads.unflatten(-1, (-1, self.d_index))
-        normed = norm(heads.to(compute_dtype(heads.dtype))).to(heads.dtype)
-        return apply_rope(normed, self._rope(heads, span))
+        wide = heads.to(compute_dtype(heads.dtype))
+        normed = F.rms_norm(wide, (self.d_index,), norm.weight.to(wide.dtype), norm.eps)
+        return apply_rope(normed.to(heads.dtype), self._rope(heads, span))
 
     def _rope(self, heads: Tensor, span: Span) -> Rope:
         places = document_positions(heads.shape[1], span.cu_seqlens, heads.device, span.first)
         kind = compute_dtype(heads.dtype)
         return rope_tables(
-            places, self.d_index, base=self.rope_base, scale=self.rope_scale, dtype=kind
-        )
+            places, self.d_index, base=self.rope_base, scale=self.rope_scale,
+            scaling=self.rope_scaling, dtype=kind,
+        )  # fmt: skip
 
     @torch.no_grad()
     def choose(self, q: Tensor, summary: Tensor, num_groups: int, span: Span) -> Tensor:
@@ -366,12 +377,13 @@ def make_rule(
     d_index: int,
     rope_base: float,
     rope_scale: float,
+    rope_scaling: RopeScaling = LINEAR,
 ) -> Rule | None:
     """The rule of a layer; None for `reuse`, which takes the blocks of an earlier layer."""
     if name == "reuse":
         return None
     if name == "msa":
-        return MSARule(spec, dim, num_groups, d_index, rope_base, rope_scale)
+        return MSARule(spec, dim, num_groups, d_index, rope_base, rope_scale, rope_scaling)
     if name == "nsa":
         return NSARule(spec)
     if name == "pooled" and pool in POOLS:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa.model.cache import cache_dtype, check_one_token
 from nsa.model.dense import DenseAttention, DenseCache
-from nsa.model.rope import Rope, document_positions
+from nsa.model.rope import LINEAR, Rope, RopeScaling, document_positions
 from nsa.model.rules import MSARule, Rule, Span, make_rule
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec, sparse_attention
@@ -70,15 +70,20 @@ class SparseAttention(DenseAttention):
         d_index: int = 64,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
+        rope_scaling: RopeScaling = LINEAR,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
         backend: str = "auto",
     ) -> None:
         super().__init__(
-            dim, n_heads, n_kv_groups, d_k, d_v, rope_base=rope_base, rope_scale=rope_scale
-        )
+            dim, n_heads, n_kv_groups, d_k, d_v, rope_base=rope_base, rope_scale=rope_scale,
+            rope_scaling=rope_scaling, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_eps=norm_eps,
+        )  # fmt: skip
         self.spec, self.backend = spec, backend
         self.rule = make_rule(
             rule, spec, pool=pool, pool_block=pool_block, dim=dim, num_groups=n_kv_groups,
-            d_index=d_index, rope_base=rope_base, rope_scale=rope_scale,
+            d_index=d_index, rope_base=rope_base, rope_scale=rope_scale, rope_scaling=rope_scaling,
         )  # fmt: skip
         if self.rule is not None:
             self.rule.backend = backend

@@ -100,12 +100,12 @@ def _require_compiler() -> None:
 def compile_kernels(cfg: Config, runtime: Runtime) -> int:
     """Compile the Triton kernels of training and generation on threads; returns their number.
 
-    One layer goes through an update, an evaluation, a prefill and two decode steps on the GPU. No
-    Triton kernel is launched, so all numbers are arbitrary; everything else runs.
+    One layer of each rule goes through an update, an evaluation, a prefill and two decode steps on
+    the GPU. No Triton kernel is launched, so all numbers are arbitrary; everything else runs.
     """
     from nsa.ops.triton.launcher import compiling_ahead  # needs Triton
 
-    model_cfg, train = replace(cfg.model, n_layers=1), cfg.train
+    model_cfg, train = replace(cfg.model, n_layers=len(cfg.model.rules)), cfg.train
     run_cfg = replace(cfg.runtime, gradient_checkpointing=False, compile=False, gc_layers="")
     model = build_model(replace(cfg, model=model_cfg, runtime=run_cfg), cfg.data.vocab, runtime)
     rows = torch.zeros(train.batch_size, train.seq_len + 1, dtype=torch.int64)

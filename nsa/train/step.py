@@ -85,7 +85,8 @@ class EagerStep:
         self.model, self.optimizer, self.runtime = model, optimizer, runtime
         self.grad_clip, self.scaler, self.spikes = grad_clip, scaler, spikes
         self.ranks = ranks or Strategy()
-        self._loss = self.ranks.wrap(_Loss(model, runtime, index_weight), runtime)
+        self.index_weight, self.only_indexers = index_weight, False
+        self._loss = self._wrapped_loss()
 
     def __call__(
         self, batches: Sequence[MicroBatch], lr: float, stats: AttentionStats | None = None
@@ -98,6 +99,20 @@ class EagerStep:
         self.optimizer.zero_grad(set_to_none=True)
         self.spikes.remember(loss)
         return Updated(loss, norm, limit, index_loss)
+
+    def freeze(self, only_indexers: bool) -> None:
+        """Let only the indexers learn, or everything. What is frozen has no gradient: the optimizer
+        skips it, with its weight decay, and makes no state for it."""
+        if only_indexers == self.only_indexers:
+            return
+        self.only_indexers = only_indexers
+        learning = {id(p) for p in self.model.indexer_parameters()}
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(not only_indexers or id(parameter) in learning)
+        self._loss = self._wrapped_loss()  # DDP counts the gradients that it waits for
+
+    def _wrapped_loss(self) -> nn.Module:
+        return self.ranks.wrap(_Loss(self.model, self.runtime, self.index_weight), self.runtime)
 
     def _update(
         self, batches: Sequence[MicroBatch], limit: Tensor, stats: AttentionStats | None

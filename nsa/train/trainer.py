@@ -142,7 +142,8 @@ class Trainer:
             batches = [self.fetch(position) for position in self.positions(step)]
         self.held.react_to(self.ranks.seen, step)
         self.log.saw_input(step, batches[0].rows[:, :-1].shape)
-        self.model.index_warm_up = step <= self.cfg.train.index_warmup_steps
+        self.model.index_warm_up = warm_up = step <= self.cfg.train.index_warmup_steps
+        self.step.freeze(warm_up and self.cfg.train.index_warmup == "frozen")
         return self.step(batches, lr, stats)
 
     def fetch(self, position: int) -> MicroBatch:

@@ -41,11 +41,11 @@ class Errors(NamedTuple):
 def parity(plan: PlannedRun) -> Row | None:
     """Outputs and gradients of the kernels match the oracle; None: dense attention."""
     model, length = plan.config.model, oracle_length(plan)
-    if model.attention == "dense":
+    if model.attention_kind == "dense":
         return None
     with _exact_products():
         found = [_branch_errors(plan, length)] if any(model.branched) else []
-        found += [] if all(model.branched) else [_block_errors(plan, length)]
+        found += [_block_errors(plan, length)] if any(model.chosen) else []
     worst = Errors(*(max(column) for column in zip(*found, strict=True)))
     allowed = getattr(plan.limits, f"parity_{plan.runtime.precision}")
     allowed_grad, allowed_rows = max(allowed, plan.limits.parity_grad), plan.limits.parity_rows
@@ -105,18 +105,19 @@ def _largest(grads: Tensors, expected: Tensors) -> float:
 
 
 def causality(plan: PlannedRun) -> Row:
-    """Changing later tokens changes no bit of the earlier logits of a one-layer model."""
+    """Changing later tokens changes no bit of the earlier logits of a model with one layer of each
+    rule."""
     asked = Question("causality", "bitwise equal up to every cut")
-    one_layer = dataclasses.replace(
+    small = dataclasses.replace(
         plan.config,
-        model=dataclasses.replace(plan.config.model, n_layers=1),
+        model=dataclasses.replace(plan.config.model, n_layers=len(plan.config.model.rules)),
         runtime=dataclasses.replace(
             plan.config.runtime, gradient_checkpointing=False, gc_layers="", compile=False
         ),
     )
     vocab, device = plan.config.data.vocab, plan.runtime.device
     length = min(plan.config.train.seq_len, LONGEST[device.type])
-    model = build_model(one_layer, vocab, plan.runtime).eval()
+    model = build_model(small, vocab, plan.runtime).eval()
     generator = torch.Generator().manual_seed(0)
     ids, other = (torch.randint(vocab, (1, length), generator=generator) for _ in range(2))
     leaks = []

@@ -25,6 +25,8 @@ from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.tile import COUNTS, _band, _dot, _dot_add, _rows
 from nsa.ops.triton.tiles import Tiles, padded, parts_of, score_tiles, token_tiles
 
+FEW_IDS = tl.constexpr(16)
+"""Ids of a query that pack_selection compares in pairs: faster than by the bits of all blocks."""
 FIRST_GUESS = tl.constexpr(2 << 23)
 """2 in the exponent field of fp32: subtracted from the bits of a number, it divides by 4."""
 
@@ -306,38 +308,54 @@ def pack_selection(
     p_selection, p_legal, p_num_chosen, p_bits, p_before, p_row_start, p_row_block,
     S, Hkv, NUM_WORDS,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
-    NW: tl.constexpr, HAS_DOCS: tl.constexpr,
+    NW: tl.constexpr, HAS_DOCS: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """One query's given ids, in any order, as a selection: no repeated and no future blocks."""
+    """The given ids of BQ queries, in any order, as a selection: no repeated or future blocks."""
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
-    t = tl.program_id(0)
-    position, base_block = t, 0
+    o_t = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    m_t = o_t < S
+    position, base_block = o_t, tl.zeros([BQ], tl.int32)
     if HAS_DOCS:
-        position = t - tl.load(p_row_start + t)
-        base_block = tl.load(p_row_block + t)
-    # ids [N_SEL_PAD] of the row; ids of the future and -1 are dropped.
+        position = o_t - tl.load(p_row_start + o_t, mask=m_t, other=0)
+        base_block = tl.load(p_row_block + o_t, mask=m_t, other=0)
+    # ids [BQ, N_SEL_PAD]; ids of the future and -1 are dropped.
     o_n, o_w, o_bit = tl.arange(0, N_SEL_PAD), tl.arange(0, NW), tl.arange(0, 32)
-    row = ((i_b * S + t) * Hkv + i_g) * N_SEL
-    ids = tl.load(p_selection + row + o_n, mask=o_n < N_SEL, other=-1)
-    legal = (ids >= 0) & (ids <= position // L_SEL)
-    block = base_block + tl.where(legal, ids, 0)
-    here = legal[None, :] & ((block // 32)[None, :] == o_w[:, None])
-    # Or-ed, not added: an id may be repeated. Everything below is derived from the words.
-    words = tl.reduce(tl.where(here, 1 << (block % 32)[None, :], 0), 1, _or)  # [NW]
-    chosen = (words[:, None] >> o_bit[None, :]) & 1  # [NW, 32]
-    counts = tl.sum(chosen, axis=1)
-    before = tl.cumsum(counts, axis=0) - counts
-    num_chosen = tl.sum(counts, axis=0)
-    tl.store(p_num_chosen + i_bg * S + t, num_chosen)
-    # The sorted, distinct ids, then -1.
-    place = before[:, None] + tl.cumsum(chosen, axis=1) - 1
-    id = o_w[:, None] * 32 + o_bit[None, :] - base_block
-    tl.store(p_legal + row + place, id, mask=chosen != 0)
-    unused = (o_n >= num_chosen) & (o_n < N_SEL)
-    tl.store(p_legal + row + o_n, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
-    at = (i_bg * NUM_WORDS + o_w) * S + t
-    m_w = o_w < NUM_WORDS
+    rows = ((i_b * S + o_t) * Hkv + i_g) * N_SEL
+    m_ids = m_t[:, None] & (o_n < N_SEL)[None, :]
+    ids = tl.load(p_selection + rows[:, None] + o_n[None, :], mask=m_ids, other=-1)
+    legal = (ids >= 0) & (ids <= (position // L_SEL)[:, None])
+    p_rows = p_legal + rows[:, None]
+    block = base_block[:, None] + tl.where(legal, ids, 0)
+    bit = (1 << (block % 32))[:, None, :]
+    here = legal[:, None, :] & ((block // 32)[:, None, :] == o_w[None, :, None])  # [BQ, NW, ids]
+    # The distinct ids in ascending order, the words of bits, and how many of them are set [BQ, NW].
+    if N_SEL_PAD <= FEW_IDS:
+        # By pairs: an id is kept where no equal one is before it; its place is how many are less.
+        earlier = (o_n[None, :] < o_n[:, None])[None, :, :]
+        same = (ids[:, :, None] == ids[:, None, :]) & earlier
+        kept = legal & (tl.sum(same.to(tl.int32), axis=2) == 0)
+        less = (ids[:, None, :] < ids[:, :, None]) & kept[:, None, :]
+        tl.store(p_rows + tl.sum(less.to(tl.int32), axis=2), ids, mask=kept)
+        here = here & kept[:, None, :]
+        words = tl.sum(tl.where(here, bit, 0), axis=2)
+        counts = tl.sum(here.to(tl.int32), axis=2)
+        before = tl.cumsum(counts, axis=1) - counts
+    else:
+        # By bits, or-ed: an id may be repeated.
+        words = tl.reduce(tl.where(here, bit, 0), 2, _or)
+        chosen = (words[:, :, None] >> o_bit[None, None, :]) & 1  # [BQ, NW, 32]
+        counts = tl.sum(chosen, axis=2)
+        before = tl.cumsum(counts, axis=1) - counts
+        place = before[:, :, None] + tl.cumsum(chosen, axis=2) - 1
+        id = (o_w[:, None] * 32 + o_bit[None, :])[None, :, :] - base_block[:, None, None]
+        tl.store(p_rows[:, :, None] + place, id + chosen * 0, mask=chosen != 0)
+    num_chosen = tl.sum(counts, axis=1)
+    tl.store(p_num_chosen + i_bg * S + o_t, num_chosen, mask=m_t)
+    unused = m_ids & (o_n[None, :] >= num_chosen[:, None])
+    tl.store(p_rows + o_n[None, :], tl.full([BQ, N_SEL_PAD], -1, tl.int32), mask=unused)
+    at = (i_bg * NUM_WORDS + o_w)[None, :] * S + o_t[:, None]
+    m_w = m_t[:, None] & (o_w < NUM_WORDS)[None, :]
     tl.store(p_bits + at, words, mask=m_w)
     tl.store(p_before + at, before.to(tl.int16), mask=m_w)
 
@@ -350,6 +368,8 @@ CHOICES = (64, 256, 1024)
 """Blocks of choose_blocks; beyond, powers of two. Twice as many as needed cost little."""
 TOKEN_TILES = 16
 """Tiles of queries that a program of token_scores takes with one block."""
+PACKED = 8192
+"""Pairs of an id and a word that a program of pack_selection compares."""
 MIN_WORDS = 32
 """Words that pack_selection takes at least, so that shorter sequences share its code."""
 ROWS = 128
@@ -518,17 +538,20 @@ def given(problem: Problem, selection: Tensor) -> Selection:
     chosen = _empty(problem, zero=False)
     row_start, _, row_block = problem.row_index(1, selection)
     spec = problem.spec
+    num_ids, num_words = padded(spec.n_sel), max(padded(problem.num_words), MIN_WORDS)
+    # Few ids: neighbours are packed together, for wide stores of the bits. Many: a query alone.
+    together = max(PACKED // (num_words * num_ids), 1) if num_ids <= FEW_IDS.value else 1
     start(
         problem.memo,
         "given",
         pack_selection,
         (selection, *chosen, row_start, row_block),
         lambda: Launch.plain(
-            (problem.seq_len, problem.num_segments),
+            (ceil_div(problem.seq_len, together), problem.num_segments),
             (problem.seq_len, problem.num_groups, problem.num_words),
-            {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
-            | {"NW": max(padded(problem.num_words), MIN_WORDS), "HAS_DOCS": problem.packed},
-            num_warps=1,
+            {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "N_SEL_PAD": num_ids}
+            | {"NW": num_words, "HAS_DOCS": problem.packed, "BQ": together},
+            num_warps=4 if together > 1 else 1,
         ),
     )
     return chosen

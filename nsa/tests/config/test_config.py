@@ -157,10 +157,16 @@ REFUSED = {
     "model.d_k=191": "even",
     "model.d_v=0": ">= 1",
     "model.mlp_dim=-1": ">= 0",
+    "model.mlp=swiglu": "plain | gated",
+    "model.norm_eps=0": "> 0",
     "model.attention=sparse": "nsa | dense",
     "model.rule=mosa": "the nearest is 'msa'",
     "model.kv=split": "separate | shared",
     "model.rope_scale=0": "> 0",
+    "model.rope_scaling=dynamic": "linear | llama3 | yarn",
+    "model.rope_original_len=0": ">= 1",
+    "model.rope_low_freq=0": "> 0",
+    "model.rope_high_freq=1": "more than model.rope_low_freq=1",
     "model.embed_std=0": "> 0",
     "model.rope_base=inf": "> 0",
     "nsa.l=40": "use 32 or 48",
@@ -177,6 +183,7 @@ REFUSED = {
     "nsa.d_index=3": "even",
     "train.index_loss=0": "> 0",
     "train.index_warmup_steps=-1": ">= 0",
+    "train.index_warmup=frozen": "joint for model.rule=nsa, which has no indexer",
     "train.steps=0": ">= 1",
     "train.seq_len=0": ">= 1",
     "train.batch_size=0": ">= 1",
@@ -247,6 +254,7 @@ def test_a_refused_value_names_who_set_it(tmp_path: Path) -> None:
 
 def test_every_key_is_refused_somewhere_or_is_a_plain_switch() -> None:
     switches = {"model.tie_embeddings", "runtime.use_flash", "runtime.gradient_checkpointing"}
+    switches |= {"model.qkv_bias", "model.qk_norm"}
     switches |= {"runtime.compile", "runtime.cuda_graph", "runtime.deterministic"}
 
     assert known_keys().keys() - {o.partition("=")[0] for o in REFUSED} == switches

@@ -183,6 +183,12 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+FAMILY = (
+    *("model.mlp=gated", "model.qkv_bias=true", "model.qk_norm=true", "train.optimizer=muon"),
+    *("train.index_warmup_steps=3", "train.index_warmup=frozen"),
+)
+
+
 @pytest.mark.parametrize(
     ("settings", "rounding"),
     [
@@ -191,8 +197,9 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         (("model.attention=dense", "runtime.precision=bf16"), BF16_ROUNDING),
         (("nsa.phi=mlp", "nsa.gate=sigmoid", "runtime.precision=bf16"), BF16_ROUNDING),
         (("model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8"), 0.0),
+        (("model.rule=dense,msa", "nsa.l_sel=16", "nsa.d_index=8", *FAMILY), 0.0),
     ],
-    ids=["tied", "muon", "dense bf16", "mlp bf16", "msa"],
+    ids=["tied", "muon", "dense bf16", "mlp bf16", "msa", "a family, frozen at first"],
 )
 def test_one_rank_learns_what_one_process_learns(
     settings: tuple[str, ...], rounding: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nsa.config import Config, load_config
+from nsa.model import TinyLM
 from nsa.records import (
     TRAINING,
     VAL,
@@ -111,8 +112,11 @@ def test_two_ranks_equal_one_process_with_twice_the_batch(
 
 
 def test_two_ranks_train_an_indexer_as_one_process_does(nursery: Nursery, tmp_path: Path) -> None:
-    """Its loss too, which is a mean over the ranks."""
-    rule = ("model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8", "train.index_warmup_steps=3")
+    """Its loss too, which is a mean over the ranks; alone at first, then with all other weights."""
+    rule = (
+        *("model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8", "train.index_warmup_steps=3"),
+        *("train.index_warmup=frozen", "model.qkv_bias=true", "model.mlp=gated"),
+    )
     codes, printed = train(nursery, tmp_path / "two", "train.batch_size=2", *rule, **PLAIN)
     assert codes == [0, 0], printed
     alone(config(tmp_path / "one", "train.batch_size=4", *rule))
@@ -124,6 +128,15 @@ def test_two_ranks_train_an_indexer_as_one_process_does(nursery: Nursery, tmp_pa
         for folder in folders
     ]  # fmt: skip
     assert len(found[0]) == 6 and found[0] == pytest.approx(found[1], rel=10 * ROUNDING)
+    frozen, free = (
+        torch.load(folders[0] / f"checkpoint_step{step}.pt", weights_only=True)["state_dict"]
+        for step in (3, 6)
+    )
+    torch.manual_seed(config(tmp_path).train.seed)
+    initial = TinyLM.from_config(config(tmp_path, *rule), 256).state_dict()
+    for name, start in initial.items():
+        moved = [not torch.equal(start, weights[name]) for weights in (frozen, free)]
+        assert moved == [".rule." in name, True], name
 
 
 def test_the_first_rank_speaks_and_writes_and_each_has_a_heartbeat(two: tuple[Path, str]) -> None:

@@ -46,6 +46,8 @@ VARIANTS = {
     "one K and V": ["model.kv=shared", "nsa.l_sel=16", "nsa.num_local=1"],
     "msa": ["model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=4"],
     "mixed": ["model.rule=nsa,msa", "nsa.l_sel=16", "nsa.d_index=6"],
+    "biases and norms": ["model.mlp=gated", "model.qkv_bias=true", "model.qk_norm=true"],
+    "dense layers": ["model.rule=dense,msa", "nsa.l_sel=16", "model.qkv_bias=true"],
 }
 
 
@@ -76,7 +78,7 @@ def test_parameter_counts_equal_the_model(overrides: list[str]) -> None:
         "gate": real("attn.gate."),
         "phi": real("attn.phi_k.", "attn.phi_v."),
         "mlp": real("mlp."),
-        "norms": real("norm1.", "norm2.", "norm."),
+        "norms": real("norm1.", "norm2.", "norm.", "attn.q_norm.", "attn.k_norm."),
         "head": real("lm_head."),
         **({"index": real("attn.rule.")} if config.model.learns_index else {}),
     }
@@ -133,10 +135,11 @@ def test_score_flops_equal_a_count_of_overlapping_blocks() -> None:
     assert forward_flops(config)["scores"] == model.n_layers * (group_sums + spreads)
 
 
-def test_matrix_flops_equal_torchs_own_counter() -> None:
-    config = small()
+@pytest.mark.parametrize("mlp", ["plain", "gated"])
+def test_matrix_flops_equal_torchs_own_counter(mlp: str) -> None:
+    config = small(f"model.mlp={mlp}")
     flops, model = forward_flops(config), build(config)
-    attn, mlp = model.get_submodule("blocks.0.attn"), model.get_submodule("blocks.0.mlp")
+    attn, part = model.get_submodule("blocks.0.attn"), model.get_submodule("blocks.0.mlp")
     assert isinstance(attn, NSAAttention) and model.lm_head is not None
     x = torch.randn(1, config.train.seq_len, config.model.dim)
     heads = torch.randn(1, config.train.seq_len, attn.out.in_features)
@@ -149,7 +152,7 @@ def test_matrix_flops_equal_torchs_own_counter() -> None:
 
     layers = config.model.n_layers
     assert flops["head"] == counted((model.lm_head, x))
-    assert flops["mlp"] == layers * counted((mlp, x))
+    assert flops["mlp"] == layers * counted((part, x))
     assert flops["projections"] == layers * counted((attn.qkv, x), (attn.out, heads))
     weighing = 2 * 3 * config.model.n_heads * config.model.d_v * config.train.seq_len
     assert flops["gates"] == layers * (counted((attn.gate, x)) + weighing)
@@ -220,6 +223,8 @@ MEMORY = {
     "dense in bf16": ["model.attention=dense", "model.d_v=24", "runtime.precision=bf16"],
     "infllm": ["model.rule=pooled", "nsa.l_sel=16"],
     "msa": ["model.rule=msa,reuse", "nsa.l_sel=16", "nsa.d_index=8"],
+    "biases and norms": ["model.mlp=gated", "model.qkv_bias=true", "model.qk_norm=true"],
+    "norms in bf16": ["model.mlp=gated", "model.qk_norm=true", "runtime.precision=bf16"],
     "checkpointed": ["runtime.gradient_checkpointing=true"],
     "some checkpointed": ["runtime.gradient_checkpointing=true", "runtime.gc_layers=1:2"],
 }

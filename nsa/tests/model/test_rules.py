@@ -349,6 +349,7 @@ def test_an_indexer_learns_what_attention_reads() -> None:
         ({"rule": "mosa"}, "model.rule='mosa'.*nearest is 'msa'"),
         ({"rule": "reuse,msa"}, "reuse after pooled, msa"),
         ({"rule": "nsa,reuse"}, "reuse after pooled, msa.*model.kv=shared"),
+        ({"rule": "dense,reuse"}, "reuse after pooled, msa.*model.kv=shared"),
         ({"kv": "split"}, "model.kv='split'.*separate | shared"),
     ],
 )
@@ -364,6 +365,9 @@ def test_a_list_of_rules_repeats_over_the_layers() -> None:
     assert ModelConfig(n_layers=2).branched == [True]
     assert ModelConfig(kv="shared", n_layers=2).branched == [False]
     assert ModelConfig(rule="nsa,msa", n_layers=1).rules == ["nsa"]
+    some = ModelConfig(rule="nsa,dense,msa", n_layers=3)
+    assert some.branched == [True, False, False] and some.chosen == [False, False, True]
+    assert ModelConfig(rule="dense", n_layers=3).attention_kind == "dense"
     built = new_model("msa", rule="msa,reuse")
     assert [block.attn.rule is None for block in built.layers] == [False, True, False]
 

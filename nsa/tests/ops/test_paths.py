@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nsa.model.rope import apply_rope
+from nsa.model.rope import RopeScaling, apply_rope
 from nsa.tests.support.explicit import explicit_attention
 from nsa.tests.support.helpers import PATHS, assert_near, make_module, torch_path
 
@@ -17,6 +17,10 @@ VARIANTS = {
     "few-strides": dict(l=4, d=4, l_sel=12, n_sel=3, w=1),
     "long-blocks": dict(l=16, d=4, l_sel=4, n_sel=9, w=7),
     "rope-scaled": dict(rope_scale=4.0, rope_base=500.0),
+    "biases-and-norms": dict(qkv_bias=True, qk_norm=True, norm_eps=1e-2),
+    "mlp-norms-llama3": dict(
+        phi="mlp", qk_norm=True, rope_scale=8.0, rope_scaling=RopeScaling("llama3", 40, 0.5, 6.0)
+    ),
 }
 
 

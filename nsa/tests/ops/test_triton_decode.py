@@ -17,6 +17,7 @@ from nsa import BlockSpec, NSAAttention, TinyLM, compress
 from nsa.generate.decode import GraphedStep, can_capture
 from nsa.model import NSACache
 from nsa.model.paged import OutOfPages
+from nsa.model.rope import RopeScaling
 from nsa.ops.eager import attention
 from nsa.ops.eager.attention import attend_cached, split_heads
 from nsa.ops.eager.rows import forward_rows
@@ -196,6 +197,13 @@ TINY = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n
 MODULES = {
     "avg": (TINY, 37, 30),  # into the fifth block: four are chosen
     "mlp": (TINY | dict(phi="mlp", gate="sigmoid"), 17, 0),
+    "family": (
+        TINY
+        | dict(qkv_bias=True, qk_norm=True, rope_scale=4.0)
+        | dict(rope_scaling=RopeScaling("yarn", 8, 0.5, 2.0)),
+        17,
+        0,
+    ),
 }
 LARGE_MODULES = {
     "avg": (dict(dim=64, n_heads=12, n_kv_groups=2, d_k=64, d_v=64), 2200, 2050),
@@ -214,6 +222,9 @@ def test_a_module_decodes_what_the_torch_path_does(shape: dict[str, Any], total,
     torch.manual_seed(0)
     module = NSAAttention(**shape, backend="torch").to(DEVICE)
     torch.nn.init.normal_(module.gate.weight, std=0.5)
+    for name, weight in module.named_parameters():
+        if name == "qkv.bias" or name.endswith("_norm.weight"):
+            torch.nn.init.normal_(weight, mean=0.5, std=0.3)
     wide = copy.deepcopy(module).double()
     x = torch.randn(2, total, shape["dim"], device=DEVICE)
     cache, wide_cache = module.new_cache(2, total), wide.new_cache(2, total)

@@ -264,7 +264,8 @@ SMALL_KERNELS = [
         dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
         | dict(HAS_DOCS=True, LARGEST=True),
     ),
-    (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True)),
+    (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True, BQ=16)),
+    (scoring.pack_selection, dict(L_SEL=64, N_SEL=32, N_SEL_PAD=32, NW=32, HAS_DOCS=True, BQ=1)),
     (by_block_forward.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block_backward.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),

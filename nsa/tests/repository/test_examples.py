@@ -94,6 +94,17 @@ def test_an_exported_model_continues_a_padded_batch_in_transformers(tmp_path: Pa
     assert len(re.findall(r"^text: '.*' \+ .+$", printed, re.MULTILINE)) == 3
 
 
+def test_a_switched_llama_equals_it_with_all_blocks_and_trains_on_with_few(tmp_path: Path) -> None:
+    printed = run_example("switch_llama", tmp_path, "--steps", "16")
+    (same,) = numbers(r"^all blocks: logits differ from the Llama's by ([\d.e-]+)$", printed)
+    (other,) = numbers(r"^few blocks: logits differ from the Llama's by ([\d.e-]+)$", printed)
+    assert same < 1e-5 < 1e-3 < other
+    line = r"^fine-tuned: 8 steps, .* for 4: loss ([\d.]+) -> [\d.]+, held out ([\d.]+)$"
+    first, held_out = numbers(line, printed)
+    assert held_out < 4.2 and first < 4.2, "ln 256 = 5.55 without the Llama's weights"
+    assert (tmp_path / "artifacts/switch_llama/run/model.pt").is_file()
+
+
 def test_needle_is_found_and_its_block_selected(tmp_path: Path) -> None:
     printed = run_example("needle", tmp_path, "--picture", "needle.png")
     before, after = printed.split("after ")

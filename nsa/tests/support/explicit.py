@@ -6,12 +6,14 @@ sides of a comparison.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from nsa import NSAAttention, nsa_attention
+from nsa.model.rope import RMSNorm
 
 
 def explicit_attention(module: NSAAttention, x: Tensor) -> Tensor:  # [B, S, dim] -> [B, S, dim]
@@ -40,8 +42,17 @@ def _streams(module: NSAAttention, x: Tensor) -> list[Tensor]:
     heads = [module.num_heads] + 6 * [module.num_groups]
     dims = 4 * [module.d_k] + 3 * [module.d_v]
     sizes = [h * dim for h, dim in zip(heads, dims, strict=True)]
-    columns = (x @ module.qkv.weight.T).split(sizes, dim=-1)
-    return [y.unflatten(-1, (-1, dim)) for y, dim in zip(columns, dims, strict=True)]
+    bias = 0 if module.qkv.bias is None else module.qkv.bias
+    columns = (x @ module.qkv.weight.T + bias).split(sizes, dim=-1)
+    streams = [y.unflatten(-1, (-1, dim)) for y, dim in zip(columns, dims, strict=True)]
+    if not module.qk_norm:
+        return streams
+    norms = [module.q_norm] + 3 * [module.k_norm]
+    return [_norm(y, n) for y, n in zip(streams[:4], norms, strict=True)] + streams[4:]
+
+
+def _norm(x: Tensor, norm: RMSNorm) -> Tensor:  # [B, S, H, Dk]
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
 def _compress(
@@ -59,6 +70,22 @@ def _turn(module: NSAAttention, x: Tensor, positions: Tensor) -> Tensor:
     """All heads of [B, S, H, Dk]: its halves are complex numbers, multiplied by e^(i angle)."""
     half = module.d_k // 2
     frequency = module.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = positions[:, None, None] / module.rope_scale * frequency  # [S, 1, Dk / 2]
+    if module.rope_scaling.kind == "llama3":
+        frequency = torch.stack([_llama3(f, module) for f in frequency])
+    else:
+        frequency = frequency / module.rope_scale
+    angle = positions[:, None, None] * frequency  # [S, 1, Dk / 2]
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angle)
     return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def _llama3(frequency: Tensor, module: NSAAttention) -> Tensor:  # []
+    """One pair: long waves are stretched, short ones are not, those between are mixed."""
+    _, length, low, high = module.rope_scaling
+    wave = 2 * math.pi / frequency
+    if wave < length / high:
+        return frequency
+    if wave > length / low:
+        return frequency / module.rope_scale
+    mixed = (length / wave - low) / (high - low)
+    return (1 - mixed) * frequency / module.rope_scale + mixed * frequency

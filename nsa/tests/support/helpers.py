@@ -197,6 +197,9 @@ def make_module(seed: int = 0, **options: Any) -> NSAAttention:
     sizes = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=4, l=8, d=4, l_sel=8, n_sel=4, w=11)
     module = NSAAttention(**{**sizes, **options}).double().eval()
     torch.nn.init.normal_(module.gate.weight, std=0.3)
+    for name, weight in module.named_parameters():
+        if name == "qkv.bias" or name.endswith("_norm.weight"):
+            torch.nn.init.normal_(weight, mean=0.5, std=0.3)
     return module
 
 

@@ -11,6 +11,7 @@ import torch
 
 from nsa.config import Config, DataConfig
 from nsa.data import open_data
+from nsa.model import TinyLM
 from nsa.records import TRAINING, VAL, TrainingRow, ValRow, read_metrics, read_rows
 from nsa.tests.distributed.test_ranks import PLAIN, ROUNDING, config
 from nsa.tests.distributed.test_ranks import train as train_ranks
@@ -19,6 +20,7 @@ from nsa.tests.train.test_resume import losses, stopped, train, weights
 from nsa.train import BadModelFile, load_model
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint import find, sharded_io
+from nsa.train.checkpoint.commands import export_hf
 from nsa.train.checkpoint.identity import INITIAL
 from nsa.train.checkpoint.init_from import read_origin
 from nsa.train.checkpoint.model_file import weights_sha256
@@ -286,6 +288,49 @@ def test_ranks_start_from_the_weights_that_the_first_has_read(
     )
     assert found == pytest.approx(expected, rel=ROUNDING)
     assert read_metrics(tmp_path / "two" / "run").init_sha256
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_make_a_dense_model_sparse_and_draw_the_same_indexer(
+    strategy: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    train(config(tmp_path / "dense", *OTHER, "model.attention=dense"))
+    rule = ("model.rule=msa", "nsa.l_sel=16", "nsa.d_index=8", "train.steps=2", "train.lr=1e-9")
+    start = (*rule, f"train.init_from={tmp_path / 'dense'}", f"runtime.strategy={strategy}")
+    codes, printed = train_ranks(nursery, tmp_path / "two", *start, **PLAIN)
+    assert codes == [0, 0], printed
+    assert printed.count("the indexers of 2 layers start from random weights") == 1
+    cfg = config(tmp_path, *rule)
+    torch.manual_seed(cfg.train.seed)
+    drawn = TinyLM.from_config(cfg, 256).state_dict()
+    dense, found = (
+        load_model(folder / "model.pt")[0].state_dict()
+        for folder in (tmp_path / "dense", tmp_path / "two" / "run")
+    )
+    assert found.keys() == drawn.keys() and len(found) > len(dense)
+    for name, weight in found.items():
+        expected = dense.get(name, drawn[name])
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-7, msg=name)
+
+
+def test_an_exported_folder_is_the_same_start_as_the_file(
+    trained: Path, tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    """Bit-equal weights: the same identity, the same first loss."""
+    export_hf(trained, tmp_path / "folder")
+    start = f"train.init_from={tmp_path / 'folder'}"
+    cfg = tiny_config(start, *SHORT, "model.n_layers=2")
+    origin = read_origin(cfg, 256)
+    assert origin.problem == "" and origin.notes == [] and origin.fresh == []
+    model, _ = load_model(trained / "model.pt")
+    assert origin.sha256 == weights_sha256(model.state_dict())
+    assert losses_of(cfg)[0] == pytest.approx(first_loss(cfg, trained / "model.pt"), rel=1e-6)
+
+
+def losses_of(cfg: Config) -> list[float]:
+    train(cfg)
+    return [row.loss for row in read_rows(TrainingRow, Path(cfg.train.out_dir) / TRAINING)]
 
 
 @pytest.mark.dist

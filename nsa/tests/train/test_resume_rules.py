@@ -368,6 +368,9 @@ def test_a_key_that_was_added_later_does_not_part_a_run_from_its_checkpoint(
         *("model.rule=nsa,nsa", "nsa.num_first=0", "nsa.num_local=1", "nsa.pool=moba"),
         *("nsa.pool_block=64", "nsa.d_index=8", "train.index_loss=2", "train.index_warmup_steps=1"),
         *("model.embed_std=0.1", "train.decay_steps=1", "train.optimizer=muon"),
+        *("model.mlp=gated", "model.norm_eps=1e-5", "model.qkv_bias=true", "model.qk_norm=true"),
+        *("model.rope_scaling=llama3", "model.rope_original_len=64", "model.rope_low_freq=2"),
+        "model.rope_high_freq=8",
     ):
         other = identity_of(tiny_config(setting), data)
         assert set(other) - FIRST_KEYS == {setting.partition("=")[0]}, setting

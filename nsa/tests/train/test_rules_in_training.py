@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ RULES = {
     "one K and V": ("model.kv=shared",),
     "msa": ("model.rule=msa,reuse", "nsa.d_index=8", "nsa.num_first=0", "nsa.num_local=1"),
     "mixed": ("model.rule=nsa,pooled",),
+    "a family": (
+        *("model.rule=dense,msa", "model.mlp=gated", "model.qkv_bias=true", "model.qk_norm=true"),
+        *("model.rope_scaling=llama3", "model.rope_scale=4", "train.index_warmup_steps=1"),
+        *("train.index_warmup=frozen", "train.optimizer=muon", "train.steps=8"),
+    ),
     "msa, documents": ("model.rule=msa", "nsa.d_index=8", "data.respect_documents=true"),
 }
 
@@ -69,6 +75,39 @@ def test_the_indexer_learns_beside_the_model(tiny_config: BuildConfig, tmp_path:
     assert found["plain"][-1] < 0.8 * found["plain"][0]
     assert found["heavy"] != found["plain"]
     assert found["warm"][0] != found["plain"][0], "the KL over all tokens"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_frozen_warm_up_moves_only_the_indexer(
+    optimizer: str, tiny_config: BuildConfig, tmp_path: Path
+) -> None:
+    """No gradient, no weight decay and no optimizer state of anything else, then all of it learns;
+    a run that resumes inside the warm-up or after it ends with the same bits."""
+    frozen = (
+        *("model.rule=dense,msa", "model.n_layers=2", "nsa.d_index=8", "train.lr=0.01", *BLOCKS),
+        *("train.index_warmup=frozen", "train.index_warmup_steps=4", "train.save_every=1"),
+        *("train.weight_decay=0.5", f"train.optimizer={optimizer}"),
+    )
+    whole = Path(tiny_config(*frozen).train.out_dir)
+    run(tiny_config(*frozen), config_path="tiny.yaml", out=io.StringIO())
+    saved = {step: read_file(whole / f"checkpoint_step{step}.pt") for step in (2, 4, 5)}
+    for name, before in saved[2]["state_dict"].items():
+        moved = [not torch.equal(before, saved[s]["state_dict"][name]) for s in (4, 5)]
+        assert moved == [".rule." in name, True], name
+    parts = [saved[4]["optimizer"]]
+    parts = [parts[0][part] for part in ("muon", "adamw")] if optimizer == "muon" else parts
+    assert sum(len(part["state"]) for part in parts) == 4, "two matrices and two norms"
+    for step in (2, 4):
+        cfg = tiny_config(*frozen, f"train.out_dir={tmp_path / str(step)}")
+        resume = str(whole / f"checkpoint_step{step}.pt")
+        run(cfg, config_path="tiny.yaml", out=io.StringIO(), resume=resume)
+        ends = [read_file(f / "model.pt")["state_dict"] for f in (whole, tmp_path / str(step))]
+        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def export_hf(path: Path, folder: Path) -> int:
     from nsa.train.checkpoint.model_file import find_model, load_model
 
     model, cfg = load_model(find_model(path))
-    files, missing = _tokenizer_files(cfg.data, model.vocab)
+    files, missing = tokenizer_files_of(cfg.data, model.vocab)
     settings, extra = TinyLM.arguments(cfg, model.vocab), {"index_loss": cfg.train.index_loss}
     save_folder(model, settings, folder, files=files, extra=extra)
     num_bytes = sum(file.stat().st_size for file in folder.iterdir())
@@ -82,7 +82,7 @@ def export_hf(path: Path, folder: Path) -> int:
     return 0
 
 
-def _tokenizer_files(data: DataConfig, vocab: int) -> tuple[dict[str, bytes], str]:
+def tokenizer_files_of(data: DataConfig, vocab: int) -> tuple[dict[str, bytes], str]:
     """The files of the tokenizer that a model was trained with, or why there are none."""
     from nsa.data import open_tokenizer
     from nsa.data.tokenizer_files import tokenizer_files

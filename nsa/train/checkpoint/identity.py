@@ -24,9 +24,11 @@ DECIDING = (
 """Keys of the train group that affect the losses; batch keys are covered by the global batch."""
 YOUNGER = (
     *("train.decay_steps", "train.optimizer", "data.respect_documents"),
-    *("model.embed_std", "model.mlp_dim", "model.rule", "model.kv"),
+    *("model.embed_std", "model.mlp_dim", "model.rule", "model.kv", "model.mlp"),
+    *("model.norm_eps", "model.qkv_bias", "model.qk_norm", "model.rope_scaling"),
+    *("model.rope_original_len", "model.rope_low_freq", "model.rope_high_freq"),
     *("nsa.num_first", "nsa.num_local", "nsa.pool", "nsa.pool_block", "nsa.d_index"),
-    *("train.index_loss", "train.index_warmup_steps"),
+    *("train.index_loss", "train.index_warmup_steps", "train.index_warmup"),
 )
 """Keys added later: part of the identity only if not at their defaults."""
 SCHEDULE = ("steps", "lr", "lr_schedule", "warmup_steps", "decay_steps")

@@ -11,25 +11,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from nsa.config import Config, DataConfig, to_container
+from nsa.config.check import find_tokenizer_json, token_ids
 from nsa.config.schema import VOCABULARIES
 from nsa.model import TinyLM
+from nsa.model.folder import is_folder
 from nsa.train.checkpoint.file import UNREADABLE
 from nsa.train.checkpoint.identity import INITIAL, UNKNOWN, Identity
-from nsa.train.checkpoint.model_file import BadModelFile, find_model, load_model, weights_sha256
+from nsa.train.checkpoint.model_file import (
+    BadModelFile,
+    find_model,
+    load_model,
+    meta_model,
+    weights_sha256,
+)
 from nsa.train.checkpoint.resume import Start
 from nsa.train.distributed.strategy import Strategy
 
 SHAPE = (
     *("model.dim", "model.n_layers", "model.n_heads", "model.n_kv_groups", "model.d_k"),
-    *("model.d_v", "model.mlp_dim", "model.attention", "model.tie_embeddings"),
+    *("model.d_v", "model.mlp_dim", "model.mlp", "model.qkv_bias", "model.qk_norm"),
+    "model.tie_embeddings",
 )
-"""Keys that must equal those of the model in the file; `_shape_keys` adds those of NSA."""
+"""Keys that must equal those of the model in the file; `_shape_keys` adds those of attention."""
 WITHOUT_EFFECT = ("model.embed_std",)
 """Keys that only affect random initialization."""
 
@@ -45,6 +54,8 @@ class Origin:
     """Why a new run cannot start from this file."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """On rank 0, until they are loaded into the model."""
+    fresh: list[str] = field(default_factory=list)
+    """Weights of indexers that the file does not have: they stay random."""
     notes: list[str] = field(default_factory=list)
     """Settings that differ from the file, one line each."""
 
@@ -66,7 +77,7 @@ class Origin:
         """Load the weights into the model of a new run, on all ranks."""
         if not self.path:
             return
-        ranks.broadcast_weights(self.weights, model)
+        ranks.broadcast_weights(self.weights, model, skipped=frozenset(self.fresh))
         self.weights.clear()  # free the host copy
         say(
             f"[init] weights from {self.path} (sha256 {self.sha256[:12]}); the optimizer, the "
@@ -90,10 +101,10 @@ def find_origin(ranks: Strategy, cfg: Config, vocab: int) -> Origin:
     def look() -> str:
         nonlocal found
         found = read_origin(cfg, vocab) if cfg.train.init_from else Origin()
-        return json.dumps([found.path, found.sha256, found.problem])
+        return json.dumps([found.path, found.sha256, found.problem, found.fresh])
 
-    path, sha256, problem = json.loads(ranks.from_rank_0(look))
-    return found or Origin(path=path, sha256=sha256, problem=problem)
+    path, sha256, problem, fresh = json.loads(ranks.from_rank_0(look))
+    return found or Origin(path=path, sha256=sha256, problem=problem, fresh=fresh)
 
 
 def read_origin(cfg: Config, vocab: int) -> Origin:
@@ -107,23 +118,53 @@ def read_origin(cfg: Config, vocab: int) -> Origin:
         return Origin(path=str(path), problem=f"train.init_from: {reason}")
     origin = Origin(path=str(path), weights=model.state_dict())
     origin.sha256 = weights_sha256(origin.weights)
-    changed = _changed(cfg, theirs, _shape_keys(cfg))
+    changed = _changed(cfg, theirs, _shape_keys(cfg, theirs))
     if model.vocab != vocab:
         changed.append(f"ids of data.tokenizer: {model.vocab} there, {vocab} here")
+    if is_folder(path):
+        changed += _other_tokenizer(cfg.data, theirs.data)
+        theirs = replace(cfg, model=theirs.model, nsa=theirs.nsa)  # a folder has no more than that
     if changed:
         origin.problem = (
             f"train.init_from: {path} has a model of another shape ({'; '.join(changed)}); set "
             "these keys to match it, or use a model with the shape of this config"
         )
-    origin.notes = _notes(cfg, theirs)
+        return origin
+    origin.notes = _notes(cfg, theirs) + _match_indexers(origin, cfg, vocab)
     return origin
 
 
-def _shape_keys(cfg: Config) -> list[str]:
+def _match_indexers(origin: Origin, cfg: Config, vocab: int) -> list[str]:
+    """Drop the indexers that the model of the config has not, name those that the file has not."""
+    names = meta_model(cfg, vocab).state_dict().keys()
+    origin.fresh = [name for name in names if name not in origin.weights]
+    dropped = origin.weights.keys() - names
+    origin.weights = {name: x for name, x in origin.weights.items() if name in names}
+    counts = (
+        ("start from random weights", {name.split(".")[1] for name in origin.fresh}),
+        ("of the file are left out", {name.split(".")[1] for name in dropped}),
+    )
+    return [f"the indexers of {len(layers)} layers {what}" for what, layers in counts if layers]
+
+
+def _other_tokenizer(ours: DataConfig, theirs: DataConfig) -> list[str]:
+    """What differs, if both tokenizers are files that give other ids to the same tokens."""
+    files = [data.tokenizer_file for data in (theirs, ours) if data.tokenizer not in VOCABULARIES]
+    if len(files) < 2:
+        return []
+    before, now = (find_tokenizer_json(file) for file in files)
+    if token_ids(before) == token_ids(now):
+        return []
+    return [f"ids of the tokens: those of {before} there, of {now} here"]
+
+
+def _shape_keys(cfg: Config, theirs: Config) -> list[str]:
     keys = [*SHAPE]
-    if cfg.model.attention == "nsa":
-        keys += ["model.rule", "model.kv"]
-        keys += ["nsa.d_index"] if cfg.model.learns_index else []
+    # Layers with one K and V have the same weights, whatever they read; indexers aside.
+    if any(cfg.model.branched) or any(theirs.model.branched):
+        keys += ["model.attention", "model.rule", "model.kv"]
+    if cfg.model.learns_index and theirs.model.learns_index:
+        keys += ["nsa.d_index"]
     if any(cfg.model.branched):
         keys += ["nsa.phi", "nsa.gate"]
         keys += ["nsa.l"] if cfg.nsa.phi == "mlp" else []  # the MLP's input is l tokens wide

@@ -1,4 +1,5 @@
-"""model.pt (weights with the config that builds the model), and export to safetensors.
+"""model.pt (weights with the config that builds the model), model folders, and export to
+safetensors.
 
 Schema of model.pt: a dict of `state_dict` (fp32 tensors on the CPU) and `cfg` (the resolved config
 as plain dicts). Checkpoints (find.py) have both keys too, so a model can be loaded from either. All
@@ -7,17 +8,23 @@ of it loads with `torch.load(..., weights_only=True)`.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.config import Config, Setting, build, to_container
-from nsa.files import is_regular, replacing
+from nsa.config import Config, DataConfig, Setting, build, known_keys, to_container
+from nsa.config.check import FILE_NAME
+from nsa.config.schema import VOCABULARIES
+from nsa.files import is_regular, read_text, replacing
 from nsa.model import TinyLM
-from nsa.model.folder import SkipInit
+from nsa.model.folder import SkipInit, is_folder
+from nsa.model.pretrained import read_folder
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import Unreadable, load_tensors, named_by_user
 
@@ -37,28 +44,75 @@ def save_model(path: Path, model: TinyLM, cfg: Config) -> Path:
 
 
 def find_model(path: Path) -> Path:
-    """A file itself; for a run folder its model.pt, or else its newest checkpoint."""
-    if not path.is_dir() or find.is_checkpoint(path):
+    """A file or model folder itself; for a run folder its model.pt, or its newest checkpoint."""
+    if not path.is_dir() or find.is_checkpoint(path) or is_folder(path):
         return named_by_user(path)
     saved = find.paths_of(path)
     return path / NAME if is_regular(path / NAME) or not saved else saved[0]
 
 
 def load_model(path: Path) -> tuple[TinyLM, Config]:
-    """Load the model of a file on the CPU, in evaluation mode, with its config.
+    """Load the model of a file or folder on the CPU, in evaluation mode, with its config.
 
     A checkpoint is verified against its manifest first. Names and shapes are compared before
     anything of the configured size is allocated: a small malicious file must not use much memory.
     """
+    if is_folder(path):
+        found = read_folder(path)
+        vocab: int = found.settings["vocab"]
+        cfg = config_of(found.settings, tokenizer_of(path, vocab), str(path))
+        model = meta_model(cfg, vocab)
+        model.load_state_dict(found.weights, strict=True, assign=True)
+        return model.float().requires_grad_().eval(), cfg
     content = read_weights(path)
     weights, cfg = content["state_dict"], _config(content["cfg"], path)
     _check_layers(weights, cfg, path)
-    with torch.device("meta"), SkipInit():
-        model = TinyLM.from_config(cfg, vocab=_vocab(weights, path))
+    model = meta_model(cfg, _vocab(weights, path))
     _check_shapes(weights, model.state_dict(), path)
     # assign: the tensors of the file become the parameters; nothing is copied.
     model.load_state_dict(weights, strict=True, assign=True)
     return model.float().requires_grad_().eval(), cfg
+
+
+def meta_model(cfg: Config, vocab: int) -> TinyLM:
+    """The model of a config without values."""
+    with torch.device("meta"), SkipInit():
+        return TinyLM.from_config(cfg, vocab=vocab)
+
+
+def config_of(settings: Mapping[str, Any], data: DataConfig, origin: str) -> Config:
+    """The config that builds the model of TinyLM's arguments; all else has its default."""
+    known = known_keys()
+    given = [
+        Setting(f"{group}.{name}", value, origin)
+        for name, value in settings.items()
+        for group in ("model", "nsa")
+        if f"{group}.{name}" in known
+    ]
+    given += [Setting(f"data.{k}", v, origin) for k, v in dataclasses.asdict(data).items()]
+    return build(given)
+
+
+def tokenizer_of(folder: Path, vocab: int) -> DataConfig:
+    """The tokenizer of a model folder: its file, or else a fixed one with as many ids."""
+    if not is_regular(folder / FILE_NAME):
+        fixed = [name for name, size in VOCABULARIES.items() if size == vocab]
+        return DataConfig(tokenizer=fixed[0]) if fixed else DataConfig()
+    return DataConfig(tokenizer=str(folder / FILE_NAME), eos=_eos_of(folder))
+
+
+def _eos_of(folder: Path) -> str:
+    """The EOS that the folder's tokenizer declares; empty if it declares none."""
+    if not is_regular(folder / "tokenizer_config.json"):
+        return ""
+    try:
+        mark = json.loads(read_text(folder / "tokenizer_config.json")).get("eos_token")
+    except (ValueError, AttributeError):
+        raise BadModelFile(
+            f"{folder / 'tokenizer_config.json'} is not a JSON object; copy the folder again, or "
+            "remove the file"
+        ) from None
+    return str(mark.get("content", "") if isinstance(mark, dict) else mark or "")
 
 
 def weights_sha256(weights: dict[str, Tensor]) -> str:

@@ -286,9 +286,13 @@ class Group(Strategy):
         return self._agreed
 
     @torch.no_grad()
-    def broadcast_weights(self, weights: dict[str, Tensor], model: TinyLM) -> None:
+    def broadcast_weights(
+        self, weights: dict[str, Tensor], model: TinyLM, skipped: frozenset[str] = frozenset()
+    ) -> None:
         """Broadcast tensor by tensor; each rank keeps its shard."""
         for name, held in model.state_dict().items():
+            if name in skipped:
+                continue
             mine = local_shard(held)
             sent = torch.empty(held.shape, dtype=held.dtype, device=mine.device)
             if self.is_first:

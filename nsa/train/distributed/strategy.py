@@ -146,9 +146,13 @@ class Strategy:
         """Complete the content from find.peek: full tensors, or the shards of this rank."""
         return find.fill(path, content)
 
-    def broadcast_weights(self, weights: dict[str, Tensor], model: TinyLM) -> None:
-        """Load weights that rank 0 has read into the model on every rank. Collective."""
-        model.load_state_dict(weights, strict=True)
+    def broadcast_weights(
+        self, weights: dict[str, Tensor], model: TinyLM, skipped: frozenset[str] = frozenset()
+    ) -> None:
+        """Load weights that rank 0 has read into the model on every rank; those with names in
+        `skipped` stay as they are. Collective."""
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert set(missing) == skipped and not unexpected, "init_from.py has compared the names"
 
     def weights(self, model: TinyLM) -> dict[str, Tensor]:
         """The full weights on the CPU for rank 0, empty for the others. Collective under FSDP."""
