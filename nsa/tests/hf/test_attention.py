@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from nsa.model.rules import Span
+from nsa.train import load_model
+from nsa.train.sparsify import sparsify
 
 transformers = pytest.importorskip("transformers", reason="the extra hf installs it")
 
@@ -128,6 +131,24 @@ def test_the_last_layer_reads_the_blocks_of_its_rule(ids: Tensor) -> None:
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
         assert not visible.logical_not().tril().any(dim=-1)[..., :32].any()
         assert visible.logical_not().tril().any(), "some blocks are left out"
+
+
+def test_a_switched_model_is_what_nsa_sparsify_makes_of_it(ids: Tensor, tmp_path: Path) -> None:
+    """The same blocks in our own model: two ways from a Qwen3 to sparse attention."""
+    model = model_of(MODELS["qwen3"]())
+    model.save_pretrained(tmp_path / "dense")
+    shared = ["nsa.l=16", "nsa.d=8", "nsa.l_sel=16", "nsa.n_sel=4"]
+    moba = ["nsa.pool=moba", "nsa.pool_block=32"]
+    rules = {"nsa-pooled": ("pooled", []), "nsa-mean": ("nsa", []), "nsa-moba": ("pooled", moba)}
+    with torch.no_grad():
+        for name, (rule, more) in rules.items():
+            overrides = [*shared, *more]
+            folder = sparsify(
+                tmp_path / "dense", tmp_path / name, rule=rule, overrides=overrides, say=str
+            )
+            ours, _ = load_model(folder)
+            model.set_attn_implementation(name)
+            torch.testing.assert_close(ours(ids), model(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_sizes_of_a_pass_hold_for_its_checkpointed_backward_pass(llama: Any, ids: Tensor) -> None:
