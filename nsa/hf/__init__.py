@@ -6,12 +6,14 @@ adds attention implementations for other models.
 
 import sys
 
+from nsa.config.describe import install_line
+
 try:
     import transformers
 except ImportError as error:
     raise ImportError(
         f"nsa.hf needs transformers 5.17 or later, which cannot be imported ({error}); "
-        'pip install "nsa[hf]"'
+        f"install it with `{install_line('hf')}`"
     ) from error
 
 from nsa.hf.attention import register

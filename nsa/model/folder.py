@@ -40,7 +40,7 @@ AUTO_MAP = {
     "AutoConfig": "modeling_nsa.NSAConfig",
     "AutoModelForCausalLM": "modeling_nsa.NSAForCausalLM",
 }
-CODE_TEXT = '''"""The classes of this model; they are in the package nsa: pip install "nsa[hf]"."""
+CODE_TEXT = '''"""The classes of this model; they are in the package nsa, with its extra hf."""
 
 from nsa.hf import NSAConfig, NSAForCausalLM
 

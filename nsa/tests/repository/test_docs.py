@@ -38,6 +38,7 @@ ONLY_COMPILED = re.compile(r"# needs a (GPU|trained model|run folder)\n")
 PROGRAMS = {
     *("nsa", "python3", "pip", "touch", "torchrun", ".", "head"),
     *("python", "bash", "pytest", "make", "ssh", "sbatch", "kill", "echo", "tee"),
+    *("transformers", "lm_eval"),
 }
 """What shell blocks may call; a new one is a decision."""
 

@@ -84,16 +84,6 @@ def test_fine_tuning_begins_far_below_an_untrained_model(tmp_path: Path) -> None
     assert "weights of artifacts/fine_tune/base/model.pt (sha256 " in printed
 
 
-def test_an_exported_model_continues_a_padded_batch_in_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the extra hf installs it")
-    printed = run_example("hugging_face", tmp_path, "--steps", "10")
-    first, last = numbers(r"^run: loss ([\d.]+) -> ([\d.]+)$", printed)
-    assert first > 5 and last < first
-    assert "config.json generation_config.json model.safetensors modeling_nsa.py" in printed
-    assert "loaded: NSAForCausalLM, 399500 parameters, all bit-equal\n" in printed
-    assert len(re.findall(r"^text: '.*' \+ .+$", printed, re.MULTILINE)) == 3
-
-
 def test_a_switched_llama_equals_it_with_all_blocks_and_trains_on_with_few(tmp_path: Path) -> None:
     printed = run_example("switch_llama", tmp_path, "--steps", "16")
     (same,) = numbers(r"^all blocks: logits differ from the Llama's by ([\d.e-]+)$", printed)
@@ -103,6 +93,16 @@ def test_a_switched_llama_equals_it_with_all_blocks_and_trains_on_with_few(tmp_p
     first, held_out = numbers(line, printed)
     assert held_out < 4.2 and first < 4.2, "ln 256 = 5.55 without the Llama's weights"
     assert (tmp_path / "artifacts/switch_llama/run/model.pt").is_file()
+
+
+def test_an_exported_model_continues_a_padded_batch_in_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra hf installs it")
+    printed = run_example("hugging_face", tmp_path, "--steps", "10")
+    first, last = numbers(r"^run: loss ([\d.]+) -> ([\d.]+)$", printed)
+    assert first > 5 and last < first
+    assert "config.json generation_config.json model.safetensors modeling_nsa.py" in printed
+    assert "loaded: NSAForCausalLM, 399500 parameters, all bit-equal\n" in printed
+    assert len(re.findall(r"^text: '.*' \+ .+$", printed, re.MULTILINE)) == 3
 
 
 def test_needle_is_found_and_its_block_selected(tmp_path: Path) -> None:
