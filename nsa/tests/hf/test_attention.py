@@ -140,11 +140,12 @@ def test_a_switched_model_is_what_nsa_sparsify_makes_of_it(ids: Tensor, tmp_path
     shared = ["nsa.l=16", "nsa.d=8", "nsa.l_sel=16", "nsa.n_sel=4"]
     moba = ["nsa.pool=moba", "nsa.pool_block=32"]
     rules = {"nsa-pooled": ("pooled", []), "nsa-mean": ("nsa", []), "nsa-moba": ("pooled", moba)}
+    said: list[str] = []
     with torch.no_grad():
         for name, (rule, more) in rules.items():
             overrides = [*shared, *more]
             folder = sparsify(
-                tmp_path / "dense", tmp_path / name, rule=rule, overrides=overrides, say=str
+                tmp_path / "dense", tmp_path / name, rule=rule, overrides=overrides, say=said.append
             )
             ours, _ = load_model(folder)
             model.set_attn_implementation(name)
