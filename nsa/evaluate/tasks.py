@@ -30,15 +30,13 @@ def run_tasks(
     check_tasks(folder, tasks_dir)
     lm_eval = need("lm_eval", "--tasks", "eval")
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoTokenizer
 
     from nsa.hf import NSAForCausalLM
 
     manager = _manager(names, tasks_dir)
     model = NSAForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     found = lm_eval.simple_evaluate(
-        model=HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size),
+        model=HFLM(model, backend="causal", tokenizer=str(folder), batch_size=batch_size),
         tasks=list(names),
         task_manager=manager,
         limit=limit,
