@@ -80,6 +80,7 @@ COMMANDS = (
     Start("nsa plan --config {config}", OPERATOR),
     Start("nsa warmup --config {config}", OPERATOR, 2),
     Start("nsa generate a --model {run} --max-new-tokens 2", OPERATOR),
+    Start("nsa eval {run} --no-perplexity --no-needle", OPERATOR, 2),
     Start("nsa checkpoint show {run}", OPERATOR),
     Start("nsa checkpoint export {run} --to {new}.safetensors", OPERATOR),
     Start("nsa report {run}", OPERATOR),
@@ -93,10 +94,10 @@ COMMANDS = (
 
 `nsa train` with 9000 steps is refused, because it would keep no checkpoint: all of it is loaded,
 and nothing is trained. `nsa sparsify` is refused because the model is not dense, `nsa prove-resume`
-because one step cannot be cut in two, `nsa warmup` because the config is for a CPU. `nsa preflight`
-trains, so only its imports are measured, with the exit of a command. `nsa report` builds a model
-where the folder has weights, and says NO-GO where it has none. `nsa handoff` exits with 1: a part
-is missing, here the report."""
+because one step cannot be cut in two, `nsa warmup` because the config is for a CPU, `nsa eval`
+because nothing is left to measure. `nsa preflight` trains, so only its imports are measured, with
+the exit of a command. `nsa report` builds a model where the folder has weights, and says NO-GO
+where it has none. `nsa handoff` exits with 1: a part is missing, here the report."""
 CONFIG = """inherits: {base}
 model: {{dim: 16, n_layers: 2, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}}
 nsa: {{l: 8, d: 4, l_sel: 8, n_sel: 3, w: 8}}

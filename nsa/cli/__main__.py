@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import nsa
-from nsa.cli import dashboard, data, operate, settings, train
+from nsa.cli import dashboard, data, evaluate, operate, settings, train
 from nsa.config import BAD_INPUT, INTERRUPTED, StrictParser
 from nsa.config.env import translate_torch_logs
 from nsa.files import explain
@@ -72,7 +72,7 @@ def _parser() -> StrictParser:
     parser = StrictParser(prog="nsa", description="Native Sparse Attention: train and inspect.")
     parser.add_argument("--version", action="version", version=f"nsa {nsa.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for family in (settings, train, data, operate, dashboard):
+    for family in (settings, train, evaluate, data, operate, dashboard):
         family.register(commands)
     return parser
 

@@ -1,6 +1,7 @@
 """TinyLM in the tools of Hugging Face: config, model and cached generation for transformers.
 
-Importing this package registers both classes with AutoConfig and AutoModelForCausalLM.
+Importing this package registers both classes with AutoConfig and AutoModelForCausalLM. `register()`
+adds attention implementations for other models.
 """
 
 import sys
@@ -15,8 +16,10 @@ except ImportError as error:
         f"install it with `{install_line('hf')}`"
     ) from error
 
+from nsa.hf.attention import register
 from nsa.hf.cache import GenerationCache
 from nsa.hf.config import NSAConfig
+from nsa.hf.layout import Sizes, sizes
 from nsa.hf.model import NSAForCausalLM
 
 transformers.AutoConfig.register(NSAConfig.model_type, NSAConfig)
@@ -27,4 +30,4 @@ _serve = sys.modules.get("transformers.cli.serving.model_manager")
 for _module in (transformers, getattr(_serve, "transformers", transformers)):
     vars(_module)[NSAForCausalLM.__name__] = NSAForCausalLM
 
-__all__ = ["GenerationCache", "NSAConfig", "NSAForCausalLM"]
+__all__ = ["GenerationCache", "NSAConfig", "NSAForCausalLM", "Sizes", "register", "sizes"]

@@ -39,11 +39,11 @@ from torch import Tensor
 from nsa.config import BAD_INPUT, Config, StrictParser
 from nsa.data.documents import VAL
 from nsa.data.tokenizers import HFTokenizer
+from nsa.evaluate.needles import Document
 from nsa.files import write_text
 from nsa.model import TinyLM
 from nsa.train.checkpoint.model_file import load_model
 from nsa.train.runtime import resolve_runtime
-from studies.long_context.task import Document
 from studies.long_context.text import TOKENIZER, read_hay
 from studies.long_context.training_rows import Mixture, make_row
 from studies.long_context.vocabulary import Words, find_words

@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PY
 import numpy as np
 
 from nsa.config import BAD_INPUT, StrictParser
+from nsa.evaluate.pictures import draw_shares, shares_of, short
 from nsa.files import replacing, write_text
-from studies.long_context.results import ROPES, Grid, Results, merge_grids, read_results
+from studies.long_context.results import ROPES, Results, merge_grids, read_results
 
 TABLE = "table.md"
 MODEL_NAMES = {"nsa": "NSA", "dense": "dense"}
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 def table(results: Results) -> str:
     """Right answers of all depths in percent: a line for each model, task, scaling and way."""
     lengths = sorted({grid.length for grid in results.grids})
-    head = ["task", "model", "positions", "answers by", *map(_short, lengths)]
+    head = ["task", "model", "positions", "answers by", *map(short, lengths)]
     lines = [_line(head), _line(["---"] * 4 + ["---:"] * len(lengths))]
     names = dict.fromkeys((g.task, g.model, g.rope, g.way) for g in results.grids)
     for task, model, rope, way in sorted(names, key=_order):
@@ -103,22 +104,14 @@ def _panel(ax: Any, results: Results, model: str, task: str, rope: str) -> Any:
     if not grids:
         ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
         return None
-    shares = np.stack([_shares(grid) for grid in grids], axis=1)  # [depths, lengths]
-    image = ax.imshow(shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-    for (depth, place), share in np.ndenumerate(shares):
-        color = "black" if share > 60 else "white"
-        ax.text(place, depth, f"{share:.0f}", ha="center", va="center", color=color, fontsize=7)
-    ax.set_xticks(range(len(grids)), [_short(grid.length) for grid in grids])
-    depths = grids[0].depths
-    ax.set_yticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
+    shares = np.stack(
+        [shares_of(grid.right, grid.asked) for grid in grids], axis=1
+    )  # [depths, lengths]
+    image = draw_shares(ax, shares, [short(grid.length) for grid in grids], grids[0].depths)
     border = sum(grid.length <= trained for grid in grids) - 0.5
     if border < len(grids) - 1:
         ax.axvline(border, color="white", linewidth=2, linestyle="--")
     return image
-
-
-def _shares(grid: Grid) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return 100 * np.array(grid.right) / np.maximum(1, grid.asked)
 
 
 def _title(results: Results, task: str) -> str:
@@ -145,10 +138,6 @@ def _trained(results: Results) -> int:
 def _order(name: tuple[str, str, str, str]) -> tuple[str, str, int, str]:
     task, model, rope, way = name
     return task, way, ROPES.index(rope), model
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _line(cells: list[str]) -> str:

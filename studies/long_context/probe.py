@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nsa.evaluate.needles import Document
 from nsa.model import TinyLM
 from studies.long_context.results import Probe
-from studies.long_context.task import Document
 from studies.recorder import SelectionRecorder
 
 SHORTEST = 16

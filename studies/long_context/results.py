@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nsa.evaluate.results import WAYS
 from nsa.files import write_text
 from studies.long_context.presets import MODELS
 
 VERSION = 2
 NAME = "results.json"
 ROPES = ("none", "linear", "base")
-WAYS = ("forward", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)

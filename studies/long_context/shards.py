@@ -19,8 +19,8 @@ from nsa.data.array_rows import shuffled
 from nsa.data.documents import TRAIN, VAL, Counts
 from nsa.data.shards import FILE_NAME, Manifest, Shard, write_manifest
 from nsa.data.tokenizers import HFTokenizer, id_type
+from nsa.evaluate.needles import Ids
 from nsa.files import DurableFile
-from studies.long_context.task import Ids
 from studies.long_context.text import TOKENIZER, Say, read_hay
 from studies.long_context.training_rows import Mixture, make_row
 from studies.long_context.vocabulary import Words, find_words

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from studies.long_context.task import Document, Ids, build, crop, draw_secrets, generator_of
+from nsa.evaluate.needles import Document, Ids, build, crop, generator_of
+from studies.long_context.task import draw_secrets
 from studies.long_context.vocabulary import Words
 
 
@@ -90,7 +91,7 @@ def _draw_document(
     questions = sum(len(s.question) + 1 + len(words.end) for s in secrets)
     asks = int(draw.integers(1, mixture.asks + 1))
     asks = max(1, min(asks, (length - needles) // questions))
-    document = build(length, secrets, hay, words, draw, asks=asks)
+    document = build(length, secrets, hay, words.end, draw, asks=asks)
     return document, 0 if task == "passkey" else num
 
 

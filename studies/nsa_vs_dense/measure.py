@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nsa import BlockSpec
 from nsa.config import Config
 from nsa.data import Data
+from nsa.evaluate.perplexity import binned, token_losses
 from nsa.model import TinyLM
 from nsa.train.runtime import Runtime
 from studies.nsa_vs_dense.selection_stats import describe_selection
 from studies.recorder import SelectionRecorder
 
-POSITION_BINS = 16
 STATISTICS_TOKENS = 32768
 """Of rows whose selections are counted."""
 
@@ -40,7 +39,8 @@ def measure_loss(
     model.eval()
     for first in range(0, num_rows, size):
         rows = data.val.batch(first, min(size, num_rows - first))
-        losses = _token_losses(model, rows.to(runtime.device), runtime).cpu()  # [B, S]
+        with runtime.compute():
+            losses = token_losses(model, rows.to(runtime.device)).cpu()  # [B, S]
         by_row += losses.mean(1).tolist()
         by_position += losses.sum(0)
     spread = statistics.stdev(by_row) if num_rows > 1 else float("nan")
@@ -50,7 +50,7 @@ def measure_loss(
         "loss": statistics.fmean(by_row),
         "standard_error": spread / math.sqrt(num_rows),
         "row_losses": [round(loss, 5) for loss in by_row],
-        "by_position": _binned(by_position / num_rows),
+        "by_position": binned(by_position / num_rows),
     }
 
 
@@ -69,21 +69,3 @@ def record_selection(
     spec = BlockSpec(cfg.nsa.l, cfg.nsa.d, cfg.nsa.l_sel, cfg.nsa.n_sel, cfg.nsa.w)
     first = torch.stack([ids[0] for ids in recorder.layers]).cpu()
     return describe_selection(recorder.layers, spec), first, spec
-
-
-def _token_losses(model: TinyLM, rows: Tensor, runtime: Runtime) -> Tensor:  # [B, S+1] -> [B, S]
-    """Nats of every target; the logits of one row at a time."""
-    with runtime.compute():
-        hidden = model.hidden(rows[:, :-1])
-        losses = [
-            F.cross_entropy(model.head(row).float(), targets, reduction="none")
-            for row, targets in zip(hidden, rows[:, 1:], strict=True)
-        ]
-    return torch.stack(losses).double()
-
-
-def _binned(losses: Tensor) -> dict[str, list[Any]]:  # [S]
-    """Means over bins of equal length: does the loss still fall with more context?"""
-    parts = losses.tensor_split(min(POSITION_BINS, len(losses)))
-    ends = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
-    return {"until": ends, "loss": [round(part.mean().item(), 5) for part in parts]}

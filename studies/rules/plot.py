@@ -14,7 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
 
+import numpy as np
+
 from nsa.config import BAD_INPUT, StrictParser
+from nsa.evaluate.pictures import draw_shares, shares_of
 from nsa.files import write_text
 from studies.nsa_vs_dense.pictures import LEFT, OTHERS, finish, new_figure
 from studies.nsa_vs_dense.results import NAME as RESULTS
@@ -91,21 +94,10 @@ def draw_needles(arms: list[Arm], measures: dict[str, Any], path: Path) -> None:
     for line, (task, words) in zip(panels, TASKS.items(), strict=True):
         for axes, members in zip(line, groups, strict=True):
             grids = [_grid(measures["arms"][arm["name"]], task) for arm in members]
-            cells = [
-                [100 * r / max(1, a) for r, a in zip(grid["right"], grid["asked"], strict=True)]
-                for grid in grids
-            ]
-            by_depth = list(zip(*cells, strict=True))
-            image = axes.imshow(by_depth, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-            for depth, shares in enumerate(by_depth):
-                for place, share in enumerate(shares):
-                    colour = "black" if share > 60 else "white"
-                    text = {"ha": "center", "va": "center", "color": colour, "fontsize": 7}
-                    axes.text(place, depth, f"{share:.0f}", **text)
+            shares = np.stack([shares_of(grid["right"], grid["asked"]) for grid in grids], axis=1)
             names = [_short(arm["variant"]) for arm in members]
-            axes.set_xticks(range(len(members)), names, fontsize=8)
-            depths = grids[0]["depths"]
-            axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths], fontsize=8)
+            image = draw_shares(axes, shares, names, grids[0]["depths"])
+            axes.tick_params(labelsize=8)
             axes.set_title(f"{words}, {grids[0]['length']} tokens", **LEFT)
         line[0].set_ylabel("depth of the needle, %")
     figure.colorbar(image, ax=panels.ravel().tolist(), label="right answers, %", shrink=0.8)

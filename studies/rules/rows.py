@@ -17,9 +17,9 @@ from typing import Any
 
 from nsa.data.documents import TRAIN, VAL
 from nsa.data.tokenizers import HFTokenizer
+from nsa.evaluate.needles import Ids
 from studies.long_context.shards import RowMaker, write_shards
 from studies.long_context.stages import LITTLE
-from studies.long_context.task import Ids
 from studies.long_context.text import TOKENIZER, Say, prepare_text, read_hay
 from studies.long_context.training_rows import Mixture
 from studies.long_context.vocabulary import Words, find_words

@@ -22,6 +22,7 @@ import torch
 
 from bench.compare_report import Comparison, Result
 from nsa.config.load import REPOSITORY
+from nsa.evaluate.results import NEEDLE, PERPLEXITY, Evaluation
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS
 from nsa.operate.handoff import contents
 from nsa.operate.handoff.contents import Entry, Manifest, Missing
@@ -769,6 +770,10 @@ def written_fields(folder: Path) -> dict[str, set[str]]:
         "long_context_results.md": {
             "version",
             *(f.name for kind in (NeedleResults, Grid, Probe) for f in dataclasses.fields(kind)),
+        },
+        "eval_json.md": {
+            *("version", *PERPLEXITY, *NEEDLE),
+            *(field.name for field in dataclasses.fields(Evaluation)),
         },
         "study_results.md": {*study_results.FIELDS, *study_results.ARM_FIELDS},
         "tensorboard.md": {

@@ -21,10 +21,12 @@ from nsa.data.errors import DataError
 from nsa.data.open import open_data
 from nsa.data.shards import verify_shards
 from nsa.data.tokenizers import HFTokenizer
+from nsa.evaluate.grid import ANSWERERS
+from nsa.evaluate.needles import Document, build, crop, generator_of
 from nsa.ops.spec import BlockSpec
 from nsa.records import read_config, read_metrics
 from studies.long_context import plot, run, shards
-from studies.long_context.evaluate import ANSWERERS, Exam, ask, scale_rope
+from studies.long_context.evaluate import Exam, ask, scale_rope
 from studies.long_context.presets import FULL, PRESETS, TINY
 from studies.long_context.probe import best_head, probe
 from studies.long_context.results import (
@@ -39,7 +41,7 @@ from studies.long_context.results import (
 )
 from studies.long_context.shards import RowMaker, write_shards
 from studies.long_context.stages import mixture_of
-from studies.long_context.task import TASKS, Document, build, crop, draw_secrets, generator_of
+from studies.long_context.task import TASKS, draw_secrets
 from studies.long_context.text import TOKENIZER, prepare_text, read_hay
 from studies.long_context.train import stage_folder
 from studies.long_context.training_rows import Mixture, make_row
@@ -89,13 +91,15 @@ def test_every_secret_is_hidden_once_and_asked_for_once(task: str) -> None:
     depths = [0.0, 0.3, 1.0] if task == "multi" else [0.3]
     draw = generator_of("test", task)
     secrets = draw_secrets(task, depths, WORDS, draw.permutation(WORDS.keys), draw)
-    document = build(120, secrets, HAY, WORDS, draw)
+    document = build(120, secrets, HAY, WORDS.end, draw)
     assert len(document.ids) == 120 and sorted(document.depths) == depths
     ids = document.ids.tolist()
-    assert sorted(ids[at] for at in document.answers) == sorted(s.value for s in secrets)
+    assert sorted(ids[at] for at in document.answers) == sorted(
+        *zip(*(s.value for s in secrets), strict=True)
+    )
     for secret in secrets:
         (hidden,) = places_of(secret.needle, ids)
-        (asked,) = places_of([*secret.question, secret.value], ids)
+        (asked,) = places_of([*secret.question, *secret.value], ids)
         assert hidden < asked and asked + len(secret.question) in document.answers
     assert ids[-1] == WORDS.end[0] and document.answers[-1] == 120 - 2
 
@@ -104,7 +108,7 @@ def test_depth_is_the_place_of_the_needle_in_the_text() -> None:
     for depth in (0.0, 0.25, 1.0):
         draw = generator_of("depth", depth)
         (secret,) = secrets = draw_secrets("passkey", [depth], WORDS, WORDS.keys, draw)
-        ids = build(220, secrets, HAY, WORDS, draw).ids.tolist()
+        ids = build(220, secrets, HAY, WORDS.end, draw).ids.tolist()
         text_len = 220 - len(secret.needle) - len(secret.question) - 2
         assert places_of(secret.needle, ids) == [round(depth * text_len)]
 
@@ -113,7 +117,7 @@ def test_document_without_room_for_its_needles_is_refused() -> None:
     draw = generator_of("room")
     secrets = draw_secrets("needle", [0.5], WORDS, WORDS.keys, draw)
     with pytest.raises(ValueError, match="10 tokens have no room for 1 needles.*give 12 tokens"):
-        build(10, secrets, HAY, WORDS, draw)
+        build(10, secrets, HAY, WORDS.end, draw)
 
 
 def test_short_text_comes_again() -> None:
@@ -123,7 +127,7 @@ def test_short_text_comes_again() -> None:
 def test_every_needle_is_asked_for_as_often_as_it_should_be() -> None:
     draw = generator_of("asks")
     secrets = draw_secrets("multi", [0.2, 0.8], WORDS, WORDS.keys, draw)
-    document = build(100, secrets, HAY, WORDS, draw, asks=3)
+    document = build(100, secrets, HAY, WORDS.end, draw, asks=3)
     assert len(document.ids) == 100 and sorted(document.depths) == [0.2] * 3 + [0.8] * 3
     assert sorted(document.depths[:2]) == [0.2, 0.8], "all once before one comes again"
 

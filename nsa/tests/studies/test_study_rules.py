@@ -13,11 +13,11 @@ from torch import Tensor
 
 from nsa import BlockSpec, TinyLM
 from nsa.data.documents import read_works
+from nsa.evaluate.needles import Document
 from nsa.model.cost import parameter_counts
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.studies.test_study_long_context import HAY, WORDS
 from studies.long_context.diagnose import CAUSES, diagnose, selected_mass, summarize
-from studies.long_context.task import Document
 from studies.long_context.training_rows import Mixture, make_row
 from studies.nsa_vs_dense.arms import INIT, read_table
 from studies.nsa_vs_dense.results import read_results

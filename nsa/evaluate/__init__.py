@@ -1,0 +1,1 @@
+"""What a trained model does: perplexity by position and context, the needle grid, lm-eval tasks."""
