@@ -15,7 +15,7 @@ except ImportError as error:
         f"install it with `{install_line('hf')}`"
     ) from error
 
-from nsa.hf.cache import GenerationCache
+from nsa.generate.rows import GenerationCache
 from nsa.hf.config import NSAConfig
 from nsa.hf.model import NSAForCausalLM
 

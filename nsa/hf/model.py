@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nsa.hf.cache import GenerationCache
+from nsa.generate.rows import GenerationCache
 from nsa.hf.config import NSAConfig
 from nsa.model import TinyLM
 from nsa.model.folder import BadFolder
