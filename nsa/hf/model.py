@@ -107,7 +107,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Tensor:  # [B, S, dim]
         hidden = self.model.hidden
         if torch.compiler.is_compiling() and not ids.is_cuda:
-            # Inductor's C++ gives wrong gradients for the layers' attention on a CPU.
+            # Inductor's C++ (torch 2.13) reads a repeated mask wrongly at lengths that are no
+            # multiple of l_sel: gradients of attention would be wrong.
             hidden = partial(call_eagerly, self.model.hidden)
         if real is None and starts is None:
             return hidden(ids, index_losses=index_losses)
