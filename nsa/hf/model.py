@@ -291,15 +291,13 @@ def _starts(position_ids: Tensor | None, use_cache: Any, cache: Any) -> Tensor |
             "position_ids with a cache; positions count the tokens of a row: leave them out"
         )
     begins = position_ids == 0
-    steps = position_ids[:, 1:] - position_ids[:, :-1]
-    return begins if begins[:, 0].all() and (begins[:, 1:] | (steps == 1)).all() else _refused()
-
-
-def _refused() -> Tensor:
-    raise ValueError(
-        "position_ids do not count 0, 1, 2, ... from the start of each document; other positions "
-        "are not supported: leave them out, and mark padding in attention_mask"
-    )
+    goes_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    if not (begins[:, 0].all() and (begins[:, 1:] | goes_on).all()):
+        raise ValueError(
+            "position_ids do not count 0, 1, 2, ... from the start of each document; other "
+            "positions are not supported: leave them out, and mark padding in attention_mask"
+        )
+    return begins
 
 
 def _bounds(real: Tensor, starts: Tensor | None) -> Tensor:  # [B, S] -> [documents + 1] int32
