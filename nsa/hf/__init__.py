@@ -16,8 +16,8 @@ except ImportError as error:
         f"install it with `{install_line('hf')}`"
     ) from error
 
+from nsa.generate.rows import GenerationCache
 from nsa.hf.attention import register
-from nsa.hf.cache import GenerationCache
 from nsa.hf.config import NSAConfig
 from nsa.hf.layout import Sizes, sizes
 from nsa.hf.model import NSAForCausalLM

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nsa.hf.cache import GenerationCache
+from nsa.generate.rows import GenerationCache
 from nsa.hf.config import NSAConfig
 from nsa.model import TinyLM
 from nsa.model.folder import BadFolder
@@ -107,7 +107,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Tensor:  # [B, S, dim]
         hidden = self.model.hidden
         if torch.compiler.is_compiling() and not ids.is_cuda:
-            # Inductor's C++ gives wrong gradients for the layers' attention on a CPU.
+            # Inductor's C++ (torch 2.13) reads a repeated mask wrongly at lengths that are no
+            # multiple of l_sel: gradients of attention would be wrong.
             hidden = partial(call_eagerly, self.model.hidden)
         if real is None and starts is None:
             return hidden(ids, index_losses=index_losses)
@@ -290,15 +291,13 @@ def _starts(position_ids: Tensor | None, use_cache: Any, cache: Any) -> Tensor |
             "position_ids with a cache; positions count the tokens of a row: leave them out"
         )
     begins = position_ids == 0
-    steps = position_ids[:, 1:] - position_ids[:, :-1]
-    return begins if begins[:, 0].all() and (begins[:, 1:] | (steps == 1)).all() else _refused()
-
-
-def _refused() -> Tensor:
-    raise ValueError(
-        "position_ids do not count 0, 1, 2, ... from the start of each document; other positions "
-        "are not supported: leave them out, and mark padding in attention_mask"
-    )
+    goes_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    if not (begins[:, 0].all() and (begins[:, 1:] | goes_on).all()):
+        raise ValueError(
+            "position_ids do not count 0, 1, 2, ... from the start of each document; other "
+            "positions are not supported: leave them out, and mark padding in attention_mask"
+        )
+    return begins
 
 
 def _bounds(real: Tensor, starts: Tensor | None) -> Tensor:  # [B, S] -> [documents + 1] int32

@@ -325,10 +325,12 @@ class TinyLM(nn.Module):
         return self.head(self.norm(x[:, -1]))
 
     @torch.no_grad()
-    def append(self, ids: Tensor, cache: ModelCache) -> Tensor:  # [B, T] -> [B, T, dim]
+    def append(
+        self, ids: Tensor, cache: ModelCache | PagedModelCache
+    ) -> Tensor:  # [B, T] -> [B, T, dim]
         """Append T tokens and return their hidden states, for `head`: a prompt tile by tile, one
-        more token by a decode step."""
-        if ids.shape[-1] == 1 and cache.length:
+        more token by a decode step. A paged cache takes one token."""
+        if isinstance(cache, PagedModelCache) or (ids.shape[-1] == 1 and cache.length):
             return self.norm(self._step(ids, cache))
         parts = ids.split(self._tile, dim=-1)
         return self.norm(torch.cat([self._prefill(part, cache) for part in parts], dim=1))

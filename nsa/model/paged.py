@@ -131,10 +131,10 @@ class PagedCache(DecodedCache):
         for place in self.open_lengths:
             self.open_lengths[place] += 1
 
-    def open(self, place: int, cache: NSACache) -> None:
-        """Copy a cache of one sequence to a place."""
+    def open(self, place: int, cache: NSACache, row: int | None = None) -> None:
+        """Copy a cache of one sequence, or a row of one with several, to a place."""
         length, spec = cache.length, self.spec
-        if cache.batch != 1 or place in self.open_lengths:
+        if (row is None and cache.batch != 1) or place in self.open_lengths:
             raise ValueError(
                 f"place {place} takes one sequence, and only while it has none; got a cache of "
                 f"{cache.batch}; close the place first, or choose another"
@@ -152,13 +152,13 @@ class PagedCache(DecodedCache):
             (self.cmp, cache.cmp, spec.num_cmp(length)),
         ):
             for paged, flat in zip(mine[:2], theirs[:2], strict=True):
-                _copy_to_pages(paged, pages, flat[0, :, :count])
+                _copy_to_pages(paged, pages, flat[row or 0, :, :count])
         # Ring sizes may differ: both hold the latest tokens, as many as the smaller one has.
         for ring, theirs in ((self.win, cache.win), (self.raw, cache.raw)):
             kept = min(length, ring.k.shape[2], theirs.k.shape[2])
             to, source = (ring_slots(kv, length - kept, length) for kv in (ring, theirs))
             for own, other in zip(ring[:2], theirs[:2], strict=True):
-                own[place][:, to] = other[0][:, source]
+                own[place][:, to] = other[row or 0][:, source]
         self.open_lengths[place] = length
         self.lengths[place] = length
 
@@ -178,10 +178,11 @@ class PagedModelCache:
         for layer in layers[1:]:
             layer.workspace = layers[0].workspace
 
-    def open(self, place: int, layers: list[NSACache]) -> None:
-        """Copy a prompt that was prefilled into its own cache (batch 1) to a place."""
+    def open(self, place: int, layers: list[NSACache], row: int | None = None) -> None:
+        """Copy a prompt that was prefilled into its own cache (batch 1), or into a row of one, to a
+        place."""
         for mine, theirs in zip(self.layers, layers, strict=True):
-            mine.open(place, theirs)
+            mine.open(place, theirs, row)
 
     def close(self, place: int) -> None:
         """Drop the sequence at a place and free its pages."""

@@ -218,7 +218,7 @@ def test_a_prompt_in_pieces_and_a_text_that_outgrows_its_cache(
     for kind in ("nsa", "reuse", "dense"):
         text = models[kind].generate(**given, **options)
         with monkeypatch.context() as patch:
-            patch.setattr("nsa.hf.cache.FIRST_TOKENS", 40)
+            patch.setattr("nsa.generate.rows.FIRST_TOKENS", 40)
             pieces = models[kind].generate(**given, **options, prefill_chunk_size=8)
         assert torch.equal(pieces, text), kind
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, NSAAttention, TinyLM, compress
 from nsa.generate.decode import GraphedStep, can_capture
+from nsa.generate.rows import GenerationCache
 from nsa.model import NSACache
 from nsa.model.paged import OutOfPages
 from nsa.model.rope import RopeScaling
@@ -423,6 +424,26 @@ def test_sequences_in_pages_decode_as_each_would_alone(phi):
     )
     with pytest.raises(OutOfPages, match="close a sequence"):
         paged.open(0, fresh(0, 40).layers)
+
+
+def test_rows_of_a_padded_batch_take_their_steps_together_in_pages():
+    """Rows of 12 and 5 tokens, in a cache that is made again after 13."""
+    torch.manual_seed(0)
+    model = TinyLM(**MODEL, **BLOCKS, backend="triton").to(DEVICE).eval()
+    oracle = TinyLM(**MODEL, **BLOCKS, backend="torch").to(DEVICE).eval()
+    oracle.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 50, (2, 15), device=DEVICE)
+    real = torch.ones(2, 12, dtype=torch.bool, device=DEVICE)
+    real[1, :7] = False
+    cache = GenerationCache(13)
+    cache.append(model, ids[:, :12], real)
+    for column in range(12, 15):
+        hidden = cache.append(model, ids[:, column : column + 1], None)
+        assert (cache.pages is None) == (column == 13), "made again: a cache for each length"
+        for row, first in enumerate((0, 7)):
+            whole = oracle.hidden(ids[row : row + 1, first : column + 1])
+            assert_near(hidden[row, 0], whole[0, -1], 1e-5)
+    assert cache.lengths == [15, 8]
 
 
 def test_a_paged_cache_says_what_it_cannot_do():
