@@ -7,7 +7,6 @@ holds by `GenerationCache`.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,6 @@ from nsa.generate.rows import GenerationCache
 from nsa.hf.config import NSAConfig
 from nsa.model import TinyLM
 from nsa.model.folder import BadFolder
-from nsa.ops.traced import call_eagerly
 
 IGNORED = -100
 """Label that does not count."""
@@ -105,16 +103,11 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _hidden(
         self, ids: Tensor, real: Tensor | None, starts: Tensor | None, index_losses: list[Tensor]
     ) -> Tensor:  # [B, S, dim]
-        hidden = self.model.hidden
-        if torch.compiler.is_compiling() and not ids.is_cuda:
-            # Inductor's C++ (torch 2.13) reads a repeated mask wrongly at lengths that are no
-            # multiple of l_sel: gradients of attention would be wrong.
-            hidden = partial(call_eagerly, self.model.hidden)
         if real is None and starts is None:
-            return hidden(ids, index_losses=index_losses)
+            return self.model.hidden(ids, index_losses=index_losses)
         real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
         bounds = _bounds(real, starts)
-        packed = hidden(
+        packed = self.model.hidden(
             ids[real][None], cu_seqlens=bounds, index_losses=index_losses
         )  # [1, tokens, dim]
         out = packed.new_zeros(*ids.shape, packed.shape[-1])

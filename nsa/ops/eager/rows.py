@@ -346,12 +346,16 @@ def _selected_visible(chosen: Tensor, first: int, spec: BlockSpec) -> Tensor:
     num_queries = chosen.shape[2]
     num_tokens = first + num_queries
     num_blocks = spec.num_blocks(num_tokens)
-    # One column more than blocks: ids that are not legal are scattered there and cut off.
-    in_block = chosen.new_zeros((*chosen.shape[:3], num_blocks + 1), dtype=torch.bool)
     current = current_block(first, num_queries, spec, chosen.device)[:, None]
     legal = (chosen >= 0) & (chosen <= current)
-    in_block.scatter_(-1, torch.where(legal, chosen, num_blocks).long(), True)
-    visible = in_block[..., :-1].repeat_interleave(spec.l_sel, dim=-1)[..., :num_tokens]
+    # One block more than there are: ids that are not legal go there and are cut off. All tokens of
+    # a block are written: where a mask of blocks is repeated and cut instead, inductor's C++ (torch
+    # 2.13) reads it wrong if l_sel does not divide the length, and gradients are wrong.
+    rows = chosen.new_zeros(chosen[..., 0].numel(), num_blocks + 1, spec.l_sel, dtype=torch.bool)
+    first_block = torch.arange(len(rows), device=chosen.device)[:, None] * (num_blocks + 1)
+    ids = torch.where(legal, chosen, num_blocks).flatten(0, 2) + first_block
+    rows.view(-1, spec.l_sel).index_fill_(0, ids.flatten(), True)
+    visible = rows.view(*chosen.shape[:3], -1)[..., :num_tokens]
     recent = first // spec.l_sel * spec.l_sel  # only blocks from here on hold tokens after a query
     t = torch.arange(first, num_tokens, device=chosen.device)[:, None]
     visible[..., recent:] &= torch.arange(recent, num_tokens, device=chosen.device) <= t
