@@ -1,4 +1,4 @@
-"""The page of the study: one table, two pictures, and a sentence for what a table cannot say."""
+"""The page of a study: one table, two pictures, and a sentence for what a table cannot say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from studies.nsa_vs_dense.arms import INIT
 from studies.nsa_vs_dense.page import machine_line
 from studies.nsa_vs_dense.results import gap
 from studies.rules.measure import accuracy, mean_recall
@@ -15,7 +16,7 @@ WIDE = "dense-wide"
 FELL = 0.02
 """Nats by which a loss must have risen again to be mentioned."""
 HEAD = (
-    "| rows | attention | parameters | rate | held-out loss | lowest on the way | minus dense twin "
+    "| rows | attention | parameters | rate | held-out loss | lowest on the way | minus dense "
     "| tokens/s | recall | mass read, of | needle | multi |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
@@ -27,23 +28,27 @@ def shown_arms(arms: Sequence[Arm], measures: dict[str, Any]) -> list[Arm]:
     kept = []
     for _, group in groupby(arms, key=lambda arm: arm["comparison"]):
         members = [arm for arm in group if arm["name"] in measures["arms"]]
-        twin = best_twin(members)
-        kept += [arm for arm in members if arm is twin or not arm["variant"].startswith(WIDE)]
+        other = reference(members)
+        kept += [arm for arm in members if arm is other or not arm["variant"].startswith(WIDE)]
     return kept
 
 
-def best_twin(arms: Sequence[Arm]) -> Arm | None:
-    """The dense arm with as many parameters as NSA whose rate was the best."""
+def reference(arms: Sequence[Arm]) -> Arm | None:
+    """The dense arm that the others of a comparison are compared with: that with as many parameters
+    as NSA whose rate was the best, or without such a twin the plain one."""
     twins = [arm for arm in arms if arm["variant"].startswith(WIDE)]
-    return min(twins, key=lambda arm: arm["held_out"]["loss"], default=None)
+    plain = [arm for arm in arms if arm["variant"] == "dense"]
+    return min(twins or plain, key=lambda arm: arm["held_out"]["loss"], default=None)
 
 
-def write_page(results: dict[str, Any], measures: dict[str, Any], pictures: Sequence[str]) -> str:
+def write_page(
+    results: dict[str, Any], measures: dict[str, Any], pictures: Sequence[str], title: str
+) -> str:
     """The whole page; `pictures` are the names of the files."""
     arms = [arm for arm in results["arms"] if arm["name"] in measures["arms"]]
     shown = shown_arms(arms, measures)
     parts = [
-        "# Dense attention, NSA and the rules, on the same rows",
+        f"# {title}",
         machine_line(results | {"arms": arms}),
         _how(shown, measures),
         "\n".join([HEAD, *(_row(arm, arms, measures) for arm in shown)]),
@@ -59,6 +64,11 @@ def write_page(results: dict[str, Any], measures: dict[str, Any], pictures: Sequ
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def is_converted(arm: Arm) -> bool:
+    """Whether an arm starts from a model that has learned in rows of its own length."""
+    return f"-{length_of(arm)}-" in str(arm["settings"].get(INIT))
+
+
 def length_of(arm: Arm) -> int:
     """Tokens of a row."""
     return int(arm["settings"]["train.seq_len"])
@@ -72,32 +82,35 @@ def _how(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
         f"{measures['chance'][arm['comparison']]:.0%}"
         for arm in {arm["comparison"]: arm for arm in arms}.values()
     ]
+    has_twin = any(arm["variant"].startswith(WIDE) for arm in arms)
+    other = " with as many parameters as NSA, at its best rate" if has_twin else ""
     return (
-        "All arms have read the same rows in the same order ([the study]"
-        "(../../studies/rules/README.md)). Loss: nats per token of held-out text. Minus dense "
-        "twin: row by row against dense attention with as many parameters as NSA, at its best "
-        "rate, ± standard error over rows. Parameters are without the embedding. Recall: of the "
-        "free blocks that dense attention over the same queries and keys looks at most, the share "
-        "that the rule reads. Mass read: of the dense attention, what lies in the blocks that are "
-        "read, of what the best choice has. Needle and multi: right answers at the length of a "
-        f"row, where a guess finds one in a hundred. {_sentence('; '.join(data))}."
+        "All arms of a comparison have read the same rows in the same order ([the study]"
+        "(../../studies/rules/README.md)). Loss: nats per token of held-out text. Minus dense: row "
+        f"by row against dense attention{other}, ± standard error over rows. Parameters are "
+        "without the embedding. Recall: of the free blocks that dense attention over the same "
+        "queries and keys looks at most, the share that the rule reads. Mass read: of the dense "
+        "attention, what lies in the blocks that are read, of what the best choice has. Needle and "
+        "multi: right answers at the length of a row, where a guess finds one in a hundred. "
+        f"{_sentence('; '.join(data))}."
     )
 
 
 def _row(arm: Arm, arms: Sequence[Arm], measures: dict[str, Any]) -> str:
     same = [other for other in arms if other["comparison"] == arm["comparison"]]
-    twin, found = best_twin(same), measures["arms"][arm["name"]]
+    other, found = reference(same), measures["arms"][arm["name"]]
     difference = ""
-    if twin is not None and twin is not arm:
-        mean, error = gap(arm, twin)
+    if other is not None and other is not arm:
+        mean, error = gap(arm, other)
         difference = f"{mean:+.4f} ± {error:.4f}"
     recall, mass = "", ""
     if "own" in found["recall"]:
         recall = f"{mean_recall(found, 'own'):.0%}"
         mass = f"{mean_recall(found, 'own', 1):.1%}, {mean_recall(found, 'own', 2):.1%}"
+    name, start = arm["variant"], arm["settings"].get(INIT)
     cells = [
         str(length_of(arm)),
-        arm["variant"],
+        f"{name}, from {start}" if is_converted(arm) else name,
         f"{arm['params']['non_embedding']:,}",
         f"{arm['settings']['train.lr']:g}",
         f"{arm['held_out']['loss']:.4f}",

@@ -2,6 +2,7 @@
 
 `python studies/rules/plot.py DIR --out PAGES` reads DIR/results.json and DIR/rules.json, and writes
 PAGES/rules.md, rules-loss.png, rules-needles.png, and both results as rules-*.json.
+`--page convert` does the same for the conversion of a dense model (convert.toml), under that name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from studies.rules.measure import NAME as MEASURES
 from studies.rules.measure import read_measures
 from studies.rules.page import WIDE, Arm, length_of, shown_arms, write_page
 
-PREFIX = "rules"
+TITLES = {
+    "rules": "Dense attention, NSA and the rules, on the same rows",
+    "convert": "A dense model becomes sparse",
+}
+"""Of the page of each name."""
 COLOURS = {"dense": "#333333", "nsa": "#0072b2", "infllm": "#d55e00", "moba": "#cc79a7"}
 TASKS = {"needle": "one needle", "multi": "a needle at every depth"}
 
@@ -36,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = StrictParser(prog="plot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of run.py")
     parser.add_argument("--out", type=Path, required=True, metavar="PAGES", help="of the page")
+    parser.add_argument("--page", choices=TITLES, default="rules", help="its name (rules)")
     args = parser.parse_args(argv)
     try:
         results = read_results(args.folder / RESULTS)
@@ -47,13 +53,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"plot: error: {error}", file=sys.stderr)
         return BAD_INPUT
     args.out.mkdir(parents=True, exist_ok=True)
-    pictures = [f"{PREFIX}-loss.png", f"{PREFIX}-needles.png"]
+    pictures = [f"{args.page}-loss.png", f"{args.page}-needles.png"]
     draw_losses(arms, measures, args.out / pictures[0])
     draw_needles(arms, measures, args.out / pictures[1])
-    write_text(args.out / f"{PREFIX}.md", write_page(results, measures, pictures))
-    write_results(args.out / f"{PREFIX}-results.json", _without_schema(results))
-    write_text(args.out / f"{PREFIX}-measures.json", json.dumps(measures) + "\n")
-    for name in (f"{PREFIX}.md", *pictures, f"{PREFIX}-results.json", f"{PREFIX}-measures.json"):
+    write_text(
+        args.out / f"{args.page}.md", write_page(results, measures, pictures, TITLES[args.page])
+    )
+    write_results(args.out / f"{args.page}-results.json", _without_schema(results))
+    write_text(args.out / f"{args.page}-measures.json", json.dumps(measures) + "\n")
+    for name in (
+        f"{args.page}.md",
+        *pictures,
+        f"{args.page}-results.json",
+        f"{args.page}-measures.json",
+    ):
         print(args.out / name)
     return 0
 

@@ -25,7 +25,7 @@ from studies.nsa_vs_dense.selection_stats import chance
 from studies.recorder import Look
 from studies.rules import plot, run
 from studies.rules.measure import read_measures
-from studies.rules.page import best_twin
+from studies.rules.page import is_converted, reference
 from studies.rules.recall import block_mass, chance_recall, share_of
 from studies.rules.rows import read_recipes
 
@@ -204,6 +204,18 @@ def test_arms_of_the_tables_can_start_and_the_twin_has_the_parameters_of_nsa(nam
         assert len(rates) == 3 and len({arm.steps for arm in members}) == 1
 
 
+def test_converted_arms_start_from_one_dense_model_and_train_a_tenth_of_its_updates() -> None:
+    arms = {arm.name: arm for arm in read_table(FOLDER / "convert.toml")}
+    converted = [arm for arm in arms.values() if is_converted({"settings": arm.settings})]
+    assert {arm.variant for arm in converted} == {"dense", "infllm", "moba", "msa", "nsa-shared"}
+    (start,) = {arm.settings[INIT] for arm in converted}
+    assert arms[start].variant == "dense" and not is_converted({"settings": arms[start].settings})
+    for arm in converted:
+        cfg = arm.resolve(["data.tokenizer=byte"])
+        assert arm.steps * 10 <= arms[start].steps and not any(cfg.model.branched)
+        assert cfg.model.dim == arms[start].resolve(["data.tokenizer=byte"]).model.dim
+
+
 def test_wider_mlp_is_counted_as_it_is_built() -> None:
     cfg = read_table(FOLDER / "arms_cpu.toml")[1].resolve(["data.tokenizer=byte"])
     assert cfg.model.mlp_dim == 320
@@ -313,5 +325,6 @@ def test_the_best_rate_of_the_twin_counts() -> None:
         {"variant": variant, "held_out": {"loss": loss}}
         for variant, loss in (("dense", 1.0), ("dense-wide", 3.0), ("dense-wide-low", 2.0))
     ]
-    assert best_twin(arms) is arms[2]
-    assert best_twin(arms[:1]) is None
+    assert reference(arms) is arms[2]
+    assert reference(arms[:1]) is arms[0], "without a twin, plain dense attention"
+    assert reference([]) is None
