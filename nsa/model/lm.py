@@ -230,8 +230,7 @@ class TinyLM(nn.Module):
         `index_losses`."""
         x = self._embed(ids)
         # One RoPE table for all layers.
-        positions = document_positions(ids.shape[1], cu_seqlens, ids.device)
-        rope = self.layers[0].attn.rope(positions, x.dtype)
+        rope = self.layers[0].attn.rope(self.positions(ids, cu_seqlens), x.dtype)
         trains = self.training and torch.is_grad_enabled()
         blocks: Sequence[Callable[..., Any]] = self.layers
         if self.compiled and trains and stats is None:
@@ -253,6 +252,10 @@ class TinyLM(nn.Module):
             if index_losses is not None and loss is not None:
                 index_losses.append(loss)
         return self.norm(x)
+
+    def positions(self, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:  # [B, S] -> [S]
+        """Where the tokens are in their documents."""
+        return document_positions(ids.shape[1], cu_seqlens, ids.device)
 
     @property
     def layers(self) -> list[Block]:

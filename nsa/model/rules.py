@@ -37,7 +37,10 @@ CHUNK_SCORES = {"cpu": 1 << 23, "cuda": 1 << 26}
 
 
 class Span(NamedTuple):
-    """Where the queries of a call are: the first position, or the documents of a packed row."""
+    """Where the queries of a call are: the first position, or the documents of a packed row.
+
+    `queries` and `summarize` of a learned rule take both: tokens from place `first` of the row on.
+    """
 
     first: int = 0
     cu_seqlens: Tensor | None = None
@@ -325,19 +328,22 @@ class MSARule(Rule):
     def loss(
         self,
         q: Tensor,  # [B, S, Hq, Dk]  of the attention, rotated
-        k: Tensor,  # [B, S, Hkv, Dk]
+        k: Tensor,  # [B, Sk, Hkv, Dk]
         index: Tensor,  # [B, S, Hkv, n] int32, or H = 1: the blocks that attention has read
         lse: Tensor,  # [B, S, Hq]  the log-sum-exp of that attention
         index_q: Tensor,  # [B, S, Hkv, d_index]
-        index_k: Tensor,  # [B, S, 1, d_index]
+        index_k: Tensor,  # [B, Sk, 1, d_index]
         *,
+        q_offset: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
         backend: str = "auto",
     ) -> Tensor:  # [] fp32
         """KL from the attention of each head to the indexer, over the tokens that were read.
 
-        Mean over tokens and heads. Its gradient is that of the KL from the mean of a group's heads;
-        its value is larger by how much these heads differ. It reaches the indexer alone.
+        Mean over queries and heads; their places among the keys as in `nsa.sparse_attention`. Its
+        gradient is that of the KL from the mean of a group's heads; its value is larger by how much
+        these heads differ. It reaches the indexer alone.
 
         With p the attention of a head and s = index_q . index_k / sqrt(d_index):
             KL = sum p log p - sum p log softmax(s)
@@ -350,8 +356,8 @@ class MSARule(Rule):
         q, k, lse = q.detach(), k.detach(), lse.detach().to(kind)
         # The same attention with k and with index_k as values. Apart, for heads of a size that the
         # kernels take; the first has no gradient.
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": backend}
-        options["block"] = self.spec.l_sel
+        options: dict[str, Any] = {"q_offset": q_offset, "cu_seqlens": cu_seqlens}
+        options |= {"cu_seqlens_k": cu_seqlens_k, "backend": backend, "block": self.spec.l_sel}
         mean_k = sparse_attention(q, k, k, index, **options).to(kind)
         shared = index_k.to(k.dtype).expand(-1, -1, groups, -1)
         mean_index = sparse_attention(q, k, shared, index, **options).to(kind)

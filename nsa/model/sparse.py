@@ -136,8 +136,8 @@ class SparseAttention(DenseAttention):
         if self.rule is not None:
             asked, summary = self.rule.queries(q, x, span), self.rule.summarize(k, x, span)
             index = self.rule.choose(asked, summary, self.num_groups, span)
-        index = _given(index)
-        read = _all_blocks(index, self.spec.num_blocks(x.shape[1])) if warm_up else index
+        index = given_index(index)
+        read = all_blocks(index, self.spec.num_blocks(x.shape[1])) if warm_up else index
         with in_layer(layer):
             out, lse = sparse_attention(
                 q, k, v, read, block=self.spec.l_sel, cu_seqlens=cu_seqlens, backend=self.backend,
@@ -210,7 +210,7 @@ class SparseAttention(DenseAttention):
             span, summary = Span(first), cache.summarize(x, first)
             asked = self.rule.queries(q, x, span)
             index = self.rule.choose(asked, summary, self.num_groups, span)
-        cache.index = _given(index)
+        cache.index = given_index(index)
         # The kernels take an index of where queries lie, as long as the past and made on the host.
         backend = "torch" if x.shape[1] == 1 and self.backend != "reference" else self.backend
         out = sparse_attention(
@@ -219,7 +219,8 @@ class SparseAttention(DenseAttention):
         return self.out(out.flatten(2))
 
 
-def _given(index: Tensor | None) -> Tensor:
+def given_index(index: Tensor | None) -> Tensor:
+    """The index; refused where a layer that reuses one got none."""
     if index is None:
         raise ValueError(
             "a layer with rule 'reuse' got no index; it takes the one of an earlier layer: pass "
@@ -228,7 +229,7 @@ def _given(index: Tensor | None) -> Tensor:
     return index
 
 
-def _all_blocks(index: Tensor, num_blocks: int) -> Tensor:
+def all_blocks(index: Tensor, num_blocks: int) -> Tensor:
     """An index of the same queries with every block: [B, S, 1, num_blocks] int32."""
     ids = torch.arange(num_blocks, dtype=torch.int32, device=index.device)
     return ids.expand(*index.shape[:2], 1, -1)

@@ -41,7 +41,7 @@ class AttentionStats:
 
     def __init__(self, *, maps: bool = False) -> None:
         """`maps`: also count which blocks are read, for `selection_maps`."""
-        self._with_maps = maps
+        self.with_maps = maps
         self._counts: dict[int, SelectionCounts] = {}
         self._rows: dict[int, Tensor] = {}
         self._num_gates: dict[int, int] = {}
@@ -62,7 +62,7 @@ class AttentionStats:
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
     ) -> None:
         """Reduce one layer's gates and selection to a row; no host sync."""
-        if self._with_maps:
+        if self.with_maps:
             self._counts[layer] = count_reads(selection, block_tokens, cu_seqlens)
         # A new record makes an earlier copy stale.
         self._layers = self._copy = None
@@ -90,7 +90,7 @@ class AttentionStats:
 
     def selection_maps(self) -> list[LayerMap] | None:
         """What each layer read, in order; None unless `maps` was set."""
-        if not self._with_maps:
+        if not self.with_maps:
             return None
         counts = iter(self._host_copy().wait()[1:])
         return [self._counts[layer].map_of(*islice(counts, 3)) for layer in sorted(self._counts)]
