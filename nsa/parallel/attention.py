@@ -1,0 +1,329 @@
+"""The attention layers where every rank has some parts of the sequence: queries stay, keys arrive.
+
+Each class is the layer of the model with another `forward`: the same weights under the same names.
+ContextParallel (style.py) turns one into the other.
+
+    NSA     gathers the K and V of the selected branch and compressed tokens; takes the window's
+            K and V, and raw tokens for blocks that begin further left, from the left neighbours
+    sparse  gathers its one K and V, and the index keys of a learned rule
+    dense   gathers its one K and V
+
+Then each part attends on its own, as queries at an offset in their documents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nsa.model.attention import NSAAttention
+from nsa.model.dense import DenseAttention
+from nsa.model.rope import Rope, Rotary
+from nsa.model.rules import MSARule, Rule, Span
+from nsa.model.sparse import Attended, SparseAttention, all_blocks, given_index
+from nsa.model.stats import AttentionStats
+from nsa.ops import nsa_attention, sparse_attention
+from nsa.ops.fallbacks import in_layer
+from nsa.parallel.exchange import Context, received_rows_of_gather, received_rows_of_halo
+from nsa.parallel.split import (
+    Piece,
+    Split,
+    block_starts,
+    num_blocks,
+    visible_blocks,
+    window_starts,
+)
+
+
+class ContextNSA(NSAAttention):
+    """NSAAttention on this rank's parts: [B, T, dim] -> [B, T, dim]."""
+
+    context: Context
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, dim]
+        *,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32, of the whole row
+        rope: Rope | None = None,  # tables of this rank's positions; None: computed here
+        stats: AttentionStats | None = None,
+        layer: int | None = None,
+    ) -> Tensor:  # [B, T, dim]
+        if not self._batched:
+            raise ValueError(
+                "NSA_PREFILL_BATCHED=0 under context parallelism: it steps through a cache, which "
+                "holds whole sequences; unset it, or run on one rank"
+            )
+        split = self.context.split(x.shape[1], cu_seqlens)
+        q, k, v, gates = self._project(x, rope or _rope(self, split, x))
+        # In flight while the compressed tokens are made.
+        selected = self.context.gather(split, k[1], v[1])
+        starts = window_starts(split, self.spec.w)
+        window = self.context.extend(split, starts, k[2], v[2])
+        compressed = self._compress_parts(split, k[0], v[0])
+        keys = (compressed(), selected(), window())
+        outs, chosen = [], []
+        for place, part in enumerate(split.parts_of(self.context.rank)):
+            own = slice(place * split.part_len, (place + 1) * split.part_len)
+            with in_layer(layer):
+                out, selection = self._attend_part(
+                    split, part, q[:, own], keys, place, gates[:, own]
+                )
+            outs.append(out)
+            chosen.append(selection)
+        if stats is not None:
+            _record(stats, layer, gates, torch.cat(chosen, dim=1), self.spec.l_sel)
+        return self.out(torch.cat(outs, dim=1).flatten(2))
+
+    def _compress_parts(self, split: Split, k: Tensor, v: Tensor) -> Any:
+        """Compressed tokens of the whole row, from this rank's raw K and V [B, T, Hkv, D]."""
+        starts = block_starts(split, self.spec)
+        made = []
+        parts = split.parts_of(self.context.rank)
+        raw = self.context.extend(split, starts, k, v)()
+        for part, (raw_k, raw_v) in zip(parts, raw, strict=True):
+            made += self._compress_part(split.pieces[part], starts[part], raw_k, raw_v)
+        k_cmp, v_cmp = (torch.cat(found, dim=1) for found in zip(*made, strict=True))
+        counts = num_blocks(split, self.spec)
+        return self.context.gather(split, k_cmp, v_cmp, counts=counts)
+
+    def _compress_part(
+        self, pieces: list[Piece], start: int, k: Tensor, v: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Of tokens from `start` on: the first document goes on there, all others begin here."""
+        length = pieces[0].stop - start
+        first_block = (start - pieces[0].start) // self.spec.d
+        made = [self._compress(k[:, :length], v[:, :length], first_block)]
+        if len(pieces) > 1:
+            lens = [piece.num_tokens for piece in pieces[1:]]
+            made.append(self._compress(k[:, length:], v[:, length:], 0, lens, _bounds(lens)))
+        return made
+
+    def _attend_part(
+        self,
+        split: Split,
+        part: int,
+        q: Tensor,  # [B, tokens of the part, Hq, Dk]
+        keys: tuple[Any, Any, Any],  # k and v of cmp, sel: whole rows; of win: by own part
+        place: int,
+        gates: Tensor,  # [B, tokens of the part, Hq, 3]
+    ) -> tuple[Tensor, Tensor]:
+        compressed, selected, windows = keys
+        pieces = split.pieces[part]
+        blocks = visible_blocks(split, self.spec)[part]
+        start, stop = pieces[0].start, pieces[-1].stop
+        # The operator counts keys from the document's start. No query of this part reads the
+        # window's keys before its halo, so zeros stand in for them.
+        unread = window_starts(split, self.spec.w)[part] - start
+        return nsa_attention(
+            q,
+            *(x[:, blocks] for x in compressed),
+            *(x[:, start:stop] for x in selected),
+            *(F.pad(x, (0, 0, 0, 0, unread, 0)) for x in windows[place]),
+            gates,
+            self.spec,
+            **_places(pieces),
+            backend=self.backend,
+            return_selection=True,
+        )
+
+
+class ContextDense(DenseAttention):
+    """DenseAttention on this rank's parts: [B, T, dim] -> [B, T, dim]."""
+
+    context: Context
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, dim]
+        *,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32, of the whole row
+        rope: Rope | None = None,
+        stats: AttentionStats | None = None,
+        layer: int | None = None,
+    ) -> Tensor:  # [B, T, dim]
+        split = self.context.split(x.shape[1], cu_seqlens)
+        q, *own = self._project(x, rope or _rope(self, split, x))  # [B, H, T, D]
+        gathered = self.context.gather(split, *(t.transpose(1, 2) for t in own))()
+        k, v = (t.transpose(1, 2) for t in gathered)  # [B, Hkv, S, D]
+        outs, row = [], 0
+        for part in split.parts_of(self.context.rank):
+            for piece in split.pieces[part]:
+                queries = q[:, :, row : row + piece.num_tokens]
+                seen = slice(piece.start, piece.stop)
+                outs.append(self._attend_piece(queries, k[:, :, seen], v[:, :, seen], piece))
+                row += piece.num_tokens
+        return self._merge(torch.cat(outs, dim=2))
+
+    def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
+        if piece.offset == 0:
+            return self._attend(q, k, v, is_causal=True)
+        # is_causal would align the mask with the first key, not with the last.
+        key = torch.arange(piece.num_keys, device=q.device)
+        return self._attend(q, k, v, attn_mask=key <= key[piece.offset :, None])
+
+
+class ContextSparse(SparseAttention):
+    """SparseAttention on this rank's parts: [B, T, dim] -> the same, index and loss beside it.
+
+    The loss of an indexer is the mean over this rank's tokens. Every rank has as many, so the mean
+    over the ranks is that over all tokens.
+    """
+
+    context: Context
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,  # [B, T, dim]
+        *,
+        cu_seqlens: Tensor | None = None,  # [docs + 1] int32, of the whole row
+        rope: Rope | None = None,
+        stats: AttentionStats | None = None,
+        layer: int | None = None,
+        index: Tensor | None = None,  # [B, T, H, n_sel] int32, of an earlier layer
+        warm_up: bool = False,
+    ) -> Attended:
+        split = self.context.split(x.shape[1], cu_seqlens)
+        # [B, T, H, D]
+        q, k, v = (t.transpose(1, 2) for t in self._project(x, rope or _rope(self, split, x)))
+        keys = self.context.gather(split, k, v)
+        asked, learned = self._ask(split, q, k, x, cu_seqlens)
+        gathered = (*keys(), *learned())
+        outs, chosen, losses = [], [], []
+        for place, part in enumerate(split.parts_of(self.context.rank)):
+            own = slice(place * split.part_len, (place + 1) * split.part_len)
+            given = None if index is None else index[:, own]
+            with in_layer(layer):
+                out, blocks, loss = self._attend_part(
+                    split.pieces[part], q[:, own], asked[:, own], gathered, given, warm_up
+                )
+            outs.append(out)
+            chosen.append(blocks)
+            losses += [] if loss is None else [loss]
+        index = torch.cat(chosen, dim=1)
+        if stats is not None:
+            _record(stats, layer, None, index, self.spec.l_sel)
+        out = self.out(torch.cat(outs, dim=1).flatten(2))
+        return out, index, torch.stack(losses).mean() if losses else None
+
+    def _ask(
+        self, split: Split, q: Tensor, k: Tensor, x: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """What is compared with summaries; and index keys of the row, where the rule has them."""
+        if not isinstance(self.rule, MSARule):
+            return q, tuple
+        asked, learned = [], []
+        tokens = zip(*(t.split(split.part_len, dim=1) for t in (q, k, x)), strict=True)
+        for part, (own_q, own_k, own_x) in zip(
+            split.parts_of(self.context.rank), tokens, strict=True
+        ):
+            span = Span(split.tokens(part).start, cu_seqlens)
+            asked.append(self.rule.queries(own_q, own_x, span))
+            learned.append(self.rule.summarize(own_k, own_x, span))
+        return torch.cat(asked, dim=1), self.context.gather(split, torch.cat(learned, dim=1))
+
+    def _attend_part(
+        self,
+        pieces: list[Piece],
+        q: Tensor,  # [B, tokens of the part, Hq, Dk]
+        asked: Tensor,  # [B, tokens of the part, heads, D]
+        gathered: tuple[Tensor, ...],  # k, v, and index keys, of the whole row
+        index: Tensor | None,
+        warm_up: bool,
+    ) -> Attended:
+        seen = slice(pieces[0].start, pieces[-1].stop)
+        k, v, *learned = (x[:, seen] for x in gathered)
+        if self.rule is not None:
+            index = self._choose(self.rule, pieces, asked, learned[0] if learned else k)
+        index = given_index(index)
+        longest = max(piece.num_keys for piece in pieces)
+        read = all_blocks(index, self.spec.num_blocks(longest)) if warm_up else index
+        options: dict[str, Any] = {**_places(pieces), "backend": self.backend}
+        out, lse = sparse_attention(
+            q, k, v, read, block=self.spec.l_sel, **options, return_lse=True
+        )
+        loss = None
+        if isinstance(self.rule, MSARule) and self.training and torch.is_grad_enabled():
+            loss = self.rule.loss(q, k, read, lse, asked, learned[0], **options)
+        return out, index, loss
+
+    def _choose(
+        self, rule: Rule, pieces: list[Piece], asked: Tensor, keys: Tensor
+    ) -> Tensor:  # [B, tokens of the part, H, n_sel] int32
+        """The blocks of a part, document by document; each rank summarizes the keys that it has."""
+        chosen, row, place = [], 0, 0
+        for piece in pieces:
+            summary = keys[:, place : place + piece.num_keys]
+            if not rule.learns:
+                summary = rule.summarize(summary, summary, Span())
+            queries = asked[:, row : row + piece.num_tokens]
+            chosen.append(rule.choose(queries, summary, self.num_groups, Span(piece.offset)))
+            row, place = row + piece.num_tokens, place + piece.num_keys
+        return torch.cat(chosen, dim=1)
+
+
+CONTEXT_CLASSES: dict[type, type] = {
+    NSAAttention: ContextNSA,
+    DenseAttention: ContextDense,
+    SparseAttention: ContextSparse,
+}
+"""The layers of the model, and what they become."""
+
+
+def _rope(layer: Rotary, split: Split, x: Tensor) -> Rope:
+    context: Context = layer.context  # type: ignore[assignment]
+    return layer.rope(split.positions(context.rank, x.device), x.dtype)
+
+
+def _places(pieces: list[Piece]) -> dict[str, Any]:
+    """Where the queries of a part are in its documents, as the operators take it."""
+    if len(pieces) == 1:
+        return {"q_offset": pieces[0].offset}
+    places = {"cu_seqlens": _bounds([piece.num_tokens for piece in pieces])}
+    if pieces[0].offset == 0:
+        return places  # queries and keys are the same tokens
+    offsets = torch.tensor([piece.offset for piece in pieces], dtype=torch.int32)
+    keys = _bounds([piece.num_keys for piece in pieces])
+    return {**places, "cu_seqlens_k": keys, "q_offset": offsets}
+
+
+def _bounds(lens: list[int]) -> Tensor:  # [docs + 1] int32, on the host
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+def _record(
+    stats: AttentionStats, layer: int | None, gates: Tensor | None, chosen: Tensor, tokens: int
+) -> None:
+    """Statistics of this rank's tokens."""
+    if stats.with_maps:
+        raise ValueError(
+            "AttentionStats(maps=True) under context parallelism: a map is of whole sequences; "
+            "use maps=False, or one rank"
+        )
+    stats.record(layer or 0, gates, chosen, block_tokens=tokens)
+
+
+def received_bytes(
+    layer: nn.Module, split: Split, rank: int, *, batch: int = 1, number_bytes: int = 2
+) -> int:
+    """Bytes that a rank receives from others in the forward pass of one layer.
+
+    With P ranks, N compressed tokens and borders at multiples of d in one document, it is at most
+    number_bytes * B * Hkv * (Dk + Dv) * ((P - 1) / P * (S + S / d) + parts * (w - 1 + l - d))
+    for NSA. Backward moves as much over all ranks; recomputation gathers again.
+    """
+    tokens = received_rows_of_gather(split, [split.part_len] * split.num_parts)
+    if isinstance(layer, NSAAttention):
+        rows = tokens + received_rows_of_gather(split, num_blocks(split, layer.spec))
+        for starts in (window_starts(split, layer.spec.w), block_starts(split, layer.spec)):
+            rows += received_rows_of_halo(split, rank, starts)
+        return number_bytes * batch * rows * layer.num_groups * (layer.d_k + layer.d_v)
+    if not isinstance(layer, DenseAttention):
+        raise ValueError(f"{type(layer).__name__} is not an attention layer of nsa; give one")
+    width = layer.num_groups * (layer.d_k + layer.d_v)
+    if isinstance(layer, SparseAttention) and isinstance(layer.rule, MSARule):
+        width += layer.rule.d_index
+    return number_bytes * batch * tokens * width

@@ -1,0 +1,156 @@
+"""What ranks send each other for the attention of one layer, with gradients, and its bytes.
+
+Two exchanges, both torch's functional collectives. `gather_parts` gives every rank the rows of all
+parts (backward: reduce-scatter). `extend_parts` gives every part the rows on its left (backward:
+the same way back, and a sum). Both start at once and are waited for by the call of what they
+return, so that work between the two overlaps with them.
+
+All ranks must call the same exchanges in the same order, forward and backward. So results always
+depend on what was received, even where it is empty: a rank that left an exchange out of its graph
+would never join its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from nsa.parallel.split import Split, plan_halo
+
+# torch 2.13 has renamed it, and warns of the old name.
+_all_gather: Any = getattr(
+    collectives, "all_gather_single_autograd", None
+) or getattr(collectives, "all_gather_tensor_autograd", None)  # fmt: skip
+
+
+class Context:
+    """The ranks that share a sequence, as one of them sees it."""
+
+    def __init__(self, mesh: DeviceMesh, parts: str) -> None:
+        self.group, self.parts = mesh.get_group(), parts
+        self.rank, self.num_ranks = mesh.get_local_rank(), mesh.size()
+        self._bounds: tuple[Tensor, int, tuple[int, ...]] | None = None
+
+    def split(self, num_own: int, cu_seqlens: Tensor | None) -> Split:
+        """The row of which every rank has `num_own` tokens."""
+        bounds = () if cu_seqlens is None else self._read(cu_seqlens)
+        return Split(num_own * self.num_ranks, self.num_ranks, self.parts, bounds)
+
+    def _read(self, cu_seqlens: Tensor) -> tuple[int, ...]:
+        """Bounds as numbers of the host, read once for all layers: on a GPU this is a sync."""
+        if self._bounds is not None:
+            known, version, bounds = self._bounds
+            if known is cu_seqlens and version == cu_seqlens._version:
+                return bounds
+        bounds = tuple(cu_seqlens.tolist())
+        self._bounds = cu_seqlens, cu_seqlens._version, bounds
+        return bounds
+
+    def gather(
+        self, split: Split, *tensors: Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Rows [B, rows of this rank, H, D] -> those of all parts, from left to right.
+
+        `counts` are the rows of each part; tokens, if it is not given. D may differ between
+        tensors: they travel together.
+        """
+        counts = [split.part_len] * split.num_parts if counts is None else counts
+        done = gather_parts(torch.cat(tensors, dim=-1), split, counts, self.group)
+        sizes = [x.shape[-1] for x in tensors]
+        return lambda: done().split(sizes, dim=-1)
+
+    def extend(
+        self, split: Split, starts: tuple[int, ...], *tensors: Tensor
+    ) -> Callable[[], list[tuple[Tensor, ...]]]:
+        """Tokens [B, tokens of this rank, H, D] -> for each own part, those from its start on."""
+        done = extend_parts(torch.cat(tensors, dim=-1), split, self.rank, starts, self.group)
+        sizes = [x.shape[-1] for x in tensors]
+        return lambda: [part.split(sizes, dim=-1) for part in done()]
+
+
+def gather_parts(
+    x: Tensor,  # [B, rows of this rank, ...]
+    split: Split,
+    counts: Sequence[int],  # rows of each part
+    group: Any,
+) -> Callable[[], Tensor]:  # [B, rows of all parts, ...]
+    """The rows of all parts, in the order of the parts."""
+    largest = max(rows_of_ranks(split, tuple(counts)))
+    if not largest:
+        return lambda: x
+    rows = x.transpose(0, 1)
+    # Collectives take as many rows from every rank.
+    missing = largest - rows.shape[0]
+    if missing:
+        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
+    gathered = _all_gather(rows.contiguous(), 0, group)
+
+    def in_order() -> Tensor:
+        sizes: list[int] = []
+        for rank in range(split.num_ranks):
+            own = [counts[part] for part in split.parts_of(rank)]
+            sizes += [*own, largest - sum(own)]
+        runs, per_rank = gathered.split(sizes), len(split.parts_of(0)) + 1
+        owners = [split.owner(part) for part in range(split.num_parts)]
+        return torch.cat([runs[rank * per_rank + place] for rank, place in owners]).transpose(0, 1)
+
+    return in_order
+
+
+def extend_parts(
+    x: Tensor,  # [B, tokens of this rank, ...]
+    split: Split,
+    rank: int,
+    starts: tuple[int, ...],  # of every part: the first token that it needs
+    group: Any,
+) -> Callable[[], list[Tensor]]:  # of each own part: [B, tokens from its start to its end, ...]
+    """The tokens of each part, and before them those that it needs from the left."""
+    parts = x.split(split.part_len, dim=1)
+    if not any(halo_rows(split, starts)):
+        return lambda: list(parts)
+    halo, rows = plan_halo(split, rank, starts), x.transpose(0, 1)
+    sent = torch.cat([rows[:0], *(rows[run] for run in halo.sends)])
+    received = collectives.all_to_all_single_autograd(sent, halo.from_each, halo.to_each, group)
+
+    def continued() -> list[Tensor]:
+        runs, whole = received.split(halo.lengths or [0]), []
+        for part, before in zip(parts, halo.runs, strict=True):
+            # An empty run too: the backward pass needs every rank.
+            pieces = [runs[0][:0], *(runs[i] for i in before), part.transpose(0, 1)]
+            whole.append(torch.cat(pieces).transpose(0, 1))
+        return whole
+
+    return continued
+
+
+# --- How much is sent ---
+
+
+@lru_cache(maxsize=64)
+def rows_of_ranks(split: Split, counts: tuple[int, ...]) -> list[int]:
+    """Rows of each rank, from the rows of each part."""
+    return [sum(counts[part] for part in split.parts_of(r)) for r in range(split.num_ranks)]
+
+
+@lru_cache(maxsize=64)
+def halo_rows(split: Split, starts: tuple[int, ...]) -> list[int]:
+    """Tokens that each part needs from its left."""
+    return [split.tokens(part).start - first for part, first in enumerate(starts)]
+
+
+def received_rows_of_gather(split: Split, counts: Sequence[int]) -> int:
+    """Rows that any rank receives from others in `gather_parts`, padding included."""
+    return (split.num_ranks - 1) * max(rows_of_ranks(split, tuple(counts)))
+
+
+def received_rows_of_halo(split: Split, rank: int, starts: tuple[int, ...]) -> int:
+    """Rows that a rank receives from others in `extend_parts`."""
+    from_each = plan_halo(split, rank, starts).from_each
+    return sum(from_each) - from_each[rank]

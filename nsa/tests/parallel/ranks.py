@@ -1,0 +1,230 @@
+"""One rank of several that share sequences: runs a table of cases, and writes what it found.
+
+test_context.py starts it and reads the files. Each case is a model on whole sequences in this
+process, and the same model under context parallelism on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.model import AttentionStats, TinyLM
+from nsa.parallel import (
+    ContextParallel,
+    Split,
+    average_gradients,
+    gather_sequence,
+    shard_sequence,
+)
+from nsa.parallel.attention import received_bytes
+from nsa.tests.support.helpers import relative_error
+
+SIZES: dict[str, Any] = dict(
+    vocab=24, dim=16, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=4,
+    l=8, d=4, l_sel=8, n_sel=4, w=10,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the rows that it reads."""
+
+    length: int
+    model: dict[str, Any] = field(default_factory=dict)
+    batch: int = 1
+    docs: tuple[int, ...] = ()
+    """Lengths of all documents but the last."""
+    parts: str = "two_ended"
+    warm_up: bool = False
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        if not self.docs:
+            return None
+        bounds = torch.tensor([0, *self.docs]).cumsum(0).tolist()
+        return torch.tensor([*bounds, self.length], dtype=torch.int32)
+
+
+MLP: dict[str, Any] = dict(phi="mlp", gate="sigmoid")
+SPARSE: dict[str, Any] = dict(l_sel=16, n_sel=3, num_local=1, d_index=6)
+MOBA = SPARSE | dict(rule="pooled", pool="moba", pool_block=32, n_sel=4)
+DOCS = (3, 19, 61, 5)
+"""Of 104 tokens: the third is on three of four ranks and longer than their parts of 13."""
+CASES = {
+    "nsa": Case(96, batch=2),
+    "nsa, contiguous": Case(96, parts="contiguous", batch=2),
+    "nsa, odd borders": Case(104, {"qk_norm": True, "qkv_bias": True}),
+    "nsa, documents": Case(104, docs=DOCS),
+    "nsa, documents, contiguous": Case(104, docs=DOCS, parts="contiguous"),
+    "nsa, parts shorter than the window": Case(40, dict(w=27)),
+    "nsa, window of one token": Case(40, dict(w=1)),
+    "nsa, no compressed token": Case(16, dict(l=32, l_sel=16)),
+    "nsa, recomputed": Case(96, dict(grad_checkpointing=True)),
+    "mlp": Case(96, MLP),
+    "mlp, documents": Case(104, MLP, docs=DOCS),
+    "mlp, parts shorter than a block": Case(24, MLP),
+    "shared": Case(104, SPARSE | dict(kv="shared")),
+    "infllm": Case(136, SPARSE | dict(rule="pooled"), batch=2),
+    "infllm, documents": Case(104, SPARSE | dict(rule="pooled"), docs=DOCS),
+    "moba": Case(136, MOBA, docs=(3, 130)),
+    "msa": Case(136, SPARSE | dict(rule="msa"), batch=2),
+    "msa, documents": Case(104, SPARSE | dict(rule="msa"), docs=DOCS),
+    "msa, warm-up": Case(136, SPARSE | dict(rule="msa"), docs=(100,), warm_up=True),
+    "reuse": Case(136, SPARSE | dict(rule="msa,reuse", grad_checkpointing=True), docs=(100,)),
+    "dense": Case(104, dict(attention="dense"), batch=2),
+    "dense, documents": Case(104, dict(attention="dense"), docs=DOCS),
+    "dense, nsa": Case(104, dict(rule="dense,nsa"), docs=DOCS),
+}
+
+
+def new_model(case: Case) -> TinyLM:
+    """A model in float64 with weights of ordinary size; gates are 0 at first otherwise."""
+    torch.manual_seed(1)
+    model = TinyLM(**SIZES | case.model).double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.2 * torch.randn_like(weight)
+    model.index_warm_up = case.warm_up
+    return model
+
+
+def run_model(
+    model: TinyLM, ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Logits, and after backward the loss: the mean over tokens, and that of the indexers."""
+    losses: list[Tensor] = []
+    logits = model.head(model.hidden(ids, cu_seqlens=cu_seqlens, index_losses=losses))
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = loss + sum(losses, torch.zeros((), dtype=loss.dtype))
+    loss.backward()
+    return logits.detach(), loss.detach()
+
+
+def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
+    """Relative errors of logits, loss, and each gradient against one process."""
+    torch.manual_seed(2)
+    row = torch.randint(0, 24, (case.batch, case.length + 1))
+    whole = {"ids": row[:, :-1], "targets": row[:, 1:]}
+    alone = new_model(case)
+    expected, loss = run_model(alone, **whole, cu_seqlens=case.cu_seqlens)
+    model = new_model(case)
+    names = list(model.state_dict())
+    parallelize_module(model, mesh, ContextParallel(parts=case.parts))
+    assert list(model.state_dict()) == names, "names of weights have changed"
+    own = shard_sequence(whole, mesh, parts=case.parts)
+    logits, own_loss = run_model(model, **own, cu_seqlens=case.cu_seqlens)
+    average_gradients(model, mesh)
+    dist.all_reduce(own_loss, group=mesh.get_group())
+    gathered = gather_sequence(logits, mesh, parts=case.parts)
+    errors = {"logits": relative_error(gathered, expected)}
+    errors["loss"] = relative_error(own_loss / mesh.size(), loss)
+    for name, weight in alone.named_parameters():
+        found = model.get_parameter(name).grad
+        assert (found is None) == (weight.grad is None), f"{name}: one has a gradient"
+        if found is not None and weight.grad is not None:
+            errors[name] = relative_error(found, weight.grad)
+    return errors
+
+
+class Received(TorchDispatchMode):
+    """Counts the bytes that this rank receives from others in functional collectives."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.rank, self.size, self.num_bytes = mesh.get_local_rank(), mesh.size(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name == "all_gather_into_tensor":
+            self.num_bytes += (self.size - 1) * args[0].nbytes
+        elif name == "reduce_scatter_tensor":
+            self.num_bytes += (self.size - 1) * args[0].nbytes // self.size
+        elif name == "all_to_all_single":
+            rows = sum(args[1]) - args[1][self.rank]
+            self.num_bytes += rows * args[0][0:1].numel() * args[0].element_size()
+            assert args[0].shape[0] == sum(args[2])
+        return func(*args, **(kwargs or {}))
+
+
+COUNTED = ("nsa", "nsa, documents, contiguous", "nsa, no compressed token", "msa", "dense")
+
+
+def count(case: Case, mesh: DeviceMesh) -> dict[str, int]:
+    """Bytes received by one layer: by the formula, forward, and backward."""
+    model = new_model(case)
+    layer = model.layers[0].attn
+    parallelize_module(layer, mesh, ContextParallel(parts=case.parts))
+    x = torch.randn(case.batch, case.length // mesh.size(), 16, dtype=torch.float64)
+    bounds = () if case.cu_seqlens is None else tuple(case.cu_seqlens.tolist())
+    split = Split(case.length, mesh.size(), case.parts, bounds)
+    with Received(mesh) as received:
+        out = layer(x, cu_seqlens=case.cu_seqlens)
+        forward = received.num_bytes
+        loss = out.sum() if isinstance(out, Tensor) else out[0].sum() + out[2]
+        loss.backward()
+    formula = received_bytes(layer, split, mesh.get_local_rank(), batch=case.batch, number_bytes=8)
+    return {"formula": formula, "forward": forward, "backward": received.num_bytes - forward}
+
+
+def refuse(mesh: DeviceMesh) -> dict[str, str]:
+    """What must be refused by every rank, and what it says."""
+    model, said = new_model(CASES["nsa"]), {}
+    uneven = torch.zeros(1, 16 * mesh.size() + 1, dtype=torch.long)
+    other = dict(n_layers=1 + mesh.get_local_rank())
+    split = parallelize_module(new_model(CASES["nsa"]), mesh, ContextParallel())
+    short = torch.tensor([0, 4], dtype=torch.int32)
+    ids, odd = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 9, dtype=torch.long)
+    stats = AttentionStats(maps=True)
+    trials: dict[str, Any] = {
+        "length": lambda: shard_sequence(uneven, mesh),
+        "other weights": lambda: parallelize_module(
+            new_model(Case(8, other)), mesh, ContextParallel()
+        ),
+        "other parts": lambda: parallelize_module(
+            model,
+            mesh,
+            ContextParallel(parts=("two_ended", "contiguous")[mesh.get_local_rank() % 2]),
+        ),
+        "no layer": lambda: parallelize_module(torch.nn.Linear(2, 2), mesh, ContextParallel()),
+        "twice": lambda: parallelize_module(split, mesh, ContextParallel()),
+        "bounds of a shard": lambda: split(ids, cu_seqlens=short),
+        "odd shard": lambda: split(odd),
+        "maps": lambda: split(ids, stats=stats),
+    }
+    for name, trial in trials.items():
+        try:
+            trial()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def main(folder: Path) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
+    found: dict[str, Any] = {name: compare(case, mesh) for name, case in CASES.items()}
+    found["bytes"] = {name: count(CASES[name], mesh) for name in COUNTED}
+    # Last: after a refusal all ranks must still be in step.
+    found["refused"] = refuse(mesh)
+    found["after"] = compare(CASES["nsa"], mesh)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

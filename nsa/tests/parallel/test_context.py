@@ -1,0 +1,88 @@
+"""Several real ranks share one sequence: outputs and gradients are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from typing import Any
+
+import pytest
+
+from nsa.tests.conftest import REPOSITORY
+from nsa.tests.parallel.ranks import CASES, COUNTED
+from nsa.tests.support.nursery import Nursery
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = REPOSITORY / "nsa" / "tests" / "parallel" / "ranks.py"
+ROUNDING = 1e-12
+"""Relative, in float64."""
+FP32_LOSS = 1e-6
+"""Relative; indexers compute their loss in float32."""
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def found(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each rank found in the cases; one group of processes for all of them."""
+    folder, size = tmp_path_factory.mktemp("ranks"), request.param
+    environ = dict(os.environ) | {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = str(REPOSITORY)
+    ranks = [
+        subprocess.Popen(
+            [str(nursery.python), str(SCRIPT), str(folder)],
+            env=environ | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        printed = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size, printed
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", [*CASES, "after"])
+def test_ranks_compute_what_one_process_computes(found: list[dict[str, Any]], name: str) -> None:
+    """Logits, loss, and the gradient of every weight; `after` comes after refused input."""
+    for errors in found:
+        loss = errors[name].pop("loss", 0.0)
+        assert loss < FP32_LOSS
+        assert {k: e for k, e in errors[name].items() if e > ROUNDING} == {}
+        assert len(errors[name]) > 10, "a model has more weights"
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_bytes_sent_are_those_of_the_formula(found: list[dict[str, Any]], name: str) -> None:
+    numbers = [rank["bytes"][name] for rank in found]
+    assert [n["forward"] for n in numbers] == [n["formula"] for n in numbers]
+    # A halo's gradient goes to the rank that sent it: equal only over all ranks.
+    assert sum(n["backward"] for n in numbers) == sum(n["forward"] for n in numbers) > 0
+
+
+REFUSED = {
+    "length": r"a sequence of (33|65) tokens cannot be split .* use a multiple of (4|8), such as",
+    "other weights": r"ranks \[1.*\] of \d have other weights than rank 0 .* on every rank",
+    "other parts": r"ranks \[1.*\] of \d have other parts than rank 0 .here: ",
+    "no layer": "Linear has no attention layer of nsa to split.*give a TinyLM",
+    "twice": "a ContextLM is split or sharded already.*once, and before fully_shard",
+    "bounds of a shard": "cu_seqlens goes from 0 to 4; .* whole row, .* they are not sharded",
+    "odd shard": "cannot be split into",
+    "maps": r"AttentionStats\(maps=True\) under context parallelism",
+}
+
+
+def test_all_ranks_refuse_together(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["refused"].keys() == REFUSED.keys()
+        for name, message in REFUSED.items():
+            assert re.search(message, rank["refused"][name]), (name, rank["refused"][name])
