@@ -13,7 +13,8 @@ Then each part attends on its own, as queries at an offset in their documents.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,12 @@ from torch.nn import functional as F
 from nsa.model.attention import NSAAttention
 from nsa.model.dense import DenseAttention
 from nsa.model.rope import Rope, Rotary
-from nsa.model.rules import MSARule, Rule, Span
+from nsa.model.rules import MSARule, NSARule, Rule, Span
 from nsa.model.sparse import Attended, SparseAttention, all_blocks, given_index
 from nsa.model.stats import AttentionStats
 from nsa.ops import nsa_attention, sparse_attention
 from nsa.ops.fallbacks import in_layer
+from nsa.parallel.chosen import ask_all, fetch
 from nsa.parallel.exchange import Context, received_rows_of_gather, received_rows_of_halo
 from nsa.parallel.split import (
     Piece,
@@ -36,6 +38,21 @@ from nsa.parallel.split import (
     visible_blocks,
     window_starts,
 )
+
+Pair = tuple[Tensor, ...]
+"""K and V."""
+
+
+class _Keys(NamedTuple):
+    """What the queries of a rank read."""
+
+    compressed: Pair  # [B, N, Hkv, D]
+    selected: Pair  # [B, S, Hkv, D]
+    windows: list[Pair]  # of each own part: [B, its tokens and those of its halo, Hkv, D]
+
+    def of(self, place: int) -> tuple[Pair, Pair, Pair]:
+        """Those of one of the rank's parts."""
+        return self.compressed, self.selected, self.windows[place]
 
 
 class ContextNSA(NSAAttention):
@@ -59,26 +76,58 @@ class ContextNSA(NSAAttention):
             )
         split = self.context.split(x.shape[1], cu_seqlens)
         q, k, v, gates = self._project(x, rope or _rope(self, split, x))
-        # In flight while the compressed tokens are made.
-        selected = self.context.gather(split, k[1], v[1])
-        starts = window_starts(split, self.spec.w)
-        window = self.context.extend(split, starts, k[2], v[2])
-        compressed = self._compress_parts(split, k[0], v[0])
-        keys = (compressed(), selected(), window())
+        keys, given = self._exchange(split, q, k, v)
         outs, chosen = [], []
         for place, part in enumerate(split.parts_of(self.context.rank)):
             own = slice(place * split.part_len, (place + 1) * split.part_len)
             with in_layer(layer):
                 out, selection = self._attend_part(
-                    split, part, q[:, own], keys, place, gates[:, own]
-                )
+                    split, part, q[:, own], keys.of(place), gates[:, own],
+                    None if given is None else given[:, own],
+                )  # fmt: skip
             outs.append(out)
             chosen.append(selection)
         if stats is not None:
             _record(stats, layer, gates, torch.cat(chosen, dim=1), self.spec.l_sel)
         return self.out(torch.cat(outs, dim=1).flatten(2))
 
-    def _compress_parts(self, split: Split, k: Tensor, v: Tensor) -> Any:
+    def _exchange(
+        self, split: Split, q: Tensor, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
+    ) -> tuple[_Keys, Tensor | None]:
+        """What arrives, and the selection [B, T, Hkv, n_sel] where it had to be made for that."""
+        context, size = self.context, self.spec.l_sel
+        window = context.extend(split, window_starts(split, self.spec.w), k[2], v[2])
+        if context.selected == "gather":
+            # In flight while the compressed tokens are made.
+            selected = context.gather(split, k[1], v[1])
+            compressed = self._compress_parts(split, k[0], v[0])
+            return _Keys(compressed(), selected(), window()), None
+        k_cmp, v_cmp = self._compress_parts(split, k[0], v[0])()
+        selection = self._select(split, q, k_cmp)
+        wanted = ask_all(context, split, selection, size)
+        if wanted.is_less(split):
+            selected = fetch(context, split, wanted, size, k[1], v[1])
+        else:
+            selected = context.gather(split, k[1], v[1])
+        return _Keys((k_cmp, v_cmp), selected(), window()), selection
+
+    def _select(self, split: Split, q: Tensor, k_cmp: Tensor) -> Tensor:  # [B, T, Hkv, n_sel]
+        """The blocks of this rank's queries, document by document."""
+        rule = NSARule(self.spec)
+        rule.backend = self.backend
+        chosen, row = [], 0
+        for part in split.parts_of(self.context.rank):
+            place = visible_blocks(split, self.spec)[part].start
+            for piece in split.pieces[part]:
+                stop = place + self.spec.num_cmp(piece.num_keys)
+                queries, keys = q[:, row : row + piece.num_tokens], k_cmp[:, place:stop]
+                chosen.append(rule.choose(queries, keys, self.num_groups, Span(piece.offset)))
+                row, place = row + piece.num_tokens, stop
+        return torch.cat(chosen, dim=1)
+
+    def _compress_parts(
+        self, split: Split, k: Tensor, v: Tensor
+    ) -> Callable[[], tuple[Tensor, ...]]:
         """Compressed tokens of the whole row, from this rank's raw K and V [B, T, Hkv, D]."""
         starts = block_starts(split, self.spec)
         made = []
@@ -107,11 +156,11 @@ class ContextNSA(NSAAttention):
         split: Split,
         part: int,
         q: Tensor,  # [B, tokens of the part, Hq, Dk]
-        keys: tuple[Any, Any, Any],  # k and v of cmp, sel: whole rows; of win: by own part
-        place: int,
+        keys: tuple[Pair, Pair, Pair],  # of cmp and sel: the whole row; of win: the part, its halo
         gates: Tensor,  # [B, tokens of the part, Hq, 3]
+        selection: Tensor | None,  # [B, tokens of the part, Hkv, n_sel] int32
     ) -> tuple[Tensor, Tensor]:
-        compressed, selected, windows = keys
+        compressed, selected, window = keys
         pieces = split.pieces[part]
         blocks = visible_blocks(split, self.spec)[part]
         start, stop = pieces[0].start, pieces[-1].stop
@@ -122,11 +171,12 @@ class ContextNSA(NSAAttention):
             q,
             *(x[:, blocks] for x in compressed),
             *(x[:, start:stop] for x in selected),
-            *(F.pad(x, (0, 0, 0, 0, unread, 0)) for x in windows[place]),
+            *(F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window),
             gates,
             self.spec,
             **_places(pieces),
             backend=self.backend,
+            selection=selection,
             return_selection=True,
         )
 
@@ -214,7 +264,7 @@ class ContextSparse(SparseAttention):
     ) -> tuple[Tensor, Any]:
         """What is compared with summaries; and index keys of the row, where the rule has them."""
         if not isinstance(self.rule, MSARule):
-            return q, tuple
+            return q, lambda: ()
         asked, learned = [], []
         tokens = zip(*(t.split(split.part_len, dim=1) for t in (q, k, x)), strict=True)
         for part, (own_q, own_k, own_x) in zip(
@@ -313,7 +363,8 @@ def received_bytes(
 
     With P ranks, N compressed tokens and borders at multiples of d in one document, it is at most
     number_bytes * B * Hkv * (Dk + Dv) * ((P - 1) / P * (S + S / d) + parts * (w - 1 + l - d))
-    for NSA. Backward moves as much over all ranks; recomputation gathers again.
+    for NSA whose selected keys are gathered. Backward moves as much over all ranks; recomputation
+    gathers again.
     """
     tokens = received_rows_of_gather(split, [split.part_len] * split.num_parts)
     if isinstance(layer, NSAAttention):

@@ -24,24 +24,29 @@ from torch.nn import functional as F
 
 from nsa.parallel.split import Split, plan_halo
 
-# torch 2.13 has renamed it, and warns of the old name.
-_all_gather: Any = getattr(
-    collectives, "all_gather_single_autograd", None
-) or getattr(collectives, "all_gather_tensor_autograd", None)  # fmt: skip
+# Newer versions of torch have renamed it, and warn of the old name.
+_NAMES = ("all_gather_single_autograd", "all_gather_tensor_autograd")
+all_gather: Any = next(getattr(collectives, name) for name in _NAMES if hasattr(collectives, name))
+"""(x, 0, group): rows of all ranks, one after another."""
+
+
+SELECTED = ("gather", "chosen")
+"""How NSA's selected keys and values travel: all of them, or chosen blocks where that is less."""
+_split = lru_cache(maxsize=8)(Split)
 
 
 class Context:
     """The ranks that share a sequence, as one of them sees it."""
 
-    def __init__(self, mesh: DeviceMesh, parts: str) -> None:
-        self.group, self.parts = mesh.get_group(), parts
+    def __init__(self, mesh: DeviceMesh, parts: str, selected: str = SELECTED[0]) -> None:
+        self.group, self.parts, self.selected = mesh.get_group(), parts, selected
         self.rank, self.num_ranks = mesh.get_local_rank(), mesh.size()
         self._bounds: tuple[Tensor, int, tuple[int, ...]] | None = None
 
     def split(self, num_own: int, cu_seqlens: Tensor | None) -> Split:
         """The row of which every rank has `num_own` tokens."""
         bounds = () if cu_seqlens is None else self._read(cu_seqlens)
-        return Split(num_own * self.num_ranks, self.num_ranks, self.parts, bounds)
+        return _split(num_own * self.num_ranks, self.num_ranks, self.parts, bounds)
 
     def _read(self, cu_seqlens: Tensor) -> tuple[int, ...]:
         """Bounds as numbers of the host, read once for all layers: on a GPU this is a sync."""
@@ -90,18 +95,24 @@ def gather_parts(
     missing = largest - rows.shape[0]
     if missing:
         rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
-    gathered = _all_gather(rows.contiguous(), 0, group)
+    gathered = all_gather(rows.contiguous(), 0, group)
 
-    def in_order() -> Tensor:
-        sizes: list[int] = []
-        for rank in range(split.num_ranks):
-            own = [counts[part] for part in split.parts_of(rank)]
-            sizes += [*own, largest - sum(own)]
-        runs, per_rank = gathered.split(sizes), len(split.parts_of(0)) + 1
-        owners = [split.owner(part) for part in range(split.num_parts)]
-        return torch.cat([runs[rank * per_rank + place] for rank, place in owners]).transpose(0, 1)
+    return lambda: in_order(gathered, split, counts)
 
-    return in_order
+
+def in_order(
+    gathered: Tensor,  # [rows of all ranks, B, ...], as many of each
+    split: Split,
+    counts: Sequence[int],
+) -> Tensor:  # [B, rows of all parts, ...]
+    """From the order of ranks to that of parts, without what fills up a rank's rows."""
+    each, sizes = gathered.shape[0] // split.num_ranks, []
+    for rank in range(split.num_ranks):
+        own = [counts[part] for part in split.parts_of(rank)]
+        sizes += [*own, each - sum(own)]
+    runs, per_rank = gathered.split(sizes), len(split.parts_of(0)) + 1
+    owners = [split.owner(part) for part in range(split.num_parts)]
+    return torch.cat([runs[rank * per_rank + place] for rank, place in owners]).transpose(0, 1)
 
 
 def extend_parts(

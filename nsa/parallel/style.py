@@ -25,17 +25,21 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa.model import TinyLM
 from nsa.parallel.attention import CONTEXT_CLASSES
-from nsa.parallel.exchange import Context, gather_parts
+from nsa.parallel.exchange import SELECTED, Context, gather_parts
 from nsa.parallel.split import PARTS, Split
 
 
 class ContextParallel(ParallelStyle):
     """Split the sequence: a model or attention layer takes this rank's tokens and gives theirs."""
 
-    def __init__(self, *, parts: str = PARTS[0]) -> None:
-        if parts not in PARTS:
-            raise ValueError(f"parts={parts!r} is not known; use one of {', '.join(PARTS)}")
-        self.parts = parts
+    def __init__(self, *, parts: str = PARTS[0], selected: str = SELECTED[0]) -> None:
+        """`selected` is how NSA's selected keys and values travel: `gather` sends all to all, and
+        overlaps with other work; `chosen` sends the blocks that somebody reads, in layers and steps
+        where that is less, at the price of a sync (chosen.py has the rule)."""
+        for name, choice, known in (("parts", parts, PARTS), ("selected", selected, SELECTED)):
+            if choice not in known:
+                raise ValueError(f"{name}={choice!r} is not known; use one of {', '.join(known)}")
+        self.parts, self.selected = parts, selected
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:
@@ -44,8 +48,8 @@ class ContextParallel(ParallelStyle):
                 f'parallelism takes one of them: pass mesh["cp"]'
             )
         layers = _layers(module)
-        _check_agreement(module, device_mesh, self.parts)
-        context = Context(device_mesh, self.parts)
+        _check_agreement(module, device_mesh, {"parts": self.parts, "selected": self.selected})
+        context = Context(device_mesh, self.parts, self.selected)
         for layer in layers:
             # Another class with the same weights, as FSDP does it: all names stay.
             layer.__class__ = CLASSES[type(layer)]
@@ -104,10 +108,10 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _check_agreement(module: nn.Module, mesh: DeviceMesh, parts: str) -> None:
+def _check_agreement(module: nn.Module, mesh: DeviceMesh, said: dict[str, str]) -> None:
     """Refuse ranks with other weights, or another way to split; all of them refuse together."""
     shapes = [(name, tuple(weight.shape)) for name, weight in module.named_parameters()]
-    said = {"parts": parts, "ranks": str(mesh.mesh.tolist()), "weights": str(shapes)}
+    said = said | {"ranks": str(mesh.mesh.tolist()), "weights": str(shapes)}
     codes = [zlib.crc32(text.encode()) for text in said.values()]
     own = torch.tensor(codes, dtype=torch.int64, device=mesh.device_type)
     found = [torch.empty_like(own) for _ in range(mesh.size())]

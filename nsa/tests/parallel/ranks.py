@@ -7,6 +7,7 @@ process, and the same model under context parallelism on all ranks.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +36,7 @@ from nsa.parallel.attention import received_bytes
 from nsa.tests.support.helpers import relative_error
 
 SIZES: dict[str, Any] = dict(
-    vocab=24, dim=16, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=4,
+    vocab=24, dim=16, n_layers=1, n_heads=4, n_kv_groups=2, d_k=8, d_v=4,
     l=8, d=4, l_sel=8, n_sel=4, w=10,
 )  # fmt: skip
 
@@ -49,6 +52,11 @@ class Case:
     """Lengths of all documents but the last."""
     parts: str = "two_ended"
     warm_up: bool = False
+    selected: str = "gather"
+
+    @property
+    def style(self) -> ContextParallel:
+        return ContextParallel(parts=self.parts, selected=self.selected)
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -58,13 +66,15 @@ class Case:
         return torch.tensor([*bounds, self.length], dtype=torch.int32)
 
 
+TWO: dict[str, Any] = dict(n_layers=2)
 MLP: dict[str, Any] = dict(phi="mlp", gate="sigmoid")
 SPARSE: dict[str, Any] = dict(l_sel=16, n_sel=3, num_local=1, d_index=6)
 MOBA = SPARSE | dict(rule="pooled", pool="moba", pool_block=32, n_sel=4)
+REUSE = SPARSE | TWO | dict(rule="msa,reuse", grad_checkpointing=True)
 DOCS = (3, 19, 61, 5)
 """Of 104 tokens: the third is on three of four ranks and longer than their parts of 13."""
 CASES = {
-    "nsa": Case(96, batch=2),
+    "nsa": Case(96, TWO, batch=2),
     "nsa, contiguous": Case(96, parts="contiguous", batch=2),
     "nsa, odd borders": Case(104, {"qk_norm": True, "qkv_bias": True}),
     "nsa, documents": Case(104, docs=DOCS),
@@ -72,7 +82,12 @@ CASES = {
     "nsa, parts shorter than the window": Case(40, dict(w=27)),
     "nsa, window of one token": Case(40, dict(w=1)),
     "nsa, no compressed token": Case(16, dict(l=32, l_sel=16)),
-    "nsa, recomputed": Case(96, dict(grad_checkpointing=True)),
+    "nsa, recomputed": Case(96, TWO | dict(grad_checkpointing=True)),
+    "nsa, chosen blocks": Case(160, dict(n_sel=3), batch=2, selected="chosen"),
+    "nsa, chosen blocks of documents": Case(
+        104, dict(n_sel=3), docs=DOCS, parts="contiguous", selected="chosen"
+    ),
+    "nsa, all blocks are chosen": Case(104, dict(n_sel=13), selected="chosen"),
     "mlp": Case(96, MLP),
     "mlp, documents": Case(104, MLP, docs=DOCS),
     "mlp, parts shorter than a block": Case(24, MLP),
@@ -83,11 +98,18 @@ CASES = {
     "msa": Case(136, SPARSE | dict(rule="msa"), batch=2),
     "msa, documents": Case(104, SPARSE | dict(rule="msa"), docs=DOCS),
     "msa, warm-up": Case(136, SPARSE | dict(rule="msa"), docs=(100,), warm_up=True),
-    "reuse": Case(136, SPARSE | dict(rule="msa,reuse", grad_checkpointing=True), docs=(100,)),
+    "reuse": Case(136, REUSE, docs=(100,)),
     "dense": Case(104, dict(attention="dense"), batch=2),
     "dense, documents": Case(104, dict(attention="dense"), docs=DOCS),
-    "dense, nsa": Case(104, dict(rule="dense,nsa"), docs=DOCS),
+    "dense, nsa": Case(104, TWO | dict(rule="dense,nsa"), docs=DOCS),
 }
+
+
+ON_TWO_RANKS = (
+    *("nsa", "nsa, documents", "nsa, chosen blocks", "mlp, documents", "infllm, documents"),
+    *("msa, documents", "reuse", "dense, documents"),
+)
+"""Four ranks run all cases."""
 
 
 def new_model(case: Case) -> TinyLM:
@@ -114,21 +136,26 @@ def run_model(
 
 
 def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
-    """Relative errors of logits, loss, and each gradient against one process."""
+    """Relative errors of logits, loss, and each gradient against one process.
+
+    The first rank compares; after `average_gradients` all have the same.
+    """
     torch.manual_seed(2)
     row = torch.randint(0, 24, (case.batch, case.length + 1))
     whole = {"ids": row[:, :-1], "targets": row[:, 1:]}
-    alone = new_model(case)
-    expected, loss = run_model(alone, **whole, cu_seqlens=case.cu_seqlens)
     model = new_model(case)
     names = list(model.state_dict())
-    parallelize_module(model, mesh, ContextParallel(parts=case.parts))
+    parallelize_module(model, mesh, case.style)
     assert list(model.state_dict()) == names, "names of weights have changed"
     own = shard_sequence(whole, mesh, parts=case.parts)
     logits, own_loss = run_model(model, **own, cu_seqlens=case.cu_seqlens)
     average_gradients(model, mesh)
     dist.all_reduce(own_loss, group=mesh.get_group())
     gathered = gather_sequence(logits, mesh, parts=case.parts)
+    if mesh.get_local_rank():
+        return {}
+    alone = new_model(case)
+    expected, loss = run_model(alone, **whole, cu_seqlens=case.cu_seqlens)
     errors = {"logits": relative_error(gathered, expected)}
     errors["loss"] = relative_error(own_loss / mesh.size(), loss)
     for name, weight in alone.named_parameters():
@@ -137,6 +164,49 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
         if found is not None and weight.grad is not None:
             errors[name] = relative_error(found, weight.grad)
     return errors
+
+
+def share_weights(size: int) -> dict[str, float]:
+    """Relative errors of FSDP over all ranks, with sequences over two of them, in one mesh."""
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
+    case = Case(104, SPARSE | TWO | dict(rule="nsa,msa"), batch=size // 2)
+    torch.manual_seed(3)
+    row = torch.randint(0, 24, (case.batch, case.length + 1))
+    alone = new_model(case)
+    _, loss = run_model(alone, row[:, :-1], row[:, 1:], None)
+    model = parallelize_module(new_model(case), mesh["cp"], ContextParallel())
+    assert isinstance(model, TinyLM)
+    # FSDP averages over all ranks, so that nobody else has to.
+    everyone = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
+    for block in model.layers:
+        fully_shard(block, mesh=everyone)
+    fully_shard(model, mesh=everyone, reshard_after_forward=False)
+    register_fsdp_forward_method(model, "hidden")
+    dp = mesh["dp"].get_local_rank()
+    own = shard_sequence((row[dp : dp + 1, :-1], row[dp : dp + 1, 1:]), mesh["cp"])
+    _, own_loss = run_model(model, *own, None)
+    dist.all_reduce(own_loss)
+    errors = {"loss": relative_error(own_loss / size, loss)}
+    for name, weight in alone.named_parameters():
+        found = model.get_parameter(name).grad
+        assert isinstance(found, DTensor) and weight.grad is not None
+        errors[name] = relative_error(found.full_tensor(), weight.grad)
+    return errors
+
+
+def count_statistics(mesh: DeviceMesh) -> list[float]:
+    """Mean entropy of the gates: over the whole row, and over the ranks."""
+    case, ids = CASES["nsa"], torch.arange(96)[None] % 24
+    alone, own = AttentionStats(), AttentionStats()
+    new_model(case)(ids, stats=alone)
+    model = parallelize_module(new_model(case), mesh, ContextParallel())
+    with torch.no_grad():
+        model(shard_sequence(ids, mesh), stats=own)
+    mean = torch.tensor(own.summary()["entropy_mean"], dtype=torch.float64)
+    dist.all_reduce(mean, group=mesh.get_group())
+    expected = alone.summary()["entropy_mean"]
+    assert isinstance(expected, float)
+    return [expected, float(mean / mesh.size())]
 
 
 class Received(TorchDispatchMode):
@@ -154,11 +224,12 @@ class Received(TorchDispatchMode):
             self.num_bytes += (self.size - 1) * args[0].nbytes // self.size
         elif name == "all_to_all_single":
             rows = sum(args[1]) - args[1][self.rank]
-            self.num_bytes += rows * args[0][0:1].numel() * args[0].element_size()
+            self.num_bytes += rows * math.prod(args[0].shape[1:]) * args[0].element_size()
             assert args[0].shape[0] == sum(args[2])
         return func(*args, **(kwargs or {}))
 
 
+FEW = "nsa, chosen blocks", "nsa, chosen blocks of documents"
 COUNTED = ("nsa", "nsa, documents, contiguous", "nsa, no compressed token", "msa", "dense")
 
 
@@ -166,7 +237,7 @@ def count(case: Case, mesh: DeviceMesh) -> dict[str, int]:
     """Bytes received by one layer: by the formula, forward, and backward."""
     model = new_model(case)
     layer = model.layers[0].attn
-    parallelize_module(layer, mesh, ContextParallel(parts=case.parts))
+    parallelize_module(layer, mesh, case.style)
     x = torch.randn(case.batch, case.length // mesh.size(), 16, dtype=torch.float64)
     bounds = () if case.cu_seqlens is None else tuple(case.cu_seqlens.tolist())
     split = Split(case.length, mesh.size(), case.parts, bounds)
@@ -217,8 +288,11 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
-    found: dict[str, Any] = {name: compare(case, mesh) for name, case in CASES.items()}
-    found["bytes"] = {name: count(CASES[name], mesh) for name in COUNTED}
+    names = ON_TWO_RANKS if size == 2 else CASES
+    found: dict[str, Any] = {name: compare(CASES[name], mesh) for name in names}
+    found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
+    found["fsdp"] = share_weights(size)
+    found["entropy"] = count_statistics(mesh)
     # Last: after a refusal all ranks must still be in step.
     found["refused"] = refuse(mesh)
     found["after"] = compare(CASES["nsa"], mesh)

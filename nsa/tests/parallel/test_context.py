@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nsa.tests.conftest import REPOSITORY
-from nsa.tests.parallel.ranks import CASES, COUNTED
+from nsa.tests.parallel.ranks import CASES, COUNTED, FEW, ON_TWO_RANKS
 from nsa.tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.dist
@@ -51,14 +51,17 @@ def found(
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 
 
-@pytest.mark.parametrize("name", [*CASES, "after"])
-def test_ranks_compute_what_one_process_computes(found: list[dict[str, Any]], name: str) -> None:
-    """Logits, loss, and the gradient of every weight; `after` comes after refused input."""
-    for errors in found:
-        loss = errors[name].pop("loss", 0.0)
-        assert loss < FP32_LOSS
-        assert {k: e for k, e in errors[name].items() if e > ROUNDING} == {}
-        assert len(errors[name]) > 10, "a model has more weights"
+def test_ranks_compute_what_one_process_computes(found: list[dict[str, Any]]) -> None:
+    """Logits, loss, and the gradient of every weight, in every case.
+
+    `fsdp` also shards the weights, over all ranks; `after` comes after refused input.
+    """
+    names = [*(ON_TWO_RANKS if len(found) == 2 else CASES), "fsdp", "after"]
+    for name in names:
+        errors = dict(found[0][name])
+        assert errors.pop("loss") < FP32_LOSS, name
+        assert {weight: e for weight, e in errors.items() if e > ROUNDING} == {}, name
+        assert len(errors) > 8, f"{name}: a model has more weights"
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -67,6 +70,20 @@ def test_the_bytes_sent_are_those_of_the_formula(found: list[dict[str, Any]], na
     assert [n["forward"] for n in numbers] == [n["formula"] for n in numbers]
     # A halo's gradient goes to the rank that sent it: equal only over all ranks.
     assert sum(n["backward"] for n in numbers) == sum(n["forward"] for n in numbers) > 0
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_chosen_blocks_alone_are_less_than_all(found: list[dict[str, Any]], name: str) -> None:
+    numbers = [rank["bytes"][name] for rank in found]
+    assert all(n["forward"] < n["formula"] for n in numbers)
+    # Which blocks each rank wants has no gradient.
+    forward, backward = (sum(n[way] for n in numbers) for way in ("forward", "backward"))
+    assert 0 < backward < forward
+
+
+def test_statistics_of_the_ranks_average_to_those_of_the_row(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["entropy"][1] == pytest.approx(rank["entropy"][0], rel=1e-6)
 
 
 REFUSED = {

@@ -344,6 +344,7 @@ def _import_everything() -> None:
     import nsa.operate.launch.command
     import nsa.operate.preflight.command
     import nsa.operate.report.command
+    import nsa.parallel
     import nsa.tests.support.launch
     import nsa.train.runner
     import scripts.train_showcase  # noqa: F401
