@@ -167,11 +167,17 @@ class ContextNSA(NSAAttention):
         # The operator counts keys from the document's start. No query of this part reads the
         # window's keys before its halo, so zeros stand in for them.
         unread = window_starts(split, self.spec.w)[part] - start
+        k_cmp, v_cmp = (x[:, blocks] for x in compressed)
+        k_sel, v_sel = (x[:, start:stop] for x in selected)
+        k_win, v_win = (F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
         return nsa_attention(
             q,
-            *(x[:, blocks] for x in compressed),
-            *(x[:, start:stop] for x in selected),
-            *(F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window),
+            k_cmp,
+            v_cmp,
+            k_sel,
+            v_sel,
+            k_win,
+            v_win,
             gates,
             self.spec,
             **_places(pieces),

@@ -118,7 +118,7 @@ def new_model(case: Case) -> TinyLM:
     model = TinyLM(**SIZES | case.model).double()
     with torch.no_grad():
         for weight in model.parameters():
-            weight += 0.2 * torch.randn_like(weight)
+            weight.add_(0.2 * torch.randn_like(weight))
     model.index_warm_up = case.warm_up
     return model
 
@@ -130,7 +130,7 @@ def run_model(
     losses: list[Tensor] = []
     logits = model.head(model.hidden(ids, cu_seqlens=cu_seqlens, index_losses=losses))
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    loss = loss + sum(losses, torch.zeros((), dtype=loss.dtype))
+    loss = torch.stack([loss, *losses]).sum()
     loss.backward()
     return logits.detach(), loss.detach()
 
@@ -184,7 +184,7 @@ def share_weights(size: int) -> dict[str, float]:
     register_fsdp_forward_method(model, "hidden")
     dp = mesh["dp"].get_local_rank()
     own = shard_sequence((row[dp : dp + 1, :-1], row[dp : dp + 1, 1:]), mesh["cp"])
-    _, own_loss = run_model(model, *own, None)
+    _, own_loss = run_model(model, own[0], own[1], None)
     dist.all_reduce(own_loss)
     errors = {"loss": relative_error(own_loss / size, loss)}
     for name, weight in alone.named_parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,11 +54,9 @@ def bounds_of(split: Split) -> list[int]:
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_every_token_has_one_owner_and_its_own_position(split: Split) -> None:
     row = torch.arange(split.num_tokens)
-    shards = [
-        shard_sequence({"ids": row[None], "cu_seqlens": row}, OneOf(r, split.num_ranks),
-                       parts=split.parts)  # type: ignore[arg-type]
-        for r in range(split.num_ranks)
-    ]  # fmt: skip
+    ranks: list[Any] = [OneOf(rank, split.num_ranks) for rank in range(split.num_ranks)]
+    batch = {"ids": row[None], "cu_seqlens": row}
+    shards = [shard_sequence(batch, rank, parts=split.parts) for rank in ranks]
     held = torch.cat([shard["ids"][0] for shard in shards])
     assert torch.equal(held.sort().values, row)
     assert all(torch.equal(shard["cu_seqlens"], row) for shard in shards)
