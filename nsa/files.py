@@ -307,6 +307,21 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def staying_in(folder: Path) -> Iterator[Path]:
+    """Create a folder, and yield a path that still names it when it is moved meanwhile and another
+    one has its name. Without /proc it is the path as given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (PROC / "self" / "fd").is_dir():
+        yield folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield PROC / "self" / "fd" / str(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` with `text` atomically."""
     with replacing(path) as temporary:

@@ -204,12 +204,12 @@ def _train(model: TinyLM, batches: list[torch.Tensor], lr: float = 3e-3) -> list
     return losses
 
 
-@pytest.mark.parametrize("phi", ["avg", "mlp"])
-def test_random_tokens_cannot_be_learned(phi):
-    """Fresh uniform tokens: a loss below ln V would mean that a target leaks into its input."""
+def test_random_tokens_cannot_be_learned():
+    """Fresh uniform tokens: a loss below ln V would mean that a target leaks into its input. With
+    phi avg the trainer's test of this name shows it."""
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, 64, (8, 49), generator=generator) for _ in range(100)]
-    losses = _train(make_model(phi=phi, n_layers=2), batches)
+    losses = _train(make_model(phi="mlp", n_layers=2), batches)
     assert sum(losses[-25:]) / 25 >= math.log(64) - 0.02
 
 

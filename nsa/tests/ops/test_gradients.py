@@ -32,7 +32,9 @@ def test_attention_gradients_are_the_numerical_ones(backend_order, case, monkeyp
             named = dict(zip(inputs, tensors, strict=True))
             return run(case, named, backend, selection=selection)
 
-        assert torch.autograd.gradcheck(attention, tuple(inputs.values()))
+        # All entries for the oracle; random directions for the torch path, which equals it.
+        fast = backend != "reference"
+        assert torch.autograd.gradcheck(attention, tuple(inputs.values()), fast_mode=fast)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

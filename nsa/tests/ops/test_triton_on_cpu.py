@@ -283,7 +283,7 @@ SMALL_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(
     ("kernel", "constants"), SMALL_KERNELS, ids=lambda x: getattr(x, "__name__", "")
 )

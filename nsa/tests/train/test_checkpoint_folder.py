@@ -80,6 +80,25 @@ def test_what_is_written_is_read_and_nothing_else_is_left(
     assert str(tmp_path) not in (path / ".metadata").read_bytes().decode("latin-1")
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_file_and_its_manifest_stay_in_a_folder_that_is_moved_meanwhile(
+    tmp_path: Path, content: checkpoint_file.Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    write_text = checkpoint_file.write_text  # type: ignore[attr-defined]
+
+    def move_first(path: Path, text: str) -> None:
+        folder.rename(moved)
+        folder.mkdir()  # of another run
+        write_text(path, text)
+
+    monkeypatch.setattr(checkpoint_file, "write_text", move_first)
+    name = checkpoint_file.write(folder, content).name
+    assert os.listdir(folder) == []
+    checkpoint_file.verify(moved / name)
+    assert same(checkpoint_file.read(moved / name), checkpoint_file.read(moved / name) | content)
+
+
 def test_a_second_write_replaces_the_first(
     tmp_path: Path, content: checkpoint_file.Content
 ) -> None:

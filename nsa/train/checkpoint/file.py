@@ -34,7 +34,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from nsa.files import is_regular, open_binary, read_text, replacing, write_text
+from nsa.files import is_regular, open_binary, read_text, replacing, staying_in, write_text
 
 VERSION = 1
 NAME = "checkpoint_step{step}.pt"
@@ -78,17 +78,21 @@ class Unreadable(BadCheckpoint):
 
 
 def write(folder: Path, content: Content) -> Path:
-    """Write a checkpoint, then its manifest, each atomically."""
+    """Write a checkpoint, then its manifest, each atomically.
+
+    If the folder is moved meanwhile, both go with it: the new one may belong to another run.
+    """
     import torch  # imported here because `verify` must not need it
 
-    path = folder / NAME.format(step=content["step"])
-    with replacing(path) as temporary:
-        # Hash before the rename: if it fails, no file appears under the final name.
-        torch.save({"version": VERSION, **content}, temporary)
-        size, digest = temporary.stat().st_size, file_sha256(temporary)
-    manifest = Manifest(path.name, content["step"], size, digest)
-    write_text(manifest_path(path), json.dumps({"version": VERSION, **manifest._asdict()}) + "\n")
-    return path
+    name = NAME.format(step=content["step"])
+    with staying_in(folder) as same:
+        with replacing(same / name) as temporary:
+            # Hash before the rename: if it fails, no file appears under the final name.
+            torch.save({"version": VERSION, **content}, temporary)
+            size, digest = temporary.stat().st_size, file_sha256(temporary)
+        manifest = {"version": VERSION, **Manifest(name, content["step"], size, digest)._asdict()}
+        write_text(manifest_path(same / name), json.dumps(manifest) + "\n")
+    return folder / name
 
 
 def read(path: Path) -> Content:
