@@ -8,7 +8,8 @@ ContextParallel (style.py) turns one into the other.
     sparse  gathers its one K and V, and the index keys of a learned rule
     dense   gathers its one K and V
 
-Then each part attends on its own, as queries at an offset in their documents.
+Then each part attends on its own, as queries at an offset in their documents. In each class that
+is `attend`; a compiled layer calls it outside of its graphs, of which projections are the rest.
 """
 
 from __future__ import annotations
@@ -74,8 +75,21 @@ class ContextNSA(NSAAttention):
                 "NSA_PREFILL_BATCHED=0 under context parallelism: it steps through a cache, which "
                 "holds whole sequences; unset it, or run on one rank"
             )
-        split = self.context.split(x.shape[1], cu_seqlens)
-        q, k, v, gates = self._project(x, rope or _rope(self, split, x))
+        rope = rope or _rope(self, self.context, x, cu_seqlens)
+        given = (*self._project(x, rope), cu_seqlens, stats, layer)
+        return self.out(_outside_graphs(self.attend, *given))
+
+    def attend(
+        self,
+        q: Tensor,  # [B, T, Hq, Dk]
+        k: tuple[Tensor, ...],  # of cmp, sel, win: [B, T, Hkv, Dk]
+        v: tuple[Tensor, ...],
+        gates: Tensor,  # [B, T, Hq, 3]
+        cu_seqlens: Tensor | None,
+        stats: AttentionStats | None,
+        layer: int | None,
+    ) -> Tensor:  # [B, T, Hq * Dv]
+        split = self.context.split(q.shape[1], cu_seqlens)
         keys, given = self._exchange(split, q, k, v)
         outs, chosen = [], []
         for place, part in enumerate(split.parts_of(self.context.rank)):
@@ -89,7 +103,7 @@ class ContextNSA(NSAAttention):
             chosen.append(selection)
         if stats is not None:
             _record(stats, layer, gates, torch.cat(chosen, dim=1), self.spec.l_sel)
-        return self.out(torch.cat(outs, dim=1).flatten(2))
+        return torch.cat(outs, dim=1).flatten(2)
 
     def _exchange(
         self, split: Split, q: Tensor, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
@@ -201,9 +215,18 @@ class ContextDense(DenseAttention):
         stats: AttentionStats | None = None,
         layer: int | None = None,
     ) -> Tensor:  # [B, T, dim]
-        split = self.context.split(x.shape[1], cu_seqlens)
-        q, *own = self._project(x, rope or _rope(self, split, x))  # [B, H, T, D]
-        gathered = self.context.gather(split, *(t.transpose(1, 2) for t in own))()
+        projected = self._project(x, rope or _rope(self, self.context, x, cu_seqlens))
+        return self._merge(_outside_graphs(self.attend, *projected, cu_seqlens))
+
+    def attend(
+        self,
+        q: Tensor,  # [B, Hq, T, Dk]
+        k: Tensor,  # [B, Hkv, T, Dk]
+        v: Tensor,  # [B, Hkv, T, Dv]
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:  # [B, Hq, T, Dv]
+        split = self.context.split(q.shape[2], cu_seqlens)
+        gathered = self.context.gather(split, k.transpose(1, 2), v.transpose(1, 2))()
         k, v = (t.transpose(1, 2) for t in gathered)  # [B, Hkv, S, D]
         outs, row = [], 0
         for part in split.parts_of(self.context.rank):
@@ -212,7 +235,7 @@ class ContextDense(DenseAttention):
                 seen = slice(piece.start, piece.stop)
                 outs.append(self._attend_piece(queries, k[:, :, seen], v[:, :, seen], piece))
                 row += piece.num_tokens
-        return self._merge(torch.cat(outs, dim=2))
+        return torch.cat(outs, dim=2)
 
     def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
         if piece.offset == 0:
@@ -242,9 +265,27 @@ class ContextSparse(SparseAttention):
         index: Tensor | None = None,  # [B, T, H, n_sel] int32, of an earlier layer
         warm_up: bool = False,
     ) -> Attended:
-        split = self.context.split(x.shape[1], cu_seqlens)
         # [B, T, H, D]
-        q, k, v = (t.transpose(1, 2) for t in self._project(x, rope or _rope(self, split, x)))
+        rope = rope or _rope(self, self.context, x, cu_seqlens)
+        q, k, v = (t.transpose(1, 2) for t in self._project(x, rope))
+        given = (q, k, v, x, Span(0, cu_seqlens), index, warm_up, stats, layer)
+        out, blocks, loss = _outside_graphs(self.attend, *given)
+        return self.out(out), blocks, loss
+
+    def attend(
+        self,
+        q: Tensor,  # [B, T, Hq, Dk]
+        k: Tensor,  # [B, T, Hkv, Dk]
+        v: Tensor,  # [B, T, Hkv, Dv]
+        x: Tensor,  # [B, T, dim]
+        span: Span,  # the documents of the whole row
+        index: Tensor | None,
+        warm_up: bool,
+        stats: AttentionStats | None,
+        layer: int | None,
+    ) -> Attended:  # its output: [B, T, Hq * Dv]
+        cu_seqlens = span.cu_seqlens
+        split = self.context.split(q.shape[1], cu_seqlens)
         keys = self.context.gather(split, k, v)
         asked, learned = self._ask(split, q, k, x, cu_seqlens)
         gathered = (*keys(), *learned())
@@ -262,8 +303,8 @@ class ContextSparse(SparseAttention):
         index = torch.cat(chosen, dim=1)
         if stats is not None:
             _record(stats, layer, None, index, self.spec.l_sel)
-        out = self.out(torch.cat(outs, dim=1).flatten(2))
-        return out, index, torch.stack(losses).mean() if losses else None
+        loss = torch.stack(losses).mean() if losses else None
+        return torch.cat(outs, dim=1).flatten(2), index, loss
 
     def _ask(
         self, split: Split, q: Tensor, k: Tensor, x: Tensor, cu_seqlens: Tensor | None
@@ -329,9 +370,18 @@ CONTEXT_CLASSES: dict[type, type] = {
 """The layers of the model, and what they become."""
 
 
-def _rope(layer: Rotary, split: Split, x: Tensor) -> Rope:
-    context: Context = layer.context  # type: ignore[assignment]
+def _rope(layer: Rotary, context: Context, x: Tensor, cu_seqlens: Tensor | None) -> Rope:
+    split = context.split(x.shape[1], cu_seqlens)
     return layer.rope(split.positions(context.rank, x.device), x.dtype)
+
+
+def _outside_graphs(function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function; from a layer that is being compiled, as it is."""
+    if torch.compiler.is_compiling():
+        from nsa.ops.traced import call_eagerly  # only here: it loads torch._dynamo
+
+        return call_eagerly(function, *given)
+    return function(*given)
 
 
 def _places(pieces: list[Piece]) -> dict[str, Any]:

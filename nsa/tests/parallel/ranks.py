@@ -53,6 +53,7 @@ class Case:
     parts: str = "two_ended"
     warm_up: bool = False
     selected: str = "gather"
+    compiled: bool = False
 
     @property
     def style(self) -> ContextParallel:
@@ -71,6 +72,7 @@ MLP: dict[str, Any] = dict(phi="mlp", gate="sigmoid")
 SPARSE: dict[str, Any] = dict(l_sel=16, n_sel=3, num_local=1, d_index=6)
 MOBA = SPARSE | dict(rule="pooled", pool="moba", pool_block=32, n_sel=4)
 REUSE = SPARSE | TWO | dict(rule="msa,reuse", grad_checkpointing=True)
+MIXED = SPARSE | TWO | dict(rule="nsa,msa")
 DOCS = (3, 19, 61, 5)
 """Of 104 tokens: the third is on three of four ranks and longer than their parts of 13."""
 CASES = {
@@ -88,6 +90,7 @@ CASES = {
         104, dict(n_sel=3), docs=DOCS, parts="contiguous", selected="chosen"
     ),
     "nsa, all blocks are chosen": Case(104, dict(n_sel=13), selected="chosen"),
+    "nsa, msa, compiled": Case(104, MIXED, docs=DOCS, compiled=True),
     "mlp": Case(96, MLP),
     "mlp, documents": Case(104, MLP, docs=DOCS),
     "mlp, parts shorter than a block": Case(24, MLP),
@@ -107,9 +110,15 @@ CASES = {
 
 ON_TWO_RANKS = (
     *("nsa", "nsa, documents", "nsa, chosen blocks", "mlp, documents", "infllm, documents"),
-    *("msa, documents", "reuse", "dense, documents"),
+    *("msa, documents", "reuse", "dense, documents", "nsa, msa, compiled"),
 )
-"""Four ranks run all cases."""
+
+
+def names_of(size: int) -> list[str]:
+    """The cases for so many ranks: on two some of each kind, on four all that do not compile."""
+    if size == 2:
+        return list(ON_TWO_RANKS)
+    return [name for name, case in CASES.items() if not case.compiled]
 
 
 def new_model(case: Case) -> TinyLM:
@@ -147,6 +156,8 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     names = list(model.state_dict())
     parallelize_module(model, mesh, case.style)
     assert list(model.state_dict()) == names, "names of weights have changed"
+    if case.compiled:
+        model.compiled = [torch.compile(block, backend="eager") for block in model.layers]
     own = shard_sequence(whole, mesh, parts=case.parts)
     logits, own_loss = run_model(model, **own, cu_seqlens=case.cu_seqlens)
     average_gradients(model, mesh)
@@ -169,7 +180,7 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
 def share_weights(size: int) -> dict[str, float]:
     """Relative errors of FSDP over all ranks, with sequences over two of them, in one mesh."""
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
-    case = Case(104, SPARSE | TWO | dict(rule="nsa,msa"), batch=size // 2)
+    case = Case(104, MIXED, batch=size // 2)
     torch.manual_seed(3)
     row = torch.randint(0, 24, (case.batch, case.length + 1))
     alone = new_model(case)
@@ -288,8 +299,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
-    names = ON_TWO_RANKS if size == 2 else CASES
-    found: dict[str, Any] = {name: compare(CASES[name], mesh) for name in names}
+    found: dict[str, Any] = {name: compare(CASES[name], mesh) for name in names_of(size)}
     found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
     found["fsdp"] = share_weights(size)
     found["entropy"] = count_statistics(mesh)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nsa.tests.conftest import REPOSITORY
-from nsa.tests.parallel.ranks import CASES, COUNTED, FEW, ON_TWO_RANKS
+from nsa.tests.parallel.ranks import COUNTED, FEW, names_of
 from nsa.tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.dist
@@ -56,8 +56,7 @@ def test_ranks_compute_what_one_process_computes(found: list[dict[str, Any]]) ->
 
     `fsdp` also shards the weights, over all ranks; `after` comes after refused input.
     """
-    names = [*(ON_TWO_RANKS if len(found) == 2 else CASES), "fsdp", "after"]
-    for name in names:
+    for name in (*names_of(len(found)), "fsdp", "after"):
         errors = dict(found[0][name])
         assert errors.pop("loss") < FP32_LOSS, name
         assert {weight: e for weight, e in errors.items() if e > ROUNDING} == {}, name
