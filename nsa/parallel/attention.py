@@ -89,7 +89,7 @@ class ContextNSA(NSAAttention):
         stats: AttentionStats | None,
         layer: int | None,
     ) -> Tensor:  # [B, T, Hq * Dv]
-        split = self.context.split(q.shape[1], cu_seqlens)
+        split = self.context.split(q.shape[0], q.shape[1], cu_seqlens)
         keys, given = self._exchange(split, q, k, v)
         outs, chosen = [], []
         for place, part in enumerate(split.parts_of(self.context.rank)):
@@ -225,7 +225,7 @@ class ContextDense(DenseAttention):
         v: Tensor,  # [B, Hkv, T, Dv]
         cu_seqlens: Tensor | None,
     ) -> Tensor:  # [B, Hq, T, Dv]
-        split = self.context.split(q.shape[2], cu_seqlens)
+        split = self.context.split(q.shape[0], q.shape[2], cu_seqlens)
         gathered = self.context.gather(split, k.transpose(1, 2), v.transpose(1, 2))()
         k, v = (t.transpose(1, 2) for t in gathered)  # [B, Hkv, S, D]
         outs, row = [], 0
@@ -285,7 +285,7 @@ class ContextSparse(SparseAttention):
         layer: int | None,
     ) -> Attended:  # its output: [B, T, Hq * Dv]
         cu_seqlens = span.cu_seqlens
-        split = self.context.split(q.shape[1], cu_seqlens)
+        split = self.context.split(q.shape[0], q.shape[1], cu_seqlens)
         keys = self.context.gather(split, k, v)
         asked, learned = self._ask(split, q, k, x, cu_seqlens)
         gathered = (*keys(), *learned())
@@ -371,7 +371,7 @@ CONTEXT_CLASSES: dict[type, type] = {
 
 
 def _rope(layer: Rotary, context: Context, x: Tensor, cu_seqlens: Tensor | None) -> Rope:
-    split = context.split(x.shape[1], cu_seqlens)
+    split = context.split(x.shape[0], x.shape[1], cu_seqlens)
     return layer.rope(split.positions(context.rank, x.device), x.dtype)
 
 

@@ -22,6 +22,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from nsa.ops.checks import check_documents
 from nsa.parallel.split import Split, plan_halo
 
 # Newer versions of torch have renamed it, and warn of the old name.
@@ -43,18 +44,22 @@ class Context:
         self.rank, self.num_ranks = mesh.get_local_rank(), mesh.size()
         self._bounds: tuple[Tensor, int, tuple[int, ...]] | None = None
 
-    def split(self, num_own: int, cu_seqlens: Tensor | None) -> Split:
-        """The row of which every rank has `num_own` tokens."""
-        bounds = () if cu_seqlens is None else self._read(cu_seqlens)
-        return _split(num_own * self.num_ranks, self.num_ranks, self.parts, bounds)
+    def split(self, batch: int, num_own: int, cu_seqlens: Tensor | None) -> Split:
+        """The rows of which every rank has `num_own` tokens; with documents there is one."""
+        num_tokens = num_own * self.num_ranks
+        bounds = () if cu_seqlens is None else self._read(cu_seqlens, batch, num_tokens)
+        return _split(num_tokens, self.num_ranks, self.parts, bounds)
 
-    def _read(self, cu_seqlens: Tensor) -> tuple[int, ...]:
+    def _read(self, cu_seqlens: Tensor, batch: int, num_tokens: int) -> tuple[int, ...]:
         """Bounds as numbers of the host, read once for all layers: on a GPU this is a sync."""
-        if self._bounds is not None:
+        if self._bounds is not None and batch == 1:
             known, version, bounds = self._bounds
             if known is cu_seqlens and version == cu_seqlens._version:
                 return bounds
         bounds = tuple(cu_seqlens.tolist())
+        # First for its message: most likely somebody has given the bounds of a shard.
+        _split(num_tokens, self.num_ranks, self.parts, bounds)
+        check_documents(cu_seqlens, batch, num_tokens, cu_seqlens.device)
         self._bounds = cu_seqlens, cu_seqlens._version, bounds
         return bounds
 

@@ -63,7 +63,7 @@ class ContextLM(TinyLM):
     context: Context
 
     def positions(self, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:  # [T]
-        split = self.context.split(ids.shape[1], cu_seqlens)
+        split = self.context.split(ids.shape[0], ids.shape[1], cu_seqlens)
         return split.positions(self.context.rank, ids.device)
 
 

@@ -267,6 +267,7 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
     uneven = torch.zeros(1, 16 * mesh.size() + 1, dtype=torch.long)
     other = dict(n_layers=1 + mesh.get_local_rank())
     split = parallelize_module(new_model(CASES["nsa"]), mesh, ContextParallel())
+    whole = torch.tensor([0, 8 * mesh.size()], dtype=torch.int32)
     short = torch.tensor([0, 4], dtype=torch.int32)
     ids, odd = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 9, dtype=torch.long)
     stats = AttentionStats(maps=True)
@@ -283,6 +284,8 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
         "no layer": lambda: parallelize_module(torch.nn.Linear(2, 2), mesh, ContextParallel()),
         "twice": lambda: parallelize_module(split, mesh, ContextParallel()),
         "bounds of a shard": lambda: split(ids, cu_seqlens=short),
+        "documents in a batch": lambda: split(ids.expand(2, -1), cu_seqlens=whole),
+        "bounds in int64": lambda: split(ids, cu_seqlens=whole.long()),
         "odd shard": lambda: split(odd),
         "maps": lambda: split(ids, stats=stats),
     }

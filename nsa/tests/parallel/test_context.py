@@ -92,6 +92,8 @@ REFUSED = {
     "no layer": "Linear has no attention layer of nsa to split.*give a TinyLM",
     "twice": "a ContextLM is split or sharded already.*once, and before fully_shard",
     "bounds of a shard": "cu_seqlens goes from 0 to 4; .* whole row, .* they are not sharded",
+    "documents in a batch": "cu_seqlens is given with B=2; packed documents need B=1",
+    "bounds in int64": "cu_seqlens is torch.int64; give an int32 tensor",
     "odd shard": "cannot be split into",
     "maps": r"AttentionStats\(maps=True\) under context parallelism",
 }
