@@ -205,6 +205,8 @@ class ContextDense(DenseAttention):
     """DenseAttention on this rank's parts: [B, T, dim] -> [B, T, dim]."""
 
     context: Context
+    mask_rows = 1024
+    """Queries at a time: a mask of all of a part would be larger than its keys."""
 
     def forward(
         self,
@@ -241,8 +243,13 @@ class ContextDense(DenseAttention):
         if piece.offset == 0:
             return self._attend(q, k, v, is_causal=True)
         # is_causal would align the mask with the first key, not with the last.
-        key = torch.arange(piece.num_keys, device=q.device)
-        return self._attend(q, k, v, attn_mask=key <= key[piece.offset :, None])
+        key, outs = torch.arange(piece.num_keys, device=q.device), []
+        for rows in q.split(self.mask_rows, dim=2):
+            first = piece.offset + self.mask_rows * len(outs)
+            seen = slice(0, first + rows.shape[2])
+            mask = key[seen] <= key[first : seen.stop, None]
+            outs.append(self._attend(rows, k[:, :, seen], v[:, :, seen], attn_mask=mask))
+        return torch.cat(outs, dim=2)
 
 
 class ContextSparse(SparseAttention):

@@ -32,7 +32,7 @@ from nsa.parallel import (
     gather_sequence,
     shard_sequence,
 )
-from nsa.parallel.attention import received_bytes
+from nsa.parallel.attention import ContextDense, received_bytes
 from nsa.tests.support.helpers import relative_error
 
 SIZES: dict[str, Any] = dict(
@@ -268,6 +268,7 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
     other = dict(n_layers=1 + mesh.get_local_rank())
     split = parallelize_module(new_model(CASES["nsa"]), mesh, ContextParallel())
     whole = torch.tensor([0, 8 * mesh.size()], dtype=torch.int32)
+    wide = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("dp", "cp"))
     short = torch.tensor([0, 4], dtype=torch.int32)
     ids, odd = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 9, dtype=torch.long)
     stats = AttentionStats(maps=True)
@@ -281,6 +282,8 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
             mesh,
             ContextParallel(parts=("two_ended", "contiguous")[mesh.get_local_rank() % 2]),
         ),
+        "two dimensions": lambda: parallelize_module(model, wide, ContextParallel()),
+        "other exchange": lambda: ContextParallel(selected="some"),
         "no layer": lambda: parallelize_module(torch.nn.Linear(2, 2), mesh, ContextParallel()),
         "twice": lambda: parallelize_module(split, mesh, ContextParallel()),
         "bounds of a shard": lambda: split(ids, cu_seqlens=short),
@@ -302,6 +305,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
+    ContextDense.mask_rows = 5  # several masks for a part
     found: dict[str, Any] = {name: compare(CASES[name], mesh) for name in names_of(size)}
     found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
     found["fsdp"] = share_weights(size)

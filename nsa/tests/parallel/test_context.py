@@ -89,6 +89,8 @@ REFUSED = {
     "length": r"a sequence of (33|65) tokens cannot be split .* use a multiple of (4|8), such as",
     "other weights": r"ranks \[1.*\] of \d have other weights than rank 0 .* on every rank",
     "other parts": r"ranks \[1.*\] of \d have other parts than rank 0 .here: ",
+    "two dimensions": "a mesh of 2 dimensions .*'dp', 'cp'.*takes one of them: pass mesh",
+    "other exchange": "selected='some' is not known; use one of gather, chosen",
     "no layer": "Linear has no attention layer of nsa to split.*give a TinyLM",
     "twice": "a ContextLM is split or sharded already.*once, and before fully_shard",
     "bounds of a shard": "cu_seqlens goes from 0 to 4; .* whole row, .* they are not sharded",
