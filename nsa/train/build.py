@@ -11,7 +11,7 @@ import torch
 
 from nsa.config import Config, ConfigError
 from nsa.model import TinyLM
-from nsa.model.block import Block, SparseBlock
+from nsa.model.block import Block
 from nsa.model.cost import training_memory
 from nsa.train.distributed.strategy import Strategy
 from nsa.train.loss import next_token_loss
@@ -73,9 +73,9 @@ def compile_blocks(model: TinyLM, device: torch.device) -> None:
 
 
 def _compiled(block: Block) -> Callable[..., Any]:
-    """One graph; of a block with a rule, all but the choice and the reading of its blocks: what
-    precedes and what follows are graphs of their own."""
-    whole = not isinstance(block, SparseBlock)
+    """One graph; of a block with a rule, or under context parallelism, all but `attend` of its
+    attention: what precedes and what follows are graphs of their own."""
+    whole = not hasattr(block.attn, "attend")
     if not whole:
         block.attn.attend = torch.compiler.disable(block.attn.attend)
     return torch.compile(block, fullgraph=whole, dynamic=False, backend=BACKEND)
