@@ -243,7 +243,8 @@ class ContextDense(DenseAttention):
         if piece.offset == 0:
             return self._attend(q, k, v, is_causal=True)
         # is_causal would align the mask with the first key, not with the last.
-        key, outs = torch.arange(piece.num_keys, device=q.device), []
+        key = torch.arange(piece.num_keys, device=q.device)
+        outs: list[Tensor] = []
         for rows in q.split(self.mask_rows, dim=2):
             first = piece.offset + self.mask_rows * len(outs)
             seen = slice(0, first + rows.shape[2])
