@@ -6,6 +6,9 @@ dense attention. There are no branches and no gates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -111,12 +114,7 @@ class SparseAttention(DenseAttention):
         # [B, S, H, D]
         q, k, v = (t.transpose(1, 2) for t in self._project(x, rope))
         given = (q, k, v, x, Span(0, cu_seqlens), index, warm_up, stats, layer)
-        if torch.compiler.is_compiling():
-            from nsa.ops.traced import call_eagerly  # only here: it loads torch._dynamo
-
-            out, blocks, loss = call_eagerly(self.attend, *given)
-        else:
-            out, blocks, loss = self.attend(*given)
+        out, blocks, loss = outside_graphs(self.attend, *given)
         return self.out(out), blocks, loss
 
     def attend(
@@ -131,7 +129,7 @@ class SparseAttention(DenseAttention):
         stats: AttentionStats | None,
         layer: int | None,
     ) -> Attended:  # its output: [B, S, Hq * Dv]
-        """Choose and read the blocks. A compiled block calls this as it is (train/build.py)."""
+        """Choose and read the blocks. A compiled layer calls this outside of its graphs."""
         cu_seqlens, asked, summary = span.cu_seqlens, None, None
         if self.rule is not None:
             asked, summary = self.rule.queries(q, x, span), self.rule.summarize(k, x, span)
@@ -217,6 +215,15 @@ class SparseAttention(DenseAttention):
             q, k, v, cache.index, block=self.spec.l_sel, q_offset=first, backend=backend
         )
         return self.out(out.flatten(2))
+
+
+def outside_graphs(function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function; from a layer that is being compiled, as it is."""
+    if torch.compiler.is_compiling():
+        from nsa.ops.traced import call_eagerly  # only here: it loads torch._dynamo
+
+        return call_eagerly(function, *given)
+    return function(*given)
 
 
 def given_index(index: Tensor | None) -> Tensor:

@@ -25,7 +25,13 @@ from nsa.model.attention import NSAAttention
 from nsa.model.dense import DenseAttention
 from nsa.model.rope import Rope, Rotary
 from nsa.model.rules import MSARule, NSARule, Rule, Span
-from nsa.model.sparse import Attended, SparseAttention, all_blocks, given_index
+from nsa.model.sparse import (
+    Attended,
+    SparseAttention,
+    all_blocks,
+    given_index,
+    outside_graphs,
+)
 from nsa.model.stats import AttentionStats
 from nsa.ops import nsa_attention, sparse_attention
 from nsa.ops.fallbacks import in_layer
@@ -77,7 +83,7 @@ class ContextNSA(NSAAttention):
             )
         rope = rope or _rope(self, self.context, x, cu_seqlens)
         given = (*self._project(x, rope), cu_seqlens, stats, layer)
-        return self.out(_outside_graphs(self.attend, *given))
+        return self.out(outside_graphs(self.attend, *given))
 
     def attend(
         self,
@@ -218,7 +224,7 @@ class ContextDense(DenseAttention):
         layer: int | None = None,
     ) -> Tensor:  # [B, T, dim]
         projected = self._project(x, rope or _rope(self, self.context, x, cu_seqlens))
-        return self._merge(_outside_graphs(self.attend, *projected, cu_seqlens))
+        return self._merge(outside_graphs(self.attend, *projected, cu_seqlens))
 
     def attend(
         self,
@@ -277,7 +283,7 @@ class ContextSparse(SparseAttention):
         rope = rope or _rope(self, self.context, x, cu_seqlens)
         q, k, v = (t.transpose(1, 2) for t in self._project(x, rope))
         given = (q, k, v, x, Span(0, cu_seqlens), index, warm_up, stats, layer)
-        out, blocks, loss = _outside_graphs(self.attend, *given)
+        out, blocks, loss = outside_graphs(self.attend, *given)
         return self.out(out), blocks, loss
 
     def attend(
@@ -381,15 +387,6 @@ CONTEXT_CLASSES: dict[type, type] = {
 def _rope(layer: Rotary, context: Context, x: Tensor, cu_seqlens: Tensor | None) -> Rope:
     split = context.split(x.shape[0], x.shape[1], cu_seqlens)
     return layer.rope(split.positions(context.rank, x.device), x.dtype)
-
-
-def _outside_graphs(function: Callable[..., Any], *given: Any) -> Any:
-    """Call a function; from a layer that is being compiled, as it is."""
-    if torch.compiler.is_compiling():
-        from nsa.ops.traced import call_eagerly  # only here: it loads torch._dynamo
-
-        return call_eagerly(function, *given)
-    return function(*given)
 
 
 def _places(pieces: list[Piece]) -> dict[str, Any]:

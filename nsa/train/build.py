@@ -76,8 +76,6 @@ def _compiled(block: Block) -> Callable[..., Any]:
     """One graph; of a block with a rule, or under context parallelism, all but `attend` of its
     attention: what precedes and what follows are graphs of their own."""
     whole = not hasattr(block.attn, "attend")
-    if not whole:
-        block.attn.attend = torch.compiler.disable(block.attn.attend)
     return torch.compile(block, fullgraph=whole, dynamic=False, backend=BACKEND)
 
 
