@@ -181,17 +181,11 @@ def attend_parts(
     for place, part in enumerate(split.parts_of(rank)):
         own = slice(place * split.part_len, (place + 1) * split.part_len)
         given = None if selection is None else selection[:, own]
+        options: Any = {**_places(split.pieces[part]), "backend": backend, "selection": given}
         streams = _streams(split, part, keys.of(place), spec)
         done.append(
             nsa_attention(
-                q[:, own],
-                *streams,
-                gates[:, own],
-                spec,
-                **_places(split.pieces[part]),
-                backend=backend,
-                selection=given,
-                return_selection=True,
+                q[:, own], *streams, gates[:, own], spec, **options, return_selection=True
             )
         )
     out, chosen = (torch.cat(found, dim=1) for found in zip(*done, strict=True))
@@ -200,7 +194,7 @@ def attend_parts(
 
 def _streams(
     split: Split, part: int, keys: tuple[Pair, Pair, Pair], spec: BlockSpec
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """K and V of the compressed, selected and window branch, as the operator takes them."""
     compressed, selected, window = keys
     blocks = visible_blocks(split, spec)[part]
@@ -208,11 +202,10 @@ def _streams(
     # The operator counts keys from the document's start. No query of this part reads the
     # window's keys before its halo, so zeros stand in for them.
     unread = window_starts(split, spec.w)[part] - start
-    return (
-        *(x[:, blocks] for x in compressed),
-        *(x[:, start:stop] for x in selected),
-        *(F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window),
-    )
+    k_cmp, v_cmp = (x[:, blocks] for x in compressed)
+    k_sel, v_sel = (x[:, start:stop] for x in selected)
+    k_win, v_win = (F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
+    return k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
 
 
 class ContextDense(DenseAttention):
