@@ -66,6 +66,8 @@ class ContextNSA(NSAAttention):
     """NSAAttention on this rank's parts: [B, T, dim] -> [B, T, dim]."""
 
     context: Context
+    wanted: list[int] | None = None
+    """Where chosen blocks may be sent, by rank: the tokens that it wanted in the last pass."""
 
     def forward(
         self,
@@ -119,6 +121,7 @@ class ContextNSA(NSAAttention):
         k_cmp, v_cmp = self._compress_parts(split, k[0], v[0])()
         selection = self._select(split, q, k_cmp)
         wanted = ask_all(context, split, selection, size)
+        self.wanted = wanted.tokens
         if wanted.is_less(split):
             selected = fetch(context, split, wanted, size, k[1], v[1])
         else:
