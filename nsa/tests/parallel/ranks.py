@@ -7,7 +7,6 @@ process, and the same model under context parallelism on all ranks.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -22,8 +21,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.parallel_bytes import Received
 from nsa.model import AttentionStats, TinyLM
 from nsa.parallel import (
     ContextParallel,
@@ -220,26 +219,6 @@ def count_statistics(mesh: DeviceMesh) -> list[float]:
     expected = alone.summary()["entropy_mean"]
     assert isinstance(expected, float)
     return [expected, float(mean / mesh.size())]
-
-
-class Received(TorchDispatchMode):
-    """Counts the bytes that this rank receives from others in functional collectives."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.rank, self.size, self.num_bytes = mesh.get_local_rank(), mesh.size(), 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        if name == "all_gather_into_tensor":
-            self.num_bytes += (self.size - 1) * args[0].nbytes
-        elif name == "reduce_scatter_tensor":
-            self.num_bytes += (self.size - 1) * args[0].nbytes // self.size
-        elif name == "all_to_all_single":
-            rows = sum(args[1]) - args[1][self.rank]
-            self.num_bytes += rows * math.prod(args[0].shape[1:]) * args[0].element_size()
-            assert args[0].shape[0] == sum(args[2])
-        return func(*args, **(kwargs or {}))
 
 
 FEW = "nsa, chosen blocks", "nsa, chosen blocks of documents"
