@@ -12,10 +12,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -27,6 +29,7 @@ from nsa.model import AttentionStats, TinyLM
 from nsa.parallel import (
     ContextParallel,
     Split,
+    attention,
     average_gradients,
     decided,
     gather_sequence,
@@ -255,6 +258,31 @@ def count_plan(layer: ContextNSA, split: Split, case: Case) -> dict[str, int]:
     return planned | {"is_chosen": int(after.way == "chosen")}
 
 
+def order(case: Case, mesh: DeviceMesh) -> list[str]:
+    """What a layer does in forward, in its order: exchanges, waits, and the window branch."""
+    layer = new_model(case).layers[0].attn
+    parallelize_module(layer, mesh, case.style)
+    log: list[str] = []
+    wait, attend = AsyncCollectiveTensor.trigger_wait, attention.attend_windows
+
+    def waited(tensor: AsyncCollectiveTensor) -> Tensor:
+        log.append(f"wait for {tensor.shape[0]} rows")
+        return wait(tensor)
+
+    def attended(*given: Any) -> Tensor:
+        log.append("window begins")
+        out = attend(*given)
+        log.append("window ends")
+        return out
+
+    with (
+        patch.object(AsyncCollectiveTensor, "trigger_wait", waited),
+        patch.object(attention, "attend_windows", attended),
+    ):
+        layer(torch.randn(case.batch, case.length // mesh.size(), 16, dtype=torch.float64))
+    return log
+
+
 def refuse(mesh: DeviceMesh) -> dict[str, str]:
     """What must be refused by every rank, and what it says."""
     model, said = new_model(CASES["nsa"]), {}
@@ -304,6 +332,7 @@ def main(folder: Path) -> None:
     found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
     found["fsdp"] = share_weights(size)
     found["entropy"] = count_statistics(mesh)
+    found["order"] = {name: order(CASES[name], mesh) for name in (COUNTED[0], FEW[0])}
     # Last: after a refusal all ranks must still be in step.
     found["refused"] = refuse(mesh)
     found["after"] = compare(CASES["nsa"], mesh)
