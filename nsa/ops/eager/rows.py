@@ -356,8 +356,11 @@ def _selected_visible(chosen: Tensor, first: int, spec: BlockSpec) -> Tensor:
     ids = torch.where(legal, chosen, num_blocks).flatten(0, 2) + first_block
     rows.view(-1, spec.l_sel).index_fill_(0, ids.flatten(), True)
     visible = rows.view(*chosen.shape[:3], -1)[..., :num_tokens]
-    recent = first // spec.l_sel * spec.l_sel  # only blocks from here on hold tokens after a query
     t = torch.arange(first, num_tokens, device=chosen.device)[:, None]
+    if torch.compiler.is_compiling():
+        # One pass: of the assignment below, inductor's C++ (torch 2.13) can make a type error.
+        return visible & (torch.arange(num_tokens, device=chosen.device) <= t)
+    recent = first // spec.l_sel * spec.l_sel  # only blocks from here on hold tokens after a query
     visible[..., recent:] &= torch.arange(recent, num_tokens, device=chosen.device) <= t
     return visible
 

@@ -51,13 +51,14 @@ MAX_STACK_BYTES = {(64, 64): 160, (128, 128): 256, (192, 128): 512}
 
 
 INTERPRETED = {
-    "training": ["test_triton.py", "test_triton_sparse.py"],
+    "training": ["ops/test_triton.py", "ops/test_triton_sparse.py"],
     "decode, loss and routes": [
-        "test_triton_decode.py",
-        "test_decode_ways.py",
-        "test_launch_device.py",
-        "test_loss_kernel.py",
-        "test_routes.py",
+        "ops/test_triton_decode.py",
+        "ops/test_decode_ways.py",
+        "ops/test_launch_device.py",
+        "ops/test_loss_kernel.py",
+        "ops/test_routes.py",
+        "parallel/test_windows.py",
     ],
 }
 
@@ -65,7 +66,7 @@ INTERPRETED = {
 @pytest.mark.parametrize("files", INTERPRETED.values(), ids=INTERPRETED)
 def test_kernels_equal_the_oracle_in_the_interpreter(files):
     """A process of its own: the switch counts at import, and a bad pointer would be a crash."""
-    paths = [f"nsa/tests/ops/{file}" for file in files]
+    paths = [f"nsa/tests/{file}" for file in files]
     command = ["env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", sys.executable, "-m", "pytest"]
     command += ["-q", "-rp", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # Division by zero in numpy is how the interpreter computes log2(0) = -inf.
