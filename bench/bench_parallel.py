@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     start = time.perf_counter()
+    if args.no_cudnn:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     result: dict[str, Any] = {"version": VERSION, "environment": _environment(args, argv)}
     result["bytes"] = count_bytes(args.bytes_ranks) if args.bytes_ranks else []
     if result["bytes"]:
@@ -83,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=3, help="timed calls (3)")
     add("--seconds", type=float, default=600, help="start no more measurements after this (600)")
     add("--profile", action="store_true", help="list the kernels of the whole and of one rank")
+    add("--no-cudnn", action="store_true", help="the compressed branch on our own kernels")
     add("--tiny", action="store_true", help="a small shape, for a CPU")
     add("--backend", default="auto", help="backend of compress and nsa_attention")
     add("--json", metavar="FILE", help="also write the JSON to this file")
