@@ -367,6 +367,8 @@ SCORE_BYTES = 256 << 20
 """Limit of the workspace for scores; longer sequences are split into chunks of queries."""
 CHOICES = (64, 256, 1024)
 """Blocks of choose_blocks; beyond, powers of two. Twice as many as needed cost little."""
+BLOCKS_PER_WARP = 1024
+"""Of choose_blocks: more do not fit the registers of a warp, and take half a minute to compile."""
 TOKEN_TILES = 16
 """Tiles of queries that a program of token_scores takes with one block."""
 PACKED = 8192
@@ -515,7 +517,7 @@ def _choose(
             | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | _strides(problem, levels)
             | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed},
-            num_warps=1,
+            num_warps=min(max(num_blocks // BLOCKS_PER_WARP, 1), 16),
         ),
     )  # fmt: skip
 
