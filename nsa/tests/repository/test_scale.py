@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import scale
+from nsa.model.cost import block_spec
 from nsa.parallel import Split, received_bytes
 from nsa.tests.conftest import REPOSITORY
 
@@ -60,7 +61,7 @@ def test_one_gpu_takes_the_measured_step() -> None:
 def test_keys_are_the_bytes_of_the_formula_over_the_link() -> None:
     config = scale.config_of("8B", 1 << 18)
     step = scale.simulate("8B", 1 << 18, 64, 32, recompute=True)
-    layer, split = scale._layer(config.model, scale.block_spec(config)), Split(1 << 18, 32)
+    layer, split = scale._layer(config.model, block_spec(config)), Split(1 << 18, 32)
     most = max(received_bytes(layer, split, rank) for rank in range(32))
     # 32 ranks are four nodes; three passes of 32 layers, four collectives each.
     seconds = most / (0.8 * 400e9) + 4 * 24e-6
