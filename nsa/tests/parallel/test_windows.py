@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa import BlockSpec, nsa_attention
 from nsa.parallel import Split
-from nsa.parallel.attention import Keys, attend_parts, attend_windows
+from nsa.parallel.attention import Keys, Pair, attend_parts, attend_windows
 from nsa.parallel.split import num_blocks, window_starts
 from nsa.tests.support.helpers import relative_error
 
@@ -61,7 +61,7 @@ def attend_rank(split: Split, rank: int, x: dict[str, Tensor], backend: str) -> 
     own = tokens_of(split, rank)
     starts = window_starts(split, SPEC.w)
     spans = [slice(starts[part], split.tokens(part).stop) for part in split.parts_of(rank)]
-    windows = [(x["k"][:, span], x["v"][:, span]) for span in spans]
+    windows: list[Pair] = [(x["k"][:, span], x["v"][:, span]) for span in spans]
     q, gates = x["q"][:, own], x["gates"][:, own]
     near = attend_windows(split, rank, q, windows, gates, SPEC, backend)
     keys = Keys((x["k_cmp"], x["v_cmp"]), (x["k"], x["v"]), None)
