@@ -278,6 +278,15 @@ class TinyLM(nn.Module):
         """The matrix of the output head."""
         return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
+    def mean_loss(
+        self,
+        hidden: Tensor,  # [N, dim]
+        targets: Tensor,  # [N] integer
+        loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:  # []
+        """`loss` of hidden states, head matrix [V, dim] and targets: a mean over targets >= 0."""
+        return loss(hidden, self.head_weight, targets)
+
     def new_cache(self, batch: int, max_len: int) -> ModelCache:
         """An empty cache for `batch` sequences of at most `max_len` tokens.
 

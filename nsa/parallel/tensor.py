@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -43,7 +44,7 @@ from nsa.model.dense import DenseAttention
 from nsa.model.rope import RMSNorm
 from nsa.model.rules import MSARule
 from nsa.model.sparse import SparseAttention
-from nsa.parallel.exchange import check_agreement
+from nsa.parallel.exchange import all_gather, check_agreement
 from nsa.parallel.shards import (
     ColumnLinear,
     HeadBlockMLP,
@@ -89,9 +90,22 @@ class TensorLM(TinyLM):
 
     @property
     def head_weight(self) -> Tensor:  # [V, dim]
-        """The whole matrix, gathered: for a loss that every rank computes from all of it."""
+        """The whole matrix, gathered: for what all ranks compute alike from all of it."""
         held = self.shards.local(self._sharded_head)  # [V / P, dim]
         return self.shards.join(held.T).T
+
+    def mean_loss(
+        self, hidden: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """The ranks share the rows: each has the loss of some of them, by the whole matrix."""
+        size, rank = self.shards.num_ranks, self.shards.rank
+        rows = self.shards.enter(hidden).tensor_split(size)[rank]
+        own = targets.tensor_split(size)[rank]
+        # Gradients of the matrix are summed as they are sharded.
+        weight = all_gather(self.shards.local(self._sharded_head), 0, self.shards.group)
+        mean, num_own = loss(rows, weight, own), (own >= 0).sum()
+        total = torch.where(num_own > 0, mean * num_own, 0.0)  # a mean of nothing is NaN
+        return self.shards.leave(total) / (targets >= 0).sum()
 
     @property
     def _sharded_head(self) -> Tensor:  # [V, dim] DTensor

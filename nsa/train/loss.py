@@ -13,6 +13,7 @@ with zero rows, because matrix products of odd width are slow.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -190,7 +191,8 @@ def next_token_loss(
             inputs, cu_seqlens=bounds, stats=stats, index_losses=index_losses
         )  # [B, S, dim]
     targets = batch[:, 1:].flatten()
-    return linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, targets, runtime.dtype)
+    loss = partial(linear_cross_entropy, dtype=runtime.dtype)
+    return model.mean_loss(hidden.flatten(0, 1), targets, loss)
 
 
 def collect_stats(
