@@ -108,7 +108,9 @@ class ContextNSA(NSAAttention):
             outs.append(out)
             chosen.append(selection)
         if stats is not None:
-            _record(stats, layer, gates, torch.cat(chosen, dim=1), self.spec.l_sel)
+            index = torch.cat(chosen, dim=1)
+            where = split.positions(self.context.rank, q.device), split.num_tokens
+            stats.record(layer or 0, gates, index, block_tokens=self.spec.l_sel, where=where)
         return torch.cat(outs, dim=1).flatten(2)
 
     def _exchange(
@@ -316,7 +318,8 @@ class ContextSparse(SparseAttention):
             losses += [] if loss is None else [loss]
         index = torch.cat(chosen, dim=1)
         if stats is not None:
-            _record(stats, layer, None, index, self.spec.l_sel)
+            where = split.positions(self.context.rank, q.device), split.num_tokens
+            stats.record(layer or 0, None, index, block_tokens=self.spec.l_sel, where=where)
         loss = torch.stack(losses).mean() if losses else None
         return torch.cat(outs, dim=1).flatten(2), index, loss
 
@@ -403,18 +406,6 @@ def _places(pieces: list[Piece]) -> dict[str, Any]:
 
 def _bounds(lens: list[int]) -> Tensor:  # [docs + 1] int32, on the host
     return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
-
-
-def _record(
-    stats: AttentionStats, layer: int | None, gates: Tensor | None, chosen: Tensor, tokens: int
-) -> None:
-    """Statistics of this rank's tokens."""
-    if stats.with_maps:
-        raise ValueError(
-            "AttentionStats(maps=True) under context parallelism: a map is of whole sequences; "
-            "use maps=False, or one rank"
-        )
-    stats.record(layer or 0, gates, chosen, block_tokens=tokens)
 
 
 def received_bytes(

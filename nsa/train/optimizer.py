@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from nsa.config import TrainConfig
 from nsa.config.env import read
 from nsa.train.runtime import Runtime
-from nsa.train.tensors import gather_shards, gather_tensor, local_shard, shard_like
+from nsa.train.tensors import gather_shards, gather_tensor, is_sharded, local_shard, shard_like
 
 
 def lr_at(step: int, train: TrainConfig) -> float:
@@ -175,6 +175,8 @@ def _shape(parameter: Tensor) -> tuple[int, int]:
 
 OWN = ("lr", "capturable")
 """Group settings that this run decides, not the checkpoint."""
+CLIP_EPS = 1e-6
+"""Added to the norm that a gradient is divided by, as torch does."""
 BETAS = (0.9, 0.95)
 """beta2 is below torch's 0.999, as is usual for language models."""
 
@@ -257,6 +259,20 @@ def skipped(optimizer: Optimizer) -> Tensor | None:  # [] fp32, 0 or 1
     return torch.stack(given).amax().clamp(max=1.0) if given else None
 
 
+def parameters_of_state(optimizer: TrainOptimizer, name: str) -> dict[str, Tensor]:
+    """The parameters by the names of their state in `state_dict()`, which is called `name`."""
+    if isinstance(optimizer, MuonAndAdamW):
+        muon, adamw = optimizer._optimizers
+        parts: list[tuple[str, Optimizer]] = [(f"{name}.muon", muon), (f"{name}.adamw", adamw)]
+    else:
+        parts = [(name, optimizer)]
+    return {
+        f"{place}.state.{number}": parameter
+        for place, part in parts
+        for number, parameter in enumerate(p for g in part.param_groups for p in g["params"])
+    }
+
+
 def load_optimizer(optimizer: TrainOptimizer, state: dict[str, Any]) -> None:
     """Restore moments and step counts; the settings in OWN stay those of this run."""
     own = [{key: group.get(key) for key in OWN} for group in optimizer.param_groups]
@@ -282,12 +298,21 @@ def not_finite(loss: Tensor, norm: Tensor) -> Tensor:  # [] fp32, 0 or 1
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:  # [] fp32
     """Clip the gradients to `max_norm` (0: no clipping) and return their norm before clipping.
 
-    For sharded gradients it is the global norm, the same on every rank.
+    For sharded gradients it is the global norm, the same on every rank. Under tensor parallelism
+    some are sharded in one way and some in two.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = gather_tensor(nn.utils.get_total_norm(gradients))
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm or float("inf"), norm)
+    by_mesh = groupby(sorted(gradients, key=_mesh_name), key=_mesh_name)
+    norms = [gather_tensor(nn.utils.get_total_norm(list(same))) for _, same in by_mesh]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    share = torch.clamp((max_norm or float("inf")) / (norm + CLIP_EPS), max=1.0)
+    torch._foreach_mul_([local_shard(x) for x in gradients], share)
     return norm
+
+
+def _mesh_name(x: Tensor) -> str:
+    """Tensors with the same name are on one mesh, and one operation can take them together."""
+    return str(x.device_mesh) if is_sharded(x) else ""
 
 
 def _by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -95,6 +95,8 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "runtime.compile": ("true", "plan"),
     "runtime.deterministic": ("true", "plan"),  # test_gpu_repeat.py has what it changes there
     "runtime.strategy": ("fsdp", "refused"),  # test_fsdp.py has ranks
+    "runtime.cp": ("2", "refused"),  # test_mesh.py has ranks
+    "runtime.tp": ("2", "refused"),
     "runtime.cuda_graph": ("true", "refused"),  # test_graph_step.py has one on a GPU
 }
 MANY_STEPS = ("train.steps=12", "train.lr=1e-6")  # noise alone decides what is above the median
