@@ -33,9 +33,9 @@ from nsa.model.sparse import (
     outside_graphs,
 )
 from nsa.model.stats import AttentionStats
-from nsa.ops import nsa_attention, sparse_attention
+from nsa.ops import BlockSpec, nsa_attention, sparse_attention
 from nsa.ops.fallbacks import in_layer
-from nsa.parallel.chosen import ask_all, fetch
+from nsa.parallel.chosen import ask_all, fetch, num_row_blocks
 from nsa.parallel.exchange import Context, received_rows_of_gather, received_rows_of_halo
 from nsa.parallel.split import (
     Piece,
@@ -50,7 +50,7 @@ Pair = tuple[Tensor, ...]
 """K and V."""
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """What the queries of a rank read."""
 
     compressed: Pair  # [B, N, Hkv, D]
@@ -97,25 +97,18 @@ class ContextNSA(NSAAttention):
     ) -> Tensor:  # [B, T, Hq * Dv]
         split = self.context.split(q.shape[0], q.shape[1], cu_seqlens)
         keys, given = self._exchange(split, q, k, v)
-        outs, chosen = [], []
-        for place, part in enumerate(split.parts_of(self.context.rank)):
-            own = slice(place * split.part_len, (place + 1) * split.part_len)
-            with in_layer(layer):
-                out, selection = self._attend_part(
-                    split, part, q[:, own], keys.of(place), gates[:, own],
-                    None if given is None else given[:, own],
-                )  # fmt: skip
-            outs.append(out)
-            chosen.append(selection)
+        with in_layer(layer):
+            out, chosen = attend_parts(
+                split, self.context.rank, q, keys, gates, self.spec, given, self.backend
+            )
         if stats is not None:
-            index = torch.cat(chosen, dim=1)
             where = split.positions(self.context.rank, q.device), split.num_tokens
-            stats.record(layer or 0, gates, index, block_tokens=self.spec.l_sel, where=where)
-        return torch.cat(outs, dim=1).flatten(2)
+            stats.record(layer or 0, gates, chosen, block_tokens=self.spec.l_sel, where=where)
+        return out.flatten(2)
 
     def _exchange(
         self, split: Split, q: Tensor, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
-    ) -> tuple[_Keys, Tensor | None]:
+    ) -> tuple[Keys, Tensor | None]:
         """What arrives, and the selection [B, T, Hkv, n_sel] where it had to be made for that."""
         context, size = self.context, self.spec.l_sel
         window = context.extend(split, window_starts(split, self.spec.w), k[2], v[2])
@@ -123,7 +116,7 @@ class ContextNSA(NSAAttention):
             # In flight while the compressed tokens are made.
             selected = context.gather(split, k[1], v[1])
             compressed = self._compress_parts(split, k[0], v[0])
-            return _Keys(compressed(), selected(), window()), None
+            return Keys(compressed(), selected(), window()), None
         k_cmp, v_cmp = self._compress_parts(split, k[0], v[0])()
         selection = self._select(split, q, k_cmp)
         wanted = ask_all(context, split, selection, size)
@@ -131,7 +124,7 @@ class ContextNSA(NSAAttention):
             selected = fetch(context, split, wanted, size, k[1], v[1])
         else:
             selected = context.gather(split, k[1], v[1])
-        return _Keys((k_cmp, v_cmp), selected(), window()), selection
+        return Keys((k_cmp, v_cmp), selected(), window()), selection
 
     def _select(self, split: Split, q: Tensor, k_cmp: Tensor) -> Tensor:  # [B, T, Hkv, n_sel]
         """The blocks of this rank's queries, document by document."""
@@ -173,40 +166,47 @@ class ContextNSA(NSAAttention):
             made.append(self._compress(k[:, length:], v[:, length:], 0, lens, _bounds(lens)))
         return made
 
-    def _attend_part(
-        self,
-        split: Split,
-        part: int,
-        q: Tensor,  # [B, tokens of the part, Hq, Dk]
-        keys: tuple[Pair, Pair, Pair],  # of cmp and sel: the whole row; of win: the part, its halo
-        gates: Tensor,  # [B, tokens of the part, Hq, 3]
-        selection: Tensor | None,  # [B, tokens of the part, Hkv, n_sel] int32
-    ) -> tuple[Tensor, Tensor]:
-        compressed, selected, window = keys
-        pieces = split.pieces[part]
-        blocks = visible_blocks(split, self.spec)[part]
-        start, stop = pieces[0].start, pieces[-1].stop
-        # The operator counts keys from the document's start. No query of this part reads the
-        # window's keys before its halo, so zeros stand in for them.
-        unread = window_starts(split, self.spec.w)[part] - start
-        k_cmp, v_cmp = (x[:, blocks] for x in compressed)
-        k_sel, v_sel = (x[:, start:stop] for x in selected)
-        k_win, v_win = (F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
-        return nsa_attention(
-            q,
-            k_cmp,
-            v_cmp,
-            k_sel,
-            v_sel,
-            k_win,
-            v_win,
-            gates,
-            self.spec,
-            **_places(pieces),
-            backend=self.backend,
-            selection=selection,
-            return_selection=True,
+
+def attend_parts(
+    split: Split,
+    rank: int,
+    q: Tensor,  # [B, T, Hq, Dk], of the rank's parts
+    keys: Keys,
+    gates: Tensor,  # [B, T, Hq, 3]
+    spec: BlockSpec,
+    selection: Tensor | None = None,  # [B, T, Hkv, n_sel] int32
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # [B, T, Hq, Dv], [B, T, Hkv, n_sel] int32
+    """What a rank computes once its keys have arrived: one call of the operator for each part."""
+    done = []
+    for place, part in enumerate(split.parts_of(rank)):
+        own = slice(place * split.part_len, (place + 1) * split.part_len)
+        given = None if selection is None else selection[:, own]
+        options: Any = {**_places(split.pieces[part]), "backend": backend, "selection": given}
+        streams = _streams(split, part, keys.of(place), spec)
+        done.append(
+            nsa_attention(
+                q[:, own], *streams, gates[:, own], spec, **options, return_selection=True
+            )
         )
+    out, chosen = (torch.cat(found, dim=1) for found in zip(*done, strict=True))
+    return out, chosen
+
+
+def _streams(
+    split: Split, part: int, keys: tuple[Pair, Pair, Pair], spec: BlockSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """K and V of the compressed, selected and window branch, as the operator takes them."""
+    compressed, selected, window = keys
+    blocks = visible_blocks(split, spec)[part]
+    start, stop = split.pieces[part][0].start, split.pieces[part][-1].stop
+    # The operator counts keys from the document's start. No query of this part reads the
+    # window's keys before its halo, so zeros stand in for them.
+    unread = window_starts(split, spec.w)[part] - start
+    k_cmp, v_cmp = (x[:, blocks] for x in compressed)
+    k_sel, v_sel = (x[:, start:stop] for x in selected)
+    k_win, v_win = (F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
+    return k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
 
 
 class ContextDense(DenseAttention):
@@ -409,7 +409,13 @@ def _bounds(lens: list[int]) -> Tensor:  # [docs + 1] int32, on the host
 
 
 def received_bytes(
-    layer: nn.Module, split: Split, rank: int, *, batch: int = 1, number_bytes: int = 2
+    layer: nn.Module,
+    split: Split,
+    rank: int,
+    *,
+    batch: int = 1,
+    number_bytes: int = 2,
+    wanted: int | None = None,
 ) -> int:
     """Bytes that a rank receives from others in the forward pass of one layer.
 
@@ -417,13 +423,19 @@ def received_bytes(
     number_bytes * B * Hkv * (Dk + Dv) * ((P - 1) / P * (S + S / d) + parts * (w - 1 + l - d))
     for NSA whose selected keys are gathered. Backward moves as much over all ranks; recomputation
     gathers again.
+
+    Where chosen blocks are sent (`selected="chosen"`), `wanted` are the tokens that this rank gets
+    of them; every rank also tells all others which blocks it reads, a byte for each of the row.
     """
     tokens = received_rows_of_gather(split, [split.part_len] * split.num_parts)
     if isinstance(layer, NSAAttention):
+        told = 0
+        if wanted is not None:
+            tokens, told = wanted, (split.num_ranks - 1) * num_row_blocks(split, layer.spec.l_sel)
         rows = tokens + received_rows_of_gather(split, num_blocks(split, layer.spec))
         for starts in (window_starts(split, layer.spec.w), block_starts(split, layer.spec)):
             rows += received_rows_of_halo(split, rank, starts)
-        return number_bytes * batch * rows * layer.num_groups * (layer.d_k + layer.d_v)
+        return number_bytes * batch * rows * layer.num_groups * (layer.d_k + layer.d_v) + told
     if not isinstance(layer, DenseAttention):
         raise ValueError(f"{type(layer).__name__} is not an attention layer of nsa; give one")
     width = layer.num_groups * (layer.d_k + layer.d_v)

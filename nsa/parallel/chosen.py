@@ -86,6 +86,11 @@ def fetch(
     return lambda: whole().split(sizes, dim=-1)
 
 
+def num_row_blocks(split: Split, block: int) -> int:
+    """Selection blocks of the row, those of all its documents."""
+    return len(_blocks_of(split, block).lengths)
+
+
 class _Blocks(NamedTuple):
     """The selection blocks of a row: those of its documents, one after another."""
 

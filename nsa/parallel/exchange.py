@@ -12,12 +12,14 @@ would never join its backward pass.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -170,3 +172,23 @@ def received_rows_of_halo(split: Split, rank: int, starts: tuple[int, ...]) -> i
     """Rows that a rank receives from others in `extend_parts`."""
     from_each = plan_halo(split, rank, starts).from_each
     return sum(from_each) - from_each[rank]
+
+
+# --- Before the first exchange ---
+
+
+def check_agreement(module: nn.Module, mesh: DeviceMesh, said: dict[str, str]) -> None:
+    """Refuse ranks with other weights, or another way to split; all of them refuse together."""
+    shapes = [(name, tuple(weight.shape)) for name, weight in module.named_parameters()]
+    said = said | {"ranks": str(mesh.mesh.tolist()), "weights": str(shapes)}
+    codes = [zlib.crc32(text.encode()) for text in said.values()]
+    own = torch.tensor(codes, dtype=torch.int64, device=mesh.device_type)
+    found = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(found, own, group=mesh.get_group())
+    for name, column in zip(said, torch.stack(found).T.tolist(), strict=True):
+        others = [rank for rank, code in enumerate(column) if code != column[0]]
+        if others:
+            raise ValueError(
+                f"ranks {others} of {mesh.size()} have other {name} than rank 0 (here: "
+                f"{said[name][:200]}); build the same model and mesh on every rank"
+            )

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 from typing import Any
 
 import pytest
 
-from nsa.tests.conftest import REPOSITORY
 from nsa.tests.parallel.ranks import COUNTED, FEW, names_of
+from nsa.tests.parallel.start import run_ranks
 from nsa.tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.dist
 
-SCRIPT = REPOSITORY / "nsa" / "tests" / "parallel" / "ranks.py"
 ROUNDING = 1e-12
 """Relative, in float64."""
 FP32_LOSS = 1e-6
 """Relative; indexers compute their loss in float32."""
-TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -29,26 +24,8 @@ def found(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What each rank found in the cases; one group of processes for all of them."""
-    folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    environ = dict(os.environ) | {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    environ["PYTHONPATH"] = str(REPOSITORY)
-    ranks = [
-        subprocess.Popen(
-            [str(nursery.python), str(SCRIPT), str(folder)],
-            env=environ | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        printed = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size, printed
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks("ranks.py", request.param, nursery, folder)
 
 
 def test_ranks_compute_what_one_process_computes(found: list[dict[str, Any]]) -> None:
@@ -80,9 +57,16 @@ def test_chosen_blocks_alone_are_less_than_all(found: list[dict[str, Any]], name
     assert 0 < backward < forward
 
 
-def test_statistics_of_the_ranks_average_to_those_of_the_row(found: list[dict[str, Any]]) -> None:
+def test_statistics_of_the_ranks_together_are_those_of_the_row(
+    found: list[dict[str, Any]],
+) -> None:
+    """Maps too, though documents go over borders."""
     for rank in found:
-        assert rank["entropy"][1] == pytest.approx(rank["entropy"][0], rel=1e-6)
+        alone, together = rank["statistics"]["summary"]
+        assert alone.keys() == together.keys()
+        for name, value in alone.items():
+            assert together[name] == pytest.approx(value, rel=1e-6), name
+        assert rank["statistics"]["maps"][1] == rank["statistics"]["maps"][0]
 
 
 REFUSED = {
@@ -97,7 +81,6 @@ REFUSED = {
     "documents in a batch": "cu_seqlens is given with B=2; packed documents need B=1",
     "bounds in int64": "cu_seqlens is torch.int64; give an int32 tensor",
     "odd shard": "cannot be split into",
-    "maps": r"AttentionStats\(maps=True\) under context parallelism",
 }
 
 

@@ -116,8 +116,10 @@ def split_model(model: TinyLM, mesh: DeviceMesh) -> TinyLM:
     """This rank's share of the matrices and of the tokens, under the same names; collective."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from nsa.parallel import ContextParallel
+    from nsa.parallel import ContextParallel, TensorParallel
 
+    if mesh["tp"].size() > 1:
+        parallelize_module(model, mesh["tp"], TensorParallel())
     if mesh["cp"].size() > 1:
         parallelize_module(model, mesh["cp"], ContextParallel())
     return model
