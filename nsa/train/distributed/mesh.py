@@ -12,6 +12,7 @@ all tokens; DDP does so over all ranks.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -105,6 +106,8 @@ def open_mesh(
     groups = [mesh.get_group(name) for name in NAMES]
     if tp > 1:
         groups.append(mesh["dp", "cp"]._flatten(FSDP_NAME).get_group())
+        # It advises another mesh for gathering whole weights, which we do only at the end of a run.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for group in groups:
         _set_pg_timeout(timeout, group)
     if cp > 1:
