@@ -15,6 +15,7 @@ is `attend`; a compiled layer calls it outside of its graphs, of which projectio
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,17 +56,30 @@ class Keys(NamedTuple):
 
     compressed: Pair  # [B, N, Hkv, D]
     selected: Pair  # [B, S, Hkv, D]
-    windows: list[Pair]  # of each own part: [B, its tokens and those of its halo, Hkv, D]
+    windows: list[Pair] | None
+    """Of each own part: [B, its tokens and those of its halo, Hkv, D]. None: the window branch is
+    computed apart."""
 
-    def of(self, place: int) -> tuple[Pair, Pair, Pair]:
+    def of(self, place: int) -> tuple[Pair, Pair, Pair | None]:
         """Those of one of the rank's parts."""
-        return self.compressed, self.selected, self.windows[place]
+        return self.compressed, self.selected, self.windows[place] if self.windows else None
+
+
+class _Arriving(NamedTuple):
+    """What is in flight: each is waited for by its call."""
+
+    compressed: Callable[[], Pair]
+    selected: Callable[[], Pair]
+    windows: Callable[[], list[Pair]]
+    selection: Tensor | None  # [B, T, Hkv, n_sel] int32, where it had to be made before
 
 
 class ContextNSA(NSAAttention):
     """NSAAttention on this rank's parts: [B, T, dim] -> [B, T, dim]."""
 
     context: Context
+    wanted: list[int] | None = None
+    """Where chosen blocks may be sent, by rank: the tokens that it wanted in the last pass."""
 
     def forward(
         self,
@@ -95,36 +109,41 @@ class ContextNSA(NSAAttention):
         stats: AttentionStats | None,
         layer: int | None,
     ) -> Tensor:  # [B, T, Hq * Dv]
-        split = self.context.split(q.shape[0], q.shape[1], cu_seqlens)
-        keys, given = self._exchange(split, q, k, v)
+        split, rank = self.context.split(q.shape[0], q.shape[1], cu_seqlens), self.context.rank
+        arriving = self._exchange(split, q, k, v)
         with in_layer(layer):
+            windows = arriving.windows()
+            # All other keys are still in flight.
+            near = attend_windows(split, rank, q, windows, gates, self.spec, self.backend)
+            keys = Keys(arriving.compressed(), arriving.selected(), None)
             out, chosen = attend_parts(
-                split, self.context.rank, q, keys, gates, self.spec, given, self.backend
+                split, rank, q, keys, gates, self.spec, arriving.selection, self.backend
             )
         if stats is not None:
-            where = split.positions(self.context.rank, q.device), split.num_tokens
+            where = split.positions(rank, q.device), split.num_tokens
             stats.record(layer or 0, gates, chosen, block_tokens=self.spec.l_sel, where=where)
-        return out.flatten(2)
+        return (near + out).flatten(2)
 
     def _exchange(
         self, split: Split, q: Tensor, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
-    ) -> tuple[Keys, Tensor | None]:
-        """What arrives, and the selection [B, T, Hkv, n_sel] where it had to be made for that."""
+    ) -> _Arriving:
+        """Start all that has to arrive. Halos first: they are small, and needed first."""
         context, size = self.context, self.spec.l_sel
-        window = context.extend(split, window_starts(split, self.spec.w), k[2], v[2])
+        raw = context.extend(split, block_starts(split, self.spec), k[0], v[0])
+        windows = context.extend(split, window_starts(split, self.spec.w), k[2], v[2])
         if context.selected == "gather":
             # In flight while the compressed tokens are made.
             selected = context.gather(split, k[1], v[1])
-            compressed = self._compress_parts(split, k[0], v[0])
-            return Keys(compressed(), selected(), window()), None
-        k_cmp, v_cmp = self._compress_parts(split, k[0], v[0])()
+            return _Arriving(self._compress_parts(split, raw()), selected, windows, None)
+        k_cmp, v_cmp = self._compress_parts(split, raw())()
         selection = self._select(split, q, k_cmp)
         wanted = ask_all(context, split, selection, size)
+        self.wanted = wanted.tokens
         if wanted.is_less(split):
             selected = fetch(context, split, wanted, size, k[1], v[1])
         else:
             selected = context.gather(split, k[1], v[1])
-        return Keys((k_cmp, v_cmp), selected(), window()), selection
+        return _Arriving(lambda: (k_cmp, v_cmp), selected, windows, selection)
 
     def _select(self, split: Split, q: Tensor, k_cmp: Tensor) -> Tensor:  # [B, T, Hkv, n_sel]
         """The blocks of this rank's queries, document by document."""
@@ -140,14 +159,12 @@ class ContextNSA(NSAAttention):
                 row, place = row + piece.num_tokens, stop
         return torch.cat(chosen, dim=1)
 
-    def _compress_parts(
-        self, split: Split, k: Tensor, v: Tensor
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        """Compressed tokens of the whole row, from this rank's raw K and V [B, T, Hkv, D]."""
+    def _compress_parts(self, split: Split, raw: list[Pair]) -> Callable[[], tuple[Tensor, ...]]:
+        """Compressed tokens of the whole row, from the raw K and V of each own part and its halo:
+        [B, tokens, Hkv, D]."""
         starts = block_starts(split, self.spec)
         made = []
         parts = split.parts_of(self.context.rank)
-        raw = self.context.extend(split, starts, k, v)()
         for part, (raw_k, raw_v) in zip(parts, raw, strict=True):
             made += self._compress_part(split.pieces[part], starts[part], raw_k, raw_v)
         k_cmp, v_cmp = (torch.cat(found, dim=1) for found in zip(*made, strict=True))
@@ -167,6 +184,40 @@ class ContextNSA(NSAAttention):
         return made
 
 
+def attend_windows(
+    split: Split,
+    rank: int,
+    q: Tensor,  # [B, T, Hq, Dk], of the rank's parts
+    windows: list[Pair],  # as in Keys
+    gates: Tensor,  # [B, T, Hq, 3]
+    spec: BlockSpec,
+    backend: str = "auto",
+) -> Tensor:  # [B, T, Hq, Dv]
+    """The window branch times its gate, from the parts and their halos alone.
+
+    The same operator: with a compression block longer than a part there are no compressed tokens,
+    the own block is selected, and the gates of both branches are 0. Keys count from the halo's
+    first token: where blocks would begin does not matter here.
+    """
+    alone = torch.cat([torch.zeros_like(gates[..., :2]), gates[..., 2:]], dim=-1)
+    outs = []
+    for place, part in enumerate(split.parts_of(rank)):
+        own = slice(place * split.part_len, (place + 1) * split.part_len)
+        first, *others = split.pieces[part]
+        pieces = [first._replace(start=window_starts(split, spec.w)[part]), *others]
+        k, v = windows[place]
+        near = replace(
+            spec, l=spec.d << (k.shape[1] // spec.d).bit_length(), n_sel=1, num_first=0, num_local=1
+        )
+        places = [torch.arange(p.offset, p.num_keys, device=q.device) for p in pieces]
+        blocks = (torch.cat(places) // spec.l_sel).to(torch.int32)  # [tokens of the part]
+        selection = blocks[:, None, None].expand(q.shape[0], -1, k.shape[2], 1)
+        none = k[:, :0], v[:, :0]
+        options: Any = {**_places(pieces), "backend": backend, "selection": selection}
+        outs.append(nsa_attention(q[:, own], *none, k, v, k, v, alone[:, own], near, **options))
+    return torch.cat(outs, dim=1)
+
+
 def attend_parts(
     split: Split,
     rank: int,
@@ -177,8 +228,14 @@ def attend_parts(
     selection: Tensor | None = None,  # [B, T, Hkv, n_sel] int32
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # [B, T, Hq, Dv], [B, T, Hkv, n_sel] int32
-    """What a rank computes once its keys have arrived: one call of the operator for each part."""
+    """What a rank computes once its keys have arrived: one call of the operator for each part.
+
+    Without the keys of windows it is the sum of the two other branches.
+    """
     done = []
+    if keys.windows is None:
+        gates = torch.cat([gates[..., :2], torch.zeros_like(gates[..., 2:])], dim=-1)
+        spec = replace(spec, w=1)
     for place, part in enumerate(split.parts_of(rank)):
         own = slice(place * split.part_len, (place + 1) * split.part_len)
         given = None if selection is None else selection[:, own]
@@ -194,17 +251,19 @@ def attend_parts(
 
 
 def _streams(
-    split: Split, part: int, keys: tuple[Pair, Pair, Pair], spec: BlockSpec
+    split: Split, part: int, keys: tuple[Pair, Pair, Pair | None], spec: BlockSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """K and V of the compressed, selected and window branch, as the operator takes them."""
     compressed, selected, window = keys
     blocks = visible_blocks(split, spec)[part]
     start, stop = split.pieces[part][0].start, split.pieces[part][-1].stop
+    k_cmp, v_cmp = (x[:, blocks] for x in compressed)
+    k_sel, v_sel = (x[:, start:stop] for x in selected)
+    if window is None:
+        return k_cmp, v_cmp, k_sel, v_sel, k_sel, v_sel  # its gate is 0: any keys of this size
     # The operator counts keys from the document's start. No query of this part reads the
     # window's keys before its halo, so zeros stand in for them.
     unread = window_starts(split, spec.w)[part] - start
-    k_cmp, v_cmp = (x[:, blocks] for x in compressed)
-    k_sel, v_sel = (x[:, start:stop] for x in selected)
     k_win, v_win = (F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
     return k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
 

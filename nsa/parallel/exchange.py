@@ -170,8 +170,13 @@ def received_rows_of_gather(split: Split, counts: Sequence[int]) -> int:
 
 def received_rows_of_halo(split: Split, rank: int, starts: tuple[int, ...]) -> int:
     """Rows that a rank receives from others in `extend_parts`."""
-    from_each = plan_halo(split, rank, starts).from_each
-    return sum(from_each) - from_each[rank]
+    rows, own = 0, [split.tokens(part) for part in split.parts_of(rank)]
+    for part, tokens in zip(split.parts_of(rank), own, strict=True):
+        rows += tokens.start - starts[part]
+        # A part of the same rank may be on its left.
+        held = (min(tokens.start, x.stop) - max(starts[part], x.start) for x in own)
+        rows -= sum(max(count, 0) for count in held)
+    return rows
 
 
 # --- Before the first exchange ---

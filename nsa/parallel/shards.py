@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from nsa.model.attention import BlockMLP
 from nsa.model.rope import RMSNorm, rms_norm
 from nsa.model.rules import MSARule
+from nsa.parallel.exchange import all_gather
 
 
 class Shards:
@@ -96,7 +97,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, rank: int, size: int) -> Tensor:
         ctx.place = rank, x.shape[-1]
-        gathered = collectives.all_gather_tensor(x.contiguous()[None], 0, group)
+        gathered = all_gather(x.contiguous()[None], 0, group)
         gathered = collectives.wait_tensor(gathered)  # [P, ..., columns of a rank]
         return gathered.movedim(0, -2).flatten(-2)
 

@@ -29,10 +29,12 @@ from nsa.parallel import (
     ContextParallel,
     Split,
     average_gradients,
+    decided,
     gather_sequence,
+    plan_exchange,
     shard_sequence,
 )
-from nsa.parallel.attention import ContextDense, received_bytes
+from nsa.parallel.attention import ContextDense, ContextNSA, received_bytes
 from nsa.tests.support.helpers import relative_error
 
 SIZES: dict[str, Any] = dict(
@@ -262,7 +264,20 @@ def count(case: Case, mesh: DeviceMesh) -> dict[str, int]:
         loss = out.sum() if isinstance(out, Tensor) else out[0].sum() + out[2]
         loss.backward()
     formula = received_bytes(layer, split, mesh.get_local_rank(), batch=case.batch, number_bytes=8)
-    return {"formula": formula, "forward": forward, "backward": received.num_bytes - forward}
+    numbers = {"formula": formula, "forward": forward, "backward": received.num_bytes - forward}
+    if case.selected == "chosen":
+        numbers |= count_plan(layer, split, case)
+    return numbers
+
+
+def count_plan(layer: ContextNSA, split: Split, case: Case) -> dict[str, int]:
+    """The plan of a layer that has run: its bytes, what it said before, and whether it chose."""
+    sizes: Any = {"batch": case.batch, "number_bytes": 8}
+    after = decided(layer, split, **sizes)
+    before = plan_exchange(layer, split, selected="chosen", **sizes)
+    assert after.chosen_bytes is not None and before.chosen_bytes is not None
+    planned = {"plan": after.chosen_bytes, "bound": before.chosen_bytes}
+    return planned | {"is_chosen": int(after.way == "chosen")}
 
 
 def refuse(mesh: DeviceMesh) -> dict[str, str]:

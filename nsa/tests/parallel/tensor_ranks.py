@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional as F
 
 from nsa.model import AttentionStats, TinyLM
 from nsa.parallel import (
@@ -104,6 +106,37 @@ def compare(case: Case, tp: DeviceMesh, cp: DeviceMesh | None = None) -> dict[st
     return errors
 
 
+def share_all(mesh: DeviceMesh) -> dict[str, float]:
+    """Relative errors of weights after a clipped step of AdamW: FSDP over cp, together with tp.
+
+    The loss is of the whole head, as the trainer computes it from `head_weight`.
+    """
+    case = Case(104, WIDE | SPARSE | GATED | dict(n_layers=2, rule="nsa,dense"))
+    torch.manual_seed(4)
+    row = torch.randint(0, 24, (1, case.length + 1))
+    given, alone = (row[:, :-1], row[:, 1:]), new_model(case)
+    _step(alone, *given)
+    model = parallelize_module(new_model(case), mesh["tp"], TensorParallel())
+    parallelize_module(model, mesh["cp"], ContextParallel())
+    assert isinstance(model, TinyLM)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh["cp"])
+    fully_shard(model, mesh=mesh["cp"], reshard_after_forward=False)
+    register_fsdp_forward_method(model, "hidden")
+    _step(model, *shard_sequence(given, mesh["cp"]))
+    found = dict(model.named_parameters())
+    assert list(model.state_dict()) == list(alone.state_dict())
+    return {name: relative_error(_whole(found[name]), x) for name, x in alone.named_parameters()}
+
+
+def _step(model: TinyLM, ids: Tensor, targets: Tensor) -> None:
+    logits = F.linear(model.hidden(ids), model.head_weight)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    # A large epsilon: a step is then as long as its gradient, and errors of the norm show.
+    torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0).step()
+
+
 def _whole(x: Tensor) -> Tensor:
     assert isinstance(x, DTensor)
     return x.full_tensor().detach()
@@ -165,6 +198,7 @@ def main(folder: Path) -> None:
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         for name in WITH_CONTEXT:
             found[f"{name}, cp"] = compare(CASES[name], both["tp"], both["cp"])
+        found["fsdp"] = share_all(both)
     found["choices"] = {
         name: differing_choices(CASES[name], mesh)
         for name in ("nsa", "shared", "infllm", "moba", "msa")

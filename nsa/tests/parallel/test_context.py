@@ -57,6 +57,16 @@ def test_chosen_blocks_alone_are_less_than_all(found: list[dict[str, Any]], name
     assert 0 < backward < forward
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_the_plan_of_chosen_blocks_has_the_bytes_that_were_sent(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    numbers = [rank["bytes"][name] for rank in found]
+    assert all(n["is_chosen"] == 1 for n in numbers)
+    assert {n["plan"] for n in numbers} == {max(n["forward"] for n in numbers)}
+    assert all(n["plan"] <= n["bound"] for n in numbers)
+
+
 def test_statistics_of_the_ranks_together_are_those_of_the_row(
     found: list[dict[str, Any]],
 ) -> None:

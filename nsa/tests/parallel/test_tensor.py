@@ -45,6 +45,14 @@ def test_ranks_compute_what_one_process_computes(found: list[dict[str, Any]]) ->
             assert len(errors) > 16, f"{name}: a model has more weights"
 
 
+def test_fsdp_and_both_styles_take_the_step_of_one_process(found: list[dict[str, Any]]) -> None:
+    """Clipped by the norm of all gradients; on four ranks, as cp=2 x tp=2."""
+    for rank in found:
+        errors = rank.get("fsdp", {})
+        assert bool(errors) == (len(found) == 4)
+        assert {weight: e for weight, e in errors.items() if e > ROUNDING} == {}
+
+
 def test_a_kv_head_chooses_as_in_one_process(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert len(rank["choices"]) == 5
