@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from nsa.config import ConfigError, RuntimeConfig
 from nsa.records import VAL, ValRow, read_metrics, read_rows
@@ -132,7 +132,7 @@ def test_ranks_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_with_other_degrees_refuse_together() -> None:
-    store, said = dist.HashStore(), dict[int, str]()
+    store, said = HashStore(), dict[int, str]()
 
     def start(rank: int) -> None:
         try:

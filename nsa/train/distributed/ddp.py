@@ -241,10 +241,8 @@ class Group(Strategy):
             return model
         from nsa.train.distributed.mesh import split_model
 
-        self._say(
-            f"[mesh] {self.world_size} ranks: dp {self.num_data_ranks} x cp {self.cp} x tp "
-            f"{self.tp} | {self.cp} share the tokens of a row, {self.tp} its KV heads"
-        )
+        degrees = f"dp {self.num_data_ranks} x cp {self.cp} x tp {self.tp}"
+        self._say(f"[mesh] {self.world_size} ranks: {degrees}")
         return split_model(model, self.mesh(runtime.device.type))
 
     def combine_stats(self, stats: AttentionStats) -> None:
