@@ -423,8 +423,7 @@ class RuntimeConfig:
     deterministic: bool = False
     """Deterministic sums: GPU runs repeat and resume bit for bit, but slower."""
     strategy: str = "auto"
-    """With several ranks: ddp (a replica on each) or fsdp (a shard on each); auto: ddp, with tp
-    fsdp."""
+    """With several ranks: ddp (a replica on each) or fsdp (a shard on each); auto: ddp."""
     cp: int = 1
     """Context parallel: ranks that share each row, with a part of its tokens each."""
     tp: int = 1

@@ -129,13 +129,13 @@ class ContextNSA(NSAAttention):
     ) -> _Arriving:
         """Start all that has to arrive. Halos first: they are small, and needed first."""
         context, size = self.context, self.spec.l_sel
-        raw = context.extend(split, block_starts(split, self.spec), k[0], v[0])
+        halo = context.extend(split, block_starts(split, self.spec), k[0], v[0])
         windows = context.extend(split, window_starts(split, self.spec.w), k[2], v[2])
         if context.selected == "gather":
             # In flight while the compressed tokens are made.
             selected = context.gather(split, k[1], v[1])
-            return _Arriving(self._compress_parts(split, raw()), selected, windows, None)
-        k_cmp, v_cmp = self._compress_parts(split, raw())()
+            return _Arriving(self._compress_parts(split, halo()), selected, windows, None)
+        k_cmp, v_cmp = self._compress_parts(split, halo())()
         selection = self._select(split, q, k_cmp)
         wanted = ask_all(context, split, selection, size)
         self.wanted = wanted.tokens

@@ -7,27 +7,29 @@ process, and the same model under context parallelism on all ranks.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.parallel_bytes import Received
 from nsa.model import AttentionStats, TinyLM
 from nsa.parallel import (
     ContextParallel,
     Split,
+    attention,
     average_gradients,
     decided,
     gather_sequence,
@@ -226,26 +228,6 @@ def count_statistics(mesh: DeviceMesh) -> dict[str, Any]:
     return {"summary": [alone.summary(), own.summary()], "maps": maps}
 
 
-class Received(TorchDispatchMode):
-    """Counts the bytes that this rank receives from others in functional collectives."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.rank, self.size, self.num_bytes = mesh.get_local_rank(), mesh.size(), 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        if name == "all_gather_into_tensor":
-            self.num_bytes += (self.size - 1) * args[0].nbytes
-        elif name == "reduce_scatter_tensor":
-            self.num_bytes += (self.size - 1) * args[0].nbytes // self.size
-        elif name == "all_to_all_single":
-            rows = sum(args[1]) - args[1][self.rank]
-            self.num_bytes += rows * math.prod(args[0].shape[1:]) * args[0].element_size()
-            assert args[0].shape[0] == sum(args[2])
-        return func(*args, **(kwargs or {}))
-
-
 FEW = "nsa, chosen blocks", "nsa, chosen blocks of documents"
 COUNTED = ("nsa", "nsa, documents, contiguous", "nsa, no compressed token", "msa", "dense")
 
@@ -278,6 +260,31 @@ def count_plan(layer: ContextNSA, split: Split, case: Case) -> dict[str, int]:
     assert after.chosen_bytes is not None and before.chosen_bytes is not None
     planned = {"plan": after.chosen_bytes, "bound": before.chosen_bytes}
     return planned | {"is_chosen": int(after.way == "chosen")}
+
+
+def order(case: Case, mesh: DeviceMesh) -> list[str]:
+    """What a layer does in forward, in its order: exchanges, waits, and the window branch."""
+    layer = new_model(case).layers[0].attn
+    parallelize_module(layer, mesh, case.style)
+    log: list[str] = []
+    wait, attend = AsyncCollectiveTensor.trigger_wait, attention.attend_windows
+
+    def waited(tensor: AsyncCollectiveTensor) -> Tensor:
+        log.append(f"wait for {tensor.shape[0]} rows")
+        return wait(tensor)
+
+    def attended(*given: Any) -> Tensor:
+        log.append("window begins")
+        out = attend(*given)
+        log.append("window ends")
+        return out
+
+    with (
+        patch.object(AsyncCollectiveTensor, "trigger_wait", waited),
+        patch.object(attention, "attend_windows", attended),
+    ):
+        layer(torch.randn(case.batch, case.length // mesh.size(), 16, dtype=torch.float64))
+    return log
 
 
 def refuse(mesh: DeviceMesh) -> dict[str, str]:
@@ -327,6 +334,7 @@ def main(folder: Path) -> None:
     found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
     found["fsdp"] = share_weights(size)
     found["statistics"] = count_statistics(mesh)
+    found["order"] = {name: order(CASES[name], mesh) for name in (COUNTED[0], FEW[0])}
     # Last: after a refusal all ranks must still be in step.
     found["refused"] = refuse(mesh)
     found["after"] = compare(CASES["nsa"], mesh)

@@ -67,6 +67,27 @@ def test_the_plan_of_chosen_blocks_has_the_bytes_that_were_sent(
     assert all(n["plan"] <= n["bound"] for n in numbers)
 
 
+def test_the_window_branch_runs_while_other_keys_are_in_flight(found: list[dict[str, Any]]) -> None:
+    """Before it a rank waits for halos alone, of 9 tokens at most; after it for selected keys."""
+    part_len = 96 // (2 * len(found))
+    for rank in found:
+        before, after = _around_window(rank["order"][COUNTED[0]])
+        assert before and max(before) <= 9
+        assert after.count(part_len) == 2 * len(found) and part_len > 9
+        # Chosen blocks are known only after the compressed keys have arrived.
+        before, after = _around_window(rank["order"][FEW[0]])
+        assert before and after and max(before) < min(after)
+
+
+def _around_window(log: list[str]) -> tuple[list[int], list[int]]:
+    """Rows that were waited for before the window branch began, and after it ended."""
+    begins, ends = log.index("window begins"), log.index("window ends")
+    assert ends == begins + 1, "it waits for nothing"
+    waits = (log[:begins], log[ends + 1 :])
+    before, after = ([int(line.split()[2]) for line in part] for part in waits)
+    return before, after
+
+
 def test_statistics_of_the_ranks_together_are_those_of_the_row(
     found: list[dict[str, Any]],
 ) -> None:

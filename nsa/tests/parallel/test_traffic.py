@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,7 +50,7 @@ class Received(TorchDispatchMode):
         elif name == "all_to_all_single":
             self.num_bytes += sum(args[1][1:]) * size / max(args[0].shape[0], 1)
         elif name == "all_reduce":
-            ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(args[2]))
+            ranks = _resolve_process_group(args[2]).size()
             self.num_bytes += 2 * size * (ranks - 1) / ranks
         return out
 
