@@ -13,6 +13,7 @@ import dataclasses
 import json
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -144,6 +145,8 @@ def _all_reduce(wire: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
 
 KEPT_LOSSES = 4
 """Updates whose per-rank losses are kept, because losses are checked one step late."""
+NUM_LOOKS, LOOK_S = 10, 0.1
+"""Looks for a rank that is lost, and seconds between them."""
 PATIENCE = 0.8
 """Limit of a rank's wait for data, as a share of the group's timeout: it must still be able to
 report the failure to the others."""
@@ -195,9 +198,9 @@ class Group(Strategy):
         if error is not None and not getattr(error, "shared", False):
             if _is_loss_of_rank(error):
                 raise RankLost(
-                    f"{self.name} lost another rank, in {here.broken}: {str(error).splitlines()[0]}"
-                    "; see the messages of that rank; a restart by the launcher resumes from "
-                    "the last checkpoint, as does the same command"
+                    f"{self.name} lost {self._who_left()}, in {here.broken}: "
+                    f"{str(error).splitlines()[0]}; see the messages of that rank; a restart by "
+                    "the launcher resumes from the last checkpoint, as does the same command"
                 ) from error
             return
         try:
@@ -211,6 +214,27 @@ class Group(Strategy):
                     "the messages of that rank"
                 ) from lost
             print(f"[ddp] {self.name}: another rank exited early: {lost}", file=sys.stderr)
+
+    def _who_left(self) -> str:
+        """The ranks of this machine whose process is gone; `another rank` if none is found."""
+        from nsa.train.distributed.hang import gone_ranks
+
+        for _ in range(NUM_LOOKS):  # a process that has closed its connections may not be over yet
+            noticed = self._noticed()
+            lost = [r for r in gone_ranks(here.folder, self.world_size) if r not in noticed]
+            if lost:
+                return f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            time.sleep(LOOK_S)
+        return "another rank"
+
+    def _noticed(self) -> set[int]:
+        """The ranks that leave because they lost somebody, as this one does."""
+        try:
+            self._store.set(f"noticed/{self.rank}", "")
+            ranks = range(self.world_size)
+            return {rank for rank in ranks if self._store.check([f"noticed/{rank}"])}
+        except dist.DistError:  # the store was in the process that is gone
+            return set()
 
     def assign_device(self, config: RuntimeConfig) -> RuntimeConfig:
         return config if self._gpu is None else dataclasses.replace(config, device=self._gpu)
