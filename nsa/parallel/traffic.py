@@ -11,7 +11,12 @@ same for all heads (QK-norm, phi, index keys) is small and left out.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from nsa.config import Config
+from nsa.model import TinyLM
 from nsa.model.cost import (
     BRANCHES,
     BYTES,
@@ -22,6 +27,9 @@ from nsa.model.cost import (
     parameter_counts,
     share_of_rank,
 )
+from nsa.parallel.attention import received_bytes
+from nsa.parallel.plan import plan_exchange
+from nsa.parallel.split import Split
 
 
 def step_traffic(config: Config, num_ranks: int) -> dict[str, int]:
@@ -34,32 +42,37 @@ def step_traffic(config: Config, num_ranks: int) -> dict[str, int]:
     return {part: count for part, count in found.items() if count}
 
 
+def describe_exchange(config: Config) -> str:
+    """How the keys of the first layer travel between the ranks of a row (plan.py)."""
+    model, split, sizes = _row(config)
+    return str(plan_exchange(model.layers[0].attn, split, **sizes))
+
+
 def _tokens_of_step(config: Config) -> int:
     """Forward, as much backward, and once more where layers recompute; the busiest rank."""
-    cp, train = config.runtime.cp, config.train
-    if cp == 1:
+    if config.runtime.cp == 1:
         return 0
-    import torch  # takes a second
-
-    from nsa.model import TinyLM
-    from nsa.parallel.attention import received_bytes
-    from nsa.parallel.split import Split
-
-    with torch.device("meta"):
-        model = TinyLM.from_config(config, vocab=1)
-    # Documents are packed into one row; its borders are not known here.
-    packed = config.data.respect_documents
-    rows, length = (1, train.batch_size * train.seq_len) if packed else (train.batch_size, 0)
-    split = Split(length or train.seq_len, cp)
-    sizes = {"batch": rows, "number_bytes": BYTES[config.runtime.precision]}
+    model, split, sizes = _row(config)
     by_rank = [
         sum(
             (3 if i in model.checkpointed else 2) * received_bytes(block.attn, split, rank, **sizes)
             for i, block in enumerate(model.layers)
         )
-        for rank in range(cp)
+        for rank in range(split.num_ranks)
     ]
-    return train.accumulate_grad_batches * max(by_rank) // config.runtime.tp
+    return config.train.accumulate_grad_batches * max(by_rank)
+
+
+def _row(config: Config) -> tuple[TinyLM, Split, dict[str, Any]]:
+    """The model with the KV heads of a rank, without values, and how a row is split."""
+    train, own = config.train, share_of_rank(config)
+    with torch.device("meta"):
+        model = TinyLM.from_config(own, vocab=1)
+    # Documents are packed into one row; its borders are not known here.
+    packed = config.data.respect_documents
+    rows, tokens = (1, train.batch_size) if packed else (train.batch_size, 1)
+    split = Split(tokens * train.seq_len, config.runtime.cp)
+    return model, split, {"batch": rows, "number_bytes": BYTES[config.runtime.precision]}
 
 
 def _activations(config: Config) -> int:

@@ -267,22 +267,24 @@ def print_boot_messages(
         f"{_count(data.train)} to train on, {_count(data.val)} held out"
     )
     if cfg.runtime.sharing > 1:
-        to.say(f"[mesh] {_describe_mesh(cfg, metrics.world_size)}")
+        for line in _describe_mesh(cfg, metrics.world_size):
+            to.say(f"[mesh] {line}")
     to.say(f"[train] gradient_checkpointing={checkpointing}")
     if folder.previous is not None:
         to.say(f"[boot] {folder.path} held an earlier run; its files are now in {folder.previous}")
 
 
-def _describe_mesh(cfg: Config, world_size: int) -> str:
+def _describe_mesh(cfg: Config, world_size: int) -> list[str]:
     """What a rank of a mesh has of a row, and what it gets from the others."""
-    from nsa.parallel.traffic import step_traffic  # with a mesh alone
+    from nsa.parallel.traffic import describe_exchange, step_traffic  # with a mesh alone
 
     cp, tp = cfg.runtime.cp, cfg.runtime.tp
     received = step_traffic(cfg, world_size).items()
-    return (
+    said = [
         f"a rank has {cfg.train.seq_len // cp} tokens of a row and {cfg.model.n_kv_groups // tp} "
         f"KV heads | received per step: {', '.join(f'{size(n)} of {part}' for part, n in received)}"
-    )
+    ]
+    return said if cp == 1 else [*said, describe_exchange(cfg)]
 
 
 def _count(rows: Rows) -> str:

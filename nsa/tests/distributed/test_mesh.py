@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from nsa.config import ConfigError, RuntimeConfig
 from nsa.records import VAL, ValRow, read_metrics, read_rows
@@ -18,7 +21,7 @@ from nsa.tests.distributed.test_fsdp import equal
 from nsa.tests.distributed.test_ranks import PLAIN, alone, config, losses, train
 from nsa.tests.support.nursery import Nursery
 from nsa.train.checkpoint import find
-from nsa.train.distributed.mesh import agree_on_mesh, check_degrees
+from nsa.train.distributed.mesh import agree_on_mesh, check_degrees, require_collectives
 from nsa.train.distributed.strategy import OFF
 from nsa.train.errors import RunRefused
 
@@ -147,6 +150,22 @@ def test_ranks_with_other_degrees_refuse_together() -> None:
         thread.join()
     assert len(said) == 3 and len({*said.values()}) == 1
     assert said[0].startswith("rank 2 has runtime.strategy=auto, runtime.cp=2, runtime.tp=1, but")
+
+
+def test_a_backend_without_the_collectives_is_refused() -> None:
+    """gloo for GPUs alone has none on a CPU."""
+    for backend, refused in (("cpu:gloo", False), ("cuda:gloo", True)):
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        try:
+            mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
+            with (
+                pytest.raises(ConfigError, match="cuda:gloo, which lacks .* use nccl on GPUs")
+                if refused
+                else nullcontext()
+            ):
+                require_collectives(mesh)
+        finally:
+            dist.destroy_process_group()
 
 
 REFUSED = {

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -74,25 +73,26 @@ def require_collectives(mesh: DeviceMesh) -> None:
 
     Backends refuse what they lack before they send anything, so all ranks fail alike.
     """
-    group, device = mesh.get_group(), torch.device(mesh.device_type)
-    whole, own = torch.zeros(mesh.size(), device=device), torch.zeros(1, device=device)
-    trials: dict[str, Callable[[], object]] = {
-        "all-gather": lambda: dist.all_gather_into_tensor(whole, own, group=group),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(own, whole, group=group),
-        "all-to-all": lambda: dist.all_to_all_single(torch.zeros_like(whole), whole, group=group),
-    }
-    for name, trial in trials.items():
-        try:
-            trial()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            if "Connection" in str(error) or "timeout" in str(error).lower():
-                raise  # the loss of a rank
-            raise ConfigError(
-                f"runtime.cp={mesh.size()} on the backend {dist.get_backend(group)}, which has no "
-                f"{name} on {device.type} ({str(error).splitlines()[0]}); it must have one; use "
-                "nccl on GPUs and gloo on CPUs (TORCH_BACKEND), or runtime.cp=1",
-                key="runtime.cp",
-            ) from None
+    from torch.distributed import _functional_collectives as collectives
+
+    from nsa.parallel.exchange import all_gather
+
+    group, size = mesh.get_group(), mesh.size()
+    x = torch.zeros(size, device=mesh.device_type, requires_grad=True)
+    one_each = [1] * size
+    try:
+        moved = collectives.all_to_all_single_autograd(x, one_each, one_each, group)
+        all_gather(moved, 0, group).sum().backward()  # a reduce-scatter
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        if any(word in str(error) for word in ("Connection", "imed out", "imeout")):
+            raise  # the loss of a rank
+        raise ConfigError(
+            f"runtime.cp={size} on the backend {dist.get_backend(group)}, which lacks a collective "
+            f"on {mesh.device_type} ({str(error).splitlines()[0]}); it needs all-gather, "
+            "reduce-scatter and all-to-all; use nccl on GPUs, gloo on CPUs (TORCH_BACKEND), or "
+            "runtime.cp=1",
+            key="runtime.cp",
+        ) from None
 
 
 # --- the mesh, and the model on it ---
