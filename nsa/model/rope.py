@@ -113,6 +113,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., D], [D] 
 class Rotary(nn.Module):
     """Base of the attention layers: heads are normed if asked for, and rotated by position."""
 
+    is_one_graph = True
+    """Whether torch.compile makes one graph of the layer; otherwise it leaves it for `attend`."""
+
     def __init__(self, d_k: int, base: float, scale: float, scaling: RopeScaling = LINEAR) -> None:
         super().__init__()
         self.d_k, self.rope_base, self.rope_scale, self.rope_scaling = d_k, base, scale, scaling

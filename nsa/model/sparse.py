@@ -55,6 +55,8 @@ class SparseCache(DenseCache):
 class SparseAttention(DenseAttention):
     """Causal grouped-query attention to the blocks that a rule chooses: [B, S, dim] -> the same."""
 
+    is_one_graph = False
+
     def __init__(
         self,
         dim: int,

@@ -9,7 +9,9 @@ ContextParallel (style.py) turns one into the other.
     dense   gathers its one K and V
 
 Then each part attends on its own, as queries at an offset in their documents. In each class that
-is `attend`; a compiled layer calls it outside of its graphs, of which projections are the rest.
+is `attend`. A compiled layer is one graph with its exchanges, except where `attend` needs numbers
+on the host: for packed documents, for chosen blocks (chosen.py), and in sparse layers, which have
+it so on one rank too. Then it is called outside of the graphs, and projections are two of them.
 """
 
 from __future__ import annotations
@@ -97,7 +99,14 @@ class ContextNSA(NSAAttention):
             )
         rope = rope or _rope(self, self.context, x, cu_seqlens)
         given = (*self._project(x, rope), cu_seqlens, stats, layer)
+        if self.is_one_graph and cu_seqlens is None:
+            return self.out(self.attend(*given))
         return self.out(outside_graphs(self.attend, *given))
+
+    @property
+    def is_one_graph(self) -> bool:  # type: ignore[override]
+        """Which blocks are sent is decided on the host, outside of graphs."""
+        return self.context.selected == "gather"
 
     def attend(
         self,
@@ -212,9 +221,9 @@ def attend_windows(
         places = [torch.arange(p.offset, p.num_keys, device=q.device) for p in pieces]
         blocks = (torch.cat(places) // spec.l_sel).to(torch.int32)  # [tokens of the part]
         selection = blocks[:, None, None].expand(q.shape[0], -1, k.shape[2], 1)
-        none = k[:, :0], v[:, :0]
+        unread = k[:, :0], v[:, :0], k.detach(), v.detach()
         options: Any = {**_places(pieces), "backend": backend, "selection": selection}
-        outs.append(nsa_attention(q[:, own], *none, k, v, k, v, alone[:, own], near, **options))
+        outs.append(nsa_attention(q[:, own], *unread, k, v, alone[:, own], near, **options))
     return torch.cat(outs, dim=1)
 
 
@@ -260,7 +269,8 @@ def _streams(
     k_cmp, v_cmp = (x[:, blocks] for x in compressed)
     k_sel, v_sel = (x[:, start:stop] for x in selected)
     if window is None:
-        return k_cmp, v_cmp, k_sel, v_sel, k_sel, v_sel  # its gate is 0: any keys of this size
+        # Its gate is 0: any keys of this size.
+        return k_cmp, v_cmp, k_sel, v_sel, k_sel.detach(), v_sel.detach()
     # The operator counts keys from the document's start. No query of this part reads the
     # window's keys before its halo, so zeros stand in for them.
     unread = window_starts(split, spec.w)[part] - start
@@ -285,6 +295,8 @@ class ContextDense(DenseAttention):
         layer: int | None = None,
     ) -> Tensor:  # [B, T, dim]
         projected = self._project(x, rope or _rope(self, self.context, x, cu_seqlens))
+        if cu_seqlens is None:
+            return self._merge(self.attend(*projected, None))
         return self._merge(outside_graphs(self.attend, *projected, cu_seqlens))
 
     def attend(

@@ -50,6 +50,8 @@ class Context:
         """The rows of which every rank has `num_own` tokens; with documents there is one."""
         num_tokens = num_own * self.num_ranks
         bounds = () if cu_seqlens is None else self._read(cu_seqlens, batch, num_tokens)
+        if torch.compiler.is_compiling():  # the cache is no function that Dynamo knows
+            return Split(num_tokens, self.num_ranks, self.parts, bounds)
         return _split(num_tokens, self.num_ranks, self.parts, bounds)
 
     def _read(self, cu_seqlens: Tensor, batch: int, num_tokens: int) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ whole (the same on all ranks), or of this rank's heads or columns alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -153,6 +152,18 @@ class HeadsLinear(nn.Linear):
     shards: Shards
     sections: tuple[int, ...]
     """Rows of the queries, and of the keys and values of each branch; all divided by head."""
+    route: tuple[list[slice], list[int], list[int]]
+    """Rows to send, ordered by receiver; how many to each rank, and from each."""
+
+    def plan(self, sections: tuple[int, ...]) -> None:
+        """Who sends which rows to whom. Rows are sent in their order, and sections follow each
+        other: what arrives is in order."""
+        self.sections = sections
+        own, size = self.shards.rank, self.shards.num_ranks
+        sends = [list(self._rows(own, receiver)) for receiver in range(size)]
+        arriving = [list(self._rows(sender, own)) for sender in range(size)]
+        count = [[sum(r.stop - r.start for r in rows) for rows in way] for way in (sends, arriving)]
+        self.route = [rows for receiver in sends for rows in receiver], count[0], count[1]
 
     def forward(self, x: Tensor) -> Tensor:  # [..., dim] -> [..., rows / P]
         kind, bias = x.device.type, None
@@ -165,22 +176,10 @@ class HeadsLinear(nn.Linear):
 
     def _of_own_heads(self, held: Tensor) -> Tensor:  # [rows / P, ...] -> the same
         """The rows of this rank's heads, from those that the ranks hold."""
-        sends, to_each, from_each = self._plan
+        sends, to_each, from_each = self.route
         sent = torch.cat([held[rows] for rows in sends])
         group = self.shards.group
         return collectives.all_to_all_single_autograd(sent, from_each, to_each, group)
-
-    @cached_property
-    def _plan(self) -> tuple[list[slice], list[int], list[int]]:
-        """Rows to send, ordered by receiver; how many to each rank, and from each.
-
-        Rows are sent in their order, and sections follow each other: what arrives is in order.
-        """
-        own, size = self.shards.rank, self.shards.num_ranks
-        sends = [list(self._rows(own, receiver)) for receiver in range(size)]
-        arriving = [list(self._rows(sender, own)) for sender in range(size)]
-        count = [[sum(r.stop - r.start for r in rows) for rows in way] for way in (sends, arriving)]
-        return [rows for receiver in sends for rows in receiver], count[0], count[1]
 
     def _rows(self, sender: int, receiver: int) -> Iterator[slice]:
         """What one rank has of the heads of another, by its place there."""

@@ -103,7 +103,7 @@ def _split_attention(layer: Any, shards: Shards) -> None:
     branches = 3 if isinstance(layer, NSAAttention) else 1
     key, value = layer.num_groups * layer.d_k, layer.num_groups * layer.d_v
     shards.turn(layer.qkv, HeadsLinear, dim=0)
-    layer.qkv.sections = (layer.num_heads * layer.d_k, *[key] * branches, *[value] * branches)
+    layer.qkv.plan((layer.num_heads * layer.d_k, *[key] * branches, *[value] * branches))
     shards.turn(layer.out, RowLinear, dim=1)
     if layer.qk_norm:
         shards.turn(layer.q_norm, HeadNorm)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from bench.parallel_bytes import Received
 from nsa.model import AttentionStats, TinyLM
+from nsa.model.block import Block
 from nsa.parallel import (
     ContextParallel,
     Split,
@@ -94,7 +95,12 @@ CASES = {
         104, dict(n_sel=3), docs=DOCS, parts="contiguous", selected="chosen"
     ),
     "nsa, all blocks are chosen": Case(104, dict(n_sel=13), selected="chosen"),
+    "nsa, compiled": Case(32, dict(w=5), parts="contiguous", compiled=True),
+    "dense, compiled": Case(32, dict(attention="dense"), compiled=True),
     "nsa, msa, compiled": Case(104, MIXED, docs=DOCS, compiled=True),
+    "nsa, chosen blocks, compiled": Case(
+        32, dict(w=5), parts="contiguous", selected="chosen", compiled=True
+    ),
     "mlp": Case(96, MLP),
     "mlp, documents": Case(104, MLP, docs=DOCS),
     "mlp, parts shorter than a block": Case(24, MLP),
@@ -114,14 +120,18 @@ CASES = {
 
 ON_TWO_RANKS = (
     *("nsa", "nsa, documents", "nsa, chosen blocks", "mlp, documents", "infllm, documents"),
-    *("msa, documents", "reuse", "dense, documents", "nsa, msa, compiled"),
+    *("msa, documents", "reuse", "dense, documents"),
 )
+WHOLE = ("nsa, compiled", "dense, compiled")
+"""A layer is one graph."""
+BROKEN = ("nsa, msa, compiled", "nsa, chosen blocks, compiled")
+"""A layer leaves its graphs for `attend`: documents, a rule of its own, chosen blocks."""
 
 
 def names_of(size: int) -> list[str]:
     """The cases for so many ranks: on two some of each kind, on four all that do not compile."""
     if size == 2:
-        return list(ON_TWO_RANKS)
+        return [*ON_TWO_RANKS, *WHOLE, *BROKEN]
     return [name for name, case in CASES.items() if not case.compiled]
 
 
@@ -161,7 +171,7 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     parallelize_module(model, mesh, case.style)
     assert list(model.state_dict()) == names, "names of weights have changed"
     if case.compiled:
-        model.compiled = [torch.compile(block, backend="eager") for block in model.layers]
+        model.compiled = [compiled(block, case) for block in model.layers]
     own = shard_sequence(whole, mesh, parts=case.parts)
     logits, own_loss = run_model(model, **own, cu_seqlens=case.cu_seqlens)
     average_gradients(model, mesh)
@@ -179,6 +189,22 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
         if found is not None and weight.grad is not None:
             errors[name] = relative_error(found, weight.grad)
     return errors
+
+
+def compiled(block: Block, case: Case) -> Any:
+    """A block as the trainer compiles it; one graph where that is promised."""
+    whole = block.attn.is_one_graph and not case.docs
+    return torch.compile(block, fullgraph=whole, dynamic=False, backend="eager")
+
+
+def compare_compiled(case: Case, mesh: DeviceMesh) -> tuple[dict[str, float], dict[str, Any]]:
+    """The same of a compiled case; and the number of its graphs, and why it left them."""
+    from torch._dynamo.utils import counters  # takes as long to import as torch itself
+
+    counters.clear()
+    errors = compare(case, mesh)
+    left = list(counters["graph_break"])
+    return errors, {"num": counters["stats"]["unique_graphs"], "left": left}
 
 
 def share_weights(size: int) -> dict[str, float]:
@@ -330,7 +356,12 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
     ContextDense.mask_rows = 5  # several masks for a part
-    found: dict[str, Any] = {name: compare(CASES[name], mesh) for name in names_of(size)}
+    found: dict[str, Any] = {"graphs": {}}
+    for name in names_of(size):
+        if CASES[name].compiled:
+            found[name], found["graphs"][name] = compare_compiled(CASES[name], mesh)
+        else:
+            found[name] = compare(CASES[name], mesh)
     found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
     found["fsdp"] = share_weights(size)
     found["statistics"] = count_statistics(mesh)

@@ -30,7 +30,18 @@ from nsa.parallel import (
     gather_sequence,
     shard_sequence,
 )
-from nsa.tests.parallel.ranks import DOCS, MLP, MOBA, REUSE, SPARSE, TWO, Case, new_model, run_model
+from nsa.tests.parallel.ranks import (
+    DOCS,
+    MLP,
+    MOBA,
+    REUSE,
+    SPARSE,
+    TWO,
+    Case,
+    compiled,
+    new_model,
+    run_model,
+)
 from nsa.tests.support.helpers import relative_error
 
 WIDE: dict[str, Any] = dict(n_heads=8, n_kv_groups=4)
@@ -41,7 +52,7 @@ CASES = {
     "nsa": Case(64, WIDE | TWO, batch=2),
     "nsa, documents": Case(104, HEADS | GATED | MLP, docs=DOCS),
     "nsa, recomputed": Case(64, WIDE | TWO | GATED | GC),
-    "nsa, compiled": Case(64, WIDE | TWO, compiled=True),
+    "nsa, compiled": Case(32, WIDE | dict(w=5), compiled=True),
     "shared": Case(104, WIDE | SPARSE | dict(kv="shared")),
     "infllm": Case(104, HEADS | SPARSE | dict(rule="pooled"), docs=DOCS),
     "moba": Case(136, WIDE | MOBA, docs=(3, 130)),
@@ -87,7 +98,7 @@ def compare(case: Case, tp: DeviceMesh, cp: DeviceMesh | None = None) -> dict[st
         parallelize_module(model, cp, ContextParallel())
         given = shard_sequence(given, cp)
     if case.compiled:
-        model.compiled = [torch.compile(block, backend="eager") for block in model.layers]
+        model.compiled = [compiled(block, case) for block in model.layers]
     logits, own_loss = run_model(model, **given, cu_seqlens=case.cu_seqlens)
     if cp is not None:
         average_gradients(model, cp)

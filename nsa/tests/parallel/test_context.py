@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nsa.tests.parallel.ranks import COUNTED, FEW, names_of
+from nsa.tests.parallel.ranks import COUNTED, FEW, WHOLE, names_of
 from nsa.tests.parallel.start import run_ranks
 from nsa.tests.support.nursery import Nursery
 
@@ -77,6 +77,20 @@ def test_the_window_branch_runs_while_other_keys_are_in_flight(found: list[dict[
         # Chosen blocks are known only after the compressed keys have arrived.
         before, after = _around_window(rank["order"][FEW[0]])
         assert before and after and max(before) < min(after)
+
+
+def test_a_compiled_layer_is_one_graph_or_leaves_it_for_attend_alone(
+    found: list[dict[str, Any]],
+) -> None:
+    """On two ranks; the graphs that are left are listed in docs/architecture.md."""
+    for rank in found:
+        assert bool(rank["graphs"]) == (len(found) == 2)
+        for name, graphs in rank["graphs"].items():
+            if name in WHOLE:
+                assert graphs == {"num": 1, "left": []}, name
+            else:
+                assert graphs["num"] > 1 and len(graphs["left"]) == 1, name
+                assert "torch.compiler.disable" in graphs["left"][0], name
 
 
 def _around_window(log: list[str]) -> tuple[list[int], list[int]]:
