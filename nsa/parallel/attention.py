@@ -106,7 +106,7 @@ class ContextNSA(NSAAttention):
     @property
     def is_one_graph(self) -> bool:  # type: ignore[override]
         """Which blocks are sent is decided on the host, outside of graphs."""
-        return self.context.selected == "gather"
+        return self.context.is_traced and self.context.selected == "gather"
 
     def attend(
         self,

@@ -220,20 +220,21 @@ class Group(Strategy):
         from nsa.train.distributed.hang import gone_ranks
 
         for _ in range(NUM_LOOKS):  # a process that has closed its connections may not be over yet
-            noticed = self._noticed()
-            lost = [r for r in gone_ranks(here.folder, self.world_size) if r not in noticed]
-            if lost:
+            gone = gone_ranks(here.folder, self.world_size)
+            noticed = self._noticed(gone)
+            if lost := [rank for rank in gone if rank not in noticed]:
                 return f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
             time.sleep(LOOK_S)
         return "another rank"
 
-    def _noticed(self) -> set[int]:
-        """The ranks that leave because they lost somebody, as this one does."""
+    def _noticed(self, gone: list[int]) -> set[int]:
+        """Those that left because they lost somebody, as this rank does."""
+        if 0 in gone:  # the store may have been in its process
+            return set()
         try:
             self._store.set(f"noticed/{self.rank}", "")
-            ranks = range(self.world_size)
-            return {rank for rank in ranks if self._store.check([f"noticed/{rank}"])}
-        except dist.DistError:  # the store was in the process that is gone
+            return {rank for rank in gone if self._store.check([f"noticed/{rank}"])}
+        except dist.DistError:  # just now
             return set()
 
     def assign_device(self, config: RuntimeConfig) -> RuntimeConfig:
