@@ -268,7 +268,8 @@ class Group(Strategy):
 
         degrees = f"dp {self.num_data_ranks} x cp {self.cp} x tp {self.tp}"
         self._say(f"[mesh] {self.world_size} ranks: {degrees}")
-        return split_model(model, self.mesh(runtime.device.type))
+        with span("the mesh", waits=True):
+            return split_model(model, self.mesh(runtime.device.type))
 
     def combine_stats(self, stats: AttentionStats) -> None:
         if self._opened is None:

@@ -51,11 +51,12 @@ class Fsdp(Group):
         self._saving = dist.new_group(backend="gloo", timeout=timeout)
 
     def adapt(self, cfg: Config) -> Config:
+        other = "runtime.strategy=ddp" if cfg.runtime.tp == 1 else "runtime.tp=1"
         for key in ("cuda_graph", "compile"):
             if getattr(cfg.runtime, key):
                 raise ConfigError(
                     f"runtime.{key}=true under FSDP: weights are gathered outside of it; "
-                    "set it to false, or choose runtime.strategy=ddp",
+                    f"set it to false, or choose {other}",
                     key=f"runtime.{key}",
                 )
         return cfg
@@ -156,7 +157,10 @@ def _parameter(like: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     found = like.get(name, like.get(name.rpartition(".")[0]))
     if found is None or found.shape != x.shape:
         there = "absent" if found is None else list(found.shape)
-        raise BadCheckpoint(f"{name} is {list(x.shape)} in the checkpoint, and {there} in the run")
+        raise BadCheckpoint(
+            f"{name} is {list(x.shape)} in the checkpoint, and {there} in the run that it names; it "
+            "was damaged or made by another program; use an older checkpoint"
+        )
     return found
 
 
