@@ -11,6 +11,8 @@ from studies.nsa_vs_dense.page import machine_line
 from studies.nsa_vs_dense.results import gap
 from studies.rules.measure import accuracy, mean_recall
 
+CONVERT = "convert"
+"""The page about a dense model that becomes sparse; the other one is `rules`."""
 WIDE = "dense-wide"
 """How the names of the dense variants with as many parameters as NSA begin."""
 FELL = 0.02
@@ -21,6 +23,16 @@ HEAD = (
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 Arm = dict[str, Any]
+
+
+def arms_of_page(page: str, arms: Sequence[Arm]) -> list[Arm]:
+    """Those that became sparse, or went on beside them, with the model that they started from; or
+    all others."""
+    converted = [arm for arm in arms if is_converted(arm)]
+    if page == CONVERT:
+        starts = {arm["settings"][INIT] for arm in converted}
+        return [arm for arm in arms if arm["name"] in starts] + converted
+    return [arm for arm in arms if arm not in converted]
 
 
 def shown_arms(arms: Sequence[Arm], measures: dict[str, Any]) -> list[Arm]:
@@ -150,7 +162,7 @@ def _in_dense(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
     lines = []
     for arm in arms:
         found = measures["arms"][arm["name"]]
-        if arm["variant"] == "dense":
+        if arm["variant"] == "dense" and not is_converted(arm):
             shares = [f"{rule} {mean_recall(found, rule):.0%}" for rule in found["recall"]]
             lines.append(f"rows of {length_of(arm)}: {', '.join(shares)}")
     if not lines:
