@@ -148,7 +148,7 @@ def with_blocks(
 @contextmanager
 def changed(change: Change) -> Iterator[None]:
     """Within it, every layer of NSA attends by what `change` makes of its gates and selection."""
-    original: Any = attention.nsa_attention
+    original: Any = vars(attention)["nsa_attention"]
     calls = itertools.count()
 
     def attend(*given: Any, **options: Any) -> Any:
