@@ -18,8 +18,8 @@ WIDE = "dense-wide"
 FELL = 0.02
 """Nats by which a loss must have risen again to be mentioned."""
 HEAD = (
-    "| rows | attention | parameters | rate | held-out loss | lowest on the way | minus dense "
-    "| tokens/s | recall | mass read, of | needle | multi |\n"
+    "| rows | updates | attention | parameters | rate | held-out loss | minus dense | tokens/s "
+    "| recall | mass read, of | needle | multi |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 Arm = dict[str, Any]
@@ -89,10 +89,10 @@ def length_of(arm: Arm) -> int:
 def _how(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
     """What the columns are."""
     data = [
-        f"rows of {length_of(arm)}: {arm['steps']} updates of {arm['tokens_per_step']:,} tokens, "
+        f"rows of {length_of(arm)}: updates of {arm['tokens_per_step']:,} tokens, "
         f"{arm['held_out']['tokens']:,} held-out tokens, recall by chance "
         f"{measures['chance'][arm['comparison']]:.0%}"
-        for arm in {arm["comparison"]: arm for arm in arms}.values()
+        for arm in {length_of(arm): arm for arm in arms}.values()
     ]
     has_twin = any(arm["variant"].startswith(WIDE) for arm in arms)
     other = " with as many parameters as NSA, at its best rate" if has_twin else ""
@@ -122,11 +122,11 @@ def _row(arm: Arm, arms: Sequence[Arm], measures: dict[str, Any]) -> str:
     name, start = arm["variant"], arm["settings"].get(INIT)
     cells = [
         str(length_of(arm)),
+        str(arm["steps"]),
         f"{name}, from {start}" if is_converted(arm) else name,
         f"{arm['params']['non_embedding']:,}",
         f"{arm['settings']['train.lr']:g}",
         f"{arm['held_out']['loss']:.4f}",
-        f"{min(arm['val']['loss']):.4f}" if arm["val"]["loss"] else "",
         difference,
         _speed(arm, same),
         recall,
@@ -175,14 +175,16 @@ def _in_dense(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
 def _on_the_way(arms: Sequence[Arm]) -> str:
     """Whether the loss has risen again: a small corpus is read many times."""
     losses = [arm["val"]["loss"] for arm in arms if arm["val"]["loss"]]
-    rises = [values[-1] - min(values) for values in losses]
+    lowest = [min(values) for values in losses]
+    rises = [values[-1] - least for values, least in zip(losses, lowest, strict=True)]
     risen = [rise for rise in rises if rise > FELL]
     if not risen:
         return ""
     return (
         f"{len(risen)} of {len(rises)} losses have risen again after their lowest value, by "
         f"{min(risen):.2f} to {max(risen):.2f} nats: the text is read many times and learned by "
-        "heart. The lowest value on the way then says more about an attention than the last one."
+        f"heart. The lowest values on the way, {min(lowest):.4f} to {max(lowest):.4f} nats in the "
+        "first held-out rows, then say more about an attention than the last ones."
     )
 
 

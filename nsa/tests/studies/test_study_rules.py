@@ -234,14 +234,17 @@ def test_arms_of_the_tables_can_start_and_the_twin_has_the_parameters_of_nsa(nam
 def test_converted_arms_start_from_one_dense_model_and_train_a_tenth_of_its_updates() -> None:
     arms = {arm.name: arm for arm in read_table(FOLDER / "arms.toml")}
     converted = [arm for arm in arms.values() if is_converted({"settings": arm.settings})]
-    assert [arm.variant for arm in converted] == [
-        "dense", "infllm", "moba", "msa-frozen", "nsa-shared"
-    ]  # fmt: skip
+    assert {"dense", "infllm", "moba", "nsa-shared"} < {arm.variant for arm in converted}
     (start,) = {arm.settings[INIT] for arm in converted}
     assert arms[start].variant == "dense" and not is_converted({"settings": arms[start].settings})
+    updates, name = 0, start
+    while name:
+        updates += arms[name].steps
+        name = arms[name].settings.get(INIT)
+    assert updates == 1000 + 600 + 600 + 500
     for arm in converted:
         cfg = arm.resolve(["data.tokenizer=byte"])
-        assert arm.steps * 10 <= arms[start].steps and not any(cfg.model.branched)
+        assert arm.steps * 10 <= updates and not any(cfg.model.branched)
         assert cfg.model.dim == arms[start].resolve(["data.tokenizer=byte"]).model.dim
 
 
