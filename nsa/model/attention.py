@@ -58,8 +58,12 @@ class BlockMLP(nn.Module):
             return x[:, :0]
         # Overlapping windows of l tokens, stride d; unfold puts the window last.
         blocks = x.unfold(1, self.spec.l, self.spec.d).transpose(-1, -2)  # [B, N, H, l, D]
-        hidden = self.fc1((blocks + self.place.to(x.dtype)).flatten(-2))
+        hidden = self.fc1((blocks + self.places().to(x.dtype)).flatten(-2))
         return self.fc2(nn.functional.silu(hidden)).to(x.dtype)
+
+    def places(self) -> Tensor:  # [l, D]
+        """The encoding of the places in a block."""
+        return self.place
 
 
 # --- The attention layer ---

@@ -95,18 +95,26 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if x.is_cuda and x.dtype == self.weight.dtype and not torch.is_autocast_enabled(kind):
-            # torch's fused kernel computes in fp32 and rounds once, without a copy of x.
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        wide = x if x.dtype == torch.float64 else x.float()
-        normed = F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps)
-        rounded = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return normed.to(rounded)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., D], [D] -> [..., D]
+    """RMSNorm with a weight as it is given."""
+    kind = x.device.type
+    if x.is_cuda and x.dtype == weight.dtype and not torch.is_autocast_enabled(kind):
+        # torch's fused kernel computes in fp32 and rounds once, without a copy of x.
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    wide = x if x.dtype == torch.float64 else x.float()
+    normed = F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps)
+    rounded = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return normed.to(rounded)
 
 
 class Rotary(nn.Module):
     """Base of the attention layers: heads are normed if asked for, and rotated by position."""
+
+    is_one_graph = True
+    """Whether torch.compile makes one graph of the layer; otherwise it leaves it for `attend`."""
 
     def __init__(self, d_k: int, base: float, scale: float, scaling: RopeScaling = LINEAR) -> None:
         super().__init__()

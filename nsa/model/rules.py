@@ -288,8 +288,13 @@ class MSARule(Rule):
     def _normed(self, heads: Tensor, norm: nn.RMSNorm, span: Span) -> Tensor:
         heads = heads.unflatten(-1, (-1, self.d_index))
         wide = heads.to(compute_dtype(heads.dtype))
-        normed = F.rms_norm(wide, (self.d_index,), norm.weight.to(wide.dtype), norm.eps)
+        weight = self.norm_weight(norm).to(wide.dtype)
+        normed = F.rms_norm(wide, (self.d_index,), weight, norm.eps)
         return apply_rope(normed.to(heads.dtype), self._rope(heads, span))
+
+    def norm_weight(self, norm: nn.RMSNorm) -> Tensor:  # [d_index]
+        """The weight of a norm, which all heads share."""
+        return norm.weight
 
     def _rope(self, heads: Tensor, span: Span) -> Rope:
         places = document_positions(heads.shape[1], span.cu_seqlens, heads.device, span.first)

@@ -9,12 +9,15 @@ ContextParallel (style.py) turns one into the other.
     dense   gathers its one K and V
 
 Then each part attends on its own, as queries at an offset in their documents. In each class that
-is `attend`; a compiled layer calls it outside of its graphs, of which projections are the rest.
+is `attend`. A compiled layer is one graph with its exchanges, except where `attend` needs numbers
+on the host: for packed documents, for chosen blocks (chosen.py), and in sparse layers, which have
+it so on one rank too. Then it is called outside of the graphs, and projections are two of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +36,9 @@ from nsa.model.sparse import (
     outside_graphs,
 )
 from nsa.model.stats import AttentionStats
-from nsa.ops import nsa_attention, sparse_attention
+from nsa.ops import BlockSpec, nsa_attention, sparse_attention
 from nsa.ops.fallbacks import in_layer
-from nsa.parallel.chosen import ask_all, fetch
+from nsa.parallel.chosen import ask_all, fetch, num_row_blocks
 from nsa.parallel.exchange import Context, received_rows_of_gather, received_rows_of_halo
 from nsa.parallel.split import (
     Piece,
@@ -50,22 +53,35 @@ Pair = tuple[Tensor, ...]
 """K and V."""
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """What the queries of a rank read."""
 
     compressed: Pair  # [B, N, Hkv, D]
     selected: Pair  # [B, S, Hkv, D]
-    windows: list[Pair]  # of each own part: [B, its tokens and those of its halo, Hkv, D]
+    windows: list[Pair] | None
+    """Of each own part: [B, its tokens and those of its halo, Hkv, D]. None: the window branch is
+    computed apart."""
 
-    def of(self, place: int) -> tuple[Pair, Pair, Pair]:
+    def of(self, place: int) -> tuple[Pair, Pair, Pair | None]:
         """Those of one of the rank's parts."""
-        return self.compressed, self.selected, self.windows[place]
+        return self.compressed, self.selected, self.windows[place] if self.windows else None
+
+
+class _Arriving(NamedTuple):
+    """What is in flight: each is waited for by its call."""
+
+    compressed: Callable[[], Pair]
+    selected: Callable[[], Pair]
+    windows: Callable[[], list[Pair]]
+    selection: Tensor | None  # [B, T, Hkv, n_sel] int32, where it had to be made before
 
 
 class ContextNSA(NSAAttention):
     """NSAAttention on this rank's parts: [B, T, dim] -> [B, T, dim]."""
 
     context: Context
+    wanted: list[int] | None = None
+    """Where chosen blocks may be sent, by rank: the tokens that it wanted in the last pass."""
 
     def forward(
         self,
@@ -83,7 +99,14 @@ class ContextNSA(NSAAttention):
             )
         rope = rope or _rope(self, self.context, x, cu_seqlens)
         given = (*self._project(x, rope), cu_seqlens, stats, layer)
+        if self.is_one_graph and cu_seqlens is None:
+            return self.out(self.attend(*given))
         return self.out(outside_graphs(self.attend, *given))
+
+    @property
+    def is_one_graph(self) -> bool:  # type: ignore[override]
+        """Which blocks are sent is decided on the host, outside of graphs."""
+        return self.context.selected == "gather"
 
     def attend(
         self,
@@ -95,41 +118,43 @@ class ContextNSA(NSAAttention):
         stats: AttentionStats | None,
         layer: int | None,
     ) -> Tensor:  # [B, T, Hq * Dv]
-        split = self.context.split(q.shape[0], q.shape[1], cu_seqlens)
-        keys, given = self._exchange(split, q, k, v)
-        outs, chosen = [], []
-        for place, part in enumerate(split.parts_of(self.context.rank)):
-            own = slice(place * split.part_len, (place + 1) * split.part_len)
-            with in_layer(layer):
-                out, selection = self._attend_part(
-                    split, part, q[:, own], keys.of(place), gates[:, own],
-                    None if given is None else given[:, own],
-                )  # fmt: skip
-            outs.append(out)
-            chosen.append(selection)
+        split, rank = self.context.split(q.shape[0], q.shape[1], cu_seqlens), self.context.rank
+        arriving = self._exchange(split, q, k, v)
+        with in_layer(layer):
+            windows = arriving.windows()
+            # All other keys are still in flight.
+            near = attend_windows(split, rank, q, windows, gates, self.spec, self.backend)
+            keys = Keys(arriving.compressed(), arriving.selected(), None)
+            if self.context.keep is not None:
+                raw = self.context.extend(split, window_starts(split, self.spec.l), k[0], v[0])()
+                self.context.keep(self, (*keys[:2], windows[-1], raw[-1]))
+            out, chosen = attend_parts(
+                split, rank, q, keys, gates, self.spec, arriving.selection, self.backend
+            )
         if stats is not None:
-            _record(stats, layer, gates, torch.cat(chosen, dim=1), self.spec.l_sel)
-        return torch.cat(outs, dim=1).flatten(2)
+            _record(stats, layer, gates, chosen, self.spec.l_sel)
+        return (near + out).flatten(2)
 
     def _exchange(
         self, split: Split, q: Tensor, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
-    ) -> tuple[_Keys, Tensor | None]:
-        """What arrives, and the selection [B, T, Hkv, n_sel] where it had to be made for that."""
+    ) -> _Arriving:
+        """Start all that has to arrive. Halos first: they are small, and needed first."""
         context, size = self.context, self.spec.l_sel
-        window = context.extend(split, window_starts(split, self.spec.w), k[2], v[2])
+        raw = context.extend(split, block_starts(split, self.spec), k[0], v[0])
+        windows = context.extend(split, window_starts(split, self.spec.w), k[2], v[2])
         if context.selected == "gather":
             # In flight while the compressed tokens are made.
             selected = context.gather(split, k[1], v[1])
-            compressed = self._compress_parts(split, k[0], v[0])
-            return _Keys(compressed(), selected(), window()), None
-        k_cmp, v_cmp = self._compress_parts(split, k[0], v[0])()
+            return _Arriving(self._compress_parts(split, raw()), selected, windows, None)
+        k_cmp, v_cmp = self._compress_parts(split, raw())()
         selection = self._select(split, q, k_cmp)
         wanted = ask_all(context, split, selection, size)
+        self.wanted = wanted.tokens
         if wanted.is_less(split):
             selected = fetch(context, split, wanted, size, k[1], v[1])
         else:
             selected = context.gather(split, k[1], v[1])
-        return _Keys((k_cmp, v_cmp), selected(), window()), selection
+        return _Arriving(lambda: (k_cmp, v_cmp), selected, windows, selection)
 
     def _select(self, split: Split, q: Tensor, k_cmp: Tensor) -> Tensor:  # [B, T, Hkv, n_sel]
         """The blocks of this rank's queries, document by document."""
@@ -145,14 +170,12 @@ class ContextNSA(NSAAttention):
                 row, place = row + piece.num_tokens, stop
         return torch.cat(chosen, dim=1)
 
-    def _compress_parts(
-        self, split: Split, k: Tensor, v: Tensor
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        """Compressed tokens of the whole row, from this rank's raw K and V [B, T, Hkv, D]."""
+    def _compress_parts(self, split: Split, raw: list[Pair]) -> Callable[[], tuple[Tensor, ...]]:
+        """Compressed tokens of the whole row, from the raw K and V of each own part and its halo:
+        [B, tokens, Hkv, D]."""
         starts = block_starts(split, self.spec)
         made = []
         parts = split.parts_of(self.context.rank)
-        raw = self.context.extend(split, starts, k, v)()
         for part, (raw_k, raw_v) in zip(parts, raw, strict=True):
             made += self._compress_part(split.pieces[part], starts[part], raw_k, raw_v)
         k_cmp, v_cmp = (torch.cat(found, dim=1) for found in zip(*made, strict=True))
@@ -171,40 +194,90 @@ class ContextNSA(NSAAttention):
             made.append(self._compress(k[:, length:], v[:, length:], 0, lens, _bounds(lens)))
         return made
 
-    def _attend_part(
-        self,
-        split: Split,
-        part: int,
-        q: Tensor,  # [B, tokens of the part, Hq, Dk]
-        keys: tuple[Pair, Pair, Pair],  # of cmp and sel: the whole row; of win: the part, its halo
-        gates: Tensor,  # [B, tokens of the part, Hq, 3]
-        selection: Tensor | None,  # [B, tokens of the part, Hkv, n_sel] int32
-    ) -> tuple[Tensor, Tensor]:
-        compressed, selected, window = keys
-        pieces = split.pieces[part]
-        blocks = visible_blocks(split, self.spec)[part]
-        start, stop = pieces[0].start, pieces[-1].stop
-        # The operator counts keys from the document's start. No query of this part reads the
-        # window's keys before its halo, so zeros stand in for them.
-        unread = window_starts(split, self.spec.w)[part] - start
-        k_cmp, v_cmp = (x[:, blocks] for x in compressed)
-        k_sel, v_sel = (x[:, start:stop] for x in selected)
-        k_win, v_win = (F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
-        return nsa_attention(
-            q,
-            k_cmp,
-            v_cmp,
-            k_sel,
-            v_sel,
-            k_win,
-            v_win,
-            gates,
-            self.spec,
-            **_places(pieces),
-            backend=self.backend,
-            selection=selection,
-            return_selection=True,
+
+def attend_windows(
+    split: Split,
+    rank: int,
+    q: Tensor,  # [B, T, Hq, Dk], of the rank's parts
+    windows: list[Pair],  # as in Keys
+    gates: Tensor,  # [B, T, Hq, 3]
+    spec: BlockSpec,
+    backend: str = "auto",
+) -> Tensor:  # [B, T, Hq, Dv]
+    """The window branch times its gate, from the parts and their halos alone.
+
+    The same operator: with a compression block longer than a part there are no compressed tokens,
+    the own block is selected, and the gates of both branches are 0. Keys count from the halo's
+    first token: where blocks would begin does not matter here.
+    """
+    alone = torch.cat([torch.zeros_like(gates[..., :2]), gates[..., 2:]], dim=-1)
+    outs = []
+    for place, part in enumerate(split.parts_of(rank)):
+        own = slice(place * split.part_len, (place + 1) * split.part_len)
+        first, *others = split.pieces[part]
+        pieces = [first._replace(start=window_starts(split, spec.w)[part]), *others]
+        k, v = windows[place]
+        near = replace(
+            spec, l=spec.d << (k.shape[1] // spec.d).bit_length(), n_sel=1, num_first=0, num_local=1
         )
+        places = [torch.arange(p.offset, p.num_keys, device=q.device) for p in pieces]
+        blocks = (torch.cat(places) // spec.l_sel).to(torch.int32)  # [tokens of the part]
+        selection = blocks[:, None, None].expand(q.shape[0], -1, k.shape[2], 1)
+        unread = k[:, :0], v[:, :0], k.detach(), v.detach()
+        options: Any = {**_places(pieces), "backend": backend, "selection": selection}
+        outs.append(nsa_attention(q[:, own], *unread, k, v, alone[:, own], near, **options))
+    return torch.cat(outs, dim=1)
+
+
+def attend_parts(
+    split: Split,
+    rank: int,
+    q: Tensor,  # [B, T, Hq, Dk], of the rank's parts
+    keys: Keys,
+    gates: Tensor,  # [B, T, Hq, 3]
+    spec: BlockSpec,
+    selection: Tensor | None = None,  # [B, T, Hkv, n_sel] int32
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # [B, T, Hq, Dv], [B, T, Hkv, n_sel] int32
+    """What a rank computes once its keys have arrived: one call of the operator for each part.
+
+    Without the keys of windows it is the sum of the two other branches.
+    """
+    done = []
+    if keys.windows is None:
+        gates = torch.cat([gates[..., :2], torch.zeros_like(gates[..., 2:])], dim=-1)
+        spec = replace(spec, w=1)
+    for place, part in enumerate(split.parts_of(rank)):
+        own = slice(place * split.part_len, (place + 1) * split.part_len)
+        given = None if selection is None else selection[:, own]
+        options: Any = {**_places(split.pieces[part]), "backend": backend, "selection": given}
+        streams = _streams(split, part, keys.of(place), spec)
+        done.append(
+            nsa_attention(
+                q[:, own], *streams, gates[:, own], spec, **options, return_selection=True
+            )
+        )
+    out, chosen = (torch.cat(found, dim=1) for found in zip(*done, strict=True))
+    return out, chosen
+
+
+def _streams(
+    split: Split, part: int, keys: tuple[Pair, Pair, Pair | None], spec: BlockSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """K and V of the compressed, selected and window branch, as the operator takes them."""
+    compressed, selected, window = keys
+    blocks = visible_blocks(split, spec)[part]
+    start, stop = split.pieces[part][0].start, split.pieces[part][-1].stop
+    k_cmp, v_cmp = (x[:, blocks] for x in compressed)
+    k_sel, v_sel = (x[:, start:stop] for x in selected)
+    if window is None:
+        # Its gate is 0: any keys of this size.
+        return k_cmp, v_cmp, k_sel, v_sel, k_sel.detach(), v_sel.detach()
+    # The operator counts keys from the document's start. No query of this part reads the
+    # window's keys before its halo, so zeros stand in for them.
+    unread = window_starts(split, spec.w)[part] - start
+    k_win, v_win = (F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
+    return k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
 
 
 class ContextDense(DenseAttention):
@@ -224,6 +297,8 @@ class ContextDense(DenseAttention):
         layer: int | None = None,
     ) -> Tensor:  # [B, T, dim]
         projected = self._project(x, rope or _rope(self, self.context, x, cu_seqlens))
+        if cu_seqlens is None:
+            return self._merge(self.attend(*projected, None))
         return self._merge(outside_graphs(self.attend, *projected, cu_seqlens))
 
     def attend(
@@ -236,6 +311,8 @@ class ContextDense(DenseAttention):
         split = self.context.split(q.shape[0], q.shape[2], cu_seqlens)
         gathered = self.context.gather(split, k.transpose(1, 2), v.transpose(1, 2))()
         k, v = (t.transpose(1, 2) for t in gathered)  # [B, Hkv, S, D]
+        if self.context.keep is not None:
+            self.context.keep(self, (k, v))
         outs, row = [], 0
         for part in split.parts_of(self.context.rank):
             for piece in split.pieces[part]:
@@ -303,6 +380,8 @@ class ContextSparse(SparseAttention):
         keys = self.context.gather(split, k, v)
         asked, learned = self._ask(split, q, k, x, cu_seqlens)
         gathered = (*keys(), *learned())
+        if self.context.keep is not None:
+            self.context.keep(self, gathered)
         outs, chosen, losses = [], [], []
         for place, part in enumerate(split.parts_of(self.context.rank)):
             own = slice(place * split.part_len, (place + 1) * split.part_len)
@@ -418,7 +497,13 @@ def _record(
 
 
 def received_bytes(
-    layer: nn.Module, split: Split, rank: int, *, batch: int = 1, number_bytes: int = 2
+    layer: nn.Module,
+    split: Split,
+    rank: int,
+    *,
+    batch: int = 1,
+    number_bytes: int = 2,
+    wanted: int | None = None,
 ) -> int:
     """Bytes that a rank receives from others in the forward pass of one layer.
 
@@ -426,13 +511,19 @@ def received_bytes(
     number_bytes * B * Hkv * (Dk + Dv) * ((P - 1) / P * (S + S / d) + parts * (w - 1 + l - d))
     for NSA whose selected keys are gathered. Backward moves as much over all ranks; recomputation
     gathers again.
+
+    Where chosen blocks are sent (`selected="chosen"`), `wanted` are the tokens that this rank gets
+    of them; every rank also tells all others which blocks it reads, a byte for each of the row.
     """
     tokens = received_rows_of_gather(split, [split.part_len] * split.num_parts)
     if isinstance(layer, NSAAttention):
+        told = 0
+        if wanted is not None:
+            tokens, told = wanted, (split.num_ranks - 1) * num_row_blocks(split, layer.spec.l_sel)
         rows = tokens + received_rows_of_gather(split, num_blocks(split, layer.spec))
         for starts in (window_starts(split, layer.spec.w), block_starts(split, layer.spec)):
             rows += received_rows_of_halo(split, rank, starts)
-        return number_bytes * batch * rows * layer.num_groups * (layer.d_k + layer.d_v)
+        return number_bytes * batch * rows * layer.num_groups * (layer.d_k + layer.d_v) + told
     if not isinstance(layer, DenseAttention):
         raise ValueError(f"{type(layer).__name__} is not an attention layer of nsa; give one")
     width = layer.num_groups * (layer.d_k + layer.d_v)

@@ -4,7 +4,7 @@ An all-gather sends every token to every rank. Here each rank first chooses its 
 others which, and receives the tokens of those alone. That is less where queries agree on few
 blocks, or where a rank has few queries. The rule: chosen blocks are sent if the rank that wants
 most from others wants less than an all-gather would bring it. All ranks see the same numbers, so
-all decide alike. The decision needs numbers on the host: a sync in every layer.
+all decide alike. The decision needs numbers on the host: a sync in every layer. plan.py prints it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
+from nsa.ops import BlockSpec
 from nsa.parallel.exchange import Context, all_gather, in_order
 from nsa.parallel.split import Split
 
@@ -31,8 +32,7 @@ class Wanted(NamedTuple):
 
     def is_less(self, split: Split) -> bool:
         """The rule: whether sending the chosen blocks beats an all-gather."""
-        gathered = split.num_tokens - split.num_tokens // split.num_ranks
-        return max(self.tokens) < gathered
+        return max(self.tokens) < gathered_tokens(split)
 
 
 def ask_all(
@@ -84,6 +84,33 @@ def fetch(
 
     sizes = [t.shape[-1] for t in tensors]
     return lambda: whole().split(sizes, dim=-1)
+
+
+def num_row_blocks(split: Split, block: int) -> int:
+    """Selection blocks of the row, those of all its documents."""
+    return len(_blocks_of(split, block).lengths)
+
+
+def gathered_tokens(split: Split) -> int:
+    """Tokens that an all-gather brings to a rank."""
+    return split.num_tokens - split.num_tokens // split.num_ranks
+
+
+def most_wanted(split: Split, spec: BlockSpec, num_choosers: int) -> int:
+    """A bound of what the rank that wants most can want of others, before anybody has chosen.
+
+    `num_choosers` KV heads and rows of a batch choose n_sel blocks each for every query, of those
+    that begin before it in its document.
+    """
+    table, elsewhere = _blocks_of(split, spec.l_sel), _elsewhere(split, spec.l_sel)
+    seen = torch.zeros_like(elsewhere, dtype=torch.bool)
+    for rank in range(split.num_ranks):
+        for piece in (piece for part in split.parts_of(rank) for piece in split.pieces[part]):
+            first = table.first_of[piece.start]
+            seen[rank, first : first + spec.num_blocks(piece.num_keys)] = True
+    num_queries = split.num_tokens // split.num_ranks
+    most = num_choosers * num_queries * spec.n_sel * spec.l_sel
+    return min(most, int((elsewhere * seen).sum(dim=1).max()))
 
 
 class _Blocks(NamedTuple):

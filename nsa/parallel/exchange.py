@@ -12,12 +12,14 @@ would never join its backward pass.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -43,11 +45,16 @@ class Context:
         self.group, self.parts, self.selected = mesh.get_group(), parts, selected
         self.rank, self.num_ranks = mesh.get_local_rank(), mesh.size()
         self._bounds: tuple[Tensor, int, tuple[int, ...]] | None = None
+        self.keep: Callable[[Any, tuple[Any, ...]], None] | None = None
+        """Called by every layer with itself and the keys and values that a cache would hold, in
+        the order of its `fill`: of the row, and of NSA's rings those of this rank's last part."""
 
     def split(self, batch: int, num_own: int, cu_seqlens: Tensor | None) -> Split:
         """The rows of which every rank has `num_own` tokens; with documents there is one."""
         num_tokens = num_own * self.num_ranks
         bounds = () if cu_seqlens is None else self._read(cu_seqlens, batch, num_tokens)
+        if torch.compiler.is_compiling():  # the cache is no function that Dynamo knows
+            return Split(num_tokens, self.num_ranks, self.parts, bounds)
         return _split(num_tokens, self.num_ranks, self.parts, bounds)
 
     def _read(self, cu_seqlens: Tensor, batch: int, num_tokens: int) -> tuple[int, ...]:
@@ -168,5 +175,30 @@ def received_rows_of_gather(split: Split, counts: Sequence[int]) -> int:
 
 def received_rows_of_halo(split: Split, rank: int, starts: tuple[int, ...]) -> int:
     """Rows that a rank receives from others in `extend_parts`."""
-    from_each = plan_halo(split, rank, starts).from_each
-    return sum(from_each) - from_each[rank]
+    rows, own = 0, [split.tokens(part) for part in split.parts_of(rank)]
+    for part, tokens in zip(split.parts_of(rank), own, strict=True):
+        rows += tokens.start - starts[part]
+        # A part of the same rank may be on its left.
+        held = (min(tokens.start, x.stop) - max(starts[part], x.start) for x in own)
+        rows -= sum(max(count, 0) for count in held)
+    return rows
+
+
+# --- Before the first exchange ---
+
+
+def check_agreement(module: nn.Module, mesh: DeviceMesh, said: dict[str, str]) -> None:
+    """Refuse ranks with other weights, or another way to split; all of them refuse together."""
+    shapes = [(name, tuple(weight.shape)) for name, weight in module.named_parameters()]
+    said = said | {"ranks": str(mesh.mesh.tolist()), "weights": str(shapes)}
+    codes = [zlib.crc32(text.encode()) for text in said.values()]
+    own = torch.tensor(codes, dtype=torch.int64, device=mesh.device_type)
+    found = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(found, own, group=mesh.get_group())
+    for name, column in zip(said, torch.stack(found).T.tolist(), strict=True):
+        others = [rank for rank, code in enumerate(column) if code != column[0]]
+        if others:
+            raise ValueError(
+                f"ranks {others} of {mesh.size()} have other {name} than rank 0 (here: "
+                f"{said[name][:200]}); build the same model and mesh on every rank"
+            )

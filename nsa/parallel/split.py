@@ -11,10 +11,9 @@ All ranks compute the same Split from the same numbers, so that each knows what 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -128,26 +127,32 @@ class Split:
         """Where a part is in the row."""
         return slice(part * self.part_len, (part + 1) * self.part_len)
 
-    @cached_property
+    @property
     def pieces(self) -> list[list[Piece]]:
         """The documents in each part, from left to right; at least one in every part."""
-        bounds = self.bounds or (0, self.num_tokens)
-        found = []
-        for part in range(self.num_parts):
-            first, stop = self.tokens(part).start, self.tokens(part).stop
-            held, place = [], bisect_right(bounds, first) - 1
-            while place < len(bounds) - 1 and bounds[place] < stop:
-                start, end = bounds[place], bounds[place + 1]
-                held.append(Piece(start, max(start, first), min(end, stop)))
-                place += 1
-            found.append(held)
-        return found
+        return _pieces(self)
 
     def positions(self, rank: int, device: torch.device) -> Tensor:  # [tokens of the rank]
         """Positions of a rank's tokens, counted from the start of their documents."""
         held = (piece for part in self.parts_of(rank) for piece in self.pieces[part])
         runs = [torch.arange(p.offset, p.num_keys, device=device) for p in held]
         return torch.cat(runs)
+
+
+@lru_cache(maxsize=64)
+def _pieces(split: Split) -> list[list[Piece]]:
+    bounds, found, document = split.bounds or (0, split.num_tokens), [], 0
+    for part in range(split.num_parts):
+        first, stop = split.tokens(part).start, split.tokens(part).stop
+        while bounds[document + 1] <= first:
+            document += 1
+        held, place = [], document
+        while place < len(bounds) - 1 and bounds[place] < stop:
+            start, end = bounds[place], bounds[place + 1]
+            held.append(Piece(start, max(start, first), min(end, stop)))
+            place += 1
+        found.append(held)
+    return found
 
 
 # --- What a part needs from the parts on its left ---

@@ -15,18 +15,17 @@ ranks, on a mesh that has the ranks of this one in it.
 
 from __future__ import annotations
 
-import zlib
-
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa.model import TinyLM
 from nsa.parallel.attention import CONTEXT_CLASSES
-from nsa.parallel.exchange import SELECTED, Context, gather_parts
+from nsa.parallel.exchange import SELECTED, Context, check_agreement, gather_parts
 from nsa.parallel.split import PARTS, Split
+from nsa.parallel.tensor import TensorLM
 
 
 class ContextParallel(ParallelStyle):
@@ -48,7 +47,7 @@ class ContextParallel(ParallelStyle):
                 f'parallelism takes one of them: pass mesh["cp"]'
             )
         layers = _layers(module)
-        _check_agreement(module, device_mesh, {"parts": self.parts, "selected": self.selected})
+        check_agreement(module, device_mesh, {"parts": self.parts, "selected": self.selected})
         context = Context(device_mesh, self.parts, self.selected)
         for layer in layers:
             # Another class with the same weights, as FSDP does it: all names stay.
@@ -67,7 +66,11 @@ class ContextLM(TinyLM):
         return split.positions(self.context.rank, ids.device)
 
 
-CLASSES: dict[type, type] = CONTEXT_CLASSES | {TinyLM: ContextLM}
+class ContextTensorLM(ContextLM, TensorLM):
+    """The same, with its weights over other ranks."""
+
+
+CLASSES: dict[type, type] = CONTEXT_CLASSES | {TinyLM: ContextLM, TensorLM: ContextTensorLM}
 """What a part of the model becomes."""
 
 
@@ -86,9 +89,12 @@ def average_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Average the gradients of all weights over the ranks of a mesh, in place."""
     group = mesh.get_group()
     for weight in module.parameters():
-        if weight.grad is not None:
-            dist.all_reduce(weight.grad, group=group)
-            weight.grad /= mesh.size()
+        if weight.grad is None:
+            continue
+        # Of a DTensor, sharded over other ranks, its own shard.
+        grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+        dist.all_reduce(grad, group=group)
+        grad /= mesh.size()
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
@@ -106,20 +112,3 @@ def _layers(module: nn.Module) -> list[nn.Module]:
                 f"apply ContextParallel to layers of nsa, once, and before fully_shard"
             )
     return found
-
-
-def _check_agreement(module: nn.Module, mesh: DeviceMesh, said: dict[str, str]) -> None:
-    """Refuse ranks with other weights, or another way to split; all of them refuse together."""
-    shapes = [(name, tuple(weight.shape)) for name, weight in module.named_parameters()]
-    said = said | {"ranks": str(mesh.mesh.tolist()), "weights": str(shapes)}
-    codes = [zlib.crc32(text.encode()) for text in said.values()]
-    own = torch.tensor(codes, dtype=torch.int64, device=mesh.device_type)
-    found = [torch.empty_like(own) for _ in range(mesh.size())]
-    dist.all_gather(found, own, group=mesh.get_group())
-    for name, column in zip(said, torch.stack(found).T.tolist(), strict=True):
-        others = [rank for rank, code in enumerate(column) if code != column[0]]
-        if others:
-            raise ValueError(
-                f"ranks {others} of {mesh.size()} have other {name} than rank 0 (here: "
-                f"{said[name][:200]}); build the same model and mesh on every rank"
-            )

@@ -73,9 +73,9 @@ def compile_blocks(model: TinyLM, device: torch.device) -> None:
 
 
 def _compiled(block: Block) -> Callable[..., Any]:
-    """One graph; of a block with a rule, or under context parallelism, all but `attend` of its
-    attention: what precedes and what follows are graphs of their own."""
-    whole = not hasattr(block.attn, "attend")
+    """One graph; of a block with a rule, or one that sends chosen blocks to other ranks, all but
+    `attend` of its attention: what precedes and what follows are graphs of their own."""
+    whole = block.attn.is_one_graph
     return torch.compile(block, fullgraph=whole, dynamic=False, backend=BACKEND)
 
 

@@ -7,32 +7,37 @@ process, and the same model under context parallelism on all ranks.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.parallel_bytes import Received
 from nsa.model import AttentionStats, TinyLM
+from nsa.model.block import Block
 from nsa.parallel import (
     ContextParallel,
     Split,
+    attention,
     average_gradients,
+    decided,
     gather_sequence,
+    plan_exchange,
     shard_sequence,
 )
-from nsa.parallel.attention import ContextDense, received_bytes
+from nsa.parallel.attention import ContextDense, ContextNSA, received_bytes
 from nsa.tests.support.helpers import relative_error
 
 SIZES: dict[str, Any] = dict(
@@ -90,7 +95,12 @@ CASES = {
         104, dict(n_sel=3), docs=DOCS, parts="contiguous", selected="chosen"
     ),
     "nsa, all blocks are chosen": Case(104, dict(n_sel=13), selected="chosen"),
+    "nsa, compiled": Case(32, dict(w=5), parts="contiguous", compiled=True),
+    "dense, compiled": Case(32, dict(attention="dense"), compiled=True),
     "nsa, msa, compiled": Case(104, MIXED, docs=DOCS, compiled=True),
+    "nsa, chosen blocks, compiled": Case(
+        32, dict(w=5), parts="contiguous", selected="chosen", compiled=True
+    ),
     "mlp": Case(96, MLP),
     "mlp, documents": Case(104, MLP, docs=DOCS),
     "mlp, parts shorter than a block": Case(24, MLP),
@@ -110,14 +120,18 @@ CASES = {
 
 ON_TWO_RANKS = (
     *("nsa", "nsa, documents", "nsa, chosen blocks", "mlp, documents", "infllm, documents"),
-    *("msa, documents", "reuse", "dense, documents", "nsa, msa, compiled"),
+    *("msa, documents", "reuse", "dense, documents"),
 )
+WHOLE = ("nsa, compiled", "dense, compiled")
+"""A layer is one graph."""
+BROKEN = ("nsa, msa, compiled", "nsa, chosen blocks, compiled")
+"""A layer leaves its graphs for `attend`: documents, a rule of its own, chosen blocks."""
 
 
 def names_of(size: int) -> list[str]:
     """The cases for so many ranks: on two some of each kind, on four all that do not compile."""
     if size == 2:
-        return list(ON_TWO_RANKS)
+        return [*ON_TWO_RANKS, *WHOLE, *BROKEN]
     return [name for name, case in CASES.items() if not case.compiled]
 
 
@@ -157,7 +171,7 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     parallelize_module(model, mesh, case.style)
     assert list(model.state_dict()) == names, "names of weights have changed"
     if case.compiled:
-        model.compiled = [torch.compile(block, backend="eager") for block in model.layers]
+        model.compiled = [compiled(block, case) for block in model.layers]
     own = shard_sequence(whole, mesh, parts=case.parts)
     logits, own_loss = run_model(model, **own, cu_seqlens=case.cu_seqlens)
     average_gradients(model, mesh)
@@ -175,6 +189,22 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
         if found is not None and weight.grad is not None:
             errors[name] = relative_error(found, weight.grad)
     return errors
+
+
+def compiled(block: Block, case: Case) -> Any:
+    """A block as the trainer compiles it; one graph where that is promised."""
+    whole = block.attn.is_one_graph and not case.docs
+    return torch.compile(block, fullgraph=whole, dynamic=False, backend="eager")
+
+
+def compare_compiled(case: Case, mesh: DeviceMesh) -> tuple[dict[str, float], dict[str, Any]]:
+    """The same of a compiled case; and the number of its graphs, and why it left them."""
+    from torch._dynamo.utils import counters  # takes as long to import as torch itself
+
+    counters.clear()
+    errors = compare(case, mesh)
+    left = list(counters["graph_break"])
+    return errors, {"num": counters["stats"]["unique_graphs"], "left": left}
 
 
 def share_weights(size: int) -> dict[str, float]:
@@ -220,26 +250,6 @@ def count_statistics(mesh: DeviceMesh) -> list[float]:
     return [expected, float(mean / mesh.size())]
 
 
-class Received(TorchDispatchMode):
-    """Counts the bytes that this rank receives from others in functional collectives."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.rank, self.size, self.num_bytes = mesh.get_local_rank(), mesh.size(), 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        if name == "all_gather_into_tensor":
-            self.num_bytes += (self.size - 1) * args[0].nbytes
-        elif name == "reduce_scatter_tensor":
-            self.num_bytes += (self.size - 1) * args[0].nbytes // self.size
-        elif name == "all_to_all_single":
-            rows = sum(args[1]) - args[1][self.rank]
-            self.num_bytes += rows * math.prod(args[0].shape[1:]) * args[0].element_size()
-            assert args[0].shape[0] == sum(args[2])
-        return func(*args, **(kwargs or {}))
-
-
 FEW = "nsa, chosen blocks", "nsa, chosen blocks of documents"
 COUNTED = ("nsa", "nsa, documents, contiguous", "nsa, no compressed token", "msa", "dense")
 
@@ -258,7 +268,45 @@ def count(case: Case, mesh: DeviceMesh) -> dict[str, int]:
         loss = out.sum() if isinstance(out, Tensor) else out[0].sum() + out[2]
         loss.backward()
     formula = received_bytes(layer, split, mesh.get_local_rank(), batch=case.batch, number_bytes=8)
-    return {"formula": formula, "forward": forward, "backward": received.num_bytes - forward}
+    numbers = {"formula": formula, "forward": forward, "backward": received.num_bytes - forward}
+    if case.selected == "chosen":
+        numbers |= count_plan(layer, split, case)
+    return numbers
+
+
+def count_plan(layer: ContextNSA, split: Split, case: Case) -> dict[str, int]:
+    """The plan of a layer that has run: its bytes, what it said before, and whether it chose."""
+    sizes: Any = {"batch": case.batch, "number_bytes": 8}
+    after = decided(layer, split, **sizes)
+    before = plan_exchange(layer, split, selected="chosen", **sizes)
+    assert after.chosen_bytes is not None and before.chosen_bytes is not None
+    planned = {"plan": after.chosen_bytes, "bound": before.chosen_bytes}
+    return planned | {"is_chosen": int(after.way == "chosen")}
+
+
+def order(case: Case, mesh: DeviceMesh) -> list[str]:
+    """What a layer does in forward, in its order: exchanges, waits, and the window branch."""
+    layer = new_model(case).layers[0].attn
+    parallelize_module(layer, mesh, case.style)
+    log: list[str] = []
+    wait, attend = AsyncCollectiveTensor.trigger_wait, attention.attend_windows
+
+    def waited(tensor: AsyncCollectiveTensor) -> Tensor:
+        log.append(f"wait for {tensor.shape[0]} rows")
+        return wait(tensor)
+
+    def attended(*given: Any) -> Tensor:
+        log.append("window begins")
+        out = attend(*given)
+        log.append("window ends")
+        return out
+
+    with (
+        patch.object(AsyncCollectiveTensor, "trigger_wait", waited),
+        patch.object(attention, "attend_windows", attended),
+    ):
+        layer(torch.randn(case.batch, case.length // mesh.size(), 16, dtype=torch.float64))
+    return log
 
 
 def refuse(mesh: DeviceMesh) -> dict[str, str]:
@@ -306,10 +354,16 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
     ContextDense.mask_rows = 5  # several masks for a part
-    found: dict[str, Any] = {name: compare(CASES[name], mesh) for name in names_of(size)}
+    found: dict[str, Any] = {"graphs": {}}
+    for name in names_of(size):
+        if CASES[name].compiled:
+            found[name], found["graphs"][name] = compare_compiled(CASES[name], mesh)
+        else:
+            found[name] = compare(CASES[name], mesh)
     found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
     found["fsdp"] = share_weights(size)
     found["entropy"] = count_statistics(mesh)
+    found["order"] = {name: order(CASES[name], mesh) for name in (COUNTED[0], FEW[0])}
     # Last: after a refusal all ranks must still be in step.
     found["refused"] = refuse(mesh)
     found["after"] = compare(CASES["nsa"], mesh)

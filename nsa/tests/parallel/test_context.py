@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 from typing import Any
 
 import pytest
 
-from nsa.tests.conftest import REPOSITORY
-from nsa.tests.parallel.ranks import COUNTED, FEW, names_of
+from nsa.tests.parallel.ranks import COUNTED, FEW, WHOLE, names_of
+from nsa.tests.parallel.start import run_ranks
 from nsa.tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.dist
 
-SCRIPT = REPOSITORY / "nsa" / "tests" / "parallel" / "ranks.py"
 ROUNDING = 1e-12
 """Relative, in float64."""
 FP32_LOSS = 1e-6
 """Relative; indexers compute their loss in float32."""
-TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -29,26 +24,8 @@ def found(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What each rank found in the cases; one group of processes for all of them."""
-    folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    environ = dict(os.environ) | {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    environ["PYTHONPATH"] = str(REPOSITORY)
-    ranks = [
-        subprocess.Popen(
-            [str(nursery.python), str(SCRIPT), str(folder)],
-            env=environ | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        printed = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size, printed
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks("ranks.py", request.param, nursery, folder)
 
 
 def test_ranks_compute_what_one_process_computes(found: list[dict[str, Any]]) -> None:
@@ -78,6 +55,51 @@ def test_chosen_blocks_alone_are_less_than_all(found: list[dict[str, Any]], name
     # Which blocks each rank wants has no gradient.
     forward, backward = (sum(n[way] for n in numbers) for way in ("forward", "backward"))
     assert 0 < backward < forward
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_plan_of_chosen_blocks_has_the_bytes_that_were_sent(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    numbers = [rank["bytes"][name] for rank in found]
+    assert all(n["is_chosen"] == 1 for n in numbers)
+    assert {n["plan"] for n in numbers} == {max(n["forward"] for n in numbers)}
+    assert all(n["plan"] <= n["bound"] for n in numbers)
+
+
+def test_the_window_branch_runs_while_other_keys_are_in_flight(found: list[dict[str, Any]]) -> None:
+    """Before it a rank waits for halos alone, of 9 tokens at most; after it for selected keys."""
+    part_len = 96 // (2 * len(found))
+    for rank in found:
+        before, after = _around_window(rank["order"][COUNTED[0]])
+        assert before and max(before) <= 9
+        assert after.count(part_len) == 2 * len(found) and part_len > 9
+        # Chosen blocks are known only after the compressed keys have arrived.
+        before, after = _around_window(rank["order"][FEW[0]])
+        assert before and after and max(before) < min(after)
+
+
+def test_a_compiled_layer_is_one_graph_or_leaves_it_for_attend_alone(
+    found: list[dict[str, Any]],
+) -> None:
+    """On two ranks; the graphs that are left are listed in docs/architecture.md."""
+    for rank in found:
+        assert bool(rank["graphs"]) == (len(found) == 2)
+        for name, graphs in rank["graphs"].items():
+            if name in WHOLE:
+                assert graphs == {"num": 1, "left": []}, name
+            else:
+                assert graphs["num"] > 1 and len(graphs["left"]) == 1, name
+                assert "torch.compiler.disable" in graphs["left"][0], name
+
+
+def _around_window(log: list[str]) -> tuple[list[int], list[int]]:
+    """Rows that were waited for before the window branch began, and after it ended."""
+    begins, ends = log.index("window begins"), log.index("window ends")
+    assert ends == begins + 1, "it waits for nothing"
+    waits = (log[:begins], log[ends + 1 :])
+    before, after = ([int(line.split()[2]) for line in part] for part in waits)
+    return before, after
 
 
 def test_statistics_of_the_ranks_average_to_those_of_the_row(found: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from nsa.model import NSAAttention
 from nsa.model.rope import document_positions
 from nsa.parallel import PARTS, Split, shard_sequence
 from nsa.parallel.attention import received_bytes
+from nsa.parallel.exchange import received_rows_of_halo
 from nsa.parallel.split import (
     block_starts,
     num_blocks,
@@ -128,6 +129,15 @@ def test_a_compression_block_belongs_to_the_part_of_its_last_token(split: Split)
         if len(own):
             assert starts[part] <= int(own[0]) - SPEC.l + 1
         assert split.tokens(part).start - starts[part] <= SPEC.l - 1
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_rows_received_of_a_halo_are_those_of_its_plan(split: Split) -> None:
+    for starts in (window_starts(split, 27), block_starts(split, SPEC)):
+        for rank in range(split.num_ranks):
+            from_each = plan_halo(split, rank, starts).from_each
+            others = sum(from_each) - from_each[rank]
+            assert received_rows_of_halo(split, rank, starts) == others
 
 
 def test_aligned_borders_need_l_minus_d_tokens() -> None:
