@@ -27,12 +27,12 @@ Arm = dict[str, Any]
 
 def arms_of_page(page: str, arms: Sequence[Arm]) -> list[Arm]:
     """Those that became sparse, or went on beside them, with the model that they started from; or
-    all others."""
+    all others, shorter rows first."""
     converted = [arm for arm in arms if is_converted(arm)]
     if page == CONVERT:
         starts = {arm["settings"][INIT] for arm in converted}
         return [arm for arm in arms if arm["name"] in starts] + converted
-    return [arm for arm in arms if arm not in converted]
+    return sorted((arm for arm in arms if arm not in converted), key=length_of)
 
 
 def shown_arms(arms: Sequence[Arm], measures: dict[str, Any]) -> list[Arm]:
