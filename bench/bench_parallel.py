@@ -59,6 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     start = time.perf_counter()
+    if args.offset_routes:
+        from nsa.ops.triton import problem
+
+        problem.OFFSET_ROUTES = True
+    if args.no_cudnn:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     result: dict[str, Any] = {"version": VERSION, "environment": _environment(args, argv)}
     result["bytes"] = count_bytes(args.bytes_ranks) if args.bytes_ranks else []
     if result["bytes"]:
@@ -83,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=3, help="timed calls (3)")
     add("--seconds", type=float, default=600, help="start no more measurements after this (600)")
     add("--profile", action="store_true", help="list the kernels of the whole and of one rank")
+    add("--one-call", action="store_true", help="all branches of a part together, not as ranks do")
+    add("--offset-routes", action="store_true", help="routes of whole rows for parts, too")
+    add("--no-cudnn", action="store_true", help="the compressed branch on our own kernels")
     add("--tiny", action="store_true", help="a small shape, for a CPU")
     add("--backend", default="auto", help="backend of compress and nsa_attention")
     add("--json", metavar="FILE", help="also write the JSON to this file")
@@ -136,7 +145,7 @@ def _measure(case: Case, args: argparse.Namespace, deadline: float, result: dict
         result["splits"].append(found | summarize(found, result["whole"], dtype))
     if args.profile and args.device == "cuda":
         # Last: the profiler may slow down launches that come later.
-        rank = Rank(whole, Split(case.length, args.ranks), 0)
+        rank = Rank(whole, Split(case.length, args.ranks), 0, one_call=args.one_call)
         result["kernels"] = {"whole": _kernels(whole), "rank 0": _kernels(rank)}
         print(json.dumps(result["kernels"], indent=1))
 
@@ -151,7 +160,7 @@ def measure_split(
         if time.perf_counter() > deadline:
             rows.append({"rank": number, "reason": f"not measured after {args.seconds:g} s"})
             continue
-        rank = Rank(whole, split, number)
+        rank = Rank(whole, split, number, one_call=args.one_call)
         times, done = _timed(rank, args)
         dk_sum += done.dk_sel
         rows.append({"rank": number, **times, **compare(rank, done, wanted)})

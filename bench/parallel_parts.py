@@ -2,8 +2,9 @@
 
 Every rank gets the keys of all others as it would have them after its exchange: compressed and
 selected K and V of the whole row, window and raw tokens with their halos. Then it makes the calls
-of a real rank (nsa.parallel.attention.attend_parts, and the compression of its own tokens), forward
-and backward. What is left out is the exchange: its bytes are counted in parallel_bytes.py.
+of a real rank (attend_windows and attend_parts of nsa.parallel.attention, and the compression of
+its own tokens), forward and backward. What is left out is the exchange: its bytes are counted in
+parallel_bytes.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 import nsa
 from bench.cases import Case, make_inputs
 from nsa.parallel import Split
-from nsa.parallel.attention import Keys, Pair, attend_parts
+from nsa.parallel.attention import Keys, Pair, attend_parts, attend_windows
 from nsa.parallel.split import block_starts, window_starts
 
 
@@ -60,17 +61,20 @@ class Whole:
 class Rank:
     """One rank of a split, with all that has arrived."""
 
-    def __init__(self, whole: Whole, split: Split, rank: int) -> None:
-        self.split, self.rank, self.spec = split, rank, whole.spec
+    def __init__(self, whole: Whole, split: Split, rank: int, *, one_call: bool = False) -> None:
+        """`one_call`: the three branches of a part together. A real rank computes the window's
+        apart, while other keys are in flight."""
+        self.split, self.rank, self.spec, self.one_call = split, rank, whole.spec, one_call
         q, *pairs, gates = whole.inputs
         raw, selected, window = pairs[:2], pairs[2:4], pairs[4:]
         self.q, self.gates = self._own(q), self._own(gates)
         self.dout = self._own(whole.dout).detach()
         self.raw = self._extended(block_starts(split, self.spec), raw)
+        self.windows = self._extended(window_starts(split, self.spec.w), window)
         self.keys = Keys(
             tuple(_leaf(x) for x in whole.compressed()),
             tuple(_leaf(x) for x in selected),
-            self._extended(window_starts(split, self.spec.w), window),
+            self.windows,
         )
 
     def rows(self, x: Tensor) -> Tensor:  # [1, S, ...] -> [1, T, ...]
@@ -81,17 +85,24 @@ class Rank:
     def run(self, backend: str = "auto") -> Done:
         """Compression of its own tokens and attention of its queries, forward and backward."""
         made = [nsa.compress(x, self.spec, backend=backend) for pair in self.raw for x in pair]
-        out, chosen = attend_parts(
-            self.split, self.rank, self.q, self.keys, self.gates, self.spec, backend=backend
-        )
+        out, chosen = self._attend(backend)
         # Gradients of compressed tokens come from all ranks; here any will do.
         grads = [self.dout, *(x.detach() for x in made)]
         found = torch.autograd.grad([out, *made], self._leaves(), grads)
         return Done(out.detach(), chosen, found[0], found[-2])
 
+    def _attend(self, backend: str) -> tuple[Tensor, Tensor]:
+        given = self.split, self.rank, self.q
+        rest: Any = {"gates": self.gates, "spec": self.spec, "backend": backend}
+        if self.one_call:
+            return attend_parts(*given, self.keys, **rest)
+        near = attend_windows(*given, self.windows, **rest)
+        out, chosen = attend_parts(*given, self.keys._replace(windows=None), **rest)
+        return near + out, chosen
+
     def _leaves(self) -> list[Tensor]:
         """What gets gradients: queries first, selected keys and values last."""
-        runs = [x for pair in (*self.raw, *self.keys.windows) for x in pair]
+        runs = [x for pair in (*self.raw, *self.windows) for x in pair]
         return [self.q, self.gates, *runs, *self.keys.compressed, *self.keys.selected]
 
     def _own(self, x: Tensor) -> Tensor:

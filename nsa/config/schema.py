@@ -272,6 +272,8 @@ class TrainConfig:
     """Also log to wandb or trackio (install the extra of that name), or none."""
     index_loss: float = 1.0
     """Rule msa: weight of the indexer's KL loss beside the loss."""
+    index_lr: float = 0.0
+    """Rule msa: peak learning rate of the indexer, with the schedule of the others; 0: theirs."""
     index_warmup_steps: int = 0
     """Rule msa: updates in which all blocks are read, so that the indexer learns from dense."""
     index_warmup: str = "joint"
@@ -300,7 +302,7 @@ class TrainConfig:
         )
         finite_positive(self, "train", "lr", "index_loss")
         between(0.0, 1.0, self, "train", "weight_decay")
-        between(0.0, 1e9, self, "train", "grad_clip")
+        between(0.0, 1e9, self, "train", "grad_clip", "index_lr")
         one_of("train.optimizer", self.optimizer, OPTIMIZERS)
         one_of("train.index_warmup", self.index_warmup, INDEX_WARMUPS)
         self._check_spikes()
@@ -483,6 +485,10 @@ class Config:
         if self.train.index_warmup == "frozen" and not self.model.learns_index:
             allowed = f"joint for model.rule={self.model.rule}, which has no indexer"
             refuse("train.index_warmup", "frozen", allowed, "leave it out, or use model.rule=msa")
+        if self.train.index_lr and not self.model.learns_index:
+            allowed = f"0 for model.rule={self.model.rule}, which has no indexer"
+            todo = "leave it out, or use model.rule=msa"
+            refuse("train.index_lr", self.train.index_lr, allowed, todo)
         self._check_sparse()
         self._check_split()
         if self.runtime.cuda_graph:

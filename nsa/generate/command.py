@@ -1,11 +1,11 @@
-"""`nsa generate`: read prompts, load a model, print the completions."""
+"""`nsa generate`: read prompts, load a model, print the texts; under torchrun on all ranks."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import BinaryIO
 import torch
 
 from nsa.config import Config, DataConfig, RuntimeConfig
+from nsa.config.env import read
 from nsa.data import Tokenizer, open_tokenizer
 from nsa.generate.complete import Completion, Completions, Limits
 from nsa.generate.decode import Sampling
+from nsa.model import TinyLM
 from nsa.train import load_model
 from nsa.train.checkpoint.model_file import find_model
 from nsa.train.runtime import Runtime, resolve_runtime
@@ -44,9 +46,52 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
         batch_size=args.batch_size,
     )
+    if read("WORLD_SIZE") > 1:
+        return _run_on_ranks(args, sampling, limits)
     prompts = read_prompts(args, limits)
+    return _answer(args, prompts, limits, lambda: _load(args, sampling, limits))
+
+
+def _run_on_ranks(args: argparse.Namespace, sampling: Sampling, limits: Limits) -> int:
+    """Under torchrun: all ranks read parts of the prompts, rank 0 decodes and prints."""
+    # Imported here: a single process starts a second earlier without them.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from nsa.generate.ranks import RankPrefill
+    from nsa.train.distributed.process_group import open_ranks
+    from nsa.train.distributed.strategy import AUTO, mark_shared
+
+    loaded = load_model(find_model(Path(args.model)))
+    config = replace(loaded[1], runtime=_runtime(args, loaded[1].runtime))
+    with open_ranks(AUTO, config, lambda text: print(text, file=sys.stderr)) as ranks:
+        device = ranks.assign_device(config.runtime).device
+        completions, runtime = _load(args, sampling, limits, loaded, device)
+        mesh = init_device_mesh(runtime.device.type, (ranks.world_size,), mesh_dim_names=("cp",))
+        prefill = completions.prefill = RankPrefill(completions.model, mesh["cp"])
+        if not ranks.is_first:
+            with runtime.sdpa_kernels():
+                prefill.follow()
+            return 0
+        try:
+            # Read by one rank: all have the same stdin.
+            prompts = read_prompts(args, limits)
+            return _answer(args, prompts, limits, lambda: (completions, runtime))
+        except ValueError as error:
+            mark_shared(error)  # the others end, too, and wait for this rank
+            raise
+        finally:
+            prefill.dismiss()
+
+
+def _answer(
+    args: argparse.Namespace,
+    prompts: list[str],
+    limits: Limits,
+    load: Callable[[], tuple[Completions, Runtime]],
+) -> int:
+    """Complete the prompts and print the texts; the exit code."""
     try:
-        completions, runtime = _load(args, sampling, limits)
+        completions, runtime = load()
         with runtime.sdpa_kernels():
             _complete(args, prompts, completions)
     except KeyboardInterrupt:  # Ctrl-C is how a user stops a long text
@@ -142,11 +187,18 @@ def _opened(source: str) -> Iterator[tuple[BinaryIO, str]]:
 
 
 def _load(
-    args: argparse.Namespace, sampling: Sampling, limits: Limits
+    args: argparse.Namespace,
+    sampling: Sampling,
+    limits: Limits,
+    loaded: tuple[TinyLM, Config] | None = None,
+    device: str = "",
 ) -> tuple[Completions, Runtime]:
-    model, config = load_model(find_model(Path(args.model)))
+    """The model, from its file unless it is loaded, on the device of the flags unless named."""
+    model, config = loaded or load_model(find_model(Path(args.model)))
     heads = (config.model.d_k, config.model.d_v)
-    runtime = resolve_runtime(_runtime(args, config.runtime), heads, config.model.attention_kind)
+    wanted = _runtime(args, config.runtime)
+    wanted = replace(wanted, device=device or wanted.device)
+    runtime = resolve_runtime(wanted, heads, config.model.attention_kind)
     # bf16 on a CPU is slow and less exact, so the config's choice for a GPU does not apply.
     precision = args.precision or ("fp32" if runtime.device.type == "cpu" else runtime.precision)
     runtime = replace(runtime, precision=precision)

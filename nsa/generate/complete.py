@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from nsa.data import Tokenizer
-from nsa.generate.decode import Sampling, next_tokens
+from nsa.generate.decode import Prefill, Sampling, next_tokens
 from nsa.model import TinyLM
 
 VERSION = 1
@@ -73,7 +73,12 @@ class Completions:
     """A model and its tokenizer, ready to continue texts."""
 
     def __init__(
-        self, model: TinyLM, tokenizer: Tokenizer, sampling: Sampling, limits: Limits
+        self,
+        model: TinyLM,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        limits: Limits,
+        prefill: Prefill | None = None,
     ) -> None:
         if tokenizer.vocab != model.vocab:
             raise ValueError(
@@ -81,6 +86,7 @@ class Completions:
                 f"{model.vocab}; use the tokenizer that the model was trained with"
             )
         self.model, self.tokenizer, self.sampling, self.limits = model, tokenizer, sampling, limits
+        self.prefill = prefill
 
     def complete(
         self, prompts: Sequence[str], show: Callable[[str], None] | None = None
@@ -121,7 +127,8 @@ class Completions:
         self, texts: list[_Text], prompt: torch.Tensor, show: Callable[[str], None] | None
     ) -> None:
         """Generate for prompts of equal length until all texts have ended."""
-        steps = next_tokens(self.model, prompt, self.limits.max_new_tokens, self.sampling)
+        num_new = self.limits.max_new_tokens
+        steps = next_tokens(self.model, prompt, num_new, self.sampling, self.prefill)
         for tokens in steps:
             for text, token in zip(texts, tokens.tolist(), strict=True):
                 text.push(token)

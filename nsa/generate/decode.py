@@ -130,6 +130,9 @@ GRAPH_FROM = 8
 
 # --- token by token ---
 
+Prefill = Callable[[Tensor, ModelCache], Tensor]
+"""(ids [B, T], an empty cache) -> the logits of the next token [B, V]; fills the cache."""
+
 
 def sample_text(model: TinyLM, tokenizer: Tokenizer, seed: int) -> str:
     """A short sample text, to see what the model has learned."""
@@ -156,11 +159,12 @@ def next_tokens(
     prompt: Tensor,  # [B, T] int64, T >= 1
     num_tokens: int,
     sampling: Sampling,
+    prefill: Prefill | None = None,
 ) -> Iterator[Tensor]:  # [B] int64, on the CPU
     """Yield the next token of every prompt, `num_tokens` times, as soon as it is chosen.
 
     Every row has its own generator with the same seed, so that a prompt's text does not depend on
-    the other prompts in the batch.
+    the other prompts in the batch. `prefill` reads the prompts in place of the model alone.
     """
     if prompt.ndim != 2 or prompt.shape[0] < 1 or prompt.shape[1] < 1 or num_tokens < 0:
         raise ValueError(
@@ -175,7 +179,8 @@ def next_tokens(
         seen.scatter_(1, prompt.cpu(), True)
     with _evaluating(model):
         cache = model.new_cache(batch=len(prompt), max_len=prompt.shape[1] + num_tokens)
-        logits = model.prefill_last(prompt.to(device), cache) if num_tokens else None
+        prefill = prefill or model.prefill_last
+        logits = prefill(prompt.to(device), cache) if num_tokens else None
         step: Callable[[Tensor], Tensor] = partial(model.step, cache=cache)
         if num_tokens >= GRAPH_FROM and can_capture(model, cache):
             step = GraphedStep(model, cache)

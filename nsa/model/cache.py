@@ -228,6 +228,26 @@ class NSACache(DecodedCache):
         """Compressed tokens in the cache."""
         return self.spec.num_cmp(self.length)
 
+    def fill(
+        self,
+        compressed: tuple[Tensor, ...],  # k, v [B, N, Hkv, D]
+        selected: tuple[Tensor, ...],  # [B, T, Hkv, D]
+        window: tuple[Tensor, ...],  # [B, some, Hkv, D]: the latest, at least as many as a ring has
+        raw: tuple[Tensor, ...],
+    ) -> None:
+        """Take T tokens that were computed elsewhere, into an empty cache."""
+        assert self.length == 0, "fill is for an empty cache"
+        length = selected[0].shape[1]
+        for buffer, given in ((self.sel, selected), (self.cmp, compressed)):
+            buffer.k[:, :, : given[0].shape[1]] = given[0].transpose(1, 2)
+            buffer.v[:, :, : given[1].shape[1]] = given[1].transpose(1, 2)
+        for ring, (k, v) in ((self.win, window), (self.raw, raw)):
+            num = min(k.shape[1], ring.k.shape[2])
+            slots = ring_slots(ring, length - num, length)
+            ring.k[:, :, slots] = k[:, -num:].transpose(1, 2)
+            ring.v[:, :, slots] = v[:, -num:].transpose(1, 2)
+        self.length = length
+
     def store_selected(self, k: Tensor, v: Tensor) -> None:
         """Append T new tokens [B, T, Hkv, D] of the selected branch."""
         span = slice(self.length, self.length + k.shape[1])

@@ -47,6 +47,11 @@ class DenseCache(Cache):
         """Memory of both buffers."""
         return self.k.nbytes + self.v.nbytes
 
+    def fill(self, k: Tensor, v: Tensor) -> None:  # [B, Hkv, T, D]
+        """Take T tokens that were computed elsewhere, into an empty cache."""
+        assert self.length == 0, "fill is for an empty cache"
+        self.append(k, v)
+
     def append(
         self, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:  # [B, Hkv, T, D] -> [B, Hkv, all, D]

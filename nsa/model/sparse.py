@@ -41,6 +41,13 @@ class SparseCache(DenseCache):
         """Memory of all buffers."""
         return super().nbytes() + self.summary.nbytes
 
+    def fill(self, k: Tensor, v: Tensor, *learned: Tensor) -> None:  # [B, T, H, D]
+        """Take T tokens that were computed elsewhere, and the index keys of a learned rule."""
+        super().fill(k.transpose(1, 2), v.transpose(1, 2))
+        if self.rule is not None:
+            (summary,) = learned or (self.rule.summarize(k, k, Span()),)
+            self.summary[:, : summary.shape[1]] = summary
+
     def summarize(self, x: Tensor, first: int) -> Tensor:
         """Add the summaries that the tokens x [B, T, dim] complete; return those of all tokens."""
         assert self.rule is not None

@@ -125,6 +125,9 @@ class ContextNSA(NSAAttention):
             # All other keys are still in flight.
             near = attend_windows(split, rank, q, windows, gates, self.spec, self.backend)
             keys = Keys(arriving.compressed(), arriving.selected(), None)
+            if self.context.keep is not None:
+                raw = self.context.extend(split, window_starts(split, self.spec.l), k[0], v[0])()
+                self.context.keep(self, (*keys[:2], windows[-1], raw[-1]))
             out, chosen = attend_parts(
                 split, rank, q, keys, gates, self.spec, arriving.selection, self.backend
             )
@@ -309,6 +312,8 @@ class ContextDense(DenseAttention):
         split = self.context.split(q.shape[0], q.shape[2], cu_seqlens)
         gathered = self.context.gather(split, k.transpose(1, 2), v.transpose(1, 2))()
         k, v = (t.transpose(1, 2) for t in gathered)  # [B, Hkv, S, D]
+        if self.context.keep is not None:
+            self.context.keep(self, (k, v))
         outs, row = [], 0
         for part in split.parts_of(self.context.rank):
             for piece in split.pieces[part]:
@@ -376,6 +381,8 @@ class ContextSparse(SparseAttention):
         keys = self.context.gather(split, k, v)
         asked, learned = self._ask(split, q, k, x, cu_seqlens)
         gathered = (*keys(), *learned())
+        if self.context.keep is not None:
+            self.context.keep(self, gathered)
         outs, chosen, losses = [], [], []
         for place, part in enumerate(split.parts_of(self.context.rank)):
             own = slice(place * split.part_len, (place + 1) * split.part_len)

@@ -47,6 +47,9 @@ class Context:
         self.is_traced = True
         """Whether a compiled layer takes its exchanges into its graph."""
         self._bounds: tuple[Tensor, int, tuple[int, ...]] | None = None
+        self.keep: Callable[[Any, tuple[Any, ...]], None] | None = None
+        """Called by every layer with itself and the keys and values that a cache would hold, in
+        the order of its `fill`: of the row, and of NSA's rings those of this rank's last part."""
 
     def split(self, batch: int, num_own: int, cu_seqlens: Tensor | None) -> Split:
         """The rows of which every rank has `num_own` tokens; with documents there is one."""

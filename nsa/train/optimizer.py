@@ -7,7 +7,7 @@ All optimizers here can skip an update by a flag on the device, without a host s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from nsa.config import TrainConfig
 from nsa.config.env import read
+from nsa.model import TinyLM
 from nsa.train.runtime import Runtime
 from nsa.train.tensors import gather_shards, gather_tensor, is_sharded, local_shard, shard_like
 
@@ -96,13 +97,14 @@ class Muon(_Eager):
 
     def __init__(
         self,
-        params: list[nn.Parameter],
+        params: list[nn.Parameter] | list[dict[str, Any]],
         lr: float,
         weight_decay: float,
         *,
         capturable: bool = False,
     ) -> None:
-        for parameter in params:
+        """`params` may be groups of parameters, as those of torch's optimizers."""
+        for parameter in _flat(params):
             if parameter.ndim != 2:
                 raise ValueError(
                     f"Muon got a parameter of shape {list(parameter.shape)}; it takes matrices: "
@@ -166,6 +168,11 @@ def orthogonalize(matrices: Tensor) -> Tensor:  # [N, rows, columns] -> the same
     return (x.mT if tall else x).to(matrices.dtype)
 
 
+def _flat(params: list[nn.Parameter] | list[dict[str, Any]]) -> Iterator[nn.Parameter]:
+    for part in params:
+        yield from part["params"] if isinstance(part, dict) else [part]
+
+
 def _shape(parameter: Tensor) -> tuple[int, int]:
     rows, columns = parameter.shape
     return rows, columns
@@ -173,7 +180,9 @@ def _shape(parameter: Tensor) -> tuple[int, int]:
 
 # --- the optimizer of a run ---
 
-OWN = ("lr", "capturable")
+SCALE = "lr_scale"
+"""Group setting: its learning rate as a multiple of the run's; absent: 1."""
+OWN = ("lr", "capturable", SCALE)
 """Group settings that this run decides, not the checkpoint."""
 CLIP_EPS = 1e-6
 """Added to the norm that a gradient is divided by, as torch does."""
@@ -229,7 +238,7 @@ TrainOptimizer = SkippingAdamW | MuonAndAdamW
 
 
 def build_optimizer(
-    model: nn.Module, train: TrainConfig, *, capturable: bool = False
+    model: TinyLM, train: TrainConfig, *, capturable: bool = False
 ) -> TrainOptimizer:
     """Build the optimizer of the config; `capturable`: usable inside a CUDA graph."""
     decayed, free = _by_decay(model)
@@ -240,16 +249,29 @@ def build_optimizer(
         hidden = [p for p in decayed if id(p) in chosen]
         decayed = [p for p in decayed if id(p) not in chosen]
     groups = [
-        {"params": decayed, "weight_decay": train.weight_decay},
-        {"params": free, "weight_decay": 0.0},
+        *(
+            {**group, "weight_decay": train.weight_decay}
+            for group in _by_rate(decayed, model, train)
+        ),
+        *({**group, "weight_decay": 0.0} for group in _by_rate(free, model, train)),
     ]
-    adamw = SkippingAdamW(
-        [group for group in groups if group["params"]], train.lr, capturable=capturable
-    )
+    adamw = SkippingAdamW(groups, train.lr, capturable=capturable)
     if not hidden:
         return adamw
-    muon = Muon(hidden, train.lr, train.weight_decay, capturable=capturable)
+    matrices = _by_rate(hidden, model, train)
+    muon = Muon(matrices, train.lr, train.weight_decay, capturable=capturable)
     return MuonAndAdamW(muon, adamw)
+
+
+def _by_rate(params: list[nn.Parameter], model: TinyLM, train: TrainConfig) -> list[dict[str, Any]]:
+    """Groups of the parameters: one, or with train.index_lr another one for the indexers'."""
+    if not train.index_lr:
+        return [{"params": params}] if params else []
+    indexers = {id(p) for p in model.indexer_parameters()}
+    theirs = [p for p in params if id(p) in indexers]
+    others = [p for p in params if id(p) not in indexers]
+    ours = [{"params": others}] if others else []
+    return ours + ([{"params": theirs, SCALE: train.index_lr / train.lr}] if theirs else [])
 
 
 def skipped(optimizer: Optimizer) -> Tensor | None:  # [] fp32, 0 or 1
@@ -287,7 +309,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(SCALE, 1.0)
 
 
 def not_finite(loss: Tensor, norm: Tensor) -> Tensor:  # [] fp32, 0 or 1

@@ -140,6 +140,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         dq, *grads_kv = flash.backward(
             *(branch, q, *keys[branch], saved.o_cmp if branch == 0 else saved.o_win),
             *(saved.lse[branch], gated.pop(branch), problem.spec, problem.scale, routes[branch]),
+            problem.offset,
         )
         grads[branch] = grads_kv[0], grads_kv[1]
         dq_more = dq if dq_more is None else dq_more + dq
@@ -217,7 +218,10 @@ def _band(
 ) -> Tensor:  # [B, S, Hq, Dv]
     """Output of the compressed or window branch; writes lse."""
     if branch in routes:
-        return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, routes[branch])
+        kernel = routes[branch]
+        return flash.forward(
+            branch, q, k, v, problem.spec, problem.scale, lse, kernel, problem.offset
+        )
     return banded_forward.forward(problem, branch, q, k, v, lse)
 
 

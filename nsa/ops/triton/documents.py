@@ -105,7 +105,9 @@ def index_documents(
     return _kept_index(*wanted, stream=torch.cuda.current_stream(device).cuda_stream)
 
 
-@lru_cache(maxsize=2)  # training, and an evaluation between its steps
+# Training, and an evaluation between its steps; a rank of several that share a row has two calls
+# for each of its two parts.
+@lru_cache(maxsize=8)
 def _kept_index(
     doc_lens: tuple[int, ...],
     query_lens: tuple[int, ...],

@@ -6,6 +6,10 @@ the queries of one residue u % d each sees one token more than the one before: a
 residues become rows of the batch, as views of the tensors, and share the keys. The last queries,
 fewer than d, see every key: plain products.
 
+Queries with an offset also see all compressed tokens before that square: a second call without a
+mask, for which both are merged by their log-sum-exp. Both backward calls take the merged output and
+log-sum-exp, and their dq add up.
+
 Kernels take [B, S, H, D] with fewer heads of keys than of queries; their log-sum-exp is [B, Hq, S],
 base e, while that of this package is base 2.
 """
@@ -31,10 +35,10 @@ RESIDUE_BYTES = 256 << 20
 class Kernel(NamedTuple):
     """Causal attention within a window: the last `window` keys, its own included; None: all."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, float, int | None], tuple[Tensor, Tensor]]
-    """(q, k, v, scale, window) -> output and log-sum-exp, base e."""
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    """(q, k, v, scale, window, causal=True) -> output and log-sum-exp, base e."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(dout, q, k, v, out, log-sum-exp, scale, window) -> gradients of q, k, v."""
+    """(dout, q, k, v, out, log-sum-exp, scale, window, causal=True) -> gradients of q, k, v."""
 
 
 def forward(
@@ -46,8 +50,10 @@ def forward(
     scale: float,
     lse: Tensor,  # [B, Hq, S] fp32, written: base 2, +inf for a query that sees nothing
     kernel: Kernel | None = None,
+    offset: int = 0,
 ) -> Tensor:  # [B, S, Hq, D]
-    """Output of a branch; there is at least one key."""
+    """Output of a branch; there is at least one key. `offset`: position of the first query, of the
+    compressed branch alone."""
     kernel = kernel or TORCH
     if q.is_meta:  # kernels are being compiled ahead: these need no compilation
         return q.new_empty(*q.shape[:3], v.shape[3])
@@ -55,7 +61,7 @@ def forward(
         out, natural = kernel.forward(q, k, v, scale, _window(spec, q))
         torch.mul(natural, LOG2_E, out=lse)
         return out.contiguous()
-    return _compressed_forward(kernel, q, k, v, spec, scale, lse)
+    return _compressed_forward(kernel, q, k, v, spec, scale, lse, offset)
 
 
 def backward(
@@ -69,6 +75,7 @@ def backward(
     spec: BlockSpec,
     scale: float,
     kernel: Kernel | None = None,
+    offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, contiguous."""
     kernel = kernel or TORCH
@@ -78,33 +85,90 @@ def backward(
     if branch == 2:
         dq, dk, dv = kernel.backward(dout, q, k, v, out, natural, scale, _window(spec, q))
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    return _compressed_backward(kernel, q, k, v, out, natural, dout, spec, scale)
+    return _compressed_backward(kernel, q, k, v, out, natural, dout, spec, scale, offset)
 
 
 def _window(spec: BlockSpec, q: Tensor) -> int | None:
     return spec.w if spec.w < q.shape[1] else None
 
 
+class _Rows(NamedTuple):
+    """The queries of the compressed branch: some first ones, groups of d, and fewer than d last."""
+
+    first: int
+    """Queries before the groups; they see the tokens `before`, which may be none."""
+    num_groups: int
+    """Group g sees one token more than group g - 1, and g + 1 more than `before`."""
+    before: int
+    """Compressed tokens that all of them see."""
+    residues: int
+
+    @classmethod
+    def of(cls, spec: BlockSpec, num_queries: int, offset: int) -> _Rows:
+        # Query r sees u // d + 1 tokens, where u = offset + r - (l - 1).
+        start = offset - spec.l + 1
+        first = -start if start < 0 else -start % spec.d
+        num_groups = max(num_queries - first, 0) // spec.d
+        return cls(min(first, num_queries), num_groups, (start + first) // spec.d, spec.d)
+
+    @property
+    def edges(self) -> list[tuple[slice, int]]:
+        """Queries outside of the groups, and how many tokens they see: plain products."""
+        found = [(slice(0, self.first), self.before)] if self.before else []
+        rest = self.first + self.num_groups * self.residues
+        return [*found, (slice(rest, None), self.before + self.num_groups + 1)]
+
+    @property
+    def spans(self) -> list[tuple[slice, bool]]:
+        """Tokens that the groups see, and whether as a causal square: it is last."""
+        square = slice(self.before, self.before + self.num_groups), True
+        return [(slice(0, self.before), False), square] if self.before else [square]
+
+    def by_residue(self, x: Tensor) -> Tensor:
+        """[S, ...] -> [d, num_groups, ...]: a view of the queries in groups, by residue."""
+        rows = x[self.first : self.first + self.num_groups * self.residues]
+        return rows.unflatten(0, (self.num_groups, self.residues)).transpose(0, 1)
+
+
 def _compressed_forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, spec: BlockSpec, scale: float, lse: Tensor
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: BlockSpec,
+    scale: float,
+    lse: Tensor,
+    offset: int,
 ) -> Tensor:
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    first, num_groups = spec.l - 1, (q.shape[1] - spec.l + 1) // spec.d
-    # The first l - 1 queries see nothing.
-    out[:, :first], lse[:, :, :first] = 0.0, torch.inf
-    for i, some in _calls(q, spec, num_groups):
-        square = _square(q[i], k[i], v[i], spec, num_groups, some)
-        part, natural = kernel.forward(*square, scale, None)
-        _copy_rows(_by_residue(out[i], spec, num_groups)[some], part)
-        by_row = _by_residue(lse[i].t(), spec, num_groups)[some]
+    out, rows = q.new_empty(*q.shape[:3], v.shape[3]), _Rows.of(spec, q.shape[1], offset)
+    if not rows.before:
+        out[:, : rows.first], lse[:, :, : rows.first] = 0.0, torch.inf
+    for i, some in _calls(q, rows):
+        queries = rows.by_residue(q[i])[some]
+        parts = []
+        for span, causal in rows.spans:
+            keys = _repeated(k[i, span], v[i, span], len(queries))
+            parts.append(kernel.forward(queries, *keys, scale, None, *_unless_causal(causal)))
+        part, natural = parts[0] if len(parts) == 1 else _merged(*parts)
+        _copy_rows(rows.by_residue(out[i])[some], part)
+        by_row = rows.by_residue(lse[i].t())[some]
         by_row.transpose(1, 2).copy_(natural * LOG2_E)
-    # The rest sees every key: plain products.
-    rest = first + num_groups * spec.d
-    logits = _logits(q[:, rest:], k, scale)
-    lse[:, :, rest:] = logits.logsumexp(dim=-1).flatten(1, 2) * LOG2_E
-    last = torch.einsum("bhgtn,bnhd->bthgd", logits.softmax(dim=-1), v.to(logits.dtype))
-    out[:, rest:] = last.flatten(2, 3)
+    for edge, num_seen in rows.edges:
+        logits = _logits(q[:, edge], k[:, :num_seen], scale)
+        lse[:, :, edge] = logits.logsumexp(dim=-1).flatten(1, 2) * LOG2_E
+        seen = v[:, :num_seen].to(logits.dtype)
+        last = torch.einsum("bhgtn,bnhd->bthgd", logits.softmax(dim=-1), seen)
+        out[:, edge] = last.flatten(2, 3)
     return out
+
+
+def _merged(
+    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:  # [b, S, H, D], [b, H, S]
+    """Output and log-sum-exp over the keys of two calls."""
+    natural = torch.logaddexp(one[1], other[1])
+    shares = [(x[1] - natural).exp().transpose(1, 2).unsqueeze(-1) for x in (one, other)]
+    return (one[0] * shares[0] + other[0] * shares[1]).to(one[0].dtype), natural
 
 
 def _compressed_backward(
@@ -117,37 +181,51 @@ def _compressed_backward(
     dout: Tensor,
     spec: BlockSpec,
     scale: float,
+    offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    first, num_groups = spec.l - 1, (q.shape[1] - spec.l + 1) // spec.d
-    rest = first + num_groups * spec.d
-    # The rest, with plain products: dS = P * (dP - delta), delta = <dout, out>.
-    logits = _logits(q[:, rest:], k, scale)
-    wide_q, wide_k, wide_v, wide_out, wide_dout = (
-        x.to(logits.dtype) for x in (q[:, rest:], k, v, out[:, rest:], dout[:, rest:])
-    )
-    wide_q, wide_out, wide_dout = (
-        x.unflatten(2, (k.shape[2], -1)) for x in (wide_q, wide_out, wide_dout)
-    )
-    probs = logits.softmax(dim=-1)
-    dv = torch.einsum("bhgtn,bthgd->bnhd", probs, wide_dout)
-    dlogits = torch.einsum("bthgd,bnhd->bhgtn", wide_dout, wide_v)
-    delta = torch.einsum("bthgd,bthgd->bhgt", wide_out, wide_dout)
-    dlogits = probs * (dlogits - delta.unsqueeze(-1)) * scale
-    # dq = scale * dS K, dk = scale * dS^T Q; the first l - 1 queries have no gradient.
-    dq = q.new_empty(q.shape)
-    dq[:, :first] = 0.0
-    dq[:, rest:] = torch.einsum("bhgtn,bnhd->bthgd", dlogits, wide_k).flatten(2, 3)
-    dk = torch.einsum("bhgtn,bthgd->bnhd", dlogits, wide_q)
-    # Residues share the keys, so their dk and dv are summed, in fp32 or wider.
-    for i, some in _calls(q, spec, num_groups):
-        square = _square(q[i], k[i], v[i], spec, num_groups, some)
-        part_out, part_dout = (_by_residue(x[i], spec, num_groups)[some] for x in (out, dout))
-        lse = _by_residue(natural[i].t(), spec, num_groups)[some].transpose(1, 2).contiguous()
-        grads = kernel.backward(part_dout, *square, part_out, lse, scale, None)
-        _copy_rows(_by_residue(dq[i], spec, num_groups)[some], grads[0])
-        dk[i, :num_groups] += grads[1].sum(dim=0, dtype=dk.dtype)
-        dv[i, :num_groups] += grads[2].sum(dim=0, dtype=dv.dtype)
+    rows, wide = _Rows.of(spec, q.shape[1], offset), torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = q.new_empty(q.shape), *(torch.zeros_like(x, dtype=wide) for x in (k, v))
+    if not rows.before:
+        dq[:, : rows.first] = 0.0  # they see nothing
+    for edge, num_seen in rows.edges:
+        seen = k[:, :num_seen], v[:, :num_seen]
+        grads = _edge_gradients(q[:, edge], *seen, out[:, edge], dout[:, edge], scale)
+        dq[:, edge] = grads[0]
+        dk[:, :num_seen] += grads[1]
+        dv[:, :num_seen] += grads[2]
+    for i, some in _calls(q, rows):
+        queries, part_out, part_dout = (rows.by_residue(x[i])[some] for x in (q, out, dout))
+        lse = rows.by_residue(natural[i].t())[some].transpose(1, 2).contiguous()
+        dq_part: Tensor | None = None
+        for span, causal in rows.spans:
+            keys = _repeated(k[i, span], v[i, span], len(queries))
+            known = (part_dout, queries, *keys, part_out, lse, scale, None)
+            grads = kernel.backward(*known, *_unless_causal(causal))
+            dq_part = grads[0] if dq_part is None else dq_part + grads[0]
+            # Residues share the keys, so their dk and dv are summed, in fp32 or wider.
+            dk[i, span] += grads[1].sum(dim=0, dtype=wide)
+            dv[i, span] += grads[2].sum(dim=0, dtype=wide)
+        assert dq_part is not None
+        _copy_rows(rows.by_residue(dq[i])[some], dq_part)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _edge_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries that see all of the given keys, with plain products."""
+    # dS = P * (dP - delta), delta = <dout, out>.
+    logits = _logits(q, k, scale)
+    q, k, v, out, dout = (x.to(logits.dtype) for x in (q, k, v, out, dout))
+    q, out, dout = (x.unflatten(2, (k.shape[2], -1)) for x in (q, out, dout))
+    probs = logits.softmax(dim=-1)
+    dv = torch.einsum("bhgtn,bthgd->bnhd", probs, dout)
+    dlogits = torch.einsum("bthgd,bnhd->bhgtn", dout, v)
+    delta = torch.einsum("bthgd,bthgd->bhgt", out, dout)
+    dlogits = probs * (dlogits - delta.unsqueeze(-1)) * scale
+    # dq = scale * dS K, dk = scale * dS^T Q.
+    dq = torch.einsum("bhgtn,bnhd->bthgd", dlogits, k).flatten(2, 3)
+    return dq, torch.einsum("bhgtn,bthgd->bnhd", dlogits, q), dv
 
 
 def _copy_rows(to: Tensor, source: Tensor) -> None:
@@ -161,28 +239,27 @@ def _copy_rows(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
 
 
-def _calls(q: Tensor, spec: BlockSpec, num_groups: int) -> Iterator[tuple[int, slice]]:
-    """Batch element and residues of every kernel call, within RESIDUE_BYTES."""
-    size = num_groups * q.shape[2] * q.shape[3] * q.element_size()
-    together = max(min(RESIDUE_BYTES // max(size, 1), spec.d), 1)
-    for i in range(q.shape[0] if num_groups else 0):
-        for residue in range(0, spec.d, together):
-            yield i, slice(residue, min(residue + together, spec.d))
+def _calls(q: Tensor, rows: _Rows) -> Iterator[tuple[int, slice]]:
+    """Batch element and residues of every kernel call, within RESIDUE_BYTES.
+
+    Gradients of keys are made for every head of the queries, so that keys count like queries.
+    """
+    most = max(rows.num_groups, rows.before)
+    size = most * q.shape[2] * q.shape[3] * q.element_size()
+    together = max(min(RESIDUE_BYTES // max(size, 1), rows.residues), 1)
+    for i in range(q.shape[0] if rows.num_groups else 0):
+        for residue in range(0, rows.residues, together):
+            yield i, slice(residue, min(residue + together, rows.residues))
 
 
-def _square(
-    q: Tensor, k: Tensor, v: Tensor, spec: BlockSpec, num_groups: int, some: slice
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of some residues, and the keys and values repeated for each: the residues' batch."""
-    rows = _by_residue(q, spec, num_groups)[some]
-    keys, values = (x[:num_groups].expand(len(rows), -1, -1, -1).contiguous() for x in (k, v))
-    return rows, keys, values
+def _repeated(k: Tensor, v: Tensor, count: int) -> Iterator[Tensor]:
+    """Keys and values for each residue of a call."""
+    return (x.expand(count, -1, -1, -1).contiguous() for x in (k, v))
 
 
-def _by_residue(x: Tensor, spec: BlockSpec, num_groups: int) -> Tensor:
-    """[S, ...] -> [d, num_groups, ...]: a view of the queries that see something, by residue."""
-    first = spec.l - 1
-    return x[first : first + num_groups * spec.d].unflatten(0, (num_groups, spec.d)).transpose(0, 1)
+def _unless_causal(causal: bool) -> tuple[bool, ...]:
+    """The last argument of a kernel, where it is not its default."""
+    return () if causal else (False,)
 
 
 def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:  # [B, Hkv, G, S, N]
@@ -193,10 +270,10 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:  # [B, Hkv, G, S, N]
 
 
 def _torch_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False),
+        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False),
         scale=scale,
         **_sides(window),
     )
@@ -212,10 +289,11 @@ def _torch_backward(
     lse: Tensor,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, True),
+        *(dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal),
         *(no_dropout, no_dropout),
         scale=scale,
         **_sides(window),
@@ -232,11 +310,11 @@ TORCH = Kernel(_torch_forward, _torch_backward)
 
 
 def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     _refuse_window(window)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, True, False, scale=scale
+        *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
     )
     return out.transpose(1, 2), lse.squeeze(-1)
 
@@ -250,13 +328,14 @@ def _cudnn_backward(
     lse: Tensor,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _refuse_window(window)
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
     no_bounds = None, None, q.shape[1], k.shape[1]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
-        *(lse.unsqueeze(-1), no_dropout[0], no_dropout[1], None, *no_bounds, 0.0, True),
+        *(lse.unsqueeze(-1), no_dropout[0], no_dropout[1], None, *no_bounds, 0.0, causal),
         scale=scale,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -38,7 +38,13 @@ BY_BLOCK_BEYOND = 2
 """The selected branch masks the whole past up to this many times n_sel * l_sel tokens; beyond, it
 reads the selected blocks only (docs/kernels.md)."""
 LONG_FROM = 49152
-"""Tokens from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
+"""Keys from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
+OFFSET_ROUTES = False
+"""Whether queries with an offset take the routes of whole rows: scores that are folded into blocks,
+cuDNN, several warps for a long choice. They are tested in the interpreter and have not run on a GPU
+yet; bench/bench_parallel.py --offset-routes measures them."""
+MANY_QUERIES = 4096
+"""Queries with an offset from which cuDNN may compute it: their residues must fill its tiles."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
@@ -95,6 +101,9 @@ class Problem:
         self.num_segments = self.batch * self.num_groups
         self.shifted = len(query_lens) > 0
         self.packed = self.shifted or len(doc_lens) > 1
+        # Blocks of one document lie as in a row without documents, wherever its queries begin.
+        self.aligned = len(doc_lens) == 1 and (OFFSET_ROUTES or not self.shifted)
+        self.offset = offsets[0] if self.shifted and self.aligned else 0
         # exp(x) = exp2(x * log2(e)): the kernels use base 2.
         self.scale_log2 = scale * LOG2_E
         self._count()
@@ -152,7 +161,9 @@ class Problem:
     @property
     def long(self) -> bool:
         """Whether cuDNN computes the compressed branch; not cached, see cudnn_runs."""
-        if self.packed or self.seq_len < LONG_FROM or self.num_cmp == 0:
+        if not self.aligned or sum(self.doc_lens) < LONG_FROM or self.num_cmp == 0:
+            return False
+        if self.shifted and self.seq_len < MANY_QUERIES:
             return False
         return cudnn_runs(self.device, self.dtype, self.d_k, self.d_v)
 
@@ -251,10 +262,10 @@ class Problem:
         twins = []
         for length in AHEAD_LENGTHS:
             twin = self.on_meta()
-            twin.doc_lens = [length, 1] if self.packed else [length]
+            twin.doc_lens = [length] if self.aligned else [length, 1]
             twin.seq_len = sum(twin.doc_lens)
             twin._count()
-            if twin.num_blocks <= AHEAD_BLOCKS + self.packed and twin._route == self._route:
+            if twin.num_blocks <= AHEAD_BLOCKS + (not self.aligned) and twin._route == self._route:
                 twins.append(twin)
         return twins
 

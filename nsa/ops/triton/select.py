@@ -97,7 +97,8 @@ def group_scores(
     t0, h0 = first_row + r0, i_g * G
     # All rows exist and see all BN tokens: the mask is not needed.
     inside = (k0 + BN - 1 <= reach) & (first_row + r0 + BM <= stop_row)
-    if inside and not HAS_DOCS:
+    # Block scores are folded for one document alone; queries with an offset are packed, too.
+    if inside and (LEVELS > 0 or not HAS_DOCS):
         b_sum = _group_probs(
             t_q, t_q2, b_k, b_k2, p_lse, i_b, t0, h0, o_t, m_t, m_t, S, G, scale_log2,
             DK1, DK2, UPCAST, False, BM, BN,
@@ -366,6 +367,8 @@ SCORE_BYTES = 256 << 20
 """Limit of the workspace for scores; longer sequences are split into chunks of queries."""
 CHOICES = (64, 256, 1024)
 """Blocks of choose_blocks; beyond, powers of two. Twice as many as needed cost little."""
+BLOCKS_PER_WARP = 1024
+"""Of choose_blocks: more do not fit the registers of a warp, and take half a minute to compile."""
 TOKEN_TILES = 16
 """Tiles of queries that a program of token_scores takes with one block."""
 PACKED = 8192
@@ -498,7 +501,7 @@ def _choose(
     spec = problem.spec
     num_blocks = spec.num_blocks(max(problem.doc_lens) if problem.packed else chunk.stop)
     # A document may begin within a word: up to 31 more bits.
-    num_blocks = _padded_blocks(num_blocks + 31 * problem.packed)
+    num_blocks = _padded_blocks(num_blocks + 31 * (not problem.aligned))
     start(
         problem.memo,
         ("choose", chunk),
@@ -514,7 +517,7 @@ def _choose(
             | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | _strides(problem, levels)
             | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed},
-            num_warps=1,
+            num_warps=_warps(num_blocks) if problem.shifted and problem.aligned else 1,
         ),
     )  # fmt: skip
 
@@ -575,14 +578,14 @@ def _num_levels(problem: Problem) -> int:
     spec = problem.spec
     strides, overlap = spec.l_sel // spec.d, spec.l // spec.d
     in_step = strides & (strides - 1) == 0 and strides <= _tiles(problem).BN
-    return 1 + ceil_div(overlap - 1, strides) if in_step and not problem.packed else 0
+    return 1 + ceil_div(overlap - 1, strides) if in_step and problem.aligned else 0
 
 
 def _chunks(problem: Problem, levels: int) -> list[Chunk]:
     """Chunks of rows whose scores fit the workspace."""
     spec, seq_len = problem.spec, problem.seq_len
     num_cmp = sum(spec.num_cmp(length) for length in problem.doc_lens)
-    widest = spec.num_blocks(seq_len) * levels if levels else num_cmp
+    widest = spec.num_blocks(problem.doc_lens[0]) * levels if levels else num_cmp
     rows = SCORE_BYTES // (4 * problem.num_segments * max(widest, 1)) // ROWS * ROWS
     rows = max(rows, ROWS)
     stops = [*range(rows, seq_len, rows), seq_len]
@@ -591,11 +594,20 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
             max(stop - rows, 0) if stop < seq_len else (seq_len - 1) // rows * rows,
             stop,
             # Rows of a multiple of 16 numbers: aligned loads, and one form of the kernels.
-            ceil_div(spec.num_blocks(stop) if levels else num_cmp, 16) * 16,
+            ceil_div(_width(problem, stop) if levels else num_cmp, 16) * 16,
             num_cmp if problem.packed else spec.num_cmp(stop),
         )
         for stop in stops
     ]
+
+
+def _warps(num_blocks: int) -> int:
+    return min(max(num_blocks // BLOCKS_PER_WARP, 1), 16)
+
+
+def _width(problem: Problem, stop: int) -> int:
+    """Blocks of a document up to its query `stop`; all of them, where queries have an offset."""
+    return problem.spec.num_blocks(problem.doc_lens[0] if problem.packed else stop)
 
 
 def _empty(problem: Problem, *, zero: bool) -> Selection:

@@ -182,6 +182,7 @@ REFUSED = {
     "nsa.pool_block=0": ">= 1",
     "nsa.d_index=3": "even",
     "train.index_loss=0": "> 0",
+    "train.index_lr=0.001": "0 for model.rule=nsa, which has no indexer",
     "train.index_warmup_steps=-1": ">= 0",
     "train.index_warmup=frozen": "joint for model.rule=nsa, which has no indexer",
     "train.steps=0": ">= 1",

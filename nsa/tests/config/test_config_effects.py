@@ -51,6 +51,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "nsa.pool_block": ("32", "losses"),
     "nsa.d_index": ("6", "weights"),
     "train.index_loss": ("4", "weights"),
+    "train.index_lr": ("0.3", "weights"),
     "train.index_warmup_steps": ("2", "losses"),
     "train.index_warmup": ("frozen", "weights"),
     "train.steps": ("3", "losses"),
@@ -124,6 +125,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "model.rope_scaling": ("model.rope_scale=8",),
     "nsa.d_index": MSA,
     "train.index_loss": MSA,
+    "train.index_lr": MSA,
     "train.index_warmup_steps": (*MSA, "train.seq_len=96"),
     "train.index_warmup": (*MSA, "train.index_warmup_steps=2"),
 }

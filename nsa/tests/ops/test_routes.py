@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -244,17 +245,23 @@ def test_audit_gives_a_verdict_on_every_backend_of_a_gpu(where: str) -> None:
 # --- flash kernels: the arrangement of the compressed branch, and the window ---
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """What flash kernels compute, written out: causal (ends aligned), within a window."""
-    per_group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(per_group, dim=2) for x in (k, v))
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+def softmax_logits(
+    q: Tensor, k: Tensor, scale: float, window: int | None, causal: bool
+) -> Tensor:  # [B, Hq, S, K]
+    """Causal (ends aligned), within a window; or all of them."""
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
     last = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     key = torch.arange(k.shape[1])
     hidden = key > last if window is None else (key > last) | (key <= last - window)
-    logits = logits.masked_fill(hidden, -torch.inf)
+    return (logits * scale).masked_fill(hidden & causal, -torch.inf)
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """What flash kernels compute, written out."""
+    logits = softmax_logits(q, k, scale, window, causal)
+    v = v.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(dim=-1), v), logits.logsumexp(dim=-1)
 
 
@@ -267,17 +274,19 @@ def softmax_gradients(
     lse: Tensor,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What their backward computes, after a look at what the forward left."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad():
-        again, lse_again = softmax_attention(q, k, v, scale, window)
-    seen = dout.abs().amax(dim=-1) > 0  # padded rows carry nothing
-    torch.testing.assert_close(again[seen], out[seen], rtol=1e-5, atol=1e-5)
-    by_row = (x.transpose(1, 2)[seen].float() for x in (lse_again, lse))
-    torch.testing.assert_close(*by_row, rtol=1e-5, atol=1e-5)
-    dq, dk, dv = torch.autograd.grad(again, (q, k, v), dout)
-    return dq, dk, dv
+    """What their backward computes from the output and log-sum-exp that it is given."""
+    per_group = q.shape[2] // k.shape[2]
+    wide_k, wide_v = (x.repeat_interleave(per_group, dim=2) for x in (k, v))
+    logits = softmax_logits(q, k, scale, window, causal)
+    probs = (logits - lse.to(q.dtype).unsqueeze(-1)).exp()
+    delta = torch.einsum("bqhd,bqhd->bhq", dout, out).unsqueeze(-1)
+    dlogits = probs * (torch.einsum("bqhd,bkhd->bhqk", dout, wide_v) - delta) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", dlogits, wide_k)
+    dk = torch.einsum("bhqk,bqhd->bkhd", dlogits, q)
+    dv = torch.einsum("bhqk,bqhd->bkhd", probs, dout)
+    return dq, *(x.unflatten(2, (-1, per_group)).sum(dim=3) for x in (dk, dv))
 
 
 PLAIN = flash.Kernel(softmax_attention, softmax_gradients)
@@ -322,6 +331,38 @@ def test_the_arrangement_for_flash_kernels_computes_the_branch(
     assert ((lse == torch.inf) == sees_none).all()
 
 
+@pytest.mark.parametrize("residue_bytes", [1, 1 << 30], ids=["one-by-one", "all"])
+@pytest.mark.parametrize("case", FLASH_CASES, ids=str)
+def test_queries_with_an_offset_compute_their_part_of_the_compressed_branch(
+    case: Case, residue_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of the queries, cut anywhere, with the keys of the whole row."""
+    monkeypatch.setattr(flash, "RESIDUE_BYTES", residue_bytes)
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
+    inputs, scale = make_inputs(case), case.Dk**-0.5
+    q, k, v = inputs["q"], inputs["k_cmp"], inputs["v_cmp"]
+    sizes = (case.B, case.Hkv * case.G)
+    lse = torch.empty(*sizes, case.S, dtype=torch.float64)
+    whole = flash.forward(0, q, k, v, case.spec, scale, lse, PLAIN)
+    weight = torch.cos(torch.arange(whole.numel(), dtype=torch.float64) * 0.7).view_as(whole)
+    known = (whole, lse, weight, case.spec, scale, PLAIN)
+    wanted = flash.backward(0, q, k, v, *known)
+    for cut in range(1, case.S):
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for rows in (slice(0, cut), slice(cut, case.S)):
+            part_lse = torch.empty(*sizes, rows.stop - rows.start, dtype=torch.float64)
+            place = (case.spec, scale, part_lse, PLAIN, rows.start)
+            out = flash.forward(0, q[:, rows], k, v, *place)
+            close(out, whole[:, rows])
+            close(part_lse, lse[:, :, rows])
+            rest = (out, part_lse, weight[:, rows], case.spec, scale, PLAIN, rows.start)
+            grads = flash.backward(0, q[:, rows], k, v, *rest)
+            close(grads[0], wanted[0][:, rows])
+            dk, dv = dk + grads[1], dv + grads[2]
+        close(dk, wanted[1])
+        close(dv, wanted[2])
+
+
 def test_the_log_sum_exp_is_in_base_2() -> None:
     case = Case(SMALL, S=40)
     x = make_inputs(case)
@@ -360,6 +401,68 @@ def test_the_triton_path_with_routed_branches_equals_its_own_kernels(
     assert_near(out, own, 1e-5)
     for name in inputs:
         assert_near(grads[name], own_grads[name], 1e-4, name)
+
+
+@interpreted
+def test_the_triton_path_sends_queries_with_an_offset_the_same_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a plain softmax in the place of cuDNN, which takes the compressed branch of long rows.
+
+    Scores of queries with an offset are folded into blocks as those of a whole row.
+    """
+    from nsa.ops.triton import problem
+
+    case, first = Case(SMALL, S=70, Hkv=1, G=2, Dk=16, Dv=16), 37
+    inputs: dict[str, Any] = make_inputs(case, torch.float32)
+    part = {name: x[:, first:] if name in ("q", "gates") else x for name, x in inputs.items()}
+    leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in part.items()}
+    found = []
+    for route in (False, True):
+        if route:
+            calls: list[str] = []
+            monkeypatch.setattr(flash, "CUDNN", noting(PLAIN, calls))
+            monkeypatch.setattr(problem, "LONG_FROM", 0)
+            monkeypatch.setattr(problem, "MANY_QUERIES", 0)
+            monkeypatch.setattr(problem, "OFFSET_ROUTES", True)
+            monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
+        out, chosen = nsa_attention(
+            **leaves, spec=case.spec, q_offset=first, backend="triton", return_selection=True
+        )
+        grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+        found.append((out.detach(), chosen, *grads))
+    assert calls == ["forward"] * 2 + ["backward"] * 2  # before the square, and the square
+    whole, whole_chosen = nsa_attention(
+        **inputs, spec=case.spec, backend="reference", return_selection=True
+    )
+    assert_near(found[0][0], whole[:, first:], 1e-5)
+    assert torch.equal(found[0][1], whole_chosen[:, first:])
+    for own, routed in zip(*found, strict=True):
+        assert_near(routed, own, 1e-4)
+
+
+@interpreted
+def test_a_rank_computes_its_two_parts_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of a rank that shares a row: its windows apart, then the two other branches; with a
+    plain softmax in the place of cuDNN."""
+    from bench import cases, parallel_parts
+    from nsa.ops.triton import problem
+    from nsa.parallel import Split
+
+    monkeypatch.setattr(flash, "CUDNN", PLAIN)
+    monkeypatch.setattr(problem, "LONG_FROM", 0)
+    monkeypatch.setattr(problem, "MANY_QUERIES", 0)
+    monkeypatch.setattr(problem, "OFFSET_ROUTES", True)
+    monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
+    sizes = cases.Case(cases.Shape(2, 1, 16, 16), batch=1, length=80, repeats=1)
+    whole = parallel_parts.Whole(sizes, SMALL, torch.float32, "cpu")
+    wanted = whole.run("torch")
+    rank = parallel_parts.Rank(whole, Split(80, 2), 0)
+
+    found = parallel_parts.compare(rank, rank.run("triton"), wanted)
+
+    assert found["out_error"] < 1e-5 and found["dq_error"] < 1e-5
+    assert found["same_blocks"] == 1.0
 
 
 PAPER = BlockSpec()

@@ -289,3 +289,16 @@ SMALL_KERNELS = [
 )
 def test_small_kernels_compile(kernel, constants, capability):
     assert compile_kernel(kernel, capability, constants).asm["cubin"]
+
+
+def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
+    """Of 262144 tokens, by scores that are folded into blocks; one warp would spill."""
+    folded = dict(STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False, HAS_DOCS=True)
+    chosen = dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NUM_FIRST=1, NUM_LOCAL=2, NB=4096, NW=128)
+    warps = 4096 // scoring.BLOCKS_PER_WARP
+    compiled = compile_kernel(scoring.choose_blocks, 90, chosen | folded, num_warps=warps)
+    assert stack_bytes(compiled) == 0
+    tiles = score_tiles(128, torch.bfloat16)
+    sizes = dict(DK1=128, DK2=0, UPCAST=False, BM=tiles.BM, BN=tiles.BN) | folded
+    compiled = compile_kernel(scoring.group_scores, 90, sizes, **tiles.options)
+    assert stack_bytes(compiled) <= MAX_STACK_BYTES[128, 128]

@@ -35,12 +35,13 @@ def test_bytes_are_those_of_the_formula_for_every_rule_and_both_ways() -> None:
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_parts_give_the_rows_and_gradients_of_the_whole(parts: str) -> None:
+@pytest.mark.parametrize("one_call", [False, True], ids=["as ranks do", "one call"])
+def test_parts_give_the_rows_and_gradients_of_the_whole(parts: str, one_call: bool) -> None:
     spec = bench_parallel.TINY_SPEC
     whole = Whole(Case(Shape(4, 2, 8, 16), 1, 192, 1), spec, torch.float64, "cpu")
     wanted, dk_sel = whole.run(), torch.zeros(())
     for number in range(4):
-        rank = Rank(whole, Split(192, 4, parts), number)
+        rank = Rank(whole, Split(192, 4, parts), number, one_call=one_call)
         done = rank.run()
         assert relative_rms(done.out, rank.rows(wanted.out)) < 1e-6  # compared in fp32
         assert (done.out - rank.rows(wanted.out)).abs().max() < ROUNDING

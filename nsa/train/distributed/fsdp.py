@@ -158,8 +158,8 @@ def _parameter(like: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     if found is None or found.shape != x.shape:
         there = "absent" if found is None else list(found.shape)
         raise BadCheckpoint(
-            f"{name} is {list(x.shape)} in the checkpoint, and {there} in the run that it names; it "
-            "was damaged or made by another program; use an older checkpoint"
+            f"{name} is {list(x.shape)} in the checkpoint, and {there} in the run that it names; "
+            "it was damaged or made by another program; use an older checkpoint"
         )
     return found
 
