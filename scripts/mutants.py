@@ -285,7 +285,16 @@ OPERATION = (
     Mutant(
         "ranks-read-the-same-rows",
         RANKS,
-        (("(micro * ranks.world_size + ranks.rank)", "(micro * ranks.world_size)"),),
+        (("(micro * stride + place)", "(micro * stride)"),),
+        (
+            "test_ddp_settings.py"
+            "::test_ranks_read_every_row_of_an_update_once_and_those_of_one_process",
+        ),
+    ),
+    Mutant(
+        "ranks-of-a-row-read-other-rows",
+        RANKS,
+        (("return self.rank // (self.cp * self.tp)", "return self.rank // self.cp"),),
         (
             "test_ddp_settings.py"
             "::test_ranks_read_every_row_of_an_update_once_and_those_of_one_process",

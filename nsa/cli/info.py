@@ -26,13 +26,15 @@ DECODE_LENGTHS = (4096, 65536)
 
 def describe_config(config: Config, path: str) -> str:
     """The whole report."""
+    together = _together(config)
     sections = (
         f"config: {path}\n{_settings(config)}",
         f"parameters\n{_parameters(config)}",
         f"{_step(config)}",
-        f"cost by part (token: forward; step: forward and backward, one rank)\n{_costs(config)}",
+        f"cost by part (token: forward; step: forward and backward, {together})\n{_costs(config)}",
         f"training, per token\n{_beside_dense(config)}",
         f"training memory on one rank (estimate)\n{_shares(training_memory(config), _bytes)}",
+        *_mesh(config),
         f"decoding one sequence: tokens read per KV head, and cache\n{_decode(config)}",
     )
     return "\n\n".join(sections)
@@ -55,13 +57,34 @@ def _parameters(config: Config) -> str:
 
 
 def _step(config: Config) -> str:
-    train = config.train
+    train, whose = config.train, "per rank" if config.runtime.sharing == 1 else _together(config)
     tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
     return (
-        f"tokens per step: {tokens:,} per rank = batch_size {train.batch_size} "
+        f"tokens per step: {tokens:,} {whose} = batch_size {train.batch_size} "
         f"x accumulate_grad_batches {train.accumulate_grad_batches} x seq_len {train.seq_len}\n"
-        f"tokens in {train.steps:,} steps: {tokens * train.steps:,} per rank"
+        f"tokens in {train.steps:,} steps: {tokens * train.steps:,} {whose}"
     )
+
+
+def _together(config: Config) -> str:
+    """Who does the work of a batch."""
+    sharing = config.runtime.sharing
+    return "one rank" if sharing == 1 else f"of the {sharing} ranks that share rows"
+
+
+def _mesh(config: Config) -> list[str]:
+    """The ranks that share rows, and what each receives from the others; none without them."""
+    cp, tp, sharing = config.runtime.cp, config.runtime.tp, config.runtime.sharing
+    if sharing == 1:
+        return []
+    from nsa.parallel.traffic import step_traffic  # needs torch
+
+    received = step_traffic(config, sharing)
+    return [
+        f"ranks that share rows: {sharing}; cp {cp}: {config.train.seq_len // cp:,} tokens of a "
+        f"row each; tp {tp}: {config.model.n_kv_groups // tp} KV heads each\n"
+        f"received by a rank in a step, if these are all\n{_shares(received, _bytes)}"
+    ]
 
 
 def _costs(config: Config) -> str:

@@ -272,6 +272,8 @@ class TrainConfig:
     """Also log to wandb or trackio (install the extra of that name), or none."""
     index_loss: float = 1.0
     """Rule msa: weight of the indexer's KL loss beside the loss."""
+    index_lr: float = 0.0
+    """Rule msa: peak learning rate of the indexer, with the schedule of the others; 0: theirs."""
     index_warmup_steps: int = 0
     """Rule msa: updates in which all blocks are read, so that the indexer learns from dense."""
     index_warmup: str = "joint"
@@ -300,7 +302,7 @@ class TrainConfig:
         )
         finite_positive(self, "train", "lr", "index_loss")
         between(0.0, 1.0, self, "train", "weight_decay")
-        between(0.0, 1e9, self, "train", "grad_clip")
+        between(0.0, 1e9, self, "train", "grad_clip", "index_lr")
         one_of("train.optimizer", self.optimizer, OPTIMIZERS)
         one_of("train.index_warmup", self.index_warmup, INDEX_WARMUPS)
         self._check_spikes()
@@ -424,8 +426,13 @@ class RuntimeConfig:
     """Deterministic sums: GPU runs repeat and resume bit for bit, but slower."""
     strategy: str = "auto"
     """With several ranks: ddp (a replica on each) or fsdp (a shard on each); auto: ddp."""
+    cp: int = 1
+    """Context parallel: ranks that share each row, with a part of its tokens each."""
+    tp: int = 1
+    """Tensor parallel: ranks that share each matrix, by KV head; at most n_kv_groups."""
 
     def __post_init__(self) -> None:
+        at_least(1, self, "runtime", "cp", "tp")
         one_of("runtime.precision", self.precision, PRECISIONS)
         one_of("runtime.backend", self.backend, BACKENDS)
         one_of("runtime.strategy", self.strategy, STRATEGIES)
@@ -440,6 +447,17 @@ class RuntimeConfig:
         if not self.use_flash and self.backend not in ("auto", "torch"):
             todo = "set runtime.use_flash=true, or choose backend torch"
             refuse("runtime.backend", self.backend, "auto or torch when use_flash=false", todo)
+        if self.tp > 1 and self.strategy == "ddp":
+            allowed = f"auto or fsdp for runtime.tp={self.tp}: DDP has whole matrices on each rank"
+            refuse("runtime.strategy", "ddp", allowed, "change one of them")
+        if self.cuda_graph and self.sharing > 1:
+            allowed = f"false with runtime.cp={self.cp}, runtime.tp={self.tp}: ranks exchange "
+            refuse("runtime.cuda_graph", True, allowed + "tokens in a pass", "set it to false")
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.cp * self.tp
 
     @property
     def attention_backend(self) -> str:
@@ -467,7 +485,12 @@ class Config:
         if self.train.index_warmup == "frozen" and not self.model.learns_index:
             allowed = f"joint for model.rule={self.model.rule}, which has no indexer"
             refuse("train.index_warmup", "frozen", allowed, "leave it out, or use model.rule=msa")
+        if self.train.index_lr and not self.model.learns_index:
+            allowed = f"0 for model.rule={self.model.rule}, which has no indexer"
+            todo = "leave it out, or use model.rule=msa"
+            refuse("train.index_lr", self.train.index_lr, allowed, todo)
         self._check_sparse()
+        self._check_split()
         if self.runtime.cuda_graph:
             self._check_graph()
         if self.runtime.compile and self.data.respect_documents:
@@ -487,6 +510,19 @@ class Config:
             if nsa.n_sel * nsa.l_sel % nsa.pool_block:
                 allowed = f"a divisor of n_sel * l_sel = {nsa.n_sel * nsa.l_sel} tokens"
                 refuse("nsa.pool_block", nsa.pool_block, allowed, "or change nsa.n_sel")
+
+    def _check_split(self) -> None:
+        """Rows and matrices go to the ranks in equal parts."""
+        cp, tp, seq_len = self.runtime.cp, self.runtime.tp, self.train.seq_len
+        if cp > 1 and seq_len % (2 * cp):
+            lower = seq_len // (2 * cp) * 2 * cp
+            near = f"use {lower} or {lower + 2 * cp}" if lower else f"use {2 * cp}"
+            allowed = f"a multiple of {2 * cp} with runtime.cp={cp}: each rank has two equal parts"
+            refuse("train.seq_len", seq_len, allowed, f"{near}, or another runtime.cp")
+        if self.model.n_kv_groups % tp:
+            allowed = f"a divisor of model.n_kv_groups={self.model.n_kv_groups}: each rank has"
+            todo = "use fewer ranks, and more by runtime.cp or data parallelism"
+            refuse("runtime.tp", tp, f"{allowed} whole KV heads", todo)
 
     def _check_graph(self) -> None:
         # A CUDA graph replays fixed shapes and cannot branch on values on the host.

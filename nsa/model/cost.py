@@ -414,15 +414,22 @@ FUSED_PART = 1 << 27
 def training_memory(config: Config) -> dict[str, int]:
     """Estimate the memory of training on one rank, at the end of a forward pass.
 
-    Temporary buffers of attention and the allocator's overhead are not included.
+    Temporary buffers of attention and the allocator's overhead are not included. Under FSDP, data
+    parallel ranks share the weights further.
     """
-    parts = parameter_counts(config)
-    weights = FP32 * sum(parts.values())
-    matrices = sum(parts.values()) - parts["norms"] - parts["embedding"] - parts["head"]
-    kept = [layer_activations(config, kind) for kind in layer_kinds(config)]
-    checkpointed = _checkpointed(config)
+    own, runtime = share_of_rank(config), config.runtime
+    parts = parameter_counts(own)
+    parts |= {name: parts[name] // runtime.tp for name in ("embedding", "head")}
+    # FSDP shards over the ranks that share a row, too.
+    shards = runtime.cp if runtime.tp > 1 or runtime.strategy == "fsdp" else 1
+    weights = FP32 * sum(parts.values()) // shards
+    matrices = (sum(parts.values()) - parts["norms"] - parts["embedding"] - parts["head"]) // shards
+    kinds = layer_kinds(config)
+    kept = [layer_activations(own, kind) for kind in kinds]
+    checkpointed = checkpointed_layers(config)
     again = [kept[i] for i in checkpointed]
-    stream = FP32 * _tokens(config) * config.model.dim  # the residual stream is fp32
+    arrived = [row_keys(config, kind) for kind in kinds]
+    stream = FP32 * _tokens(own) * config.model.dim  # the residual stream is fp32
     # AdamW has two moments per weight. Muon has one for the matrices of the layers.
     return {
         "weights": weights,
@@ -432,9 +439,57 @@ def training_memory(config: Config) -> dict[str, int]:
         # Two more streams: of the last norm.
         "activations": sum(kept) - sum(again) + (len(again) + 2) * stream,
         "recomputation": max(again, default=0),  # one layer at a time, in backward
-        "head": head_activations(config),
-        "logits": _logits(config),
+        **_keys_kept(arrived, checkpointed),
+        "head": head_activations(own) + _gathered_head(config),
+        "logits": _logits(own),
     }
+
+
+def share_of_rank(config: Config) -> Config:
+    """What one of the ranks that share rows computes, as if that were a run: its tokens of a row,
+    its heads and its columns of the MLP. Token ids stay whole."""
+    model, train, runtime = config.model, config.train, config.runtime
+    if runtime.sharing == 1:
+        return config
+    return replace(
+        config,
+        model=replace(
+            model,
+            n_heads=model.n_heads // runtime.tp,
+            n_kv_groups=model.n_kv_groups // runtime.tp,
+            mlp_dim=max(model.mlp_width // runtime.tp, 1),
+        ),
+        train=replace(train, seq_len=train.seq_len // runtime.cp),
+        runtime=replace(runtime, cp=1, tp=1),
+    )
+
+
+def row_keys(config: Config, kind: Kind) -> int:
+    """Count the K and V, and index keys, of a whole row that a rank with a part of it keeps.
+
+    NSA keeps those of the selected branch and the compressed ones; a window's few are left out.
+    """
+    if config.runtime.cp == 1:
+        return 0
+    model, num_tokens = config.model, config.train.seq_len
+    width = model.n_kv_groups // config.runtime.tp * (model.d_k + model.d_v)
+    width += config.nsa.d_index if kind == Kind("msa") else 0
+    if kind.name == BRANCHES:
+        num_tokens += block_spec(config).num_cmp(num_tokens)
+    return config.train.batch_size * BYTES[config.runtime.precision] * num_tokens * width
+
+
+def _keys_kept(arrived: list[int], checkpointed: range) -> dict[str, int]:
+    """Those that all layers keep for backward; layers that recompute get theirs again, in turn."""
+    again = [arrived[i] for i in checkpointed]
+    if not any(arrived):
+        return {}
+    return {"keys of whole rows": sum(arrived) - sum(again) + max(again, default=0)}
+
+
+def _gathered_head(config: Config) -> int:
+    """The matrix of the head, which every rank gathers whole."""
+    return FP32 * config.data.vocab * config.model.dim if config.runtime.tp > 1 else 0
 
 
 def head_activations(config: Config) -> int:
@@ -537,7 +592,7 @@ def _tokens(config: Config) -> int:
     return config.train.batch_size * config.train.seq_len
 
 
-def _checkpointed(config: Config) -> range:
+def checkpointed_layers(config: Config) -> range:
     """Layers that recompute in backward."""
     if not config.runtime.gradient_checkpointing:
         return range(0)

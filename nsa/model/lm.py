@@ -257,6 +257,10 @@ class TinyLM(nn.Module):
         """Where the tokens are in their documents."""
         return document_positions(ids.shape[1], cu_seqlens, ids.device)
 
+    def own_tokens(self, x: Tensor) -> Tensor:  # [B, S] -> [B, T]
+        """What this process computes of a row: all tokens, or its parts (nsa.parallel)."""
+        return x
+
     @property
     def layers(self) -> list[Block]:
         """The blocks as a typed list; ModuleList hides their type."""

@@ -5,8 +5,8 @@ AttentionStats first; below it the counts of which blocks are read, and the copy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import torch
@@ -30,6 +30,15 @@ GATE_FIELDS = (
     "share_win",
 )
 SELECTION_FIELDS = ("sel_k_mean", "sel_k_max", "sel_pct_at_max")
+FIELDS = GATE_FIELDS + SELECTION_FIELDS
+EXTREMES = {"entropy_min": torch.amin, "max_gate_max": torch.amax, "sel_k_max": torch.amax}
+"""Fields that are not means."""
+
+
+Gather = Callable[[Tensor], Tensor]
+"""[...] -> [cp, tp, ...]: the tensor of each rank that shares the rows of this one."""
+Where = tuple[Tensor, int]
+"""Positions in their documents [S] of the tokens of this process, and the tokens of the row."""
 
 
 class AttentionStats:
@@ -60,10 +69,14 @@ class AttentionStats:
         *,
         block_tokens: int,  # l_sel
         cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+        where: Where | None = None,
     ) -> None:
-        """Reduce one layer's gates and selection to a row; no host sync."""
+        """Reduce one layer's gates and selection to a row; no host sync.
+
+        `where` is for a process that has some tokens of a row: see `combine`.
+        """
         if self.with_maps:
-            self._counts[layer] = count_reads(selection, block_tokens, cu_seqlens)
+            self._counts[layer] = count_reads(selection, block_tokens, cu_seqlens, where)
         # A new record makes an earlier copy stale.
         self._layers = self._copy = None
         chosen = _selection_row(selection)
@@ -71,6 +84,25 @@ class AttentionStats:
         self._rows[layer] = torch.cat([gate_row, chosen])
         self._num_gates[layer] = 0 if gates is None else gates[..., 0].numel()
         self._num_rows[layer] = selection[..., 0].numel()
+
+    @torch.no_grad()
+    def combine(self, gather: Gather) -> None:
+        """Make the numbers of this rank's tokens and heads those of all ranks that share its rows.
+
+        Each has as many tokens and heads. Collective, if `gather` is.
+        """
+        layers = sorted(self._rows)
+        table = gather(torch.stack([self._rows[layer] for layer in layers])).flatten(0, 1)
+        combined = table.mean(dim=0)  # [layers, len(FIELDS)]
+        for place, name in enumerate(FIELDS):
+            if name in EXTREMES:
+                combined[:, place] = EXTREMES[name](table[..., place], dim=0)
+        for layer, row in zip(layers, combined, strict=True):
+            self._rows[layer] = row
+            self._num_gates[layer] *= len(table)
+            self._num_rows[layer] *= len(table)
+        self._counts = {n: counts.combine(gather) for n, counts in sorted(self._counts.items())}
+        self._layers = self._copy = None
 
     def send(self) -> None:
         """Start the copy to the host now; a later request then does not wait for newer steps."""
@@ -80,9 +112,8 @@ class AttentionStats:
         """One dictionary per layer, in order (one host sync, shared with `summary`); what a layer
         does not have is None."""
         if self._layers is None:
-            names = GATE_FIELDS + SELECTION_FIELDS
             table = self._host_copy().wait()[0].tolist()
-            self._layers = [dict(zip(names, row, strict=True)) for row in table]
+            self._layers = [dict(zip(FIELDS, row, strict=True)) for row in table]
             for number, row in zip(sorted(self._rows), self._layers, strict=True):
                 if not self._num_gates[number]:
                     row.update(dict.fromkeys(GATE_FIELDS))
@@ -184,6 +215,14 @@ class SelectionCounts:
         """What `map_of` needs on the host."""
         return self.queries, self.reads, self.distances
 
+    def combine(self, gather: Gather) -> SelectionCounts:
+        """The sums over the ranks of a row, and the KV heads of all ranks; collective."""
+        queries = gather(self.queries)[:, 0].sum(dim=0)
+        reads, distances = (
+            gather(x).sum(dim=0).flatten(0, 1) for x in (self.reads, self.distances)
+        )
+        return replace(self, queries=queries, reads=reads, distances=distances)
+
     def map_of(self, queries: Tensor, reads: Tensor, distances: Tensor) -> LayerMap:
         """Counts as shares, from copies of `tensors` on the host."""
         # Blocks in each bin: they differ by one where bins do not divide the blocks.
@@ -223,11 +262,13 @@ def count_reads(
     selection: Tensor,  # [B, S, Hkv, n_sel] int32, -1 where nothing is read
     block_tokens: int,
     cu_seqlens: Tensor | None = None,  # [docs + 1] int32
+    where: Where | None = None,
 ) -> SelectionCounts:
     """Count what a selection reads; no host sync."""
     batch, seq_len, num_groups, _ = selection.shape
-    device, num_blocks = selection.device, -(-seq_len // block_tokens)
-    own = document_positions(seq_len, cu_seqlens, device) // block_tokens  # [S]
+    device = selection.device
+    positions, num_tokens = where or (document_positions(seq_len, cu_seqlens, device), seq_len)
+    own, num_blocks = positions // block_tokens, -(-num_tokens // block_tokens)
     bins, edges = min(BINS, num_blocks), len(distance_edges(num_blocks))
     queries = _count(_bins(own, num_blocks), torch.ones_like(own), bins) * batch
 

@@ -106,7 +106,7 @@ class ContextNSA(NSAAttention):
     @property
     def is_one_graph(self) -> bool:  # type: ignore[override]
         """Which blocks are sent is decided on the host, outside of graphs."""
-        return self.context.selected == "gather"
+        return self.context.is_traced and self.context.selected == "gather"
 
     def attend(
         self,
@@ -132,7 +132,8 @@ class ContextNSA(NSAAttention):
                 split, rank, q, keys, gates, self.spec, arriving.selection, self.backend
             )
         if stats is not None:
-            _record(stats, layer, gates, chosen, self.spec.l_sel)
+            where = split.positions(rank, q.device), split.num_tokens
+            stats.record(layer or 0, gates, chosen, block_tokens=self.spec.l_sel, where=where)
         return (near + out).flatten(2)
 
     def _exchange(
@@ -140,13 +141,13 @@ class ContextNSA(NSAAttention):
     ) -> _Arriving:
         """Start all that has to arrive. Halos first: they are small, and needed first."""
         context, size = self.context, self.spec.l_sel
-        raw = context.extend(split, block_starts(split, self.spec), k[0], v[0])
+        halo = context.extend(split, block_starts(split, self.spec), k[0], v[0])
         windows = context.extend(split, window_starts(split, self.spec.w), k[2], v[2])
         if context.selected == "gather":
             # In flight while the compressed tokens are made.
             selected = context.gather(split, k[1], v[1])
-            return _Arriving(self._compress_parts(split, raw()), selected, windows, None)
-        k_cmp, v_cmp = self._compress_parts(split, raw())()
+            return _Arriving(self._compress_parts(split, halo()), selected, windows, None)
+        k_cmp, v_cmp = self._compress_parts(split, halo())()
         selection = self._select(split, q, k_cmp)
         wanted = ask_all(context, split, selection, size)
         self.wanted = wanted.tokens
@@ -395,7 +396,8 @@ class ContextSparse(SparseAttention):
             losses += [] if loss is None else [loss]
         index = torch.cat(chosen, dim=1)
         if stats is not None:
-            _record(stats, layer, None, index, self.spec.l_sel)
+            where = split.positions(self.context.rank, q.device), split.num_tokens
+            stats.record(layer or 0, None, index, block_tokens=self.spec.l_sel, where=where)
         loss = torch.stack(losses).mean() if losses else None
         return torch.cat(outs, dim=1).flatten(2), index, loss
 
@@ -482,18 +484,6 @@ def _places(pieces: list[Piece]) -> dict[str, Any]:
 
 def _bounds(lens: list[int]) -> Tensor:  # [docs + 1] int32, on the host
     return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
-
-
-def _record(
-    stats: AttentionStats, layer: int | None, gates: Tensor | None, chosen: Tensor, tokens: int
-) -> None:
-    """Statistics of this rank's tokens."""
-    if stats.with_maps:
-        raise ValueError(
-            "AttentionStats(maps=True) under context parallelism: a map is of whole sequences; "
-            "use maps=False, or one rank"
-        )
-    stats.record(layer or 0, gates, chosen, block_tokens=tokens)
 
 
 def received_bytes(

@@ -44,6 +44,8 @@ class Context:
     def __init__(self, mesh: DeviceMesh, parts: str, selected: str = SELECTED[0]) -> None:
         self.group, self.parts, self.selected = mesh.get_group(), parts, selected
         self.rank, self.num_ranks = mesh.get_local_rank(), mesh.size()
+        self.is_traced = True
+        """Whether a compiled layer takes its exchanges into its graph."""
         self._bounds: tuple[Tensor, int, tuple[int, ...]] | None = None
         self.keep: Callable[[Any, tuple[Any, ...]], None] | None = None
         """Called by every layer with itself and the keys and values that a cache would hold, in

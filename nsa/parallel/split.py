@@ -42,8 +42,7 @@ def shard_sequence(batch: Any, mesh: DeviceMesh, *, parts: str = PARTS[0]) -> An
         return held if isinstance(batch, list) else tuple(held)
     if not isinstance(batch, Tensor) or batch.dim() < 2:
         return batch
-    split = Split(batch.shape[1], size, parts)
-    return torch.cat([batch[:, split.tokens(part)] for part in split.parts_of(rank)], dim=1)
+    return Split(batch.shape[1], size, parts).own_tokens(batch, rank)
 
 
 class Piece(NamedTuple):
@@ -126,6 +125,10 @@ class Split:
     def tokens(self, part: int) -> slice:
         """Where a part is in the row."""
         return slice(part * self.part_len, (part + 1) * self.part_len)
+
+    def own_tokens(self, x: Tensor, rank: int) -> Tensor:  # [B, S, ...] -> [B, T, ...]
+        """The tokens of a rank, from those of the row."""
+        return torch.cat([x[:, self.tokens(part)] for part in self.parts_of(rank)], dim=1)
 
     @property
     def pieces(self) -> list[list[Piece]]:

@@ -65,6 +65,10 @@ class ContextLM(TinyLM):
         split = self.context.split(ids.shape[0], ids.shape[1], cu_seqlens)
         return split.positions(self.context.rank, ids.device)
 
+    def own_tokens(self, x: Tensor) -> Tensor:  # [B, S] -> [B, T]
+        split = Split(x.shape[1], self.context.num_ranks, self.context.parts)
+        return split.own_tokens(x, self.context.rank)
+
 
 class ContextTensorLM(ContextLM, TensorLM):
     """The same, with its weights over other ranks."""

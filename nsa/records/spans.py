@@ -125,6 +125,11 @@ class Spans:
         self._changed()
 
     @property
+    def folder(self) -> Path:
+        """The run folder, where all ranks have such a file."""
+        return self._path.parent
+
+    @property
     def count(self) -> int:
         """Span changes so far."""
         return self._count

@@ -81,11 +81,11 @@ def verifying_shards(data: Data, ranks: Strategy, say: Callable[[str], None]) ->
 
 def read_ahead(rows: Rows, cfg: Config, runtime: Runtime, ranks: Strategy) -> Loader:
     """A prefetching loader for the batches of this rank."""
-    # stride: consecutive batches of one rank are world_size batches apart.
+    # stride: between consecutive batches of one rank are those of all other data ranks.
     return Loader(
         rows,
         depth=max(1, read("NSA_FWE_Q")) if read("NSA_FWE_PREFETCH") else 0,
-        stride=ranks.world_size * cfg.train.batch_size,
+        stride=ranks.num_data_ranks * cfg.train.batch_size,
         keep=KEPT_STEPS * cfg.train.accumulate_grad_batches,
         patience_s=ranks.patience_s(PATIENCE_S),
         pin=runtime.device.type == "cuda",

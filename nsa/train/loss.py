@@ -177,6 +177,9 @@ def next_token_loss(
 ) -> Tensor:  # [] fp32
     """Mean cross-entropy in nats: the first S tokens of a row predict the last S.
 
+    Under context parallelism it is the mean over this rank's tokens. All ranks have as many, so the
+    mean over the ranks is that over all tokens.
+
     With `bounds`, attention and positions stay inside a document. All S targets still count: the
     first token of a document is predicted from the previous document's EOS. So every row has the
     same number of targets, and losses with and without bounds are comparable. In training, the
@@ -185,14 +188,13 @@ def next_token_loss(
     if stats is not None and model.compiled:
         collect_stats(model, batch, runtime, stats, bounds)
         stats = None
-    inputs = _inputs(batch, bounds)
+    inputs, targets = _own_rows(model, batch, bounds)
     with runtime.compute():
         hidden = model.hidden(
             inputs, cu_seqlens=bounds, stats=stats, index_losses=index_losses
         )  # [B, S, dim]
-    targets = batch[:, 1:].flatten()
     loss = partial(linear_cross_entropy, dtype=runtime.dtype)
-    return model.mean_loss(hidden.flatten(0, 1), targets, loss)
+    return model.mean_loss(hidden.flatten(0, 1), targets.flatten(), loss)
 
 
 def collect_stats(
@@ -212,13 +214,18 @@ def collect_stats(
         end = rows.shape[0] * (batch.shape[1] - 1)
         bounds = torch.cat([bounds[bounds < end], bounds.new_tensor([end])])
     with torch.no_grad(), runtime.compute():
-        model.hidden(_inputs(rows, bounds), cu_seqlens=bounds, stats=stats)
+        model.hidden(_own_rows(model, rows, bounds)[0], cu_seqlens=bounds, stats=stats)
 
 
-def _inputs(batch: Tensor, bounds: Tensor | None) -> Tensor:
-    """All but the last token of each row; with `bounds`, packed into a single row."""
-    inputs = batch[:, :-1]
-    return inputs if bounds is None else inputs.reshape(1, -1)
+def _own_rows(model: TinyLM, batch: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """All but the last token of each row, and all but the first: [B, S] each, this rank's share.
+
+    With `bounds`, rows are packed into a single one.
+    """
+    pair = batch[:, :-1], batch[:, 1:]
+    if bounds is not None:
+        pair = pair[0].reshape(1, -1), pair[1].reshape(1, -1)
+    return model.own_tokens(pair[0]), model.own_tokens(pair[1])
 
 
 # --- evaluation on held-out rows ---
@@ -248,14 +255,14 @@ class Evaluation(NamedTuple):
 def evaluate(
     model: TinyLM, data: Data, train: TrainConfig, runtime: Runtime, ranks: Strategy | None = None
 ) -> Evaluation:
-    """Mean loss over the first eval_batches * batch_size * world_size held-out rows.
+    """Mean loss over the first eval_batches * batch_size held-out rows for each data rank.
 
-    Each row counts at most once. A rank takes every world_size-th batch; all ranks return the same
-    result. All ranks run the same number of forward passes, because under FSDP a forward pass is
+    Each row counts at most once. Data ranks take batches in turn; all ranks return the same
+    result. All ranks run the same number of forward passes, because a forward pass may be
     collective; a rank without rows left runs a dummy batch.
     """
     rows, ranks = data.val, ranks or Strategy()
-    stride = ranks.world_size * train.batch_size
+    stride = ranks.num_data_ranks * train.batch_size
     wanted = train.eval_batches * stride
     num_rows = min(wanted, rows.num_rows or wanted)
     was_training = model.training
@@ -263,7 +270,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     num_bytes = 0
     for first in range(0, num_rows, stride):
-        position = first + ranks.rank * train.batch_size
+        position = first + ranks.data_rank * train.batch_size
         size = max(min(train.batch_size, num_rows - position), 0)
         batch = rows.batch(position, size) if size else rows.batch(0, 1)
         if size:
@@ -274,8 +281,10 @@ def evaluate(
             # Weighted by rows: the last batch may be smaller.
             total += loss.double() * size
     model.train(was_training)
-    loss_sum, all_bytes = ranks.sum_over_ranks(total, num_bytes)
-    return Evaluation(loss_sum / num_rows, num_rows * train.seq_len, int(all_bytes))
+    # Ranks that share rows have a mean over their tokens each, and count the same bytes.
+    sums = ranks.sum_over_ranks(total, num_bytes)
+    loss_sum, all_bytes = (x / (ranks.cp * ranks.tp) for x in sums)
+    return Evaluation(loss_sum / num_rows, num_rows * train.seq_len, round(all_bytes))
 
 
 def _num_bytes(targets: Tensor, tokenizer: Tokenizer) -> int:  # [B, S]

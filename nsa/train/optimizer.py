@@ -7,7 +7,7 @@ All optimizers here can skip an update by a flag on the device, without a host s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch.optim import AdamW, Optimizer
 
 from nsa.config import TrainConfig
 from nsa.config.env import read
+from nsa.model import TinyLM
 from nsa.train.runtime import Runtime
-from nsa.train.tensors import gather_shards, gather_tensor, local_shard, shard_like
+from nsa.train.tensors import gather_shards, gather_tensor, is_sharded, local_shard, shard_like
 
 
 def lr_at(step: int, train: TrainConfig) -> float:
@@ -96,13 +97,14 @@ class Muon(_Eager):
 
     def __init__(
         self,
-        params: list[nn.Parameter],
+        params: list[nn.Parameter] | list[dict[str, Any]],
         lr: float,
         weight_decay: float,
         *,
         capturable: bool = False,
     ) -> None:
-        for parameter in params:
+        """`params` may be groups of parameters, as those of torch's optimizers."""
+        for parameter in _flat(params):
             if parameter.ndim != 2:
                 raise ValueError(
                     f"Muon got a parameter of shape {list(parameter.shape)}; it takes matrices: "
@@ -166,6 +168,11 @@ def orthogonalize(matrices: Tensor) -> Tensor:  # [N, rows, columns] -> the same
     return (x.mT if tall else x).to(matrices.dtype)
 
 
+def _flat(params: list[nn.Parameter] | list[dict[str, Any]]) -> Iterator[nn.Parameter]:
+    for part in params:
+        yield from part["params"] if isinstance(part, dict) else [part]
+
+
 def _shape(parameter: Tensor) -> tuple[int, int]:
     rows, columns = parameter.shape
     return rows, columns
@@ -173,8 +180,12 @@ def _shape(parameter: Tensor) -> tuple[int, int]:
 
 # --- the optimizer of a run ---
 
-OWN = ("lr", "capturable")
+SCALE = "lr_scale"
+"""Group setting: its learning rate as a multiple of the run's; absent: 1."""
+OWN = ("lr", "capturable", SCALE)
 """Group settings that this run decides, not the checkpoint."""
+CLIP_EPS = 1e-6
+"""Added to the norm that a gradient is divided by, as torch does."""
 BETAS = (0.9, 0.95)
 """beta2 is below torch's 0.999, as is usual for language models."""
 
@@ -227,7 +238,7 @@ TrainOptimizer = SkippingAdamW | MuonAndAdamW
 
 
 def build_optimizer(
-    model: nn.Module, train: TrainConfig, *, capturable: bool = False
+    model: TinyLM, train: TrainConfig, *, capturable: bool = False
 ) -> TrainOptimizer:
     """Build the optimizer of the config; `capturable`: usable inside a CUDA graph."""
     decayed, free = _by_decay(model)
@@ -238,16 +249,29 @@ def build_optimizer(
         hidden = [p for p in decayed if id(p) in chosen]
         decayed = [p for p in decayed if id(p) not in chosen]
     groups = [
-        {"params": decayed, "weight_decay": train.weight_decay},
-        {"params": free, "weight_decay": 0.0},
+        *(
+            {**group, "weight_decay": train.weight_decay}
+            for group in _by_rate(decayed, model, train)
+        ),
+        *({**group, "weight_decay": 0.0} for group in _by_rate(free, model, train)),
     ]
-    adamw = SkippingAdamW(
-        [group for group in groups if group["params"]], train.lr, capturable=capturable
-    )
+    adamw = SkippingAdamW(groups, train.lr, capturable=capturable)
     if not hidden:
         return adamw
-    muon = Muon(hidden, train.lr, train.weight_decay, capturable=capturable)
+    matrices = _by_rate(hidden, model, train)
+    muon = Muon(matrices, train.lr, train.weight_decay, capturable=capturable)
     return MuonAndAdamW(muon, adamw)
+
+
+def _by_rate(params: list[nn.Parameter], model: TinyLM, train: TrainConfig) -> list[dict[str, Any]]:
+    """Groups of the parameters: one, or with train.index_lr another one for the indexers'."""
+    if not train.index_lr:
+        return [{"params": params}] if params else []
+    indexers = {id(p) for p in model.indexer_parameters()}
+    theirs = [p for p in params if id(p) in indexers]
+    others = [p for p in params if id(p) not in indexers]
+    ours = [{"params": others}] if others else []
+    return ours + ([{"params": theirs, SCALE: train.index_lr / train.lr}] if theirs else [])
 
 
 def skipped(optimizer: Optimizer) -> Tensor | None:  # [] fp32, 0 or 1
@@ -255,6 +279,20 @@ def skipped(optimizer: Optimizer) -> Tensor | None:  # [] fp32, 0 or 1
     flags = [getattr(optimizer, name, None) for name in ("skip", "found_inf")]
     given = [flag.reshape(()) for flag in flags if flag is not None]
     return torch.stack(given).amax().clamp(max=1.0) if given else None
+
+
+def parameters_of_state(optimizer: TrainOptimizer, name: str) -> dict[str, Tensor]:
+    """The parameters by the names of their state in `state_dict()`, which is called `name`."""
+    if isinstance(optimizer, MuonAndAdamW):
+        muon, adamw = optimizer._optimizers
+        parts: list[tuple[str, Optimizer]] = [(f"{name}.muon", muon), (f"{name}.adamw", adamw)]
+    else:
+        parts = [(name, optimizer)]
+    return {
+        f"{place}.state.{number}": parameter
+        for place, part in parts
+        for number, parameter in enumerate(p for g in part.param_groups for p in g["params"])
+    }
 
 
 def load_optimizer(optimizer: TrainOptimizer, state: dict[str, Any]) -> None:
@@ -271,7 +309,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(SCALE, 1.0)
 
 
 def not_finite(loss: Tensor, norm: Tensor) -> Tensor:  # [] fp32, 0 or 1
@@ -282,12 +320,21 @@ def not_finite(loss: Tensor, norm: Tensor) -> Tensor:  # [] fp32, 0 or 1
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:  # [] fp32
     """Clip the gradients to `max_norm` (0: no clipping) and return their norm before clipping.
 
-    For sharded gradients it is the global norm, the same on every rank.
+    For sharded gradients it is the global norm, the same on every rank. Under tensor parallelism
+    some are sharded in one way and some in two.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = gather_tensor(nn.utils.get_total_norm(gradients))
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm or float("inf"), norm)
+    by_mesh = groupby(sorted(gradients, key=_mesh_name), key=_mesh_name)
+    norms = [gather_tensor(nn.utils.get_total_norm(list(same))) for _, same in by_mesh]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    share = torch.clamp((max_norm or float("inf")) / (norm + CLIP_EPS), max=1.0)
+    torch._foreach_mul_([local_shard(x) for x in gradients], share)
     return norm
+
+
+def _mesh_name(x: Tensor) -> str:
+    """Tensors with the same name are on one mesh, and one operation can take them together."""
+    return str(x.device_mesh) if is_sharded(x) else ""
 
 
 def _by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from nsa.config import Config, to_container
 from nsa.data import Data, Rows
+from nsa.files import size
 from nsa.model.stats import LayerMap
 from nsa.records import Folder, Metrics, TrainingRow
 from nsa.train.runtime import Runtime
@@ -265,9 +266,25 @@ def print_boot_messages(
         f"[boot] data: {cfg.data.dataset}, rows of {train.seq_len} tokens: "
         f"{_count(data.train)} to train on, {_count(data.val)} held out"
     )
+    if cfg.runtime.sharing > 1:
+        for line in _describe_mesh(cfg, metrics.world_size):
+            to.say(f"[mesh] {line}")
     to.say(f"[train] gradient_checkpointing={checkpointing}")
     if folder.previous is not None:
         to.say(f"[boot] {folder.path} held an earlier run; its files are now in {folder.previous}")
+
+
+def _describe_mesh(cfg: Config, world_size: int) -> list[str]:
+    """What a rank of a mesh has of a row, and what it gets from the others."""
+    from nsa.parallel.traffic import describe_exchange, step_traffic  # with a mesh alone
+
+    cp, tp = cfg.runtime.cp, cfg.runtime.tp
+    received = step_traffic(cfg, world_size).items()
+    said = [
+        f"a rank has {cfg.train.seq_len // cp} tokens of a row and {cfg.model.n_kv_groups // tp} "
+        f"KV heads | received per step: {', '.join(f'{size(n)} of {part}' for part, n in received)}"
+    ]
+    return said if cp == 1 else [*said, describe_exchange(cfg)]
 
 
 def _count(rows: Rows) -> str:

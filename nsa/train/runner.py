@@ -226,7 +226,7 @@ def _make_plan(cfg: Config, job: _Job, back: Rollback | None, fallback: str | No
         data = open_in_time(cfg, job.loader, progress.say)
     opened_s = time.perf_counter() - since
     origin = find_origin(ranks, cfg, data.tokenizer.vocab)
-    identity = identity_of(cfg, data, ranks.world_size) | origin.identity
+    identity = identity_of(cfg, data, ranks.num_data_ranks) | origin.identity
     ranks.check_same(partial(fingerprint_of_rank, cfg, identity, runtime, ranks.world_size))
     asked = RequestedRun(
         folder=path,
@@ -234,7 +234,7 @@ def _make_plan(cfg: Config, job: _Job, back: Rollback | None, fallback: str | No
         cfg=cfg,
         identity=identity,
         steps=job.steps,
-        world_size=ranks.world_size,
+        world_size=ranks.num_data_ranks,
         restarted=back is None and was_restarted(),
     )
     begin = agree_on_start(ranks, asked, progress.say)
@@ -435,7 +435,7 @@ def _open_folder(ranks: Strategy, cfg: Config, job: _Job, keeps: bool, num_param
 
 def _new_metrics(plan: _Plan, model: TinyLM, job: _Job) -> Metrics:
     cfg, runtime, world_size = plan.cfg, plan.runtime, job.ranks.world_size
-    rows = global_batch(cfg, world_size)
+    rows = global_batch(cfg, job.ranks.num_data_ranks)
     peak = peak_flops(runtime.device_name, runtime.precision)
     return Metrics(
         config_file=job.config_path,

@@ -42,6 +42,8 @@ CONFIG = "train.yaml"
 """The settings with which `nsa train` continues, in the folder of the result."""
 WARM_UP_STEPS = 100
 """Updates in which a new indexer learns alone, in that config."""
+INDEX_LR = 1e-3
+"""Its learning rate there: at one that suits trained weights it would stay as random as it is."""
 TOKENIZER_FILES = (
     *(FILE_NAME, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -226,7 +228,11 @@ def _train_config(cfg: Config, target: Path, dense: Dense) -> str:
         groups["data"] = {"tokenizer": str(target / FILE_NAME), "eos": cfg.data.eos}
     train: dict[str, Any] = {"init_from": str(target), "out_dir": f"{target}-trained"}
     if cfg.model.learns_index:
-        train |= {"index_warmup": "frozen", "index_warmup_steps": WARM_UP_STEPS}
+        train |= {
+            "index_warmup": "frozen",
+            "index_warmup_steps": WARM_UP_STEPS,
+            "index_lr": INDEX_LR,
+        }
     content = {"inherits": "base.yaml", **groups, "train": train}
     head = "# Settings of this model; give steps, data and a learning rate on the command line.\n"
     return head + yaml.safe_dump(content, sort_keys=False)

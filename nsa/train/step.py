@@ -131,6 +131,8 @@ class EagerStep:
             losses.append(found.text.detach())
             if found.indexers is not None:
                 index_losses.append(found.indexers.detach())
+        if stats is not None:
+            self.ranks.combine_stats(stats)
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.model, self.grad_clip)
         loss = self.ranks.mean_loss(sum(losses[1:], losses[0]) / len(losses))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from nsa.config import Config, to_container
@@ -27,7 +28,7 @@ from nsa.train.errors import Halted
 from nsa.train.locked_folder import LockedFolder
 from nsa.train.log import RunLog, Spike
 from nsa.train.loss import evaluate
-from nsa.train.optimizer import TrainOptimizer, load_optimizer, lr_at
+from nsa.train.optimizer import TrainOptimizer, load_optimizer, lr_at, parameters_of_state
 from nsa.train.runtime import Runtime
 from nsa.train.spikes import LossSpike, Spikes, find_rollback
 from nsa.train.step import EagerStep, MicroBatch, Updated
@@ -124,7 +125,7 @@ class Trainer:
 
     def position(self, step: int) -> int:
         """The first row of an update; data skipped by a rollback is not read again."""
-        rows = global_batch(self.cfg, self.ranks.world_size)
+        rows = global_batch(self.cfg, self.ranks.num_data_ranks)
         return (step - 1 + self.spikes.jumped) * rows
 
     def positions(self, step: int) -> list[int]:
@@ -263,7 +264,7 @@ class Trainer:
             "state_dict": tensors["state_dict"],
             "cfg": to_container(self.cfg),
             "identity": dict(self.identity),
-            "batch": {"world_size": self.ranks.world_size, "rows_of_rank": self.rows_asked},
+            "batch": {"world_size": self.ranks.num_data_ranks, "rows_of_rank": self.rows_asked},
             "optimizer": tensors["optimizer"],
             "scaler": self.scaler.state_dict(),
             "rng": _rng_states(),
@@ -288,7 +289,7 @@ class Trainer:
 
     def resume(self, start: Start) -> None:
         """Load a checkpoint; raise BadCheckpoint if it does not fit."""
-        state = self.ranks.load_checkpoint(start.path, start.content)
+        state = self.ranks.load_checkpoint(start.path, start.content, self._parameters())
         try:
             self.load_state_dict(state)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -299,6 +300,13 @@ class Trainer:
                 "use an older checkpoint"
             ) from None
         self.log.metrics.resumed_at = state["step"]
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """The parameters by the names of their tensors in `_large_state`; of moments, all but the
+        last part of the name."""
+        weights = self.model.state_dict().items()
+        found = {f"state_dict.{name}": x for name, x in weights}
+        return found | parameters_of_state(self.optimizer, "optimizer")
 
     def _large_state(self) -> dict[str, Any]:
         """The large tensors of a checkpoint: weights and optimizer state."""

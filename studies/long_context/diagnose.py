@@ -17,7 +17,9 @@ The mass is a softmax over the tokens of all blocks that the head has selected, 
 summary looks at the reader, the head with the most gate * needle in right answers, and sorts the
 wrong answers by what differs there: no head reads the block; only others do; little mass (below
 half the median of right answers); a small gate (the same); or none of these, and the value is lost
-in a later layer. Works for NSA and for rules with one K and V.
+in a later layer. Works for NSA and for rules with one K and V. Of NSA, interventions.py then says
+which of these differences decide the answer; `needles` are those of a row, `by_needles` says how
+many questions are answered in rows with few and with many of them.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ from nsa.data.tokenizers import HFTokenizer
 from nsa.evaluate.needles import Document
 from nsa.files import write_text
 from nsa.model import TinyLM
+from nsa.model.cost import block_spec
 from nsa.train.checkpoint.model_file import load_model
 from nsa.train.runtime import resolve_runtime
+from studies.long_context.interventions import intervene
 from studies.long_context.text import TOKENIZER, read_hay
 from studies.long_context.training_rows import Mixture, make_row
 from studies.long_context.vocabulary import Words, find_words
@@ -82,6 +86,7 @@ def diagnose(
             found.append(
                 {
                     "row": number,
+                    "needles": sum(map(len, others.values())),
                     "distance": answer - value,
                     "right": is_right,
                     "rivals": len(rivals),
@@ -161,6 +166,7 @@ def summarize(questions: Sequence[Question]) -> dict[str, Any]:
         "reader": {"layer": int(layer), "head": int(head)},
         "read_by_any": [_share(reads[:, n].any(1)) for n in range(reads.shape[1])],
         "causes": {name: counted[name] for name in CAUSES},
+        "by_needles": _by_needles(questions),
         **{
             name: {
                 "read_by_reader": _share(own[of]),
@@ -185,12 +191,17 @@ def main(argv: list[str] | None = None) -> int:
         with runtime.compute():
             model = model.to(runtime.device)
             questions = diagnose(model, rows, words, cfg.nsa.l_sel, args.far)
-        if not questions:
-            raise ValueError(f"no question is more than {args.far} tokens away; give a lower --far")
+            if not questions:
+                raise ValueError(
+                    f"no question is more than {args.far} tokens away; give a lower --far"
+                )
+            summary = summarize(questions)
+            if all(cfg.model.branched):
+                reader, spec = summary["reader"]["layer"], block_spec(cfg)
+                summary["trials"] = intervene(model, rows, words, spec, args.far, reader)
     except ValueError as error:
         print(f"diagnose: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    summary = summarize(questions)
     content = {"schema": SCHEMA, "model": str(args.model), "far": args.far, "summary": summary}
     write_text(args.out, json.dumps(content | {"questions": questions}, allow_nan=False) + "\n")
     print(json.dumps(summary, indent=1))
@@ -215,6 +226,17 @@ def _values_by_block(row: Document, block: int) -> dict[int, set[int]]:
         value = answer - distance
         places.setdefault(value // block, set()).add(value)
     return places
+
+
+def _by_needles(questions: Sequence[Question]) -> dict[str, list[int]]:
+    """By the needles of a row, up to a power of four: questions, and those answered."""
+    found: dict[str, list[int]] = {}
+    for question in sorted(questions, key=lambda question: int(question["needles"])):
+        most = 4 ** math.ceil(math.log(max(1, question["needles"]), 4))
+        count = found.setdefault(f"up to {most}", [0, 0])
+        count[0] += 1
+        count[1] += question["right"]
+    return found
 
 
 def _listed(values: Tensor | None, question: int) -> Any:

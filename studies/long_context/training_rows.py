@@ -98,7 +98,7 @@ def _draw_document(
 def _draw_length(mixture: Mixture, progress: float, draw: np.random.Generator) -> int:
     """Every power of two up to what documents have grown to is as likely."""
     start, end = mixture.growing
-    grown = min(1.0, max(0.0, (progress - start) / (end - start)))
+    grown = 1.0 if progress >= end else max(0.0, (progress - start) / (end - start))
     if grown == 1.0 and draw.random() < mixture.whole:
         return mixture.seq_len
     powers = max(1.0, grown * np.log2(mixture.seq_len / mixture.shortest))

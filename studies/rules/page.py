@@ -11,16 +11,28 @@ from studies.nsa_vs_dense.page import machine_line
 from studies.nsa_vs_dense.results import gap
 from studies.rules.measure import accuracy, mean_recall
 
+CONVERT = "convert"
+"""The page about a dense model that becomes sparse; the other one is `rules`."""
 WIDE = "dense-wide"
 """How the names of the dense variants with as many parameters as NSA begin."""
 FELL = 0.02
 """Nats by which a loss must have risen again to be mentioned."""
 HEAD = (
-    "| rows | attention | parameters | rate | held-out loss | lowest on the way | minus dense "
-    "| tokens/s | recall | mass read, of | needle | multi |\n"
+    "| rows | updates | attention | parameters | rate | held-out loss | minus dense | tokens/s "
+    "| recall | mass read, of | needle | multi |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 Arm = dict[str, Any]
+
+
+def arms_of_page(page: str, arms: Sequence[Arm]) -> list[Arm]:
+    """Those that became sparse, or went on beside them, with the model that they started from; or
+    all others, shorter rows first."""
+    converted = [arm for arm in arms if is_converted(arm)]
+    if page == CONVERT:
+        starts = {arm["settings"][INIT] for arm in converted}
+        return [arm for arm in arms if arm["name"] in starts] + converted
+    return sorted((arm for arm in arms if arm not in converted), key=length_of)
 
 
 def shown_arms(arms: Sequence[Arm], measures: dict[str, Any]) -> list[Arm]:
@@ -77,10 +89,10 @@ def length_of(arm: Arm) -> int:
 def _how(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
     """What the columns are."""
     data = [
-        f"rows of {length_of(arm)}: {arm['steps']} updates of {arm['tokens_per_step']:,} tokens, "
+        f"rows of {length_of(arm)}: updates of {arm['tokens_per_step']:,} tokens, "
         f"{arm['held_out']['tokens']:,} held-out tokens, recall by chance "
         f"{measures['chance'][arm['comparison']]:.0%}"
-        for arm in {arm["comparison"]: arm for arm in arms}.values()
+        for arm in {length_of(arm): arm for arm in arms}.values()
     ]
     has_twin = any(arm["variant"].startswith(WIDE) for arm in arms)
     other = " with as many parameters as NSA, at its best rate" if has_twin else ""
@@ -110,11 +122,11 @@ def _row(arm: Arm, arms: Sequence[Arm], measures: dict[str, Any]) -> str:
     name, start = arm["variant"], arm["settings"].get(INIT)
     cells = [
         str(length_of(arm)),
+        str(arm["steps"]),
         f"{name}, from {start}" if is_converted(arm) else name,
         f"{arm['params']['non_embedding']:,}",
         f"{arm['settings']['train.lr']:g}",
         f"{arm['held_out']['loss']:.4f}",
-        f"{min(arm['val']['loss']):.4f}" if arm["val"]["loss"] else "",
         difference,
         _speed(arm, same),
         recall,
@@ -150,7 +162,7 @@ def _in_dense(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
     lines = []
     for arm in arms:
         found = measures["arms"][arm["name"]]
-        if arm["variant"] == "dense":
+        if arm["variant"] == "dense" and not is_converted(arm):
             shares = [f"{rule} {mean_recall(found, rule):.0%}" for rule in found["recall"]]
             lines.append(f"rows of {length_of(arm)}: {', '.join(shares)}")
     if not lines:
@@ -163,14 +175,16 @@ def _in_dense(arms: Sequence[Arm], measures: dict[str, Any]) -> str:
 def _on_the_way(arms: Sequence[Arm]) -> str:
     """Whether the loss has risen again: a small corpus is read many times."""
     losses = [arm["val"]["loss"] for arm in arms if arm["val"]["loss"]]
-    rises = [values[-1] - min(values) for values in losses]
+    lowest = [min(values) for values in losses]
+    rises = [values[-1] - least for values, least in zip(losses, lowest, strict=True)]
     risen = [rise for rise in rises if rise > FELL]
     if not risen:
         return ""
     return (
         f"{len(risen)} of {len(rises)} losses have risen again after their lowest value, by "
         f"{min(risen):.2f} to {max(risen):.2f} nats: the text is read many times and learned by "
-        "heart. The lowest value on the way then says more about an attention than the last one."
+        f"heart. The lowest values on the way, {min(lowest):.4f} to {max(lowest):.4f} nats in the "
+        "first held-out rows, then say more about an attention than the last ones."
     )
 
 

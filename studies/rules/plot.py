@@ -1,8 +1,8 @@
-"""Draws the two pictures and writes the page of the study.
+"""Writes the pages of the study, each with two pictures.
 
 `python studies/rules/plot.py DIR --out PAGES` reads DIR/results.json and DIR/rules.json, and writes
-PAGES/rules.md, rules-loss.png, rules-needles.png, and both results as rules-*.json.
-`--page convert` does the same for the conversion of a dense model (convert.toml), under that name.
+PAGES/rules.md, rules-loss.png, rules-needles.png, and both results as rules-*.json. The arms that a
+trained dense model became have a page of their own, convert.md, with pictures of its name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,20 @@ from studies.nsa_vs_dense.results import NAME as RESULTS
 from studies.nsa_vs_dense.results import read_results, write_results
 from studies.rules.measure import NAME as MEASURES
 from studies.rules.measure import read_measures
-from studies.rules.page import WIDE, Arm, length_of, shown_arms, write_page
+from studies.rules.page import (
+    CONVERT,
+    WIDE,
+    Arm,
+    arms_of_page,
+    is_converted,
+    length_of,
+    shown_arms,
+    write_page,
+)
 
 TITLES = {
     "rules": "Dense attention, NSA and the rules, on the same rows",
-    "convert": "A dense model becomes sparse",
+    CONVERT: "A dense model becomes sparse",
 }
 """Of the page of each name."""
 COLOURS = {"dense": "#333333", "nsa": "#0072b2", "infllm": "#d55e00", "moba": "#cc79a7"}
@@ -40,35 +49,38 @@ def main(argv: list[str] | None = None) -> int:
     """Write everything, and say what."""
     parser = StrictParser(prog="plot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of run.py")
-    parser.add_argument("--out", type=Path, required=True, metavar="PAGES", help="of the page")
-    parser.add_argument("--page", choices=TITLES, default="rules", help="its name (rules)")
+    parser.add_argument("--out", type=Path, required=True, metavar="PAGES", help="of the pages")
     args = parser.parse_args(argv)
     try:
         results = read_results(args.folder / RESULTS)
         measures = read_measures(args.folder / MEASURES)
-        arms = shown_arms(results["arms"], measures)
-        if not arms:
+        known = [arm for arm in results["arms"] if arm["name"] in measures["arms"]]
+        if not known:
             raise ValueError(f"{args.folder} has no arm that was measured; run run.py first")
     except ValueError as error:
         print(f"plot: error: {error}", file=sys.stderr)
         return BAD_INPUT
     args.out.mkdir(parents=True, exist_ok=True)
-    pictures = [f"{args.page}-loss.png", f"{args.page}-needles.png"]
-    draw_losses(arms, measures, args.out / pictures[0])
-    draw_needles(arms, measures, args.out / pictures[1])
-    write_text(
-        args.out / f"{args.page}.md", write_page(results, measures, pictures, TITLES[args.page])
-    )
-    write_results(args.out / f"{args.page}-results.json", _without_schema(results))
-    write_text(args.out / f"{args.page}-measures.json", json.dumps(measures) + "\n")
-    for name in (
-        f"{args.page}.md",
-        *pictures,
-        f"{args.page}-results.json",
-        f"{args.page}-measures.json",
-    ):
-        print(args.out / name)
+    for page in TITLES:
+        if arms := arms_of_page(page, known):
+            _write(page, arms, results, measures, args.out)
+    write_results(args.out / "rules-results.json", _without_schema(results))
+    write_text(args.out / "rules-measures.json", json.dumps(measures) + "\n")
     return 0
+
+
+def _write(
+    page: str, arms: list[Arm], results: dict[str, Any], measures: dict[str, Any], out: Path
+) -> None:
+    """The page of these arms and its two pictures."""
+    pictures = [f"{page}-loss.png", f"{page}-needles.png"]
+    drawn = [arm for arm in shown_arms(arms, measures) if page != CONVERT or is_converted(arm)]
+    draw_losses(drawn, measures, out / pictures[0])
+    draw_needles(drawn, measures, out / pictures[1])
+    content = write_page(results | {"arms": arms}, measures, pictures, TITLES[page])
+    write_text(out / f"{page}.md", content)
+    for name in (f"{page}.md", *pictures):
+        print(out / name)
 
 
 def draw_losses(arms: list[Arm], measures: dict[str, Any], path: Path) -> None:
@@ -131,13 +143,13 @@ def _grid(found: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def _colour(variant: str) -> str:
-    name = WIDE if variant.startswith(WIDE) else variant
+    name = WIDE if variant.startswith(WIDE) else variant.split("-")[0]
     others = dict(zip((WIDE, "msa"), OTHERS, strict=False))
     return COLOURS.get(name) or others.get(name) or OTHERS[-1]
 
 
 def _short(variant: str) -> str:
-    return variant.replace("-wide", "\nwide").replace("wide-", "wide\n")
+    return variant.replace("-", "\n")
 
 
 def _without_schema(results: dict[str, Any]) -> dict[str, Any]:

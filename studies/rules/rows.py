@@ -25,8 +25,8 @@ from studies.long_context.training_rows import Mixture
 from studies.long_context.vocabulary import Words, find_words
 from studies.nsa_vs_dense.arms import Arm
 
-TEXT_CHARS = 24_000_000
-"""Characters of text that are used at most."""
+TEXT_CHARS = 48_000_000
+"""Characters of text that are used at most: the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Recipe:
     growing: tuple[float, float]
     timed: list[str]
     """Variants."""
-    is_first: bool
-    """Whether its arms start from random weights."""
+    is_stage: bool
+    """Whether others start from its arms, and it is not measured itself."""
 
 
 def read_recipes(table: Path) -> list[Recipe]:
@@ -65,7 +65,7 @@ def _recipe(name: str, part: dict[str, Any], content: dict[str, Any]) -> Recipe:
         num_keys=rows["num_keys"],
         growing=tuple(rows["growing"]),
         timed=part["timed"],
-        is_first="start" not in part,
+        is_stage=part.get("stage", False),
     )
 
 

@@ -57,7 +57,7 @@ class RulesStudy:
             if not self.arms_of(recipe):
                 continue
             complete &= self.train(recipe, text)
-            if not recipe.is_first:
+            if not recipe.is_stage:
                 arms, work = self.arms_of(recipe), self.out / RUNS
                 complete &= measure_arms(arms, recipe, text, work, self.out, self.until, _say)
         if self.args.speed and (complete or self.has_failed):
@@ -73,7 +73,7 @@ class RulesStudy:
 
     def steps_of(self, recipe: Recipe) -> int | None:
         """The steps that were asked for; None: those of the table."""
-        steps: int | None = self.args.first_steps if recipe.is_first else self.args.steps
+        steps: int | None = self.args.stage_steps if recipe.is_stage else self.args.steps
         return steps
 
     def train(self, recipe: Recipe, text: Text) -> bool:
@@ -144,10 +144,10 @@ def _parser() -> StrictParser:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of all files")
     parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="of the arms")
     parser.add_argument("--budget-seconds", type=seconds, default=520.0, metavar="N", help="(520)")
-    steps = "updates in the long rows; without it, the table's"
+    steps = "updates of what is measured; without it, the table's"
     parser.add_argument("--steps", type=positive, metavar="N", help=steps)
-    first = "updates in the short rows, from which the others start"
-    parser.add_argument("--first-steps", type=positive, metavar="N", help=first)
+    stage = "updates in each stage of shorter rows, from which the others start"
+    parser.add_argument("--stage-steps", type=positive, metavar="N", help=stage)
     parser.add_argument("--arms", metavar="NAME,...", help="or patterns (all)")
     jobs = "arms at a time (1); no speed then"
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help=jobs)

@@ -14,7 +14,7 @@ from nsa.config.env import check_environment, in_effect, raw, read, with_package
 from nsa.config.load import find_config
 from nsa.operate.launch import terminal
 from nsa.operate.launch.phases import NO_GO, REFUSED, Phases
-from nsa.operate.launch.plan import Nodes, Plan, check_requirements, choose_ranks
+from nsa.operate.launch.plan import Nodes, Plan, check_mesh, check_requirements, choose_ranks
 from nsa.operate.launch.profiles import Profile, load_profile, load_profiles
 from nsa.operate.process import Machine, find_gpus, why_not_ours
 from nsa.operate.report.command import parse_limits
@@ -51,6 +51,7 @@ def launch(args: argparse.Namespace) -> int:
     for phase in plan.profile.phases:
         plan.resolve(phase)  # a bad config of a later phase must fail now, not hours later
     check_requirements(plan.resolve(plan.profile.phases[-1]), args.require or ())
+    check_mesh(plan)
     problem = _too_few_gpus(plan, args.min_gpus)
     if not problem and plan.nodes.rank == 0:
         problem = _why_occupied(plan.out_dir, args.stop_old)

@@ -222,6 +222,19 @@ def choose_ranks(profile: Profile, machine: Machine, wanted: str | None) -> int:
     return int(profile.ranks)
 
 
+def check_mesh(plan: Plan) -> None:
+    """Raise if the ranks of a phase cannot be divided into groups that share rows."""
+    total = plan.ranks * plan.nodes.count
+    for phase in plan.profile.phases:
+        runtime = plan.resolve(phase).runtime
+        if total % runtime.sharing:
+            raise ValueError(
+                f"NP={plan.ranks} on {plan.nodes.count} node{'s' * (plan.nodes.count > 1)} is "
+                f"{total} ranks, but runtime.cp={runtime.cp} x runtime.tp={runtime.tp} in phase "
+                f"{phase.name} needs a multiple of {runtime.sharing}; set NP, or other degrees"
+            )
+
+
 def check_requirements(config: Config, requirements: Sequence[str]) -> None:
     """Raise if the config violates a requirement: `key=value`, `key>value`, `key>=value`."""
     values = {

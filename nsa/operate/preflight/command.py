@@ -31,6 +31,7 @@ POINT = "preflight"
 CHEAP: dict[str, Check] = {
     "config": config_checks.config_named,
     "settings": config_checks.config_sane,
+    "mesh": config_checks.mesh,
     "precision": config_checks.precision,
     "save_every": config_checks.checkpoints,
     "environment": config_checks.switches,
@@ -41,8 +42,9 @@ CHEAP: dict[str, Check] = {
     "halt file": machine_checks.halt_file,
     "versions": machine_checks.versions,
 }
-BLOCKING = ("disk space", "memory", "processes")
-"""If one of these fails, the expensive checks are skipped: they could harm a running job."""
+BLOCKING = ("mesh", "disk space", "memory", "processes")
+"""If one of these fails, the expensive checks are skipped: they would fail too, or harm a running
+job."""
 LARGE: dict[str, Check] = {
     "kernel parity": kernel_checks.parity,
     "causality": kernel_checks.causality,

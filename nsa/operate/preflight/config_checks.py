@@ -10,6 +10,7 @@ import torch
 
 from nsa.config import Config
 from nsa.config.env import in_effect
+from nsa.files import size
 from nsa.model.cost import parameter_counts
 from nsa.operate.limits import Limits
 from nsa.operate.report.evidence import Question
@@ -58,8 +59,8 @@ class PlannedRun:
     @property
     def tokens_per_step(self) -> int:
         train = self.config.train
-        rows = self.ranks * train.batch_size * train.accumulate_grad_batches
-        return rows * train.seq_len
+        rows = train.batch_size * train.accumulate_grad_batches
+        return self.ranks // self.config.runtime.sharing * rows * train.seq_len
 
 
 Check = Callable[[PlannedRun], Row | None]
@@ -113,6 +114,25 @@ def config_sane(plan: PlannedRun) -> Row:
         found[0] if found else "nothing unusual",
         evidence=f"{len(found)} of 5 rules: {'; '.join(found)}" if found else "5 rules",
         advice="change it in the config file or on the command line",
+    )
+
+
+def mesh(plan: PlannedRun) -> Row | None:
+    """The ranks can be divided into groups that share rows."""
+    runtime = plan.config.runtime
+    if runtime.sharing == 1:
+        return None
+    from nsa.parallel.traffic import step_traffic  # with a mesh alone
+
+    asked = Question("mesh", f"ranks in groups of {runtime.sharing}: cp x tp")
+    fits = plan.ranks % runtime.sharing == 0
+    received = sum(step_traffic(plan.config, plan.ranks).values()) if fits else 0
+    degrees = f"dp {plan.ranks // runtime.sharing} x cp {runtime.cp} x tp {runtime.tp}"
+    return asked.judged(
+        fits,
+        f"{degrees}; a rank receives {size(received)} in a step" if fits else f"{plan.ranks} ranks",
+        evidence="by formula: keys of other tokens, sums of activations, weights and gradients",
+        advice=f"start a multiple of {runtime.sharing} ranks, or change runtime.cp and runtime.tp",
     )
 
 

@@ -5,30 +5,32 @@ from __future__ import annotations
 import dataclasses
 import io
 import multiprocessing
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from nsa.config import Config
 from nsa.config.describe import duration, first_line
-from nsa.config.env import read
+from nsa.config.env import read, with_package
 from nsa.data import SourceLost, within
 from nsa.data.shards import verify_shards
 from nsa.files import size
+from nsa.operate.launch.plan import Nodes, trainer_command
 from nsa.operate.preflight.config_checks import PlannedRun
 from nsa.operate.report.evidence import Question
 from nsa.operate.report.verdict import Row
 from nsa.operate.run_folder import number
-from nsa.records import read_heartbeat
+from nsa.records import read_heartbeat, read_metrics, write_config
 from nsa.records.heartbeat import HEARTBEAT_FILE, PROGRESS
 from nsa.train import LoaderFailed, TrainError, run
 from nsa.train.batches import LoaderOptions, open_in_time
-from nsa.train.checkpoint import file as checkpoint_file
+from nsa.train.checkpoint import find
 
 PART_STEPS = 3
 """Steps before and after the rehearsal's checkpoint; the first step of each part is warm-up."""
@@ -118,29 +120,46 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(plan: PlannedRun) -> Rehearsal:
-    """Train a few steps on random tokens, save, verify, resume and train on."""
+    """Train a few steps on random tokens, save, verify, resume and train on.
+
+    In this process, or on as many ranks of this machine as share a row.
+    """
     folder = plan.scratch / "run"
     config = rehearsal_config(plan.config, folder)
+    train = _train_here if config.runtime.sharing == 1 else _train_on_ranks
     try:
         # The second call resumes from the checkpoint of the first.
         for until in (PART_STEPS, 2 * PART_STEPS):
-            result = run(
-                config,
-                config_path=plan.config_path,
-                out=io.StringIO(),
-                allow_long_run=True,
-                stop_after=until,
-                ddp=0,
-            )
-            manifest = checkpoint_file.verify(folder / checkpoint_file.NAME.format(step=until))
+            train(plan, config, until)
+            newest = find.paths_of(folder)[0]
+            manifest = find.verify(newest)
+        metrics = read_metrics(folder)
     except (TrainError, ValueError, OSError, RuntimeError) as error:
         return Rehearsal(problem=first_line(error))
     return Rehearsal(
         step_s=median(_step_times(folder)),
         checkpoint_bytes=manifest.bytes,
-        resumed_at=result.metrics.resumed_at,
-        loss=result.metrics.loss_last or 0.0,
+        resumed_at=metrics.resumed_at,
+        loss=metrics.loss_last or 0.0,
     )
+
+
+def _train_here(plan: PlannedRun, config: Config, until: int) -> None:
+    given: Any = {"out": io.StringIO(), "allow_long_run": True, "ddp": 0}
+    run(config, config_path=plan.config_path, stop_after=until, **given)
+
+
+def _train_on_ranks(plan: PlannedRun, config: Config, until: int) -> None:
+    """As `nsa launch` would start them; RuntimeError with their last line if they fail."""
+    file = write_config(plan.scratch, config, plan.config_path)
+    words = ["--config", str(file), "--steps", str(until), "--allow-long-run"]
+    command = trainer_command(words, ranks=config.runtime.sharing, nodes=Nodes())
+    done = subprocess.run(command, env=with_package(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        # Below it is what torchrun says of the failure.
+        said = [x for x in done.stderr.splitlines() if x.startswith(("train_showcase: ", "nsa: "))]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(said[0] if said else last)
 
 
 def _step_times(folder: Path) -> list[float]:
@@ -172,7 +191,7 @@ def rehearsal_config(config: Config, folder: Path) -> Config:
         hub_revision="",
         respect_documents=False,
     )
-    # It runs in one process, where a strategy for ranks is refused; `all_reduce` checks those.
+    # Of data parallel ranks it has one, where a strategy may be refused; `all_reduce` has them all.
     runtime = dataclasses.replace(config.runtime, strategy="auto")
     return dataclasses.replace(config, train=train, data=data, runtime=runtime)
 
@@ -199,19 +218,20 @@ def eta_and_cost(plan: PlannedRun, rehearsal: Rehearsal) -> Row:
     if plan.max_cost is not None and plan.price_per_h is None:
         todo = "pass --price, or set NSA_PRICE_PER_H"
         return asked.missing("no price for an hour", todo, essential=True)
-    # Weak scaling is assumed: every rank does one rank's work per step.
+    # Weak scaling is assumed: ranks with rows of their own do not slow each other down.
     seconds = plan.config.train.steps * rehearsal.step_s
     value = f"{duration(seconds)} for {plan.config.train.steps} steps"
     cost = None if plan.price_per_h is None else seconds / 3600 * plan.price_per_h
     if cost is not None:
         value += f", cost {cost:,.2f} at {plan.price_per_h:g}/h"
     is_cheap = plan.max_cost is None or cost is None or cost <= plan.max_cost
-    speed = plan.tokens_per_step / rehearsal.step_s
+    speed, sharing = plan.tokens_per_step / rehearsal.step_s, plan.config.runtime.sharing
+    measured = "one rank" if sharing == 1 else f"the {sharing} ranks of a row"
     return asked.judged(
         seconds / 3600 <= plan.limits.eta_h and is_cheap,
         value,
-        evidence=f"{rehearsal.step_s:.3g} s per step, {speed:,.0f} tokens/s, measured on one rank, "
-        "without evaluations",
+        evidence=f"{rehearsal.step_s:.3g} s per step, {speed:,.0f} tokens/s, measured on "
+        f"{measured}, without evaluations",
         advice="fewer train.steps, runtime.cuda_graph=true, more GPUs; or another limit (--limit)",
     )
 

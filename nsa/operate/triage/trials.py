@@ -56,7 +56,7 @@ def matrix(config: Config, ranks: int, *, on_cuda: bool) -> list[Toggle]:
     """All toggles that change something for this run, in the order of the runbooks."""
     toggles = [*_telemetry(config), *_kernels(config)]
     # NSA_DDP_* variables do nothing under FSDP.
-    is_ddp = ranks > 1 and config.runtime.strategy != "fsdp"
+    is_ddp = ranks > 1 and config.runtime.strategy != "fsdp" and config.runtime.tp == 1
     if is_ddp:
         toggles += EXCHANGE
     toggles += [SELECTION, *_memory(config, ranks)]
@@ -160,7 +160,8 @@ BLOCKING = Toggle(
 ONE_PROCESS = Toggle(
     name="one_process",
     meaning="multiple ranks: the network between them, or DDP",
-    overrides=("runtime.strategy=auto",),  # one process accepts no other strategy
+    # One process accepts nothing else.
+    overrides=("runtime.strategy=auto", "runtime.cp=1", "runtime.tp=1"),
     ranks=1,
 )
 FSDP = Toggle(

@@ -39,6 +39,10 @@ BY_BLOCK_BEYOND = 2
 reads the selected blocks only (docs/kernels.md)."""
 LONG_FROM = 49152
 """Keys from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
+OFFSET_ROUTES = False
+"""Whether queries with an offset take the routes of whole rows: scores that are folded into blocks,
+cuDNN, several warps for a long choice. They are tested in the interpreter and have not run on a GPU
+yet; bench/bench_parallel.py --offset-routes measures them."""
 MANY_QUERIES = 4096
 """Queries with an offset from which cuDNN may compute it: their residues must fill its tiles."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
@@ -98,7 +102,7 @@ class Problem:
         self.shifted = len(query_lens) > 0
         self.packed = self.shifted or len(doc_lens) > 1
         # Blocks of one document lie as in a row without documents, wherever its queries begin.
-        self.aligned = len(doc_lens) == 1
+        self.aligned = len(doc_lens) == 1 and (OFFSET_ROUTES or not self.shifted)
         self.offset = offsets[0] if self.shifted and self.aligned else 0
         # exp(x) = exp2(x * log2(e)): the kernels use base 2.
         self.scale_log2 = scale * LOG2_E

@@ -517,7 +517,7 @@ def _choose(
             | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | _strides(problem, levels)
             | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed},
-            num_warps=min(max(num_blocks // BLOCKS_PER_WARP, 1), 16),
+            num_warps=_warps(num_blocks) if problem.shifted and problem.aligned else 1,
         ),
     )  # fmt: skip
 
@@ -599,6 +599,10 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
         )
         for stop in stops
     ]
+
+
+def _warps(num_blocks: int) -> int:
+    return min(max(num_blocks // BLOCKS_PER_WARP, 1), 16)
 
 
 def _width(problem: Problem, stop: int) -> int:

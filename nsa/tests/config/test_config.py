@@ -182,6 +182,7 @@ REFUSED = {
     "nsa.pool_block=0": ">= 1",
     "nsa.d_index=3": "even",
     "train.index_loss=0": "> 0",
+    "train.index_lr=0.001": "0 for model.rule=nsa, which has no indexer",
     "train.index_warmup_steps=-1": ">= 0",
     "train.index_warmup=frozen": "joint for model.rule=nsa, which has no indexer",
     "train.steps=0": ">= 1",
@@ -220,6 +221,8 @@ REFUSED = {
     "runtime.device=cuda:x": "cuda:N",
     "runtime.precision=fp8": "fp32 | bf16 | fp16",
     "runtime.strategy=zero": "auto | ddp | fsdp",
+    "runtime.cp=0": ">= 1",
+    "runtime.tp=0": ">= 1",
     "train.decay_steps=2000": "at most steps - warmup_steps",
     "runtime.backend=cuda": "auto | reference | torch | triton",
     "runtime.gc_layers=0:2": "gradient_checkpointing=true",
@@ -292,6 +295,11 @@ COMBINATIONS = {
         "compiled anew",
     ),
     "kernels without flash": (["runtime.use_flash=false", "runtime.backend=triton"], "use_flash"),
+    "an odd row for two ranks": (["runtime.cp=2", "train.seq_len=1026"], "use 1024 or 1028, or"),
+    "a row shorter than its parts": (["runtime.cp=4", "train.seq_len=6"], "; use 8, or another"),
+    "more ranks than KV heads": (["runtime.tp=8"], "a divisor of model.n_kv_groups=4"),
+    "replicas of split matrices": (["runtime.tp=2", "runtime.strategy=ddp"], "auto or fsdp for"),
+    "a graph of many ranks": (["runtime.cp=2", "runtime.cuda_graph=true"], "exchange tokens"),
 }
 
 

@@ -51,6 +51,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "nsa.pool_block": ("32", "losses"),
     "nsa.d_index": ("6", "weights"),
     "train.index_loss": ("4", "weights"),
+    "train.index_lr": ("0.3", "weights"),
     "train.index_warmup_steps": ("2", "losses"),
     "train.index_warmup": ("frozen", "weights"),
     "train.steps": ("3", "losses"),
@@ -95,6 +96,8 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
     "runtime.compile": ("true", "plan"),
     "runtime.deterministic": ("true", "plan"),  # test_gpu_repeat.py has what it changes there
     "runtime.strategy": ("fsdp", "refused"),  # test_fsdp.py has ranks
+    "runtime.cp": ("2", "refused"),  # test_mesh.py has ranks
+    "runtime.tp": ("2", "refused"),
     "runtime.cuda_graph": ("true", "refused"),  # test_graph_step.py has one on a GPU
 }
 MANY_STEPS = ("train.steps=12", "train.lr=1e-6")  # noise alone decides what is above the median
@@ -122,6 +125,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "model.rope_scaling": ("model.rope_scale=8",),
     "nsa.d_index": MSA,
     "train.index_loss": MSA,
+    "train.index_lr": MSA,
     "train.index_warmup_steps": (*MSA, "train.seq_len=96"),
     "train.index_warmup": (*MSA, "train.index_warmup_steps=2"),
 }

@@ -29,7 +29,15 @@ from nsa.records.metrics import write_metrics
 from nsa.records.sentinels import read_anomaly, read_halt
 from nsa.records.spans import read_span
 from nsa.tests.data.test_shards import flip, make
-from nsa.tests.distributed.test_ranks import begun, last_steps, weights, write
+from nsa.tests.distributed.test_ranks import (
+    alone,
+    begun,
+    config,
+    last_steps,
+    losses,
+    weights,
+    write,
+)
 from nsa.tests.support import launch
 from nsa.tests.support.nursery import Nursery, Ranks
 from nsa.train.checkpoint import file as checkpoint_file
@@ -542,3 +550,39 @@ def test_a_run_that_lost_ranks_ends_as_if_nothing_had_happened(
     assert_equal(restarted.folder, undisturbed)
     assert read_metrics(restarted.folder).status == "finished"
     assert no_half_file(restarted.folder)
+
+
+# --- ranks that share rows, each of which waits for the others in every layer ---
+
+SHARED = ("runtime.cp=2", "model.n_kv_groups=2", "train.save_every=2", "train.eval_every=0")
+
+
+def test_a_stopped_rank_of_a_row_is_named_and_ends_all(
+    start: Callable[..., Ranks], folder: Path
+) -> None:
+    ranks = start(*SHARED, "train.steps=4000", **QUICK)
+    ranks.wait_for("step 0006")
+    ranks.send(1, signal.SIGSTOP)
+    codes, printed = ranks.finish()
+    assert codes[1] == -signal.SIGKILL and codes[0] != 0, printed
+    report = only_report(folder)
+    assert re.match(r"Rank 1 \(pid \d+ on .*\) is stopped by a signal, in ", report.sentence)
+    assert "; rank 0 waits for it in " in report.sentence
+    assert no_half_file(folder)
+
+
+def test_a_killed_rank_of_a_row_is_named_and_the_run_goes_on_with_another_degree(
+    start: Callable[..., Ranks], folder: Path, tmp_path: Path
+) -> None:
+    ranks = start(*SHARED, f"train.steps={STEPS}", trouble="steady", **PLAIN)
+    ranks.wait_for("step 0005")
+    ranks.send(1, signal.SIGKILL)
+    codes, printed = ranks.finish()
+    assert codes == [1, -signal.SIGKILL], printed
+    assert "rank 0 of 2 (dp 0, cp 0, tp 0) lost rank 1, in " in printed
+    given = ("runtime.cp=1", "runtime.tp=2", "--resume", "latest")
+    codes, printed = start(flags=given).finish()
+    assert codes == [0, 0], printed
+    assert resumed_at(printed)[-1] in (2, 4)
+    alone(config(tmp_path / "one", *SHARED, "runtime.cp=1", f"train.steps={STEPS}"))
+    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)

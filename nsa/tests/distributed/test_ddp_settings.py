@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from nsa.train import Halted, RunRefused, run
 from nsa.train.distributed import process_group
 from nsa.train.distributed.ddp import WIRE_TYPES, Ddp
 from nsa.train.distributed.process_group import translate_old_names
-from nsa.train.distributed.strategy import AUTO, OFF, ON, micro_positions
+from nsa.train.distributed.strategy import AUTO, OFF, ON, Strategy, micro_positions
 from nsa.train.step import EagerStep, Updated
 from nsa.train.stop import ORPHANED, Stop, launcher_pid
 
@@ -96,14 +95,19 @@ def test_a_group_of_one_says_that_it_is_ready(
 
 def test_ranks_read_every_row_of_an_update_once_and_those_of_one_process() -> None:
     size, num_micro, first = 2, 3, 60
-    read: list[range] = []
-    for rank in range(4):
-        ranks = SimpleNamespace(rank=rank, world_size=4)
-        starts = micro_positions(ranks, first, size, num_micro)  # type: ignore[arg-type]
-        read += [range(start, start + size) for start in starts]
-        # Micro-batch by micro-batch, as one process with four times the rows has them.
-        assert [(start - first) // (4 * size) for start in starts] == [0, 1, 2]
-    assert sorted(row for rows in read for row in rows) == list(range(60, 84))
+    for cp, tp in ((1, 1), (2, 1), (2, 2)):
+        read: list[range] = []
+        for rank in range(4 * cp * tp):
+            ranks = Strategy()
+            ranks.rank, ranks.world_size, ranks.cp, ranks.tp = rank, 4 * cp * tp, cp, tp
+            starts = micro_positions(ranks, first, size, num_micro)
+            read += [range(start, start + size) for start in starts]
+            # Micro-batch by micro-batch, as one process with four times the rows has them.
+            assert [(start - first) // (4 * size) for start in starts] == [0, 1, 2]
+        # Those that share rows are neighbours, and read the same.
+        rows = sorted(row for rows in read for row in rows)
+        assert rows == sorted([*range(60, 84)] * cp * tp)
+        assert read[0] == read[3 * (cp * tp - 1)]
 
 
 def test_the_group_is_left_after_an_error(

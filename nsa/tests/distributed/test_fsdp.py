@@ -185,7 +185,7 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAMILY = (
     *("model.mlp=gated", "model.qkv_bias=true", "model.qk_norm=true", "train.optimizer=muon"),
-    *("train.index_warmup_steps=3", "train.index_warmup=frozen"),
+    *("train.index_warmup_steps=3", "train.index_warmup=frozen", "train.index_lr=0.01"),
 )
 
 

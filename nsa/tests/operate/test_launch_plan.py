@@ -13,7 +13,7 @@ from nsa.cli.operate import add_launch_flags
 from nsa.config import StrictParser, load_config
 from nsa.config.env import TABLE, check_environment
 from nsa.operate.launch.command import make_plan
-from nsa.operate.launch.plan import Nodes, Plan, check_requirements, config_changes
+from nsa.operate.launch.plan import Nodes, Plan, check_mesh, check_requirements, config_changes
 from nsa.operate.launch.profiles import load_profile, load_profiles
 from nsa.operate.process import Gpu, Machine, find_gpus, trainer
 from nsa.records import folder as folders
@@ -267,3 +267,13 @@ def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--list"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["production", "m7c", "prime", "rehearsal"]
+
+
+def test_processes_that_cannot_share_rows_are_refused() -> None:
+    """Those of all nodes count together."""
+    rehearsal = ("--profile", "rehearsal", "runtime.cp=2", "train.seq_len=64")
+    check_mesh(plan(*rehearsal, "--np", "4"))
+    with pytest.raises(ValueError, match="NP=3 on 1 node is 3 ranks, but runtime.cp=2 x .* NP, or"):
+        check_mesh(plan(*rehearsal, "--np", "3"))
+    two = ("--nnodes", "2", "--rdzv-endpoint", "localhost:29400")
+    check_mesh(plan(*rehearsal, "--np", "3", *two))

@@ -83,7 +83,7 @@ def test_a_healthy_plan_is_go_within_seconds_and_leaves_nothing_behind(
     verdict = examine(config, "tiny.yaml", ranks=1, limits=SMALL | {"write_mib_per_s": 0})
     assert time.perf_counter() - begin < 60
     assert verdict.word == GO, verdict.text()
-    assert {row.name for row in verdict.rows} == {*CHEAP, *ARISING, *REHEARSED}
+    assert {row.name for row in verdict.rows} == {*CHEAP, *ARISING, *REHEARSED} - {"mesh"}
     assert {row.verdict for row in verdict.rows} == {PASS}
     assert list(tmp_path.iterdir()) == [], "neither the run's folder nor ours"
 
@@ -473,3 +473,24 @@ def test_a_run_for_ranks_is_rehearsed_in_one_process(
     assert (asked.runtime.strategy, rehearsed.runtime.strategy) == ("fsdp", "auto")
     result = run(rehearsed, config_path="tiny", out=io.StringIO(), stop_after=1, ddp=0)
     assert result.metrics.status == "finished"
+
+
+def test_ranks_that_cannot_share_rows_are_no_go(planned: BuildPlan) -> None:
+    assert config_checks.mesh(planned(ranks=3)) is None
+    shared = planned("runtime.cp=2", ranks=4)
+    row = said(config_checks.mesh(shared), PASS)
+    assert row.value.startswith("dp 2 x cp 2 x tp 1; a rank receives ")
+    assert shared.tokens_per_step == planned(ranks=2).tokens_per_step
+    assert said(config_checks.mesh(planned("runtime.cp=2", ranks=3)), FAIL).value == "3 ranks"
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("forked_python")
+def test_a_mesh_is_rehearsed_on_the_ranks_of_a_row(planned: BuildPlan) -> None:
+    plan = planned("runtime.cp=2", ranks=4)
+    rehearsal = run_checks.rehearse(plan)
+    assert rehearsal == rehearsal._replace(problem="", resumed_at=3)
+    assert rehearsal.step_s > 0.0 and rehearsal.checkpoint_bytes > 0
+    assert "on the 2 ranks of a row" in run_checks.eta_and_cost(plan, rehearsal).evidence
+    broken = run_checks.rehearse(planned("runtime.tp=2", "model.n_kv_groups=2", "model.mlp_dim=33"))
+    assert "mlp_dim=33 cannot be divided by 2 ranks" in broken.problem

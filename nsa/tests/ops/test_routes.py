@@ -424,6 +424,7 @@ def test_the_triton_path_sends_queries_with_an_offset_the_same_way(
             monkeypatch.setattr(flash, "CUDNN", noting(PLAIN, calls))
             monkeypatch.setattr(problem, "LONG_FROM", 0)
             monkeypatch.setattr(problem, "MANY_QUERIES", 0)
+            monkeypatch.setattr(problem, "OFFSET_ROUTES", True)
             monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
         out, chosen = nsa_attention(
             **leaves, spec=case.spec, q_offset=first, backend="triton", return_selection=True
@@ -451,6 +452,7 @@ def test_a_rank_computes_its_two_parts_on_the_kernels(monkeypatch: pytest.Monkey
     monkeypatch.setattr(flash, "CUDNN", PLAIN)
     monkeypatch.setattr(problem, "LONG_FROM", 0)
     monkeypatch.setattr(problem, "MANY_QUERIES", 0)
+    monkeypatch.setattr(problem, "OFFSET_ROUTES", True)
     monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
     sizes = cases.Case(cases.Shape(2, 1, 16, 16), batch=1, length=80, repeats=1)
     whole = parallel_parts.Whole(sizes, SMALL, torch.float32, "cpu")

@@ -236,3 +236,27 @@ def test_rules_choose_by_kernels_what_they_choose_in_torch(
     problem._kept.clear()
     assert torch.equal(rule.index(q, k, x, span), expected)
     problem._kept.clear()
+
+
+@pytest.mark.parametrize("name", RULES if DEVICE == "cuda" else ["pooled infllm"])
+def test_rules_choose_by_kernels_nearly_the_same_blocks_in_bf16(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding decides between blocks whose scores are nearly equal, and between no others."""
+    rule, groups, heads = RULES[name]
+    rule, narrow = rule.to(DEVICE), torch.bfloat16
+    draw = torch.Generator().manual_seed(6)
+    length = 2000 if DEVICE == "cuda" else 150
+    q, k, x = (
+        torch.randn(1, length, *size, generator=draw).to(DEVICE, narrow)
+        for size in ((heads, 8), (groups, 8), (12,))
+    )
+    found = []
+    for backend in ("torch", "triton"):
+        monkeypatch.setattr(rule, "backend", backend)
+        with torch.autocast(DEVICE, narrow):
+            found.append(rule.index(q, k, x, Span()))
+    expected, chosen = found
+    same = (chosen[..., None] == expected[..., None, :]).any(-1)
+    assert same[chosen >= 0].float().mean() > 0.97
+    assert (chosen >= 0).sum() == (expected >= 0).sum()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -235,19 +235,23 @@ def share_weights(size: int) -> dict[str, float]:
     return errors
 
 
-def count_statistics(mesh: DeviceMesh) -> list[float]:
-    """Mean entropy of the gates: over the whole row, and over the ranks."""
-    case, ids = CASES["nsa"], torch.arange(96)[None] % 24
-    alone, own = AttentionStats(), AttentionStats()
-    new_model(case)(ids, stats=alone)
+def count_statistics(mesh: DeviceMesh) -> dict[str, Any]:
+    """Statistics and selection maps: of the whole row, and of the ranks together."""
+
+    def gather(x: Tensor) -> Tensor:  # [...] -> [cp, tp, ...]
+        found = [torch.empty_like(x) for _ in range(mesh.size())]
+        dist.all_gather(found, x.contiguous(), group=mesh.get_group())
+        return torch.stack(found)[:, None]
+
+    case, ids = CASES["nsa, documents"], torch.arange(104)[None] % 24
+    alone, own = AttentionStats(maps=True), AttentionStats(maps=True)
+    new_model(case)(ids, cu_seqlens=case.cu_seqlens, stats=alone)
     model = parallelize_module(new_model(case), mesh, ContextParallel())
     with torch.no_grad():
-        model(shard_sequence(ids, mesh), stats=own)
-    mean = torch.tensor(own.summary()["entropy_mean"], dtype=torch.float64)
-    dist.all_reduce(mean, group=mesh.get_group())
-    expected = alone.summary()["entropy_mean"]
-    assert isinstance(expected, float)
-    return [expected, float(mean / mesh.size())]
+        model(shard_sequence(ids, mesh), cu_seqlens=case.cu_seqlens, stats=own)
+    own.combine(gather)
+    maps = [[asdict(layer) for layer in stats.selection_maps() or []] for stats in (alone, own)]
+    return {"summary": [alone.summary(), own.summary()], "maps": maps}
 
 
 FEW = "nsa, chosen blocks", "nsa, chosen blocks of documents"
@@ -319,7 +323,6 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
     wide = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("dp", "cp"))
     short = torch.tensor([0, 4], dtype=torch.int32)
     ids, odd = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 9, dtype=torch.long)
-    stats = AttentionStats(maps=True)
     trials: dict[str, Any] = {
         "length": lambda: shard_sequence(uneven, mesh),
         "other weights": lambda: parallelize_module(
@@ -338,7 +341,6 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
         "documents in a batch": lambda: split(ids.expand(2, -1), cu_seqlens=whole),
         "bounds in int64": lambda: split(ids, cu_seqlens=whole.long()),
         "odd shard": lambda: split(odd),
-        "maps": lambda: split(ids, stats=stats),
     }
     for name, trial in trials.items():
         try:
@@ -362,7 +364,7 @@ def main(folder: Path) -> None:
             found[name] = compare(CASES[name], mesh)
     found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
     found["fsdp"] = share_weights(size)
-    found["entropy"] = count_statistics(mesh)
+    found["statistics"] = count_statistics(mesh)
     found["order"] = {name: order(CASES[name], mesh) for name in (COUNTED[0], FEW[0])}
     # Last: after a refusal all ranks must still be in step.
     found["refused"] = refuse(mesh)

@@ -154,13 +154,13 @@ def test_commands_that_compute_load_torch_without_its_compiler(made: dict[str, s
 def test_an_update_loads_no_compiler_but_a_compiled_model_does() -> None:
     code = """
 import sys, torch, nsa
-from types import SimpleNamespace
+from nsa.config import TrainConfig
 from nsa.train.optimizer import build_optimizer, load_optimizer
 model = nsa.TinyLM(vocab=8, dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=8, d_v=8)
 ids = torch.zeros(1, 40, dtype=torch.long)
 model(ids).sum().backward()
 for name in ("adamw", "muon"):
-    optimizer = build_optimizer(model, SimpleNamespace(optimizer=name, weight_decay=0.1, lr=0.1))
+    optimizer = build_optimizer(model, TrainConfig(optimizer=name, lr=0.1))
     optimizer.step()
     load_optimizer(optimizer, optimizer.state_dict())
 optimizer.zero_grad()

@@ -18,6 +18,13 @@ from nsa.model.cost import parameter_counts
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.studies.test_study_long_context import HAY, WORDS
 from studies.long_context.diagnose import CAUSES, diagnose, selected_mass, summarize
+from studies.long_context.interventions import (
+    _change,
+    changed,
+    intervene,
+    trials_of,
+    with_blocks,
+)
 from studies.long_context.training_rows import Mixture, make_row
 from studies.nsa_vs_dense.arms import INIT, read_table
 from studies.nsa_vs_dense.results import read_results
@@ -68,6 +75,7 @@ dense = { "model.attention" = "dense" }
 dense-wide = { "model.attention" = "dense", "model.mlp_dim" = 80 }
 pools = { "model.rule" = "pooled" }
 [comparisons.short]
+stage = true
 config = "configs/base.yaml"
 steps = 2
 step_ms = 1
@@ -79,7 +87,7 @@ rows = { plain = 0.0, num_keys = 32, growing = [0.0, 0.3] }
 timed = []
 [comparisons.short.settings]
 "train.seq_len" = 64
-[comparisons.long]
+[comparisons.long-192]
 config = "configs/base.yaml"
 steps = 2
 step_ms = 1
@@ -89,10 +97,25 @@ eval_tokens = 256
 arms = { dense = [1], dense-wide = [1], pools = [1] }
 rows = { plain = 0.5, num_keys = 32, growing = [0.0, 0.3] }
 timed = []
-[comparisons.long.settings]
+[comparisons.long-192.settings]
 "train.seq_len" = 192
-[comparisons.long.start]
+[comparisons.long-192.start]
 pools = "short-pools-s1"
+[comparisons.on-192-on]
+config = "configs/base.yaml"
+steps = 1
+step_ms = 1
+start_s = 0
+held_out_tokens = 256
+eval_tokens = 256
+arms = { dense = [1], pools = [1] }
+rows = { plain = 0.5, num_keys = 32, growing = [0.0, 0.0] }
+timed = []
+[comparisons.on-192-on.settings]
+"train.seq_len" = 192
+[comparisons.on-192-on.start]
+dense = "long-192-dense-s1"
+pools = "long-192-dense-s1"
 """
 
 
@@ -185,16 +208,20 @@ def test_a_share_of_rows_is_text_alone_and_the_others_are_as_they_were() -> None
 def test_arms_of_the_tables_can_start_and_the_twin_has_the_parameters_of_nsa(name: str) -> None:
     arms = {arm.name: arm for arm in read_table(FOLDER / name)}
     configs = {key: arm.resolve(["data.tokenizer=byte"]) for key, arm in arms.items()}
-    firsts = [recipe.comparison for recipe in read_recipes(FOLDER / name) if recipe.is_first]
+    stages = [recipe.comparison for recipe in read_recipes(FOLDER / name) if recipe.is_stage]
     for key, arm in arms.items():
-        if arm.comparison in firsts:
-            assert INIT not in arm.settings
+        if INIT not in arm.settings:
+            assert arm.comparison == stages[0]
             continue
         ours, start = configs[key].model, configs[arm.settings[INIT]].model
-        shape = ("dim", "n_layers", "mlp_dim", "attention", "rule", "n_heads")
+        shape = ("dim", "n_layers", "mlp_dim", "n_heads")
         assert [getattr(ours, k) for k in shape] == [getattr(start, k) for k in shape]
-    for comparison in {arm.comparison for arm in arms.values()} - set(firsts):
+        # NSA has K and V of its own in each branch; what has one K and V starts as dense attention.
+        assert all(ours.branched) == all(start.branched)
+    for comparison in {arm.comparison for arm in arms.values()} - set(stages):
         members = [arm for arm in arms.values() if arm.comparison == comparison]
+        if is_converted({"settings": members[0].settings}):
+            continue
         twin, nsa = (
             sum(parameter_counts(configs[f"{comparison}-{variant}-s1"]).values())
             for variant in ("dense-wide", "nsa")
@@ -205,14 +232,19 @@ def test_arms_of_the_tables_can_start_and_the_twin_has_the_parameters_of_nsa(nam
 
 
 def test_converted_arms_start_from_one_dense_model_and_train_a_tenth_of_its_updates() -> None:
-    arms = {arm.name: arm for arm in read_table(FOLDER / "convert.toml")}
+    arms = {arm.name: arm for arm in read_table(FOLDER / "arms.toml")}
     converted = [arm for arm in arms.values() if is_converted({"settings": arm.settings})]
-    assert {arm.variant for arm in converted} == {"dense", "infllm", "moba", "msa", "nsa-shared"}
+    assert {"dense", "infllm", "moba", "nsa-shared"} < {arm.variant for arm in converted}
     (start,) = {arm.settings[INIT] for arm in converted}
     assert arms[start].variant == "dense" and not is_converted({"settings": arms[start].settings})
+    updates, name = 0, start
+    while name:
+        updates += arms[name].steps
+        name = arms[name].settings.get(INIT)
+    assert updates == 1000 + 600 + 600 + 500
     for arm in converted:
         cfg = arm.resolve(["data.tokenizer=byte"])
-        assert arm.steps * 10 <= arms[start].steps and not any(cfg.model.branched)
+        assert arm.steps * 10 <= updates and not any(cfg.model.branched)
         assert cfg.model.dim == arms[start].resolve(["data.tokenizer=byte"]).model.dim
 
 
@@ -263,7 +295,7 @@ def test_mass_of_the_selected_branch_is_attention_to_the_blocks_that_are_read() 
 def question(right: bool, read: list[bool], needle: float, gate: float) -> dict[str, Any]:
     """As recorded, of one layer with two KV heads and two query heads; head 0 is the reader."""
     return {
-        "right": right, "reads": [read], "needle": [[needle, 0.0]], "rivals": 3,
+        "right": right, "reads": [read], "needle": [[needle, 0.0]], "rivals": 3, "needles": 9,
         "from_rival": not right, "gates": [[[0.1, gate, 0.1]] * 2],
     }  # fmt: skip
 
@@ -283,6 +315,46 @@ def test_causes_of_wrong_answers_are_told_apart() -> None:
     assert summary["right"] == summary["from_rival"] == 5
     assert summary["reader"] == {"layer": 0, "head": 0}
     assert summary["wrong_answers"]["read_by_reader"] == 0.6
+    assert summary["by_needles"] == {"up to 16": [10, 5]}
+
+
+def test_blocks_that_are_given_take_the_place_of_free_ones() -> None:
+    spec = BlockSpec(l=8, d=4, l_sel=16, n_sel=6, w=8)  # first, last two and three free blocks
+    read = torch.tensor([[[0, 2, 3, 4, 8, 9]], [[0, 1, 2, 3, -1, -1]]], dtype=torch.int32)
+    query = torch.tensor([150, 60])
+    cases = [
+        ([[5, 6], [1, 1]], False, [[0, 2, 5, 6, 8, 9], [0, 1, 2, 3, -1, -1]]),
+        ([[5, 5], [2, 3]], False, [[0, 2, 3, 5, 8, 9], [0, 1, 2, 3, -1, -1]]),
+        ([[4, 9], [0, 1]], True, [[0, 4, 8, 9, -1, -1], [0, 1, 2, 3, -1, -1]]),
+        ([[5, 6], [0, 3]], True, [[0, 5, 6, 8, 9, -1], [0, 2, 3, -1, -1, -1]]),
+    ]
+    for wanted, alone, expected in cases:
+        found = with_blocks(read, query, torch.tensor(wanted), spec, alone)
+        assert found[:, 0].tolist() == expected, (wanted, alone)
+
+
+def test_an_intervention_changes_the_answers_alone() -> None:
+    torch.manual_seed(4)
+    model = TinyLM(**SIZES, **BLOCKS).eval()
+    rows = (make_row(i, "val", Mixture(seq_len=128), HAY, WORDS, 0, 3) for i in range(20))
+    row = next(row for row in rows if max(row.distances, default=0) > 40)
+    pairs = [(a, a - d) for a, d in zip(row.answers, row.distances, strict=True) if d > 40]
+    ids, query = torch.from_numpy(row.ids)[None], torch.tensor([a - 1 for a, _ in pairs])
+    wanted = torch.tensor([[told, told] for _, told in pairs]) // SPEC.l_sel
+    plain = model.hidden(ids)
+    for trial in trials_of(reader=1)[1:]:
+        with changed(_change(trial, query, wanted, SPEC)):
+            found = model.hidden(ids)
+        first = int(query.min())
+        torch.testing.assert_close(found[:, :first], plain[:, :first], rtol=0, atol=0)
+        if trial.gated:  # the others do nothing where the block is read already
+            assert not torch.equal(found[0, query], plain[0, query])
+    assert torch.equal(model.hidden(ids), plain)
+    counted = intervene(model, [row], WORDS, SPEC, 40, reader=1)
+    asked = [question["right"] for question in diagnose(model, [row], WORDS, 16, far=40)]
+    assert counted["as it is"] == {
+        "questions": len(asked), "right": sum(asked), "repaired": 0, "broken": 0,
+    }  # fmt: skip
 
 
 def test_dense_attention_has_nothing_to_diagnose() -> None:
@@ -301,23 +373,27 @@ def test_study_trains_measures_goes_on_and_is_drawn(
     (tmp_path / "text.jsonl").write_text(lines + "\n")
     out, table = tmp_path / "out", str(tmp_path / "table.toml")
     given = ["--table", table, "--out", str(out), "--data", str(tmp_path / "text.jsonl")]
-    assert run.main([*given, "--arms", "long-pools-*"]) == 3  # its first weights are not there
+    assert run.main([*given, "--arms", "long-192-pools-*"]) == 3  # its first weights are not there
     assert "not trained; left out" in capsys.readouterr().out
     assert run.main(given) == 0
-    assert "long-pools-s1: recall own" in capsys.readouterr().out
+    assert "long-192-pools-s1: recall own" in capsys.readouterr().out
     assert run.main(given) == 0
-    assert capsys.readouterr().out.count("finished before") == 4
+    assert capsys.readouterr().out.count("finished before") == 6
     results, measures = read_results(out / "results.json"), read_measures(out / "rules.json")
     trained = {arm["name"]: arm for arm in results["arms"]}
-    assert trained["long-pools-s1"]["settings"][INIT] == "short-pools-s1"
-    assert set(measures["arms"]) == {"long-dense-s1", "long-dense-wide-s1", "long-pools-s1"}
-    assert set(measures["arms"]["long-dense-s1"]["recall"]) == {"nsa", "infllm", "moba"}
+    assert trained["long-192-pools-s1"]["settings"][INIT] == "short-pools-s1"
+    assert set(measures["arms"]) == set(trained) - {"short-pools-s1"} and len(trained) == 6
+    assert set(measures["arms"]["long-192-dense-s1"]["recall"]) == {"nsa", "infllm", "moba"}
     assert plot.main([str(out), "--out", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page" / "rules.md").read_text()
-    loss = trained["long-pools-s1"]["held_out"]["loss"]
+    loss = trained["long-192-pools-s1"]["held_out"]["loss"]
     assert page.count("| 192 | ") == 3 and f"| {loss:.4f} |" in page
-    for name in ("rules-loss.png", "rules-needles.png"):
-        assert name in page and (tmp_path / "page" / name).read_bytes()[:4] == b"\x89PNG"
+    other = (tmp_path / "page" / "convert.md").read_text()
+    assert other.count("| 192 | ") == 3 and other.count(", from long-192-dense-s1 |") == 2
+    for text, name in ((page, "rules"), (other, "convert")):
+        for picture in (f"{name}-loss.png", f"{name}-needles.png"):
+            assert picture in text
+            assert (tmp_path / "page" / picture).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_best_rate_of_the_twin_counts() -> None:

@@ -57,9 +57,14 @@ def launch(*arguments: object, **options: Any) -> tuple[int, str]:
 
 
 def train(trouble: str, arguments: list[str]) -> int:
-    """Train, with `trouble` on rank 1 or on all, mostly in the third update; empty is none."""
+    """Train, with `trouble` on rank 1 or on all, mostly in the third update; empty is none.
+
+    One with `=` is a setting that rank 1 alone has.
+    """
     sys.path.insert(0, str(REPOSITORY))
-    if trouble in EVERYWHERE or (trouble and os.environ["RANK"] == "1"):
+    if "=" in trouble:
+        arguments = [*arguments, trouble] if os.environ["RANK"] == "1" else arguments
+    elif trouble in EVERYWHERE or (trouble and os.environ["RANK"] == "1"):
         _TROUBLES[trouble]()
     from scripts import train_showcase
 

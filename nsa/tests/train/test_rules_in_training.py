@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 
 from nsa.config import Config, ConfigError
 from nsa.generate import generate
+from nsa.model import TinyLM
 from nsa.records import TRAINING, TrainingRow, read_rows
 from nsa.records.heartbeat import PROGRESS, read_heartbeat
 from nsa.train import run
 from nsa.train.checkpoint.model_file import load_model
+from nsa.train.optimizer import build_optimizer, set_lr
 
 BuildConfig = Callable[..., Config]
 BLOCKS = ("nsa.l_sel=16", "nsa.n_sel=3", "train.seq_len=96", "train.steps=6", "train.eval_every=6")
@@ -86,7 +89,7 @@ def test_a_frozen_warm_up_moves_only_the_indexer(
     frozen = (
         *("model.rule=dense,msa", "model.n_layers=2", "nsa.d_index=8", "train.lr=0.01", *BLOCKS),
         *("train.index_warmup=frozen", "train.index_warmup_steps=4", "train.save_every=1"),
-        *("train.weight_decay=0.5", f"train.optimizer={optimizer}"),
+        *("train.weight_decay=0.5", f"train.optimizer={optimizer}", "train.index_lr=0.03"),
     )
     whole = Path(tiny_config(*frozen).train.out_dir)
     run(tiny_config(*frozen), config_path="tiny.yaml", out=io.StringIO())
@@ -103,6 +106,30 @@ def test_a_frozen_warm_up_moves_only_the_indexer(
         run(cfg, config_path="tiny.yaml", out=io.StringIO(), resume=resume)
         ends = [read_file(f / "model.pt")["state_dict"] for f in (whole, tmp_path / str(step))]
         assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_indexer_has_a_rate_of_its_own(optimizer: str, tiny_config: BuildConfig) -> None:
+    cfg = tiny_config(
+        *("model.rule=dense,msa", "model.n_layers=2", "nsa.d_index=8", "train.lr=0.01", *BLOCKS),
+        *("train.index_lr=0.5", "train.weight_decay=0", f"train.optimizer={optimizer}"),
+    )
+    sizes: dict[str, list[float]] = {}
+    for other in (cfg, replace(cfg, train=replace(cfg.train, index_lr=0.0))):
+        torch.manual_seed(1)
+        model = TinyLM.from_config(other, vocab=64)
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        built = build_optimizer(model, other.train)
+        set_lr(built, 0.004)
+        built.step()
+        for name, parameter in model.named_parameters():
+            moved = (parameter.detach() - start[name]).abs().mean().item()
+            sizes.setdefault(name, []).append(moved)
+    for name, (own, shared) in sizes.items():
+        expected = 0.5 / 0.01 if ".rule." in name else 1.0
+        assert own == pytest.approx(expected * shared, rel=1e-3), name
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -8,8 +8,8 @@ Schema of the .pt, version 1, a dict that loads with `torch.load(..., weights_on
     state_dict   the weights, on the CPU
     cfg          the resolved config as plain dicts
     identity     settings and data that determine the losses (identity.py)
-    batch        `world_size`: ranks that wrote it; `rows_of_rank`: configured rows per update and
-                 rank, before accumulation was adjusted; absent in older files
+    batch        `world_size`: data parallel ranks that wrote it; `rows_of_rank`: configured rows
+                 per update and rank, before accumulation was adjusted; absent in older files
     optimizer    state_dict of the optimizer
     scaler       state_dict of the GradScaler; empty without loss scaling
     rng          states of torch's generators: `cpu`, and `cuda` for every device

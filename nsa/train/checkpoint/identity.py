@@ -28,7 +28,7 @@ YOUNGER = (
     *("model.norm_eps", "model.qkv_bias", "model.qk_norm", "model.rope_scaling"),
     *("model.rope_original_len", "model.rope_low_freq", "model.rope_high_freq"),
     *("nsa.num_first", "nsa.num_local", "nsa.pool", "nsa.pool_block", "nsa.d_index"),
-    *("train.index_loss", "train.index_warmup_steps", "train.index_warmup"),
+    *("train.index_loss", "train.index_lr", "train.index_warmup_steps", "train.index_warmup"),
 )
 """Keys added later: part of the identity only if not at their defaults."""
 SCHEDULE = ("steps", "lr", "lr_schedule", "warmup_steps", "decay_steps")

@@ -176,10 +176,11 @@ def read_state(path: Path) -> Content:
     return checkpoint_file.check_content(content, path)
 
 
-def fill(path: Path, content: Content, make: Callable[[Tensor], Tensor]) -> Content:
+def fill(path: Path, content: Content, make: Callable[[str, Tensor], Tensor]) -> Content:
     """Read the tensors of a folder into the content from `read_state`.
 
-    `make` gets a meta tensor and allocates the destination: a full tensor, or this rank's shard.
+    `make` gets a name and a meta tensor, and allocates the destination: a full tensor, or this
+    rank's shard.
     """
     metadata, tensors = read_list(path), dict[str, Tensor]()
 
@@ -187,7 +188,7 @@ def fill(path: Path, content: Content, make: Callable[[Tensor], Tensor]) -> Cont
         if not x.is_meta:
             return x
         check_listed(name, x, metadata)
-        tensors[name] = make(x)
+        tensors[name] = make(name, x)
         return tensors[name]
 
     filled = content | {key: map_tensors(content[key], place, key) for key in IN_PARTS}

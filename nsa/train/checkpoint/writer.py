@@ -134,7 +134,7 @@ class Saver:
         self._failed = True
         try:
             # Under FSDP the write is collective: one rank must not leave before it.
-            if not self._ranks.gathers:
+            if not self._ranks.saves_together:
                 self._require_folder()
             path = self._ranks.write_checkpoint(self.folder, content)
             self._require_folder()

@@ -13,12 +13,15 @@ import dataclasses
 import json
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,12 +33,16 @@ from nsa.config import BAD_INPUT, Config, ConfigError, RuntimeConfig
 from nsa.config.env import read
 from nsa.data import DamagedShard, DataError, SourceLost, WaitEnded
 from nsa.model import TinyLM
+from nsa.model.stats import AttentionStats
 from nsa.records.spans import here, span
 from nsa.train.distributed.strategy import Fingerprint, Strategy, mark_shared, refuse_difference
 from nsa.train.errors import BAD_DATA, NO_DATA, LoaderFailed, RankFailed, RankLost, TrainError
 from nsa.train.runtime import Runtime
 from nsa.train.stop import REASONS, Stop
 from nsa.train.tensors import local_shard, shard_like
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # --- settings from NSA_DDP_* ---
 
@@ -138,6 +145,8 @@ def _all_reduce(wire: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
 
 KEPT_LOSSES = 4
 """Updates whose per-rank losses are kept, because losses are checked one step late."""
+NUM_LOOKS, LOOK_S = 10, 0.1
+"""Looks for a rank that is lost, and seconds between them."""
 PATIENCE = 0.8
 """Limit of a rank's wait for data, as a share of the group's timeout: it must still be able to
 report the failure to the others."""
@@ -155,10 +164,14 @@ class Group(Strategy):
         gpu: str | None,
         timeout_s: float,
         say: Callable[[str], None],
+        cp: int = 1,
+        tp: int = 1,
     ) -> None:
         """`control` is the gloo group for CPU tensors; None if the default group is gloo."""
         self.timeout_s = self._timeout_s = timeout_s
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.cp, self.tp = rank, world_size, cp, tp
+        self.gathers = self.gathers or cp * tp > 1
+        self._opened: DeviceMesh | None = None
         self._store, self._control, self._gpu, self._say = store, control, gpu, say
         self._losses = deque[Tensor](maxlen=KEPT_LOSSES)  # [world_size] fp32 each
         self._agreed = ""
@@ -166,7 +179,10 @@ class Group(Strategy):
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} of {self.world_size}"
+        place = (
+            f" (dp {self.data_rank}, cp {self.rank // self.tp % self.cp}, tp {self.rank % self.tp})"
+        )
+        return f"rank {self.rank} of {self.world_size}" + place * (self.cp * self.tp > 1)
 
     def __exit__(
         self,
@@ -182,9 +198,9 @@ class Group(Strategy):
         if error is not None and not getattr(error, "shared", False):
             if _is_loss_of_rank(error):
                 raise RankLost(
-                    f"{self.name} lost another rank, in {here.broken}: {str(error).splitlines()[0]}"
-                    "; see the messages of that rank; a restart by the launcher resumes from "
-                    "the last checkpoint, as does the same command"
+                    f"{self.name} lost {self._who_left()}, in {here.broken}: "
+                    f"{str(error).splitlines()[0]}; see the messages of that rank; a restart by "
+                    "the launcher resumes from the last checkpoint, as does the same command"
                 ) from error
             return
         try:
@@ -199,6 +215,28 @@ class Group(Strategy):
                 ) from lost
             print(f"[ddp] {self.name}: another rank exited early: {lost}", file=sys.stderr)
 
+    def _who_left(self) -> str:
+        """The ranks of this machine whose process is gone; `another rank` if none is found."""
+        from nsa.train.distributed.hang import gone_ranks
+
+        for _ in range(NUM_LOOKS):  # a process that has closed its connections may not be over yet
+            gone = gone_ranks(here.folder, self.world_size)
+            noticed = self._noticed(gone)
+            if lost := [rank for rank in gone if rank not in noticed]:
+                return f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            time.sleep(LOOK_S)
+        return "another rank"
+
+    def _noticed(self, gone: list[int]) -> set[int]:
+        """Those that left because they lost somebody, as this rank does."""
+        if 0 in gone:  # the store may have been in its process
+            return set()
+        try:
+            self._store.set(f"noticed/{self.rank}", "")
+            return {rank for rank in gone if self._store.check([f"noticed/{rank}"])}
+        except dist.DistError:  # just now
+            return set()
+
     def assign_device(self, config: RuntimeConfig) -> RuntimeConfig:
         return config if self._gpu is None else dataclasses.replace(config, device=self._gpu)
 
@@ -212,6 +250,34 @@ class Group(Strategy):
                 refuse_difference(rank, json.loads(self._store.get(f"{name}{rank}")), ours)
 
         self.from_rank_0(compare)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks as dp x cp x tp; the first call is collective."""
+        if self._opened is None:
+            from nsa.train.distributed.mesh import open_mesh
+
+            timeout = timedelta(seconds=self._timeout_s)
+            self._opened = open_mesh(device_type, self.world_size, self.cp, self.tp, timeout)
+        return self._opened
+
+    def split(self, model: TinyLM, runtime: Runtime) -> TinyLM:
+        """The model on this rank's tokens, with its share of the matrices. Collective."""
+        if self.cp * self.tp == 1:
+            return model
+        from nsa.train.distributed.mesh import split_model
+
+        degrees = f"dp {self.num_data_ranks} x cp {self.cp} x tp {self.tp}"
+        self._say(f"[mesh] {self.world_size} ranks: {degrees}")
+        with span("the mesh", waits=True):
+            return split_model(model, self.mesh(runtime.device.type))
+
+    def combine_stats(self, stats: AttentionStats) -> None:
+        if self._opened is None:
+            return
+        from nsa.train.distributed.mesh import gather_over
+
+        with span("all-gather of statistics", waits=True):
+            stats.combine(partial(gather_over, self._opened))
 
     def mean_loss(self, loss: Tensor) -> Tensor:
         # All-reduce a vector, not the mean: `ranks_not_finite` needs the loss of each rank.
@@ -341,6 +407,9 @@ class Ddp(Group):
 
     def adapt(self, cfg: Config) -> Config:
         return adapt_config(cfg, self._say)
+
+    def place_model(self, model: TinyLM, runtime: Runtime) -> TinyLM:
+        return self.split(super().place_model(model, runtime), runtime)
 
     def wrap(self, loss: nn.Module, runtime: Runtime) -> nn.Module:
         settings = read_settings(runtime.precision)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +25,25 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor import zeros as zeros_in_parts
 
 from nsa.config import Config, ConfigError
 from nsa.model import TinyLM
 from nsa.train.checkpoint import folder as checkpoint_folder
-from nsa.train.checkpoint.file import Content
+from nsa.train.checkpoint.file import BadCheckpoint, Content
 from nsa.train.distributed.ddp import Group
+from nsa.train.distributed.mesh import FSDP_NAME
 from nsa.train.runtime import Runtime
-from nsa.train.tensors import gather_tensor, map_tensors
-
-BY_ROWS = (Shard(0),)
-"""FSDP's placement: shards along the first dimension, as equal as possible."""
+from nsa.train.tensors import gather_tensor, local_shard, map_tensors, shard_like
 
 
 class Fsdp(Group):
     """One of several ranks that hold a shard of the model each."""
 
     checkpoint_name = checkpoint_folder.NAME
-    gathers = True
+    gathers = saves_together = True
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._mesh: DeviceMesh | None = None
         self._model: FSDPModule | None = None
         # A separate group: the writer thread runs collectives concurrently with training, and
         # within one group their order would differ between ranks.
@@ -55,11 +51,12 @@ class Fsdp(Group):
         self._saving = dist.new_group(backend="gloo", timeout=timeout)
 
     def adapt(self, cfg: Config) -> Config:
+        other = "runtime.strategy=ddp" if cfg.runtime.tp == 1 else "runtime.tp=1"
         for key in ("cuda_graph", "compile"):
             if getattr(cfg.runtime, key):
                 raise ConfigError(
                     f"runtime.{key}=true under FSDP: weights are gathered outside of it; "
-                    "set it to false, or choose runtime.strategy=ddp",
+                    f"set it to false, or choose {other}",
                     key=f"runtime.{key}",
                 )
         return cfg
@@ -71,23 +68,30 @@ class Fsdp(Group):
         in fp32, and the inputs of a block are not cast. The head matrix is used after `hidden`
         returns, so the root is not resharded until the backward pass.
         """
-        self._mesh = DeviceMesh.from_group(_world(), runtime.device.type)
+        model = self.split(model, runtime)
+        mesh = self._shards(runtime.device.type)
         wire = None if runtime.precision == "fp32" else runtime.dtype
         rounded = MixedPrecisionPolicy(
             param_dtype=wire, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         for block in model.layers:
-            fully_shard(block, mesh=self._mesh, mp_policy=rounded)
+            fully_shard(block, mesh=mesh, mp_policy=rounded)
         exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        fully_shard(model, mesh=self._mesh, mp_policy=exact, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
         register_fsdp_forward_method(model, "hidden")
         assert isinstance(model, FSDPModule)
         self._model = model
         self._say(
-            f"[fsdp] {len(model.layers)} blocks sharded over {self.world_size} ranks | blocks "
+            f"[fsdp] {len(model.layers)} blocks sharded over {mesh.size()} ranks | blocks "
             f"gathered in {runtime.precision}, gradients summed in fp32"
         )
         return model
+
+    def _shards(self, device_type: str) -> DeviceMesh:
+        """The ranks that share the weights: all, or those with the same share of the matrices."""
+        if self.tp == 1:
+            return DeviceMesh.from_group(_world(), device_type)
+        return self.mesh(device_type)[FSDP_NAME]
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -106,14 +110,14 @@ class Fsdp(Group):
 
         return sharded_io.write(folder, content, self._saving)
 
-    def load_checkpoint(self, path: Path, content: Content) -> Content:
+    def load_checkpoint(self, path: Path, content: Content, like: dict[str, Tensor]) -> Content:
         """From a folder, each rank reads only its shards; a single file is read fully, then cut."""
         from nsa.train.checkpoint import sharded_io
 
         if path.is_dir():
-            return sharded_io.fill(path, content, self._new_part)
-        parts = {k: map_tensors(content[k], self._part_of) for k in sharded_io.IN_PARTS}
-        return content | parts
+            return sharded_io.fill(path, content, partial(_new_part, like))
+        cut = partial(_part_of, like)
+        return content | {k: map_tensors(content[k], cut, k) for k in sharded_io.IN_PARTS}
 
     def weights(self, model: TinyLM) -> dict[str, Tensor]:
         """Gather tensor by tensor, so that only one full tensor is on the device at a time."""
@@ -133,16 +137,31 @@ class Fsdp(Group):
         fresh.load_state_dict(weights, strict=True, assign=True)
         return fresh
 
-    def _new_part(self, x: Tensor) -> Tensor:
-        """Allocate this rank's shard of a tensor of this shape."""
-        return zeros_in_parts(x.shape, dtype=x.dtype, device_mesh=self._mesh, placements=BY_ROWS)
 
-    def _part_of(self, name: str, x: Tensor) -> Tensor:
-        """This rank's shard of a tensor that all ranks have; no communication."""
-        if x.ndim == 0:
-            return x
-        # Clone: a view would keep the full tensor in memory.
-        return distribute_tensor(x, self._mesh, BY_ROWS, src_data_rank=None).clone()
+def _new_part(like: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Allocate this rank's shard of a tensor of this shape."""
+    return torch.zeros_like(_parameter(like, name, x), dtype=x.dtype)
+
+
+def _part_of(like: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """This rank's shard of a tensor that all ranks have; no communication."""
+    if x.ndim == 0:
+        return x
+    part = _new_part(like, name, x)
+    local_shard(part).copy_(shard_like(x, part))
+    return part
+
+
+def _parameter(like: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """The parameter of a tensor: with its name, or, for moments, that of its state."""
+    found = like.get(name, like.get(name.rpartition(".")[0]))
+    if found is None or found.shape != x.shape:
+        there = "absent" if found is None else list(found.shape)
+        raise BadCheckpoint(
+            f"{name} is {list(x.shape)} in the checkpoint, and {there} in the run that it names; "
+            "it was damaged or made by another program; use an older checkpoint"
+        )
+    return found
 
 
 def _world() -> dist.ProcessGroup:

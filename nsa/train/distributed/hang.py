@@ -341,6 +341,12 @@ def process_state(place: Place) -> str:
     return STOPPED if fields[STATE] in "Tt" else SILENT
 
 
+def gone_ranks(folder: Path, world_size: int) -> list[int]:
+    """The ranks of a run whose process has ended, as far as this machine can tell."""
+    places = [read_span(folder, rank) for rank in range(world_size)]
+    return [place.rank for place in places if place and process_state(place) == GONE]
+
+
 def kill(place: Place) -> None:
     """Send SIGKILL to the process of a rank on this machine."""
     # pidfd and start time: the pid must not have been reused by another process.

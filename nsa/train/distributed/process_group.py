@@ -12,10 +12,11 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_le
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from nsa.config import Config, ConfigError
+from nsa.config import Config, ConfigError, RuntimeConfig
 from nsa.config.env import raw, read, set_default
 from nsa.data import SourceLost, within
 from nsa.train.distributed.ddp import Ddp, Group
+from nsa.train.distributed.mesh import agree_on_mesh, check_degrees
 from nsa.train.distributed.strategy import AUTO, OFF, Strategy
 from nsa.train.errors import RunRefused
 
@@ -34,6 +35,8 @@ def open_ranks(ddp: int, cfg: Config, say: Callable[[str], None]) -> Iterator[St
             "--nproc_per_node=N, or runtime.strategy=auto, which trains in one process here",
             key="runtime.strategy",
         )
+    if cfg.runtime.sharing > 1:
+        check_degrees(cfg.runtime, 1 if ddp == OFF or not launched else world_size)
     if ddp == OFF and world_size > 1:
         raise RunRefused(
             f"--ddp 0 with WORLD_SIZE={world_size}: {world_size} runs would write into one folder; "
@@ -73,6 +76,7 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
     store = PrefixStore(f"attempt{read('TORCHELASTIC_RESTART_COUNT')}", store)
     _wait_for_all(store, rank, world_size)
     store.set_timeout(timeout)
+    agree_on_mesh(store, rank, world_size, cfg.runtime)
     if cuda:
         torch.cuda.set_device(_local_gpu(backend))
     _lower_debug_level(backend, say_first)
@@ -85,8 +89,9 @@ def _open_group(cfg: Config, say: Callable[[str], None]) -> Iterator[Group]:
         # Decisions are exchanged on the CPU, so that they never wait for the GPU.
         control = dist.new_group(backend="gloo", timeout=timeout) if backend != "gloo" else None
         gpu = f"cuda:{torch.cuda.current_device()}" if cuda else None
-        kind = _strategy_class(cfg.runtime.strategy)
-        with kind(rank, world_size, store, control, gpu, 60.0 * minutes, say_first) as ranks:
+        kind = _strategy_class(cfg.runtime)
+        given = (rank, world_size, store, control, gpu, 60.0 * minutes, say_first)
+        with kind(*given, cfg.runtime.cp, cfg.runtime.tp) as ranks:
             yield ranks
     finally:
         _left.append(dist.group.WORLD)
@@ -100,8 +105,8 @@ without releasing the GIL, waits there for a thread of gloo, and that thread wai
 rank never exits."""
 
 
-def _strategy_class(strategy: str) -> type[Group]:
-    if strategy != "fsdp":
+def _strategy_class(runtime: RuntimeConfig) -> type[Group]:
+    if runtime.strategy != "fsdp" and runtime.tp == 1:
         return Ddp
     from nsa.train.distributed.fsdp import Fsdp  # takes a second to import
 

@@ -21,6 +21,7 @@ import nsa
 from nsa.config import Config, RuntimeConfig, to_container
 from nsa.config.env import in_effect, read
 from nsa.model import TinyLM
+from nsa.model.stats import AttentionStats
 from nsa.train.checkpoint import file as checkpoint_file
 from nsa.train.checkpoint import find
 from nsa.train.checkpoint.file import Content
@@ -43,9 +44,13 @@ class Strategy:
 
     rank = 0
     world_size = 1
+    cp = tp = 1
+    """Ranks that share each row of tokens, and each matrix (mesh.py)."""
     checkpoint_name = checkpoint_file.NAME
     gathers = False
-    """Whether a forward pass is collective, because it gathers sharded weights."""
+    """Whether a forward pass is collective: it gathers weights, or tokens of other ranks."""
+    saves_together = False
+    """Whether writing a checkpoint is collective."""
     seen = 0
     """Result of the last `fetching`."""
     timeout_s: float | None = None
@@ -55,6 +60,16 @@ class Strategy:
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes the files and prints the messages."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which rows this rank reads; ranks that share rows have the same number."""
+        return self.rank // (self.cp * self.tp)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks, or groups of them that share rows, with rows of their own."""
+        return self.world_size // (self.cp * self.tp)
 
     @property
     def name(self) -> str:
@@ -106,6 +121,9 @@ class Strategy:
         """The mean of a number over the ranks. Collective; no host sync."""
         return value
 
+    def combine_stats(self, stats: AttentionStats) -> None:
+        """Make the statistics of this rank's tokens and heads those of its rows. Collective."""
+
     def ranks_not_finite(self, late: int) -> str:
         """Text naming the ranks whose loss was not finite, `late` updates ago; may be empty."""
         return ""
@@ -142,8 +160,11 @@ class Strategy:
         """Write the state of a trainer; runs in the writer thread, on all ranks that `saves`."""
         return checkpoint_file.write(folder, content)
 
-    def load_checkpoint(self, path: Path, content: Content) -> Content:
-        """Complete the content from find.peek: full tensors, or the shards of this rank."""
+    def load_checkpoint(self, path: Path, content: Content, like: dict[str, Tensor]) -> Content:
+        """Complete the content from find.peek: full tensors, or the shards of this rank.
+
+        `like` has the parameter of every tensor, by the names of map_tensors.
+        """
         return find.fill(path, content)
 
     def broadcast_weights(
@@ -181,11 +202,10 @@ def micro_positions(ranks: Strategy, first: int, batch_size: int, num_micro: int
     """First rows of this rank's micro-batches, in an update whose rows start at `first`.
 
     Within a micro-batch, ranks take consecutive rows: k ranks with batch B read the same rows as
-    one process with batch k*B.
+    one process with batch k*B. Ranks that share rows read the same ones.
     """
-    return [
-        first + (micro * ranks.world_size + ranks.rank) * batch_size for micro in range(num_micro)
-    ]
+    stride, place = ranks.num_data_ranks, ranks.data_rank
+    return [first + (micro * stride + place) * batch_size for micro in range(num_micro)]
 
 
 def speaks_for_all(error: BaseException) -> bool:
