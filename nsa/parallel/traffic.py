@@ -77,14 +77,15 @@ def _row(config: Config) -> tuple[TinyLM, Split, dict[str, Any]]:
 
 def _activations(config: Config) -> int:
     """Attention and MLP of each layer end in a sum, and begin with one in backward; recomputation
-    stops before the last. Beside them the rows of `qkv` for the heads of a rank, and the head."""
+    stops before the last. Beside them the rows of `qkv` for the heads of a rank, and the loss: the
+    head matrix and its gradient, and the sum of the gradient of its input."""
     tp, own, model = config.runtime.tp, share_of_rank(config), config.model
     if tp == 1:
         return 0
     size, again = BYTES[config.runtime.precision], len(checkpointed_layers(config))
     stream = own.train.batch_size * own.train.seq_len * model.dim
-    sums = ((4 * model.n_layers + again) * size + FP32) * stream
-    head = FP32 * config.data.vocab * model.dim
+    sums = ((4 * model.n_layers + again + 1) * size + FP32) * stream
+    head = 2 * FP32 * config.data.vocab * model.dim
     rows = sum(
         (3 if layer in checkpointed_layers(config) else 2) * _rows_of_heads(config, kind)
         for layer, kind in enumerate(layer_kinds(config))
