@@ -126,7 +126,7 @@ def updated(page: str) -> str:
 def table() -> str:
     """Every shape, length and number of GPUs."""
     head = ("model", "tokens of a row", "GPUs", "ranks a row x rows", "recomputed", "tokens/s")
-    rows = [(*head, "of it per GPU", "communication")]
+    rows: list[tuple[str, ...]] = [(*head, "of it per GPU", "communication")]
     for name in SHAPES:
         for length in LENGTHS:
             for num_gpus in GPUS:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nsa.model import TinyLM
 from nsa.model.attention import NSAAttention
 from nsa.model.rope import document_positions
-from nsa.model.stats import AttentionStats
+from nsa.model.stats import AttentionStats, Where
 
 
 class SelectionRecorder(AttentionStats):
@@ -36,6 +36,7 @@ class SelectionRecorder(AttentionStats):
         *,
         block_tokens: int,
         cu_seqlens: Tensor | None = None,
+        where: Where | None = None,
     ) -> None:
         self.block_tokens = block_tokens
         self.selections[layer] = selection
