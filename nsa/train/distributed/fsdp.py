@@ -31,7 +31,7 @@ from nsa.model import TinyLM
 from nsa.train.checkpoint import folder as checkpoint_folder
 from nsa.train.checkpoint.file import BadCheckpoint, Content
 from nsa.train.distributed.ddp import Group
-from nsa.train.distributed.mesh import FSDP_NAME
+from nsa.train.distributed.mesh import open_shards
 from nsa.train.runtime import Runtime
 from nsa.train.tensors import gather_tensor, local_shard, map_tensors, shard_like
 
@@ -45,6 +45,7 @@ class Fsdp(Group):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._model: FSDPModule | None = None
+        self._flat: DeviceMesh | None = None  # dp x cp, where there is tp
         # A separate group: the writer thread runs collectives concurrently with training, and
         # within one group their order would differ between ranks.
         timeout = timedelta(seconds=self._timeout_s)
@@ -91,7 +92,9 @@ class Fsdp(Group):
         """The ranks that share the weights: all, or those with the same share of the matrices."""
         if self.tp == 1:
             return DeviceMesh.from_group(_world(), device_type)
-        return self.mesh(device_type)[FSDP_NAME]
+        if self._flat is None:
+            self._flat = open_shards(self.mesh(device_type), timedelta(seconds=self._timeout_s))
+        return self._flat
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

@@ -27,7 +27,6 @@ from nsa.train.distributed.strategy import mark_shared
 from nsa.train.errors import RunRefused
 
 NAMES = ("dp", "cp", "tp")
-FSDP_NAME = "dp_cp"
 
 
 # --- refused before the first step, by all ranks ---
@@ -103,16 +102,20 @@ def open_mesh(
 ) -> DeviceMesh:
     """The mesh of all ranks; collective. Its groups have the timeout of the run."""
     mesh = init_device_mesh(device_type, (world_size // (cp * tp), cp, tp), mesh_dim_names=NAMES)
-    groups = [mesh.get_group(name) for name in NAMES]
-    if tp > 1:
-        groups.append(mesh["dp", "cp"]._flatten(FSDP_NAME).get_group())
-        # It advises another mesh for gathering whole weights, which we do only at the end of a run.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    for group in groups:
-        _set_pg_timeout(timeout, group)
+    for name in NAMES:
+        _set_pg_timeout(timeout, mesh.get_group(name))
     if cp > 1:
         require_collectives(mesh["cp"])
     return mesh
+
+
+def open_shards(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
+    """The ranks of a mesh with the same share of the matrices, over which FSDP shards it."""
+    shards = mesh["dp", "cp"]._flatten("dp_cp")
+    _set_pg_timeout(timeout, shards.get_group())
+    # It advises another mesh for gathering whole weights, which we do only at the end of a run.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return shards
 
 
 def split_model(model: TinyLM, mesh: DeviceMesh) -> TinyLM:
