@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa
+from nsa.config.env import changed
 from nsa.model import NSAAttention, TinyLM
 from nsa.model.sparse import SparseAttention
 from nsa.parallel import PARTS, ContextParallel, Split, received_bytes, shard_sequence
@@ -104,7 +104,7 @@ class Received(TorchDispatchMode):
 
 def _run_ranks(folder: str, num_ranks: int) -> list[list[dict[str, Any]]]:
     """What each rank has counted."""
-    environ = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environ = changed({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, folder, str(rank), str(num_ranks)],
