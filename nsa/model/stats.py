@@ -95,8 +95,8 @@ class AttentionStats:
         table = gather(torch.stack([self._rows[layer] for layer in layers])).flatten(0, 1)
         combined = table.mean(dim=0)  # [layers, len(FIELDS)]
         for place, name in enumerate(FIELDS):
-            if name in EXTREMES:
-                combined[:, place] = EXTREMES[name](table[..., place], dim=0)
+            if extreme := EXTREMES.get(name):
+                combined[:, place] = extreme(table[..., place], dim=0)
         for layer, row in zip(layers, combined, strict=True):
             self._rows[layer] = row
             self._num_gates[layer] *= len(table)
