@@ -96,13 +96,20 @@ def _answers(
         ids = torch.from_numpy(row.ids).to(device)
         place, told = torch.tensor(pairs, device=device).unbind(1)
         wanted = torch.stack([told, told + to_key], dim=1) // spec.l_sel  # [Q, 2]
-        with changed(_change(trial, place - 1, wanted, spec)):
+        with changed(change_of(trial, place - 1, wanted, spec)):
             hidden = model.hidden(ids[None])
         given = model.head(hidden[0, place - 1]).argmax(-1)
         yield from (given == ids[place]).tolist()
 
 
-def _change(trial: Trial, query: Tensor, wanted: Tensor, spec: BlockSpec) -> Change:
+def change_of(
+    trial: Trial,
+    query: Tensor,  # [Q], the tokens before the answers
+    wanted: Tensor,  # [Q, 2], the blocks of value and key
+    spec: BlockSpec,
+) -> Change:
+    """What a trial changes, for `changed`."""
+
     def change(layer: int, gates: Tensor, selection: Tensor) -> tuple[Tensor, Tensor]:
         if trial.layer not in (None, layer):
             return gates, selection

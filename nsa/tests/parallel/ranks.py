@@ -315,7 +315,7 @@ def order(case: Case, mesh: DeviceMesh) -> list[str]:
 
 def refuse(mesh: DeviceMesh) -> dict[str, str]:
     """What must be refused by every rank, and what it says."""
-    model, said = new_model(CASES["nsa"]), {}
+    model = new_model(CASES["nsa"])
     uneven = torch.zeros(1, 16 * mesh.size() + 1, dtype=torch.long)
     other = dict(n_layers=1 + mesh.get_local_rank())
     split = parallelize_module(new_model(CASES["nsa"]), mesh, ContextParallel())
@@ -342,6 +342,12 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
         "bounds in int64": lambda: split(ids, cu_seqlens=whole.long()),
         "odd shard": lambda: split(odd),
     }
+    return said_by(trials)
+
+
+def said_by(trials: dict[str, Any]) -> dict[str, str]:
+    """What each trial says when it refuses; one that does not is left out."""
+    said = {}
     for name, trial in trials.items():
         try:
             trial()
@@ -350,10 +356,16 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
     return said
 
 
-def main(folder: Path) -> None:
+def meet(folder: Path) -> tuple[int, int]:
+    """Open the group of all ranks; this one, and how many there are."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
+    return rank, size
+
+
+def main(folder: Path) -> None:
+    rank, size = meet(folder)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
     ContextDense.mask_rows = 5  # several masks for a part
     found: dict[str, Any] = {"graphs": {}}

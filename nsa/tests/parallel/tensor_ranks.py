@@ -8,7 +8,6 @@ model under tensor parallelism on all ranks; on four ranks also with context par
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,10 @@ from nsa.tests.parallel.ranks import (
     TWO,
     Case,
     compiled,
+    meet,
     new_model,
     run_model,
+    said_by,
 )
 from nsa.tests.support.helpers import relative_error
 
@@ -176,7 +177,7 @@ def differing_choices(case: Case, mesh: DeviceMesh) -> int:
 
 def refuse(mesh: DeviceMesh) -> dict[str, str]:
     """What must be refused by every rank, and what it says."""
-    size, said = mesh.size(), {}
+    size = mesh.size()
     wide = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
 
     def split(style: Any = None, mesh: DeviceMesh = mesh, **sizes: Any) -> Any:
@@ -196,18 +197,11 @@ def refuse(mesh: DeviceMesh) -> dict[str, str]:
             split(ContextParallel()), mesh, TensorParallel()
         ),
     }
-    for name, trial in trials.items():
-        try:
-            trial()
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+    return said_by(trials)
 
 
 def main(folder: Path) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
+    rank, size = meet(folder)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]
     found: dict[str, Any] = {name: compare(CASES[name], mesh) for name in names_of(size)}
     if size == 4:

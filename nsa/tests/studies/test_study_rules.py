@@ -19,7 +19,7 @@ from nsa.tests.conftest import REPOSITORY
 from nsa.tests.studies.test_study_long_context import HAY, WORDS
 from studies.long_context.diagnose import CAUSES, diagnose, selected_mass, summarize
 from studies.long_context.interventions import (
-    _change,
+    change_of,
     changed,
     intervene,
     trials_of,
@@ -333,25 +333,42 @@ def test_blocks_that_are_given_take_the_place_of_free_ones() -> None:
         assert found[:, 0].tolist() == expected, (wanted, alone)
 
 
-def test_an_intervention_changes_the_answers_alone() -> None:
+def test_an_intervention_changes_the_attention_of_some_tokens_alone() -> None:
+    torch.manual_seed(4)
+    model, ids = TinyLM(**SIZES, **BLOCKS).eval(), torch.randint(0, 220, (1, 128))
+    query, plain = torch.tensor([115, 127]), model.hidden(ids)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def look(_: int, gates: Tensor, selection: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((gates, selection))
+        return gates, selection
+
+    with changed(look):
+        torch.testing.assert_close(model.hidden(ids), plain, rtol=0, atol=0)
+    # Blocks 1 to 5 are free here; two layers of two heads read at most four of them.
+    read = [{int(b) for _, x in seen for b in x[0, place].flatten()} for place in query]
+    unread = torch.tensor([min(set(range(1, 6)) - blocks) for blocks in read])
+    for trial in trials_of(reader=1)[1:]:
+        change = change_of(trial, query, unread[:, None].expand(-1, 2), SPEC)
+        for layer, (gates, selection) in enumerate(seen):
+            is_meant = trial.layer in (None, layer)
+            new_gates, chosen = change(layer, gates, selection)
+            given = (chosen[0, query] == unread[:, None, None]).any(-1)
+            assert given.all() == given.any() == (is_meant and trial.given)
+            assert torch.equal(new_gates, gates) != (is_meant and trial.gated)
+        with changed(change):
+            found = model.hidden(ids)
+        torch.testing.assert_close(found[:, :115], plain[:, :115], rtol=0, atol=0)
+        assert not torch.equal(found[0, 115], plain[0, 115])
+    assert torch.equal(model.hidden(ids), plain)
+
+
+def test_without_a_change_the_answers_are_those_of_the_diagnosis() -> None:
     torch.manual_seed(4)
     model = TinyLM(**SIZES, **BLOCKS).eval()
-    rows = (make_row(i, "val", Mixture(seq_len=128), HAY, WORDS, 0, 3) for i in range(20))
-    row = next(row for row in rows if max(row.distances, default=0) > 40)
-    pairs = [(a, a - d) for a, d in zip(row.answers, row.distances, strict=True) if d > 40]
-    ids, query = torch.from_numpy(row.ids)[None], torch.tensor([a - 1 for a, _ in pairs])
-    wanted = torch.tensor([[told, told] for _, told in pairs]) // SPEC.l_sel
-    plain = model.hidden(ids)
-    for trial in trials_of(reader=1)[1:]:
-        with changed(_change(trial, query, wanted, SPEC)):
-            found = model.hidden(ids)
-        first = int(query.min())
-        torch.testing.assert_close(found[:, :first], plain[:, :first], rtol=0, atol=0)
-        if trial.gated:  # the others do nothing where the block is read already
-            assert not torch.equal(found[0, query], plain[0, query])
-    assert torch.equal(model.hidden(ids), plain)
-    counted = intervene(model, [row], WORDS, SPEC, 40, reader=1)
-    asked = [question["right"] for question in diagnose(model, [row], WORDS, 16, far=40)]
+    rows = [make_row(i, "val", Mixture(seq_len=128), HAY, WORDS, 0, 3) for i in range(20)]
+    counted = intervene(model, rows, WORDS, SPEC, 40, reader=1)
+    asked = [question["right"] for question in diagnose(model, rows, WORDS, 16, far=40)]
     assert counted["as it is"] == {
         "questions": len(asked), "right": sum(asked), "repaired": 0, "broken": 0,
     }  # fmt: skip
