@@ -59,10 +59,6 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     start = time.perf_counter()
-    if args.offset_routes:
-        from nsa.ops.triton import problem
-
-        problem.OFFSET_ROUTES = True
     if args.no_cudnn:
         torch.backends.cuda.enable_cudnn_sdp(False)
     result: dict[str, Any] = {"version": VERSION, "environment": _environment(args, argv)}
@@ -90,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=600, help="start no more measurements after this (600)")
     add("--profile", action="store_true", help="list the kernels of the whole and of one rank")
     add("--one-call", action="store_true", help="all branches of a part together, not as ranks do")
-    add("--offset-routes", action="store_true", help="routes of whole rows for parts, too")
     add("--no-cudnn", action="store_true", help="the compressed branch on our own kernels")
     add("--tiny", action="store_true", help="a small shape, for a CPU")
     add("--backend", default="auto", help="backend of compress and nsa_attention")

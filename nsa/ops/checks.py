@@ -54,6 +54,11 @@ class Layout(NamedTuple):
         _check_offset(layout, 1, torch.device("cpu"))
         return layout
 
+    def up_to_last_query(self) -> Layout:
+        """One document without the keys that no query sees; its offset is a number."""
+        assert len(self.query_lens) == 1 and not isinstance(self.offset, Tensor)
+        return self._replace(key_lens=[self.offset + self.query_lens[0]])
+
     def offsets(self) -> list[int]:
         """Of each document, as numbers of the host."""
         count = len(self.query_lens)

@@ -1,12 +1,12 @@
 """Order of the kernels of one attention call, forward and backward.
 
 Branches are numbered 0 compressed, 1 selected, 2 window. The selected branch has three orders of
-work: masked (banded_*.py), by blocks (by_block_*.py) and by queries (by_query.py). Chunked prefill
-is at the end.
+work: masked (banded_*.py), by blocks (by_block_*.py) and by queries (by_query.py).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from nsa.ops.triton.launcher import (
     padded_head,
     start,
 )
-from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection, split_ids
 from nsa.ops.triton.tiles import padded
 
@@ -99,7 +99,7 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     # The compressed branch first: its log-sum-exp gives the scores. The selected branch last: its
     # kernels end with the gated sum of all three.
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    routes, marked = _routes(problem), problem.flags.nvtx
+    routes, marked = {} if problem.shifted else _routes(problem), problem.flags.nvtx
     with nvtx("pcmp_all", marked):
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
     if selection is None:
@@ -219,9 +219,7 @@ def _band(
     """Output of the compressed or window branch; writes lse."""
     if branch in routes:
         kernel = routes[branch]
-        return flash.forward(
-            branch, q, k, v, problem.spec, problem.scale, lse, kernel, problem.offset
-        )
+        return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, kernel)
     return banded_forward.forward(problem, branch, q, k, v, lse)
 
 
@@ -278,39 +276,6 @@ def _gate_backward(
 
 
 # --- Chunked prefill: many queries that continue a cached sequence, forward only ---
-# There is no kernel of its own: to the kernels the queries are rows of a packed document that began
-# before their first row. The selected branch runs in query order.
-
-
-class Continued(Problem):
-    """T queries from position `first` on, and keys of all that came before."""
-
-    masked = False
-    by_query = True
-    long = False
-    documents = None
-
-    def __init__(
-        self,
-        q: Tensor,
-        v: Tensor,
-        spec: BlockSpec,
-        scale: float,
-        first: int,
-        win_first: int,
-        flags: Flags,
-    ) -> None:
-        super().__init__(q, v, spec, scale, [first + q.shape[1]], flags)
-        self.packed = True
-        # The same for all rows: first key, start of the document, first key of the window.
-        rows = (0, -first, -win_first)
-        index = torch.tensor(rows, dtype=torch.int32).to(q.device, non_blocking=True)
-        self._zero, self._start, self._win = index[:, None].expand(3, q.shape[1]).contiguous()
-
-    def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The document begins at row -first. Its keys begin with their tensor; only the window's
-        tensor begins with token win_first."""
-        return self._start, self._win if branch == 2 else self._zero, self._zero
 
 
 @torch.no_grad()
@@ -327,17 +292,13 @@ def attend_continued(
     win_first: int,
     flags: Flags = NO_FLAGS,
 ) -> Tensor:  # [B, T, Hq, Dv]
-    """Gated sum of the three branches."""
+    """nsa_attention of queries from position `first` on, where a cache has forgotten the keys of
+    the window before token `win_first`."""
     d_v = sel[1].shape[3]
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = (
-        describable(padded_head(x)) for x in (q, *cmp, *sel, *win)
-    )
-    # Head dims were padded to a multiple of 8; the padding of the output is cut off at the end.
-    problem = Continued(q, v_sel, spec, scale, first, win_first, flags)
-    lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
-    o_cmp = banded_forward.forward(problem, 0, q, k_cmp, v_cmp, lse[0])
-    chosen = select.choose(problem, q, k_cmp, lse[0])
-    o_win = banded_forward.forward(problem, 2, q, k_win, v_win, lse[2])
-    gated = Gated(gates, o_cmp, o_win, torch.empty_like(o_cmp))
-    by_query.forward(problem, q, k_sel, v_sel, chosen, lse[1], gated)
-    return gated.out[..., :d_v]
+    # Head dims are padded to a multiple of 8; the padding of the output is cut off at the end.
+    aligned = [describable(padded_head(x)) for x in (q, *cmp, *sel, *win)]
+    inputs = Inputs._make([*aligned, gates])
+    flags = replace(flags, flash_cmp=False, flash_win=False)
+    places = [sel[0].shape[1]], flags, [q.shape[1]], [first]
+    problem = problem_of(inputs, inputs.q, inputs.v_sel, spec, scale, *places, win_first=win_first)
+    return forward(problem, inputs, None).out[..., :d_v]

@@ -99,7 +99,7 @@ def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     num_cmp = sum(spec.num_cmp(length) for length in doc_lens)
     out = torch.empty(batch, num_cmp, num_heads, dim, dtype=x.dtype, device=x.device)
     packed = len(doc_lens) > 1
-    first = index_documents(doc_lens, spec, x.device).cmp_first if packed else x
+    first = index_documents(doc_lens, spec, x.device).keys.cmp_first if packed else x
     start(
         _memo,
         (form(x), spec, tuple(doc_lens)),
@@ -125,7 +125,7 @@ def backward(dout: Tensor, seq_len: int, spec: BlockSpec, doc_lens: list[int]) -
     index: tuple[Tensor, Tensor, Tensor] = (dout, dout, dout)
     if packed:
         docs = index_documents(doc_lens, spec, dout.device)
-        index = (docs.row_start, docs.row_cmp, docs.raw_last)
+        index = (docs.queries.row_start, docs.queries.row_cmp, docs.keys.raw_last)
     start(
         _memo_backward,
         (form(dout), spec, tuple(doc_lens)),

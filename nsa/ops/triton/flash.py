@@ -6,9 +6,9 @@ the queries of one residue u % d each sees one token more than the one before: a
 residues become rows of the batch, as views of the tensors, and share the keys. The last queries,
 fewer than d, see every key: plain products.
 
-Queries with an offset also see all compressed tokens before that square: a second call without a
-mask, for which both are merged by their log-sum-exp. Both backward calls take the merged output and
-log-sum-exp, and their dq add up.
+Queries with an offset also see all compressed tokens before that square. In the backward pass those
+are a call of their own, without a mask, for which residues do not matter; dq is the sum of both. In
+the forward pass two outputs would have to be merged, and our own kernels are faster.
 
 Kernels take [B, S, H, D] with fewer heads of keys than of queries; their log-sum-exp is [B, Hq, S],
 base e, while that of this package is base 2.
@@ -28,15 +28,16 @@ from nsa.ops.spec import BlockSpec
 LOG2_E = math.log2(math.e)
 WIDEST = torch.complex128
 """A dtype of 16 bytes, to copy as many at a time."""
-RESIDUE_BYTES = 256 << 20
-"""Limit of the queries in one call; kernels need several times as much memory."""
+RESIDUE_BYTES, FLAT_BYTES = 256 << 20, 1 << 30
+"""Limits of the queries in one call, by residue or all of them; kernels need several times as much
+memory."""
 
 
 class Kernel(NamedTuple):
     """Causal attention within a window: the last `window` keys, its own included; None: all."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """(q, k, v, scale, window, causal=True) -> output and log-sum-exp, base e."""
+    """(q, k, v, scale, window) -> output and log-sum-exp, base e."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """(dout, q, k, v, out, log-sum-exp, scale, window, causal=True) -> gradients of q, k, v."""
 
@@ -50,10 +51,8 @@ def forward(
     scale: float,
     lse: Tensor,  # [B, Hq, S] fp32, written: base 2, +inf for a query that sees nothing
     kernel: Kernel | None = None,
-    offset: int = 0,
 ) -> Tensor:  # [B, S, Hq, D]
-    """Output of a branch; there is at least one key. `offset`: position of the first query, of the
-    compressed branch alone."""
+    """Output of a branch; there is at least one key."""
     kernel = kernel or TORCH
     if q.is_meta:  # kernels are being compiled ahead: these need no compilation
         return q.new_empty(*q.shape[:3], v.shape[3])
@@ -61,7 +60,7 @@ def forward(
         out, natural = kernel.forward(q, k, v, scale, _window(spec, q))
         torch.mul(natural, LOG2_E, out=lse)
         return out.contiguous()
-    return _compressed_forward(kernel, q, k, v, spec, scale, lse, offset)
+    return _compressed_forward(kernel, q, k, v, spec, scale, lse)
 
 
 def backward(
@@ -77,7 +76,8 @@ def backward(
     kernel: Kernel | None = None,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous."""
+    """Gradients of q, k and v, contiguous. `offset`: position of the first query, of the compressed
+    branch alone."""
     kernel = kernel or TORCH
     if q.is_meta:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -118,11 +118,13 @@ class _Rows(NamedTuple):
         rest = self.first + self.num_groups * self.residues
         return [*found, (slice(rest, None), self.before + self.num_groups + 1)]
 
-    @property
-    def spans(self) -> list[tuple[slice, bool]]:
-        """Tokens that the groups see, and whether as a causal square: it is last."""
-        square = slice(self.before, self.before + self.num_groups), True
-        return [(slice(0, self.before), False), square] if self.before else [square]
+    def flat(self, row_bytes: int) -> list[slice]:
+        """The queries in groups, in pieces within FLAT_BYTES; none where they see nothing before
+        the square."""
+        stop = self.first + self.num_groups * self.residues
+        step = max(FLAT_BYTES // row_bytes, 1)
+        firsts = range(self.first, stop, step) if self.before else ()
+        return [slice(first, min(first + step, stop)) for first in firsts]
 
     def by_residue(self, x: Tensor) -> Tensor:
         """[S, ...] -> [d, num_groups, ...]: a view of the queries in groups, by residue."""
@@ -138,18 +140,13 @@ def _compressed_forward(
     spec: BlockSpec,
     scale: float,
     lse: Tensor,
-    offset: int,
 ) -> Tensor:
-    out, rows = q.new_empty(*q.shape[:3], v.shape[3]), _Rows.of(spec, q.shape[1], offset)
-    if not rows.before:
-        out[:, : rows.first], lse[:, :, : rows.first] = 0.0, torch.inf
+    out, rows = q.new_empty(*q.shape[:3], v.shape[3]), _Rows.of(spec, q.shape[1], 0)
+    out[:, : rows.first], lse[:, :, : rows.first] = 0.0, torch.inf
     for i, some in _calls(q, rows):
         queries = rows.by_residue(q[i])[some]
-        parts = []
-        for span, causal in rows.spans:
-            keys = _repeated(k[i, span], v[i, span], len(queries))
-            parts.append(kernel.forward(queries, *keys, scale, None, *_unless_causal(causal)))
-        part, natural = parts[0] if len(parts) == 1 else _merged(*parts)
+        keys = _repeated(k[i, : rows.num_groups], v[i, : rows.num_groups], len(queries))
+        part, natural = kernel.forward(queries, *keys, scale, None)
         _copy_rows(rows.by_residue(out[i])[some], part)
         by_row = rows.by_residue(lse[i].t())[some]
         by_row.transpose(1, 2).copy_(natural * LOG2_E)
@@ -160,15 +157,6 @@ def _compressed_forward(
         last = torch.einsum("bhgtn,bnhd->bthgd", logits.softmax(dim=-1), seen)
         out[:, edge] = last.flatten(2, 3)
     return out
-
-
-def _merged(
-    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:  # [b, S, H, D], [b, H, S]
-    """Output and log-sum-exp over the keys of two calls."""
-    natural = torch.logaddexp(one[1], other[1])
-    shares = [(x[1] - natural).exp().transpose(1, 2).unsqueeze(-1) for x in (one, other)]
-    return (one[0] * shares[0] + other[0] * shares[1]).to(one[0].dtype), natural
 
 
 def _compressed_backward(
@@ -193,20 +181,25 @@ def _compressed_backward(
         dq[:, edge] = grads[0]
         dk[:, :num_seen] += grads[1]
         dv[:, :num_seen] += grads[2]
+    for i, piece in _pieces(q, rows):
+        seen = k[i : i + 1, : rows.before], v[i : i + 1, : rows.before]
+        given, queries, part_out = (x[i : i + 1, piece] for x in (dout, q, out))
+        part_lse = natural[i : i + 1, :, piece].contiguous()
+        grads = kernel.backward(given, queries, *seen, part_out, part_lse, scale, None, False)
+        dq[i : i + 1, piece] = grads[0]
+        dk[i, : rows.before] += grads[1][0]
+        dv[i, : rows.before] += grads[2][0]
+    square = slice(rows.before, rows.before + rows.num_groups)
     for i, some in _calls(q, rows):
-        queries, part_out, part_dout = (rows.by_residue(x[i])[some] for x in (q, out, dout))
-        lse = rows.by_residue(natural[i].t())[some].transpose(1, 2).contiguous()
-        dq_part: Tensor | None = None
-        for span, causal in rows.spans:
-            keys = _repeated(k[i, span], v[i, span], len(queries))
-            known = (part_dout, queries, *keys, part_out, lse, scale, None)
-            grads = kernel.backward(*known, *_unless_causal(causal))
-            dq_part = grads[0] if dq_part is None else dq_part + grads[0]
-            # Residues share the keys, so their dk and dv are summed, in fp32 or wider.
-            dk[i, span] += grads[1].sum(dim=0, dtype=wide)
-            dv[i, span] += grads[2].sum(dim=0, dtype=wide)
-        assert dq_part is not None
-        _copy_rows(rows.by_residue(dq[i])[some], dq_part)
+        queries, part_out, given = (rows.by_residue(x[i])[some] for x in (q, out, dout))
+        part_lse = rows.by_residue(natural[i].t())[some].transpose(1, 2).contiguous()
+        keys = _repeated(k[i, square], v[i, square], len(queries))
+        grads = kernel.backward(given, queries, *keys, part_out, part_lse, scale, None)
+        rows_dq = rows.by_residue(dq[i])[some]
+        _copy_rows(rows_dq, grads[0] + rows_dq if rows.before else grads[0])
+        # Residues share the keys, so their dk and dv are summed, in fp32 or wider.
+        dk[i, square] += grads[1].sum(dim=0, dtype=wide)
+        dv[i, square] += grads[2].sum(dim=0, dtype=wide)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -244,22 +237,22 @@ def _calls(q: Tensor, rows: _Rows) -> Iterator[tuple[int, slice]]:
 
     Gradients of keys are made for every head of the queries, so that keys count like queries.
     """
-    most = max(rows.num_groups, rows.before)
-    size = most * q.shape[2] * q.shape[3] * q.element_size()
+    size = rows.num_groups * q.shape[2] * q.shape[3] * q.element_size()
     together = max(min(RESIDUE_BYTES // max(size, 1), rows.residues), 1)
     for i in range(q.shape[0] if rows.num_groups else 0):
         for residue in range(0, rows.residues, together):
             yield i, slice(residue, min(residue + together, rows.residues))
 
 
+def _pieces(q: Tensor, rows: _Rows) -> Iterator[tuple[int, slice]]:
+    """Batch element and queries of every call without a mask."""
+    for i in range(q.shape[0] if rows.num_groups else 0):
+        yield from ((i, piece) for piece in rows.flat(q[0, 0].numel() * q.element_size()))
+
+
 def _repeated(k: Tensor, v: Tensor, count: int) -> Iterator[Tensor]:
     """Keys and values for each residue of a call."""
     return (x.expand(count, -1, -1, -1).contiguous() for x in (k, v))
-
-
-def _unless_causal(causal: bool) -> tuple[bool, ...]:
-    """The last argument of a kernel, where it is not its default."""
-    return () if causal else (False,)
 
 
 def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:  # [B, Hkv, G, S, N]
@@ -270,10 +263,10 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:  # [B, Hkv, G, S, N]
 
 
 def _torch_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False),
+        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False),
         scale=scale,
         **_sides(window),
     )
@@ -310,11 +303,11 @@ TORCH = Kernel(_torch_forward, _torch_backward)
 
 
 def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     _refuse_window(window)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
+        *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, True, False, scale=scale
     )
     return out.transpose(1, 2), lse.squeeze(-1)
 

@@ -116,9 +116,17 @@ def nsa_attention(
 def _attend_part(
     tensors: tuple[Tensor, ...], selection: Tensor | None, static: Static, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Queries with an offset: batch elements become documents of one row, each with its own."""
-    batch = tensors[0].shape[0]
-    layout = layout.in_one_row(batch)
+    """Queries with an offset."""
+    q, *keys, gates = tensors
+    batch, apart = q.shape[0], must_be_one_row(layout, q)
+    if apart:
+        layout = layout.in_one_row(batch)
+    else:
+        # What no query sees must not be read: it may be NaN, and share a tile with what is seen.
+        layout = layout.up_to_last_query()
+        stop = layout.key_lens[0]
+        stops = [static.spec.num_cmp(stop)] * 2 + [stop] * 4
+        tensors = (q, *(cut(x, n) for x, n in zip(keys, stops, strict=True)), gates)
     flags = replace(static.flags, flash_cmp=False, flash_win=False)
     static = static._replace(
         doc_lens=layout.key_lens,
@@ -126,10 +134,23 @@ def _attend_part(
         query_lens=layout.query_lens,
         offsets=layout.offsets(),
     )
+    if not apart:
+        return _attend(tensors, selection, static)
     ids = None if selection is None else in_one_row(selection)
     out, chosen = _attend(tuple(in_one_row(x) for x in tensors), ids, static)
     size = (batch, -1)
     return out.squeeze(0).unflatten(0, size), chosen.squeeze(0).unflatten(0, size)
+
+
+def must_be_one_row(layout: Layout, q: Tensor) -> bool:
+    """Whether batch elements become documents of one row: the backward kernels take more keys than
+    queries in one row alone."""
+    return q.shape[0] > 1 or len(layout.key_lens) > 1 or isinstance(layout.offset, Tensor)
+
+
+def cut(x: Tensor, stop: int) -> Tensor:
+    """The first rows; x itself where that is all: a slice would copy its gradient."""
+    return x if x.shape[1] == stop else x[:, :stop]
 
 
 def in_one_row(x: Tensor) -> Tensor:
@@ -293,10 +314,17 @@ def _attention(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _compile_once(
-    problem: Problem, inputs: Inputs, selection: Tensor | None, backward_too: bool
+    problem: Problem,
+    inputs: Inputs,
+    selection: Tensor | None,
+    backward_too: bool,
+    forward_too: bool = True,
 ) -> None:
     """At the first call of a kind, compile its kernels on threads instead of one by one."""
-    if problem.is_first_of_kind(selection is None, backward_too):
+    new = forward_too and problem.is_first_of_kind("forward", selection is None)
+    if backward_too:
+        new = problem.is_first_of_kind("backward") or new
+    if new:
         attention.compile_ahead(problem, inputs, selection, backward_too=backward_too)
 
 
@@ -313,8 +341,9 @@ def _zero_non_finite(problem: Problem, inputs: Inputs, *more: Tensor) -> tuple[A
     A tile may hold two documents, and 0 * NaN would cross. A gate belongs to one query: its NaN
     reaches only that query's output, and the gradients of what the query sees.
     """
-    if problem.documents is None:
+    if len(problem.doc_lens) == 1:
         return inputs, *more
+    assert problem.documents is not None
     kinds = (QUERY, CMP, CMP, RAW, RAW, RAW, RAW, *(QUERY for _ in more))
     clean, is_bad = finite_only(problem.documents, (*inputs[:-1], *more), kinds)
     gates = inputs.gates.masked_fill(is_bad[None, :, None, None], torch.nan)
@@ -351,7 +380,7 @@ def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     dout, *static = args[NUM_INPUTS + NUM_SAVED :]
     dout = describable(dout)
     problem = problem_of((*inputs, dout), inputs.q, inputs.v_sel, *Static.of(*static))
-    _compile_once(problem, inputs, None, True)
+    _compile_once(problem, inputs, None, backward_too=True, forward_too=False)
     inputs, dout = _zero_non_finite(problem, inputs, dout)
     return tuple(attention.backward(problem, inputs, saved, dout))
 

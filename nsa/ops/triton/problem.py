@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.machine import interpreted
 from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
@@ -39,18 +40,18 @@ BY_BLOCK_BEYOND = 2
 reads the selected blocks only (docs/kernels.md)."""
 LONG_FROM = 49152
 """Keys from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
-OFFSET_ROUTES = False
-"""Whether queries with an offset take the routes of whole rows: scores that are folded into blocks,
-cuDNN, several warps for a long choice. They are tested in the interpreter and have not run on a GPU
-yet; bench/bench_parallel.py --offset-routes measures them."""
 MANY_QUERIES = 4096
-"""Queries with an offset from which cuDNN may compute it: their residues must fill its tiles."""
+"""Queries with an offset from which cuDNN computes its backward pass: their residues must fill its
+tiles."""
+FEW_QUERIES = 2048
+"""Fewer queries with an offset go by queries: lists of the blocks' queries would not pay."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
 AHEAD_BLOCKS = 2048
 MAX_CACHED = 256
 """Cached problems; a full cache is cleared."""
+
 
 _kept: dict[tuple[Any, ...], Problem] = {}
 _compiled: set[tuple[Any, ...]] = set()
@@ -79,13 +80,15 @@ class Problem:
         flags: Flags = NO_FLAGS,
         query_lens: Sequence[int] = (),
         offsets: Sequence[int] = (),
+        win_first: int = 0,
     ) -> None:
         """`doc_lens` are the keys of each document. Its queries are the same tokens, or as many as
-        `query_lens` says from the position in `offsets` on."""
+        `query_lens` says from the position in `offsets` on. `win_first` is the first token that
+        the window's tensors hold, for the forward pass of one document."""
         self.memo: Memo = {}
         self.flags = flags
         self.spec, self.scale, self.doc_lens = spec, scale, doc_lens
-        self.query_lens, self.offsets = query_lens, offsets
+        self.query_lens, self.offsets, self.win_first = query_lens, offsets, win_first
         self.batch, self.seq_len, self.num_heads, self.d_k = q.shape
         self.num_groups, self.d_v = v.shape[2:]
         self.dtype, self.device = q.dtype, q.device
@@ -102,7 +105,7 @@ class Problem:
         self.shifted = len(query_lens) > 0
         self.packed = self.shifted or len(doc_lens) > 1
         # Blocks of one document lie as in a row without documents, wherever its queries begin.
-        self.aligned = len(doc_lens) == 1 and (OFFSET_ROUTES or not self.shifted)
+        self.aligned = len(doc_lens) == 1
         self.offset = offsets[0] if self.shifted and self.aligned else 0
         # exp(x) = exp2(x * log2(e)): the kernels use base 2.
         self.scale_log2 = scale * LOG2_E
@@ -154,7 +157,7 @@ class Problem:
         """Whether the selected branch masks the whole past instead of reading its blocks."""
         if self.shifted:  # the plan runs it only where blocks fit
             return False
-        if not fits_selected(*self.reader.sizes, self.capability, by_query=self._large):
+        if not self._fits(by_query=self._large):
             return True
         return max(self.doc_lens) <= BY_BLOCK_BEYOND * self.spec.n_sel * self.spec.l_sel
 
@@ -169,7 +172,15 @@ class Problem:
 
     @cached_property
     def by_query(self) -> bool:
-        return self._large and not self.masked
+        if not self.shifted:
+            return self._large and not self.masked
+        if self.seq_len < FEW_QUERIES and self._fits(by_query=True):
+            return True
+        # Where blocks do not fit, the plan lets only a forward pass by queries through.
+        return self._large or not self._fits(by_query=False)
+
+    def _fits(self, *, by_query: bool) -> bool:
+        return fits_selected(*self.reader.sizes, self.capability, by_query=by_query)
 
     @property
     def _large(self) -> bool:
@@ -198,7 +209,7 @@ class Problem:
     def documents(self) -> Documents | None:
         if not self.packed:
             return None
-        places = (self.query_lens, self.offsets)
+        places = (self.query_lens, self.offsets, self.win_first)
         return index_documents(self.doc_lens, self.spec, self.device, *places)
 
     def dims(self, d_v: int | None = None) -> dict[str, int]:
@@ -240,7 +251,7 @@ class Problem:
         twin.flags = replace(self.flags, strict=False)  # no values to check
         return twin
 
-    def is_first_of_kind(self, *more: bool) -> bool:
+    def is_first_of_kind(self, *more: str | bool) -> bool:
         """Whether kernels of such calls have not been compiled ahead yet; now they count as such.
 
         A kind is what decides about the code; `more` is what the problem does not know. Kernels
@@ -281,21 +292,22 @@ class Problem:
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Start of each row's document, of its keys, of its blocks; unread without documents."""
-        docs = self.documents
-        if docs is None:
+        if self.documents is None:
             return placeholder, placeholder, placeholder
-        return docs.row_start, docs.row_cmp if branch == 0 else docs.row_key, docs.row_block
+        docs = self.documents.queries
+        key = (docs.row_cmp, docs.row_key, docs.row_win)[branch]
+        return docs.row_start, key, docs.row_block
 
     @property
     def row_shift(self) -> Tensor | None:
         """What is added to a row to get the key of its position; None: nothing."""
-        return self.documents.row_shift if self.shifted and self.documents else None
+        return self.documents.queries.row_shift if self.shifted and self.documents else None
 
     def key_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """First and last query that sees each key."""
-        docs = self.documents
-        if docs is None:
+        if self.documents is None:
             return placeholder, placeholder
+        docs = self.documents.keys
         return (
             (docs.cmp_first, docs.cmp_last),
             (docs.raw_first, docs.raw_last),
@@ -303,8 +315,9 @@ class Problem:
         )[branch]
 
     def block_index(self, placeholder: Tensor) -> tuple[Tensor, Tensor]:
-        docs = self.documents
-        return (placeholder, placeholder) if docs is None else (docs.block_start, docs.block_stop)
+        if self.documents is None:
+            return placeholder, placeholder
+        return self.documents.queries.block_start, self.documents.queries.block_stop
 
     @property
     def upcast(self) -> bool:
@@ -338,17 +351,29 @@ def problem_of(
     query_lens: Sequence[int] = (),
     offsets: Sequence[int] = (),
     kind: type[Problem] = Problem,
+    win_first: int = 0,
 ) -> Problem:
     """The problem of a call; cached, so that calls of the same form share their launches.
 
     Packed documents differ from batch to batch, and their index takes memory: not cached.
     """
-    if len(doc_lens) > 1 or query_lens:
-        return kind(q, v, spec, scale, doc_lens, flags, query_lens, offsets)
-    key = (kind, form(*tensors), spec, scale, flags)
+    rest = (q, v, spec, scale, doc_lens, flags, query_lens, offsets, win_first)
+    if len(doc_lens) > 1:
+        return kind(*rest)
+    key: tuple[Any, ...] = (kind, form(*tensors), spec, scale, flags)
+    if query_lens:
+        # The index of the queries lies on the device: another stream could read it too early.
+        key = (*key, *doc_lens, *query_lens, *offsets, win_first, _stream_of(q.device))
     problem = _kept.get(key)
     if problem is None:
         if len(_kept) >= MAX_CACHED:
             _kept.clear()
-        problem = _kept[key] = kind(q, v, spec, scale, doc_lens, flags)
+        problem = _kept[key] = kind(*rest)
     return problem
+
+
+def _stream_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    refuse_captured_documents(device)
+    return torch.cuda.current_stream(device).cuda_stream

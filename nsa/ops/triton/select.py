@@ -517,7 +517,7 @@ def _choose(
             | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | _strides(problem, levels)
             | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed},
-            num_warps=_warps(num_blocks) if problem.shifted and problem.aligned else 1,
+            num_warps=_warps(num_blocks),
         ),
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ from nsa.ops.triton.launcher import (
     positive_scale,
     start,
 )
-from nsa.ops.triton.operators import MAX_GRID, in_one_row
+from nsa.ops.triton.operators import MAX_GRID, cut, in_one_row, must_be_one_row
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tile import COUNTS
@@ -120,8 +120,13 @@ def sparse_attention(
     spec = read_spec(*sizes, q.dtype, capability_of(q.device))
     index = select.split_ids(index, block // spec.l_sel)
     if not layout.whole:
-        layout, batch = layout.in_one_row(q.shape[0]), q.shape[0]
+        batch, apart = q.shape[0], must_be_one_row(layout, q)
+        layout = layout.in_one_row(batch) if apart else layout.up_to_last_query()
         static = Static(spec, scale, layout.key_lens, layout.query_lens, layout.offsets())
+        if not apart:
+            k, v = (cut(x, layout.key_lens[0]) for x in (k, v))
+            out, lse = _Sparse.apply(q, k, v, index, static)
+            return _finished(out, lse, sink, d_v)
         parts = _Sparse.apply(*(in_one_row(x) for x in (q, k, v, index)), static)
         out, lse = (x.squeeze(0).unflatten(0, (batch, -1)) for x in parts)
         return _finished(out, lse, sink, d_v)
@@ -271,8 +276,9 @@ def _finite(problem: Problem, *tensors: Tensor) -> tuple[list[Tensor], Tensor | 
 
     A tile may hold two documents, and 0 * NaN would cross.
     """
-    if problem.documents is None:
+    if len(problem.doc_lens) == 1:
         return list(tensors), None
+    assert problem.documents is not None
     return finite_only(problem.documents, tensors, (QUERY, RAW, RAW, QUERY)[: len(tensors)])
 
 

@@ -255,7 +255,7 @@ def test_a_new_length_needs_no_code_that_the_first_call_has_not_compiled(
     seen: list[tuple[Any, ...]] = []
     calls: list[Any] = []
     monkeypatch.setattr(problem, "AHEAD_LENGTHS", tuple(1 << power for power in range(6, 18)))
-    monkeypatch.setattr(operators, "_compile_once", lambda *args: calls.append(args))
+    monkeypatch.setattr(operators, "_compile_once", lambda *args, **_: calls.append(args))
     # All are imported first: one that is imported later would keep the launcher of this test.
     found = pkgutil.iter_modules(triton_path.__path__, "nsa.ops.triton.")
     for module in [importlib.import_module(one.name) for one in found]:

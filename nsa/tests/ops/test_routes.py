@@ -333,11 +333,12 @@ def test_the_arrangement_for_flash_kernels_computes_the_branch(
 
 @pytest.mark.parametrize("residue_bytes", [1, 1 << 30], ids=["one-by-one", "all"])
 @pytest.mark.parametrize("case", FLASH_CASES, ids=str)
-def test_queries_with_an_offset_compute_their_part_of_the_compressed_branch(
+def test_queries_with_an_offset_compute_their_part_of_the_gradients(
     case: Case, residue_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of the queries, cut anywhere, with the keys of the whole row."""
     monkeypatch.setattr(flash, "RESIDUE_BYTES", residue_bytes)
+    monkeypatch.setattr(flash, "FLAT_BYTES", residue_bytes)
     close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
     inputs, scale = make_inputs(case), case.Dk**-0.5
     q, k, v = inputs["q"], inputs["k_cmp"], inputs["v_cmp"]
@@ -350,13 +351,9 @@ def test_queries_with_an_offset_compute_their_part_of_the_compressed_branch(
     for cut in range(1, case.S):
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for rows in (slice(0, cut), slice(cut, case.S)):
-            part_lse = torch.empty(*sizes, rows.stop - rows.start, dtype=torch.float64)
-            place = (case.spec, scale, part_lse, PLAIN, rows.start)
-            out = flash.forward(0, q[:, rows], k, v, *place)
-            close(out, whole[:, rows])
-            close(part_lse, lse[:, :, rows])
-            rest = (out, part_lse, weight[:, rows], case.spec, scale, PLAIN, rows.start)
-            grads = flash.backward(0, q[:, rows], k, v, *rest)
+            place = (case.spec, scale, PLAIN, rows.start)
+            given = (whole[:, rows], lse[:, :, rows], weight[:, rows])
+            grads = flash.backward(0, q[:, rows], k, v, *given, *place)
             close(grads[0], wanted[0][:, rows])
             dk, dv = dk + grads[1], dv + grads[2]
         close(dk, wanted[1])
@@ -424,14 +421,13 @@ def test_the_triton_path_sends_queries_with_an_offset_the_same_way(
             monkeypatch.setattr(flash, "CUDNN", noting(PLAIN, calls))
             monkeypatch.setattr(problem, "LONG_FROM", 0)
             monkeypatch.setattr(problem, "MANY_QUERIES", 0)
-            monkeypatch.setattr(problem, "OFFSET_ROUTES", True)
             monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
         out, chosen = nsa_attention(
             **leaves, spec=case.spec, q_offset=first, backend="triton", return_selection=True
         )
         grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
         found.append((out.detach(), chosen, *grads))
-    assert calls == ["forward"] * 2 + ["backward"] * 2  # before the square, and the square
+    assert calls == ["backward"] * 2  # before the square, and the square
     whole, whole_chosen = nsa_attention(
         **inputs, spec=case.spec, backend="reference", return_selection=True
     )
@@ -452,7 +448,6 @@ def test_a_rank_computes_its_two_parts_on_the_kernels(monkeypatch: pytest.Monkey
     monkeypatch.setattr(flash, "CUDNN", PLAIN)
     monkeypatch.setattr(problem, "LONG_FROM", 0)
     monkeypatch.setattr(problem, "MANY_QUERIES", 0)
-    monkeypatch.setattr(problem, "OFFSET_ROUTES", True)
     monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
     sizes = cases.Case(cases.Shape(2, 1, 16, 16), batch=1, length=80, repeats=1)
     whole = parallel_parts.Whole(sizes, SMALL, torch.float32, "cpu")

@@ -335,7 +335,7 @@ def test_chunked_prefill_by_kernels_is_that_of_the_torch_path(shape, sizes, monk
         return made
 
     monkeypatch.setattr(select, "choose", recording)
-    monkeypatch.setattr(operators, "_compile_once", lambda *_: None)  # it would be recorded, too
+    monkeypatch.setattr(operators, "_compile_once", lambda *_, **__: None)  # recorded, too
     outs = []
     for part in x.split(sizes, dim=1):
         outs.append(module.prefill(part, cache))

@@ -229,7 +229,7 @@ def test_what_is_compiled_ahead_is_what_the_call_launches(shape, seq_len, docs, 
     calls: list[Any] = []
     monkeypatch.setattr(launcher, "_compile", note)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(operators, "_compile_once", lambda *args: calls.append(args))
+    monkeypatch.setattr(operators, "_compile_once", lambda *args, **_: calls.append(args))
     indexed: list[Any] = []
     real = problem.index_documents
     monkeypatch.setattr(problem, "index_documents", lambda *a: indexed.append(a) or real(*a))
