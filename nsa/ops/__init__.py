@@ -11,6 +11,7 @@ Shape letters of the whole package:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -113,36 +114,78 @@ def nsa_attention(
         "v_win": v_win,
         "gates": gates,
     }
-    # Check, plan, run: nothing below this line meets an input that was not checked.
+    places = (q_offset, cu_seqlens, cu_seqlens_k)
+    out, chosen = _attend_checked(tensors, spec, scale, places, selection, backend)
+    return (out, chosen) if return_selection else out
+
+
+def attend_far(
+    q: Tensor,  # [B, S, Hq, Dk]
+    cmp: tuple[Tensor, ...],  # k, v [B, N, Hkv, D]
+    sel: tuple[Tensor, ...],  # [B, Sk, Hkv, D]
+    gates: Tensor,  # [B, S, Hq, 3]; the third is not read
+    spec: BlockSpec,
+    *,
+    q_offset: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str = "auto",
+    selection: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
+    """nsa_attention without its window branch, and the selection.
+
+    Its kernels do not run on Triton. The other backends compute a window of one token times 0.
+    """
+    gates = torch.cat([gates[..., :2], torch.zeros_like(gates[..., 2:])], dim=-1)
+    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+    given = (q, *cmp, *sel, *(x.detach() for x in sel), gates)
+    tensors = dict(zip(names, given, strict=True))
+    places = (q_offset, cu_seqlens, cu_seqlens_k)
+    rest = (places, selection, backend)
+    return _attend_checked(tensors, replace(spec, w=1), None, *rest, no_win=True)
+
+
+def _attend_checked(
+    tensors: dict[str, Tensor],
+    spec: BlockSpec,
+    scale: float | None,
+    places: tuple[int | Tensor, Tensor | None, Tensor | None],  # q_offset, cu_seqlens, of the keys
+    selection: Tensor | None,
+    backend: str,
+    *,
+    no_win: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Output and selection. Check, plan, run: only `checks` meets an input that was not checked."""
+    q, v_sel = tensors["q"], tensors["v_sel"]
+    q_offset, cu_seqlens, cu_seqlens_k = places
     layout = checks.check_attention(
         tensors, spec, scale, cu_seqlens, selection, q_offset, cu_seqlens_k
     )
     head_dims = (q.shape[-1], v_sel.shape[-1])
     packed = len(layout.key_lens) > 1
-    plan: Plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, packed)
+    plan: Plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, packed, no_win)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     backend = plan.backend
     if backend == "triton" and not layout.whole:
-        per_group = q.shape[2] // k_sel.shape[2]
+        per_group = q.shape[2] // v_sel.shape[2]
         backend = planning.plan_offset(plan, q.device, q.dtype, head_dims, per_group, spec)
     together = backend == "triton" and plan.selection != "reference" and not plan.flags.strict
-    if isinstance(layout.offset, Tensor) and not packed and not together:
-        parts = [
-            _attend(
-                {name: x[i : i + 1] for name, x in tensors.items()},
-                spec,
-                scale,
-                layout._replace(offset=layout.offset_of(i, 0)),
-                None if selection is None else selection[i : i + 1],
-                plan,
-                backend,
-            )
-            for i in range(q.shape[0])
-        ]
-        out, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
-    else:
-        out, chosen = _attend(tensors, spec, scale, layout, selection, plan, backend)
-    return (out, chosen) if return_selection else out
+    if not isinstance(layout.offset, Tensor) or packed or together:
+        return _attend(tensors, spec, scale, layout, selection, plan, backend)
+    parts = [
+        _attend(
+            {name: x[i : i + 1] for name, x in tensors.items()},
+            spec,
+            scale,
+            layout._replace(offset=layout.offset_of(i, 0)),
+            None if selection is None else selection[i : i + 1],
+            plan,
+            backend,
+        )
+        for i in range(q.shape[0])
+    ]
+    out, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
+    return out, chosen
 
 
 def _attend(

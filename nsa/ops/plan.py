@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import TracebackType
 from typing import NamedTuple
@@ -45,6 +45,8 @@ class Flags:
     """Assert that every selection is causal (NSA_STRICT_ASSERTS)."""
     nvtx: bool = False
     """Mark the parts of attention with NVTX ranges (NSA_NVTX)."""
+    no_win: bool = False
+    """The gates of the window branch are 0: its kernels do not run."""
 
 
 NO_FLAGS = Flags()
@@ -112,13 +114,16 @@ def plan_call(
     backend: str,
     head_dims: tuple[int, ...],
     packed: bool,
+    no_win: bool = False,
 ) -> Plan:
-    """The plan of one call of nsa_attention; records its fallbacks."""
+    """The plan of one call of nsa_attention, perhaps without its window; records its fallbacks."""
     plan = plan_attention(device, dtype, backend, head_dims, packed=packed)
     for branch, reason in plan.fallbacks:
         record(branch, reason)
     if plan.audit:
         audit_sdpa(device.type, dtype, head_dims)
+    if no_win:
+        return replace(plan, flags=replace(plan.flags, no_win=True, flash_win=False))
     return plan
 
 

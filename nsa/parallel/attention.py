@@ -36,7 +36,7 @@ from nsa.model.sparse import (
     outside_graphs,
 )
 from nsa.model.stats import AttentionStats
-from nsa.ops import BlockSpec, nsa_attention, sparse_attention
+from nsa.ops import BlockSpec, attend_far, nsa_attention, sparse_attention
 from nsa.ops.fallbacks import in_layer
 from nsa.parallel.chosen import ask_all, fetch, num_row_blocks
 from nsa.parallel.exchange import Context, received_rows_of_gather, received_rows_of_halo
@@ -245,40 +245,37 @@ def attend_parts(
     Without the keys of windows it is the sum of the two other branches.
     """
     done = []
-    if keys.windows is None:
-        gates = torch.cat([gates[..., :2], torch.zeros_like(gates[..., 2:])], dim=-1)
-        spec = replace(spec, w=1)
     for place, part in enumerate(split.parts_of(rank)):
         own = slice(place * split.part_len, (place + 1) * split.part_len)
         given = None if selection is None else selection[:, own]
         options: Any = {**_places(split.pieces[part]), "backend": backend, "selection": given}
-        streams = _streams(split, part, keys.of(place), spec)
-        done.append(
-            nsa_attention(
-                q[:, own], *streams, gates[:, own], spec, **options, return_selection=True
-            )
-        )
+        far, window = _streams(split, part, keys.of(place), spec)
+        if window is None:
+            done.append(attend_far(q[:, own], *far, gates[:, own], spec, **options))
+        else:
+            (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (*far, window)
+            streams = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+            options["return_selection"] = True
+            done.append(nsa_attention(q[:, own], *streams, gates[:, own], spec, **options))
     out, chosen = (torch.cat(found, dim=1) for found in zip(*done, strict=True))
     return out, chosen
 
 
 def _streams(
     split: Split, part: int, keys: tuple[Pair, Pair, Pair | None], spec: BlockSpec
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """K and V of the compressed, selected and window branch, as the operator takes them."""
+) -> tuple[tuple[Pair, Pair], Pair | None]:
+    """K and V of the compressed and selected branch, and of the window, as the operator takes
+    them."""
     compressed, selected, window = keys
     blocks = visible_blocks(split, spec)[part]
     start, stop = split.pieces[part][0].start, split.pieces[part][-1].stop
-    k_cmp, v_cmp = (x[:, blocks] for x in compressed)
-    k_sel, v_sel = (x[:, start:stop] for x in selected)
+    far = tuple(x[:, blocks] for x in compressed), tuple(x[:, start:stop] for x in selected)
     if window is None:
-        # Its gate is 0: any keys of this size.
-        return k_cmp, v_cmp, k_sel, v_sel, k_sel.detach(), v_sel.detach()
+        return far, None
     # The operator counts keys from the document's start. No query of this part reads the
     # window's keys before its halo, so zeros stand in for them.
     unread = window_starts(split, spec.w)[part] - start
-    k_win, v_win = (F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
-    return k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+    return far, tuple(F.pad(x, (0, 0, 0, 0, unread, 0)) for x in window)
 
 
 class ContextDense(DenseAttention):

@@ -99,6 +99,8 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     # The compressed branch first: its log-sum-exp gives the scores. The selected branch last: its
     # kernels end with the gated sum of all three.
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
+    if problem.flags.no_win:
+        lse[2] = 0.0
     routes, marked = {} if problem.shifted else _routes(problem), problem.flags.nvtx
     with nvtx("pcmp_all", marked):
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
@@ -108,7 +110,10 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     else:
         chosen = select.given(problem, selection)
     with nvtx("branch_attn+gate", marked):
-        o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
+        if problem.flags.no_win:
+            o_win = o_cmp  # its gate is 0
+        else:
+            o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
         gated = Gated(gates, o_cmp, o_win, problem.empty(*o_cmp.shape))
         read = chosen
         if problem.reader is not problem and not problem.masked:
@@ -133,17 +138,20 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     # Keys and values of the compressed and window branch; kernels of another library also return
     # their dq.
     for branch in (0, 2):
-        if branch not in routes:
+        if branch == 2 and problem.flags.no_win:
+            grads[2] = torch.zeros_like(keys[2][0]), torch.zeros_like(keys[2][1])
+            dgates[..., 2] = 0.0
+        elif branch not in routes:
             kv = keys[branch]
             grads[branch] = banded_backward.backward_kv(problem, branch, q, *kv, dout, stats, bits)
-            continue
-        dq, *grads_kv = flash.backward(
-            *(branch, q, *keys[branch], saved.o_cmp if branch == 0 else saved.o_win),
-            *(saved.lse[branch], gated.pop(branch), problem.spec, problem.scale, routes[branch]),
-            problem.offset,
-        )
-        grads[branch] = grads_kv[0], grads_kv[1]
-        dq_more = dq if dq_more is None else dq_more + dq
+        else:
+            dq, *grads_kv = flash.backward(
+                *(branch, q, *keys[branch], saved.o_cmp if branch == 0 else saved.o_win),
+                *(saved.lse[branch], gated.pop(branch), problem.spec, problem.scale),
+                *(routes[branch], problem.offset),
+            )
+            grads[branch] = grads_kv[0], grads_kv[1]
+            dq_more = dq if dq_more is None else dq_more + dq
     # Selected branch, in the order of work of the forward. By queries, dq and dk, dv are separate
     # passes: one pass was slower for large groups (docs/log/kernels.md).
     dq_sel: Tensor | None = None
@@ -164,11 +172,12 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
                 reader, *rest, chosen, lists, ordered=ordered
             )
             grads[1] = grads_kv[0], grads_kv[1]
-    if 2 in routes:
-        stats[2, ..., 2] = 0.0  # gate 0: band_dq still walks the window, and adds nothing
     # dq last: it walks the bands and adds what the others computed.
+    skip_win = 2 in routes or problem.flags.no_win
     dq = banded_backward.backward_q(
-        problem, q, keys, dout, stats, bits, dq_sel, dq_more, skip_cmp=0 in routes
+        *(problem, q, keys, dout, stats, bits, dq_sel, dq_more),
+        skip_cmp=0 in routes,
+        skip_win=skip_win,
     )
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 

@@ -258,7 +258,8 @@ def band_dq(
     CMP_OFF, CMP_STEP, W, NUM_WORDS,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L_SEL: tl.constexpr, SELECT: tl.constexpr, HAS_DOCS: tl.constexpr,
-    UPCAST: tl.constexpr, HAS_CMP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    UPCAST: tl.constexpr, HAS_CMP: tl.constexpr, HAS_WIN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradient of BM queries of one head, from all branches: [B, S, Hq, DK].
 
@@ -298,13 +299,13 @@ def band_dq(
             CMP_OFF, CMP_STEP, 0,
             DK1, DK2, DV_PAD, L_SEL, False, HAS_DOCS, HAS_DOCS, UPCAST, BM, BN,
         )  # fmt: skip
-    # Window branch.
-    b_dq, b_dq2 = _branch_dq(
-        b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * apart, p_bits,
-        p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
-        0, 1, W,
-        DK1, DK2, DV_PAD, L_SEL, False, True, HAS_DOCS, UPCAST, BM, BN,
-    )  # fmt: skip
+    if HAS_WIN:
+        b_dq, b_dq2 = _branch_dq(
+            b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * apart, p_bits,
+            p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
+            0, 1, W,
+            DK1, DK2, DV_PAD, L_SEL, False, True, HAS_DOCS, UPCAST, BM, BN,
+        )  # fmt: skip
     row = ((i_b * S + o_t) * Hq + i_h)[:, None] * DK
     m_dq = m_t[:, None] & (o_dk < DK)[None, :]
     if SELECT:
@@ -442,11 +443,12 @@ def backward_q(
     dq_more: Tensor | None = None,  # [B, S, Hq, Dk], contiguous
     *,
     skip_cmp: bool = False,
+    skip_win: bool = False,
 ) -> Tensor:
     """Gradient of q from all branches; without `dq_sel` the selected branch masks the past.
 
-    `dq_more` is the sum of what kernels of another library computed; `skip_cmp`: the compressed
-    branch is part of it.
+    `dq_more` is the sum of what kernels of another library computed; `skip_cmp`, `skip_win`: that
+    branch is part of it, or has no gate.
     """
     words = dq_sel is None and problem.words
     tiles = dq_tiles(*problem.heads, problem.capability, words=words)
@@ -454,10 +456,11 @@ def backward_q(
     has_cmp = keys[0][0].shape[1] > 0 and not skip_cmp
     # An empty tensor has no descriptor. Its placeholder is never read (HAS_CMP is off).
     keys = keys if has_cmp else (keys[1], *keys[1:])
-    walked = (keys[0], keys[1] if dq_sel is None else None, keys[2])
+    walked = (keys[0], keys[1] if dq_sel is None else None, None if skip_win else keys[2])
+    branches = {"HAS_CMP": has_cmp, "HAS_WIN": not skip_win}
     start(
         problem.memo,
-        ("dq", dq_sel is None, dq_more is None, has_cmp),
+        ("dq", dq_sel is None, dq_more is None, has_cmp, skip_win),
         band_dq,
         (
             q, dout, *(x for kv in walked for x in (problem.keys(*kv, tiles.BN) if kv else NONE)),
@@ -472,7 +475,7 @@ def backward_q(
                 *q.stride()[:3], *dout.stride()[:3],
                 *problem.bands[0][:2], problem.spec.w, problem.num_words,
             ),
-            {**problem.dims(), **problem.branch_constants(dq_sel is None), "HAS_CMP": has_cmp},
+            {**problem.dims(), **problem.branch_constants(dq_sel is None), **branches},
             tiles,
         ),
     )  # fmt: skip

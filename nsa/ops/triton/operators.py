@@ -60,7 +60,7 @@ class Static(NamedTuple):
         """The arguments _STATIC of an operator."""
         # No method of `flags`: a plan is a constant of the graph; Dynamo knows its fields alone.
         flags = self.flags
-        bools = [flags.flash_cmp, flags.flash_win, flags.strict, flags.nvtx]
+        bools = [flags.flash_cmp, flags.flash_win, flags.strict, flags.nvtx, flags.no_win]
         places = list(self.query_lens), list(self.offsets)
         return self.spec.to_ints(), self.scale, self.doc_lens, bools, *places
 
@@ -127,7 +127,9 @@ def _attend_part(
         stop = layout.key_lens[0]
         stops = [static.spec.num_cmp(stop)] * 2 + [stop] * 4
         tensors = (q, *(cut(x, n) for x, n in zip(keys, stops, strict=True)), gates)
-    flags = replace(static.flags, flash_cmp=False, flash_win=False)
+    # Not `replace`: Dynamo cannot trace it.
+    flags = static.flags
+    flags = Flags(strict=flags.strict, nvtx=flags.nvtx, no_win=flags.no_win)
     static = static._replace(
         doc_lens=layout.key_lens,
         flags=flags,

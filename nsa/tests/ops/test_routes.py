@@ -351,9 +351,10 @@ def test_queries_with_an_offset_compute_their_part_of_the_gradients(
     for cut in range(1, case.S):
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for rows in (slice(0, cut), slice(cut, case.S)):
-            place = (case.spec, scale, PLAIN, rows.start)
             given = (whole[:, rows], lse[:, :, rows], weight[:, rows])
-            grads = flash.backward(0, q[:, rows], k, v, *given, *place)
+            grads = flash.backward(
+                0, q[:, rows], k, v, *given, case.spec, scale, PLAIN, offset=rows.start
+            )
             close(grads[0], wanted[0][:, rows])
             dk, dv = dk + grads[1], dv + grads[2]
         close(dk, wanted[1])
