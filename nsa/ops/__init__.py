@@ -142,7 +142,35 @@ def attend_far(
     tensors = dict(zip(names, given, strict=True))
     places = (q_offset, cu_seqlens, cu_seqlens_k)
     rest = (places, selection, backend)
-    return _attend_checked(tensors, replace(spec, w=1), None, *rest, no_win=True)
+    return _attend_checked(tensors, replace(spec, w=1), None, *rest, without="win")
+
+
+def attend_near(
+    q: Tensor,  # [B, S, Hq, Dk]
+    win: tuple[Tensor, ...],  # k, v [B, Sk, Hkv, D]
+    gates: Tensor,  # [B, S, Hq, 3]; only the third is read
+    spec: BlockSpec,
+    selection: Tensor,  # [B, S, Hkv, 1] int32: the block of each query
+    *,
+    q_offset: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:  # [B, S, Hq, Dv]
+    """The window branch of nsa_attention alone, times its gate.
+
+    Compression blocks longer than the keys leave no compressed token. The kernels of the selected
+    branch do not run on Triton. The other backends compute the own block times 0.
+    """
+    k, v = win
+    gates = torch.cat([torch.zeros_like(gates[..., :2]), gates[..., 2:]], dim=-1)
+    longer = spec.d << (k.shape[1] // spec.d).bit_length()
+    near = replace(spec, l=longer, n_sel=1, num_first=0, num_local=1)
+    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+    given = (q, k[:, :0], v[:, :0], k.detach(), v.detach(), k, v, gates)
+    tensors = dict(zip(names, given, strict=True))
+    places = (q_offset, cu_seqlens, cu_seqlens_k)
+    return _attend_checked(tensors, near, None, places, selection, backend, without="sel")[0]
 
 
 def _attend_checked(
@@ -153,7 +181,7 @@ def _attend_checked(
     selection: Tensor | None,
     backend: str,
     *,
-    no_win: bool = False,
+    without: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Output and selection. Check, plan, run: only `checks` meets an input that was not checked."""
     q, v_sel = tensors["q"], tensors["v_sel"]
@@ -163,7 +191,7 @@ def _attend_checked(
     )
     head_dims = (q.shape[-1], v_sel.shape[-1])
     packed = len(layout.key_lens) > 1
-    plan: Plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, packed, no_win)
+    plan: Plan = _planner().plan_call(q.device, q.dtype, backend, head_dims, packed, without)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     backend = plan.backend
     if backend == "triton" and not layout.whole:

@@ -45,8 +45,10 @@ class Flags:
     """Assert that every selection is causal (NSA_STRICT_ASSERTS)."""
     nvtx: bool = False
     """Mark the parts of attention with NVTX ranges (NSA_NVTX)."""
+    no_sel: bool = False
+    """The gates of the selected branch are 0: its kernels do not run."""
     no_win: bool = False
-    """The gates of the window branch are 0: its kernels do not run."""
+    """The gates of the window branch are."""
 
 
 NO_FLAGS = Flags()
@@ -114,16 +116,18 @@ def plan_call(
     backend: str,
     head_dims: tuple[int, ...],
     packed: bool,
-    no_win: bool = False,
+    without: str = "",
 ) -> Plan:
-    """The plan of one call of nsa_attention, perhaps without its window; records its fallbacks."""
+    """The plan of one call of nsa_attention, perhaps without "sel" or "win"; records its
+    fallbacks."""
     plan = plan_attention(device, dtype, backend, head_dims, packed=packed)
     for branch, reason in plan.fallbacks:
         record(branch, reason)
     if plan.audit:
         audit_sdpa(device.type, dtype, head_dims)
-    if no_win:
-        return replace(plan, flags=replace(plan.flags, no_win=True, flash_win=False))
+    if without:
+        skipped = {f"no_{without}": True, "flash_win": plan.flags.flash_win and without != "win"}
+        return replace(plan, flags=replace(plan.flags, **skipped))
     return plan
 
 

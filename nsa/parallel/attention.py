@@ -17,7 +17,6 @@ it so on one rank too. Then it is called outside of the graphs, and projections 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from nsa.model.sparse import (
     outside_graphs,
 )
 from nsa.model.stats import AttentionStats
-from nsa.ops import BlockSpec, attend_far, nsa_attention, sparse_attention
+from nsa.ops import BlockSpec, attend_far, attend_near, nsa_attention, sparse_attention
 from nsa.ops.fallbacks import in_layer
 from nsa.parallel.chosen import ask_all, fetch, num_row_blocks
 from nsa.parallel.exchange import Context, received_rows_of_gather, received_rows_of_halo
@@ -207,26 +206,20 @@ def attend_windows(
 ) -> Tensor:  # [B, T, Hq, Dv]
     """The window branch times its gate, from the parts and their halos alone.
 
-    The same operator: with a compression block longer than a part there are no compressed tokens,
-    the own block is selected, and the gates of both branches are 0. Keys count from the halo's
-    first token: where blocks would begin does not matter here.
+    Keys count from the halo's first token: where blocks would begin does not matter here.
     """
-    alone = torch.cat([torch.zeros_like(gates[..., :2]), gates[..., 2:]], dim=-1)
     outs = []
     for place, part in enumerate(split.parts_of(rank)):
         own = slice(place * split.part_len, (place + 1) * split.part_len)
         first, *others = split.pieces[part]
         pieces = [first._replace(start=window_starts(split, spec.w)[part]), *others]
-        k, v = windows[place]
-        near = replace(
-            spec, l=spec.d << (k.shape[1] // spec.d).bit_length(), n_sel=1, num_first=0, num_local=1
-        )
         places = [torch.arange(p.offset, p.num_keys, device=q.device) for p in pieces]
         blocks = (torch.cat(places) // spec.l_sel).to(torch.int32)  # [tokens of the part]
-        selection = blocks[:, None, None].expand(q.shape[0], -1, k.shape[2], 1)
-        unread = k[:, :0], v[:, :0], k.detach(), v.detach()
-        options: Any = {**_places(pieces), "backend": backend, "selection": selection}
-        outs.append(nsa_attention(q[:, own], *unread, k, v, alone[:, own], near, **options))
+        groups = windows[place][0].shape[2]
+        selection = blocks[:, None, None].expand(q.shape[0], -1, groups, 1)
+        options: Any = {**_places(pieces), "backend": backend}
+        near = attend_near(q[:, own], windows[place], gates[:, own], spec, selection, **options)
+        outs.append(near)
     return torch.cat(outs, dim=1)
 
 

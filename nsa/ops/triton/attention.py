@@ -104,7 +104,9 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     routes, marked = {} if problem.shifted else _routes(problem), problem.flags.nvtx
     with nvtx("pcmp_all", marked):
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
-    if selection is None:
+    if selection is not None and problem.flags.no_sel:
+        chosen = select.no_choice(problem, selection)
+    elif selection is None:
         with nvtx("nsa.sel.ranges_v2", marked):
             chosen = select.choose(problem, q, inputs.k_cmp, lse[0])
     else:
@@ -114,6 +116,11 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
             o_win = o_cmp  # its gate is 0
         else:
             o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
+        if problem.flags.no_sel:
+            lse[1] = 0.0
+            out = (o_win * gates[..., 2:] + o_cmp * gates[..., :1]).to(problem.dtype)
+            lists = empty_lists(problem.reader)
+            return Results(out, chosen.ids, o_cmp, o_win, o_win, lse, *chosen[1:], *lists)
         gated = Gated(gates, o_cmp, o_win, problem.empty(*o_cmp.shape))
         read = chosen
         if problem.reader is not problem and not problem.masked:
@@ -137,11 +144,15 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     dq_more: Tensor | None = None
     # Keys and values of the compressed and window branch; kernels of another library also return
     # their dq.
+    flags = {1: problem.flags.no_sel, 2: problem.flags.no_win}
+    skipped = {branch for branch in flags if flags[branch]}
+    for branch in skipped:
+        grads[branch] = torch.zeros_like(keys[branch][0]), torch.zeros_like(keys[branch][1])
+        dgates[..., branch] = 0.0
     for branch in (0, 2):
-        if branch == 2 and problem.flags.no_win:
-            grads[2] = torch.zeros_like(keys[2][0]), torch.zeros_like(keys[2][1])
-            dgates[..., 2] = 0.0
-        elif branch not in routes:
+        if branch in skipped:
+            continue
+        if branch not in routes:
             kv = keys[branch]
             grads[branch] = banded_backward.backward_kv(problem, branch, q, *kv, dout, stats, bits)
         else:
@@ -155,7 +166,9 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     # Selected branch, in the order of work of the forward. By queries, dq and dk, dv are separate
     # passes: one pass was slower for large groups (docs/log/kernels.md).
     dq_sel: Tensor | None = None
-    if problem.masked:
+    if problem.flags.no_sel:
+        pass
+    elif problem.masked:
         grads[1] = banded_backward.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
     else:
         reader = problem.reader
@@ -173,11 +186,9 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             )
             grads[1] = grads_kv[0], grads_kv[1]
     # dq last: it walks the bands and adds what the others computed.
-    skip_win = 2 in routes or problem.flags.no_win
+    walked = {0, 1, 2} - skipped - set(routes)
     dq = banded_backward.backward_q(
-        *(problem, q, keys, dout, stats, bits, dq_sel, dq_more),
-        skip_cmp=0 in routes,
-        skip_win=skip_win,
+        problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
     )
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 

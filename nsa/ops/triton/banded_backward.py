@@ -264,8 +264,8 @@ def band_dq(
     """Gradient of BM queries of one head, from all branches: [B, S, Hq, DK].
 
     The selected branch is walked here (SELECT: the whole past, masked), or its part is read from
-    the fp32 dq_sel. dq_more, laid out like dq, is what kernels of another library computed. STATS
-    is the stride between the stats of two branches.
+    the fp32 dq_sel, if any. dq_more, laid out like dq, is what kernels of another library computed.
+    STATS is the stride between the stats of two branches.
     """
     # One launch for all branches: q and dout are read once, and the final gradient is written
     # without a pass over partial ones. Late tiles, which see the most keys, start first.
@@ -318,7 +318,7 @@ def band_dq(
         )  # fmt: skip
     # Sum of all branches in fp32, rounded once: [BM, DK].
     b_dq = b_dq * scale
-    if not SELECT:
+    if p_dq_sel is not None:
         b_dq += tl.load(p_dq_sel + row + o_dk[None, :], mask=m_dq, other=0.0)
     if p_dq_more is not None:
         b_dq += tl.load(p_dq_more + row + o_dk[None, :], mask=m_dq, other=0.0).to(tl.float32)
@@ -327,7 +327,7 @@ def band_dq(
     if DK2 > 0:
         b_dq2 = b_dq2 * scale
         m_dq = m_t[:, None] & (o_dk2 < DK)[None, :]
-        if not SELECT:
+        if p_dq_sel is not None:
             b_dq2 += tl.load(p_dq_sel + row + o_dk2[None, :], mask=m_dq, other=0.0)
         if p_dq_more is not None:
             b_dq2 += tl.load(p_dq_more + row + o_dk2[None, :], mask=m_dq, other=0.0).to(tl.float32)
@@ -442,29 +442,25 @@ def backward_q(
     dq_sel: Tensor | None,  # [B, S, Hq, Dk] fp32
     dq_more: Tensor | None = None,  # [B, S, Hq, Dk], contiguous
     *,
-    skip_cmp: bool = False,
-    skip_win: bool = False,
+    walked: set[int],
 ) -> Tensor:
-    """Gradient of q from all branches; without `dq_sel` the selected branch masks the past.
-
-    `dq_more` is the sum of what kernels of another library computed; `skip_cmp`, `skip_win`: that
-    branch is part of it, or has no gate.
+    """Gradient of q from the branches to walk (the selected one masks the past, unless its `dq_sel`
+    is given), and `dq_more`, the sum of what kernels of another library computed.
     """
-    words = dq_sel is None and problem.words
+    masked = 1 in walked and dq_sel is None
+    words = masked and problem.words
     tiles = dq_tiles(*problem.heads, problem.capability, words=words)
     dq = problem.empty(*q.shape)
-    has_cmp = keys[0][0].shape[1] > 0 and not skip_cmp
-    # An empty tensor has no descriptor. Its placeholder is never read (HAS_CMP is off).
-    keys = keys if has_cmp else (keys[1], *keys[1:])
-    walked = (keys[0], keys[1] if dq_sel is None else None, None if skip_win else keys[2])
-    branches = {"HAS_CMP": has_cmp, "HAS_WIN": not skip_win}
+    has_cmp, has_win = keys[0][0].shape[1] > 0 and 0 in walked, 2 in walked
+    given = [keys[i] if some else None for i, some in enumerate((has_cmp, masked, has_win))]
+    branches = {"HAS_CMP": has_cmp, "HAS_WIN": has_win}
     start(
         problem.memo,
-        ("dq", dq_sel is None, dq_more is None, has_cmp, skip_win),
+        ("dq", masked, dq_sel is None, dq_more is None, has_cmp, has_win),
         band_dq,
         (
-            q, dout, *(x for kv in walked for x in (problem.keys(*kv, tiles.BN) if kv else NONE)),
-            stats, bits, stats if dq_sel is None else dq_sel, dq_more, dq, *problem.row_index(0, q),
+            q, dout, *(x for kv in given for x in (problem.keys(*kv, tiles.BN) if kv else NONE)),
+            stats, bits, dq_sel, dq_more, dq, *problem.row_index(0, q),
             problem.row_index(1, q)[1],
         ),
         lambda: Launch.tiled(
@@ -475,7 +471,7 @@ def backward_q(
                 *q.stride()[:3], *dout.stride()[:3],
                 *problem.bands[0][:2], problem.spec.w, problem.num_words,
             ),
-            {**problem.dims(), **problem.branch_constants(dq_sel is None), **branches},
+            {**problem.dims(), **problem.branch_constants(masked), **branches},
             tiles,
         ),
     )  # fmt: skip

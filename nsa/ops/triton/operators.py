@@ -60,7 +60,8 @@ class Static(NamedTuple):
         """The arguments _STATIC of an operator."""
         # No method of `flags`: a plan is a constant of the graph; Dynamo knows its fields alone.
         flags = self.flags
-        bools = [flags.flash_cmp, flags.flash_win, flags.strict, flags.nvtx, flags.no_win]
+        bools = [flags.flash_cmp, flags.flash_win, flags.strict, flags.nvtx]
+        bools += [flags.no_sel, flags.no_win]
         places = list(self.query_lens), list(self.offsets)
         return self.spec.to_ints(), self.scale, self.doc_lens, bools, *places
 
@@ -129,7 +130,8 @@ def _attend_part(
         tensors = (q, *(cut(x, n) for x, n in zip(keys, stops, strict=True)), gates)
     # Not `replace`: Dynamo cannot trace it.
     flags = static.flags
-    flags = Flags(strict=flags.strict, nvtx=flags.nvtx, no_win=flags.no_win)
+    skipped = {"no_sel": flags.no_sel, "no_win": flags.no_win}
+    flags = Flags(strict=flags.strict, nvtx=flags.nvtx, **skipped)
     static = static._replace(
         doc_lens=layout.key_lens,
         flags=flags,
@@ -370,7 +372,7 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
             problem.empty(batch, groups, seq_len, dtype=torch.int32),
             problem.empty(batch, groups, reader.num_words, seq_len, dtype=torch.int32),
             problem.empty(batch, groups, reader.num_words, seq_len, dtype=torch.int16),
-            *empty_lists(reader, sized=not (problem.masked or problem.by_query)),
+            *empty_lists(reader, sized=problem.has_lists),
         )
     )
 

@@ -183,6 +183,11 @@ class Problem:
         return fits_selected(*self.reader.sizes, self.capability, by_query=by_query)
 
     @property
+    def has_lists(self) -> bool:
+        """Whether the forward pass lists the queries of each block."""
+        return not (self.masked or self.by_query or self.flags.no_sel)
+
+    @property
     def _large(self) -> bool:
         return in_query_order(self.d_k, self.d_v, self.per_group)
 

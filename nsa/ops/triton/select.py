@@ -610,6 +610,11 @@ def _width(problem: Problem, stop: int) -> int:
     return problem.spec.num_blocks(problem.doc_lens[0] if problem.packed else stop)
 
 
+def no_choice(problem: Problem, ids: Tensor) -> Selection:
+    """For calls whose selected branch does not run: nobody reads more than the given ids."""
+    return _empty(problem, zero=False)._replace(ids=ids.contiguous())
+
+
 def _empty(problem: Problem, *, zero: bool) -> Selection:
     """Memory for a choice; `zero` where the kernels do not write every word of the bits."""
     batch, groups, seq_len = problem.batch, problem.num_groups, problem.seq_len

@@ -88,11 +88,9 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
             for number in (1,) if select else (0, 2):
                 yield banded_forward.band_forward, branch, forward_tiles(d_k, d_v, dtype, number)
             yield banded_backward.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
-            yield (
-                banded_backward.band_dq,
-                branch | dict(HAS_CMP=True, HAS_WIN=True),
-                dq_tiles(d_k, d_v, dtype),
-            )
+            walked = branch | dict(HAS_CMP=True, HAS_WIN=True)
+            walked |= {"p_dq_sel": None} if select else {}
+            yield banded_backward.band_dq, walked, dq_tiles(d_k, d_v, dtype)
         flags = dict(HAS_DOCS=False, UPCAST=False)
         scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False) | flags
         yield scoring.group_scores, scores, score_tiles(d_k, dtype)
