@@ -66,13 +66,12 @@ class Results(NamedTuple):
     o_win: Tensor  # [B, S, Hq, Dv]
     lse: Tensor  # [3, B, Hq, S] fp32, base 2
     num_chosen: Tensor  # [B, Hkv, S] int32
-    bits: Tensor  # [B, Hkv, words, S] int32
-    before: Tensor  # [B, Hkv, words, S] int16
-    ends: Tensor  # from here on: the QueryLists of block_index.py, empty if the forward built none
+    bits: Tensor  # [B, Hkv, words, S] int32; no words if the selected branch reads its blocks
+    starts: Tensor  # from here on: QueryLists of block_index.py, empty if the forward built none
     queries: Tensor
     places: Tensor
     item_block: Tensor
-    item_ends: Tensor
+    first_item: Tensor
 
 
 class Saved(NamedTuple):
@@ -85,12 +84,11 @@ class Saved(NamedTuple):
     lse: Tensor
     num_chosen: Tensor
     bits: Tensor
-    before: Tensor
-    ends: Tensor
+    starts: Tensor
     queries: Tensor
     places: Tensor
     item_block: Tensor
-    item_ends: Tensor
+    first_item: Tensor
 
 
 def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Results:
@@ -104,9 +102,9 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
     if selection is None:
         with nvtx("nsa.sel.ranges_v2", marked):
-            chosen = select.choose(problem, q, inputs.k_cmp, lse[0])
+            chosen = select.choose(problem, q, inputs.k_cmp, lse[0], has_bits=problem.masked)
     else:
-        chosen = select.given(problem, selection)
+        chosen = select.given(problem, selection, has_bits=problem.masked)
     with nvtx("branch_attn+gate", marked):
         o_win = _band(problem, 2, q, inputs.k_win, inputs.v_win, lse[2], routes)
         gated = Gated(gates, o_cmp, o_win, problem.empty(*o_cmp.shape))
@@ -152,7 +150,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     else:
         reader = problem.reader
         ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
-        chosen = Selection(ids, saved.num_chosen, bits, saved.before)
+        chosen = Selection(ids, saved.num_chosen, bits)
         rest = (q, *keys[1], dout, stats[1])
         if problem.by_query:
             dq_sel = by_query.backward_q(reader, *rest, chosen)
@@ -307,10 +305,10 @@ class Continued(Problem):
         index = torch.tensor(rows, dtype=torch.int32).to(q.device, non_blocking=True)
         self._zero, self._start, self._win = index[:, None].expand(3, q.shape[1]).contiguous()
 
-    def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """The document begins at row -first. Its keys begin with their tensor; only the window's
         tensor begins with token win_first."""
-        return self._start, self._win if branch == 2 else self._zero, self._zero
+        return self._start, self._win if branch == 2 else self._zero
 
 
 @torch.no_grad()

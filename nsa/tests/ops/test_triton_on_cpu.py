@@ -100,7 +100,7 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
         sizes = (d_k, d_v, per_group, spec, dtype)
         chosen = dims | dict(N_SEL=16, L_SEL=l_sel)
         if per_group < 9 and fits_dq(d_k, d_v):
-            blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True)
+            blocks = chosen | flags | dict(NARROW=True)
             yield by_block_forward.block_forward, blocks, block_tiles(*sizes, "forward")
             for ordered in (False, True):
                 flagged = blocks | dict(WITH_DQ=True, ORDERED=ordered)
@@ -108,7 +108,7 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
         else:
             yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
             yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
-            blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
+            blocks = chosen | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
             yield by_block_backward.block_backward, blocks, block_tiles(*sizes, "dkv")
 
 
@@ -259,21 +259,21 @@ def test_the_check_finds_what_ptxas_compiles_to_wrong_code():
     assert not shared_addresses(twice)
 
 
+PACKED = dict(L_SEL=64, NW=32, HAS_DOCS=True)
 SMALL_KERNELS = [
     (
         scoring.choose_blocks,
         dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
-        | dict(HAS_DOCS=True, LARGEST=True),
+        | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True),
     ),
-    (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True, BQ=16)),
-    (scoring.pack_selection, dict(L_SEL=64, N_SEL=32, N_SEL_PAD=32, NW=32, HAS_DOCS=True, BQ=1)),
+    (scoring.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
+    (scoring.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
     (by_block_forward.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block_backward.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
-    (block_index.count_choices, dict(SUBS=8, BQ=128)),
-    (block_index.add_up, dict(SUBS=8, BLOCK=8192)),
-    (block_index.list_choices, dict(SUBS=8, BQ=128)),
-    (block_index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
+    (block_index.count_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=64)),
+    (block_index.cut_bins, dict(BLOCK=8192, NB=1024)),
+    (block_index.list_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=4)),
     (banded_backward.sum_parts, dict(BLOCK=1024)),
     (cross_entropy.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
     (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
