@@ -21,6 +21,7 @@ from nsa.ops.triton import (
     by_query,
     cross_entropy,
     documents,
+    problem,
     tile,
 )
 from nsa.ops.triton import compress as compression
@@ -296,6 +297,7 @@ def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
     """Of 262144 tokens, by scores that are folded into blocks; one warp would spill."""
     folded = dict(STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False, HAS_DOCS=True)
     chosen = dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NUM_FIRST=1, NUM_LOCAL=2, NB=4096, NW=128)
+    chosen |= dict(HAS_BITS=False)
     warps = 4096 // scoring.BLOCKS_PER_WARP
     compiled = compile_kernel(scoring.choose_blocks, 90, chosen | folded, num_warps=warps)
     assert stack_bytes(compiled) == 0
@@ -303,3 +305,29 @@ def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
     sizes = dict(DK1=128, DK2=0, UPCAST=False, BM=tiles.BM, BN=tiles.BN) | folded
     compiled = compile_kernel(scoring.group_scores, 90, sizes, **tiles.options)
     assert stack_bytes(compiled) <= MAX_STACK_BYTES[128, 128]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_selection_and_index_are_linear_in_the_tokens(packed, monkeypatch):
+    """Bytes of a token, of the bits where they are the mask, and of the temporary counts, too."""
+    for module in (block_index, scoring):
+        monkeypatch.setattr(module, "start", lambda *_: None)
+    monkeypatch.setattr(problem, "capability_of", lambda _: (9, 0))
+    counts = []
+    real = block_index._zeros
+    monkeypatch.setattr(block_index, "_zeros", lambda *size: counts.append(real(*size)))
+    per_token = []
+    for length in (1 << 16, 1 << 18, 1 << 20, 1 << 23):
+        docs = [1 << 11] * (length >> 11) if packed else [length]
+        q, v = (torch.empty(1, length, h, 64, device="meta") for h in (12, 2))
+        one = problem.Problem(q, v, BlockSpec(), 0.125, docs)
+        assert one.masked == packed
+        ids = torch.empty(1, length, 2, 16, dtype=torch.int32, device="meta")
+        one.__dict__["documents"] = None  # they are linear, and need memory
+        chosen = scoring.given(one, ids, has_bits=one.masked)
+        kept = [*chosen, *([] if packed else block_index.list_queries(one, chosen)), *counts]
+        per_token.append(sum(x.nbytes for x in kept) / length)
+        counts.clear()
+    # Of a KV head and choice: an id, its query and place; half a count; a few bins.
+    assert max(per_token) <= 2 * 16 * (4 + 4 + 2 + 2 + 2)
+    assert per_token[-1] <= 1.1 * per_token[0]
