@@ -218,8 +218,9 @@ MAX_PIECE, MIN_PIECE = 512, 32
 """Bounds of the queries of one item: long items have less overhead, short ones fill the GPU."""
 ITEMS = 2048
 """Items that occupy a large GPU although their lengths differ."""
-MIN_SUB = 64
-"""Lower bound of the queries of a part, which list_choices takes one after the other."""
+MIN_SUB, MIN_SUBS = 64, 8
+"""Lower bounds of the queries of a part, which one program of list_choices takes one after the
+other, and of the parts of a chunk that is long enough."""
 COUNTED = 1024
 """Choices that a program of count_choices takes."""
 LISTED = 32
@@ -343,10 +344,13 @@ def chunk_size(problem: Problem) -> int:
 def sub_size(problem: Problem) -> int:
     """Queries of one part of a chunk, a power of two.
 
-    Parts have no more counts than half of their choices: memory is linear in the choices.
+    Parts have no more counts than half of their choices, or a chunk has MIN_SUBS parts: memory is
+    linear in the choices, or in the blocks.
     """
+    chunk = chunk_size(problem)
     rows = max(2 * problem.num_blocks // problem.spec.n_sel, 1)
-    return min(max(1 << (rows - 1).bit_length(), MIN_SUB), chunk_size(problem))
+    rows = min(1 << (rows - 1).bit_length(), chunk // MIN_SUBS)
+    return min(max(rows, MIN_SUB), chunk)
 
 
 def part_bytes(problem: Problem, dim: int) -> int:

@@ -362,11 +362,11 @@ CHOICES = (64, 256, 1024)
 BLOCKS_PER_WARP = 1024
 """Of choose_blocks: more do not fit the registers of a warp, and take half a minute to compile."""
 LONG_CHOICE = 2048
-"""Blocks from which on a choice takes several warps, beyond it."""
+"""Blocks up to which a warp chooses for a query of a whole row."""
 TOKEN_TILES = 16
 """Tiles of queries that a program of token_scores takes with one block."""
 PACKED = 8192
-"""Pairs of an id and a word that a program of pack_selection compares."""
+"""Pairs of an id and a word, or of two ids, that a program of pack_selection compares."""
 MIN_WORDS = 32
 """Words that pack_selection takes at least, so that shorter sequences share its code."""
 ROWS = 128
@@ -395,7 +395,8 @@ def choose(
 ) -> Selection:
     """Score the blocks by the compressed branch, whose log-sum-exp is given, and choose.
 
-    `has_bits`: also as bits. They grow with the square of the length, so only a mask has them.
+    `has_bits`: also as bits. They grow with the square of a document's length: only the mask of
+    short ones has them.
     """
     levels = _num_levels(problem)
     chunks = _chunks(problem, levels)
@@ -604,7 +605,7 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
 
 
 def _warps(problem: Problem, num_blocks: int) -> int:
-    """Warps of choose_blocks. Up to LONG_CHOICE blocks of a whole row one is fastest."""
+    """Warps of choose_blocks."""
     if num_blocks <= LONG_CHOICE and not (problem.shifted and problem.aligned):
         return 1
     return min(max(num_blocks // BLOCKS_PER_WARP, 1), 16)
