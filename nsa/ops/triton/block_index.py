@@ -29,18 +29,20 @@ def _choices(
     p_ids, p_num_chosen, p_row_block, i_seg, t0, stop, o_e, S, Hkv,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks, over all documents, that the queries from t0 on chose; -1: none.
+    """Blocks, over all documents, that the queries from t0 on chose, and how many each query did.
 
-    Entry e is choice e % N_SEL_PAD of query t0 + e // N_SEL_PAD.
+    Entry e is choice e % N_SEL_PAD of query t0 + e // N_SEL_PAD. Blocks beyond that number mean
+    nothing. No load waits for another one.
     """
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     o_t, o_n = t0 + o_e // N_SEL_PAD, o_e % N_SEL_PAD
     m_t = o_t < stop
-    mask = o_n < tl.load(p_num_chosen + i_seg * S + o_t, mask=m_t, other=0)
-    block = tl.load(p_ids + ((i_b * S + o_t) * Hkv + i_g) * N_SEL + o_n, mask=mask, other=-1)
+    num_chosen = tl.load(p_num_chosen + i_seg * S + o_t, mask=m_t, other=0)
+    p_row = p_ids + ((i_b * S + o_t) * Hkv + i_g) * N_SEL
+    block = tl.load(p_row + o_n, mask=m_t & (o_n < N_SEL), other=0)
     if HAS_DOCS:
-        block += tl.load(p_row_block + o_t, mask=mask, other=0)
-    return block
+        block += tl.load(p_row_block + o_t, mask=m_t, other=0)
+    return block, num_chosen
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -55,14 +57,15 @@ def count_choices(
     i_seg = tl.program_id(1).to(tl.int64)
     t0 = tl.program_id(0) * BQ
     o_e = tl.arange(0, BQ * N_SEL_PAD)
-    block = _choices(
+    block, num_chosen = _choices(
         p_ids, p_num_chosen, p_row_block, i_seg, t0, S, o_e, S, Hkv, N_SEL, N_SEL_PAD, HAS_DOCS
     )
+    is_used = o_e % N_SEL_PAD < num_chosen
     # SUBS is the fastest index, so that running sums list a bin's queries in order.
     part = (t0 + o_e // N_SEL_PAD) // SUB
     bin = (i_seg * num_chunks + part // SUBS) * NUM_BLOCKS + block
     one = tl.full([BQ * N_SEL_PAD], 1, tl.int32)
-    tl.atomic_add(p_counts + bin * SUBS + part % SUBS, one, mask=block >= 0, sem="relaxed")
+    tl.atomic_add(p_counts + bin * SUBS + part % SUBS, one, mask=is_used, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -140,18 +143,18 @@ def list_choices(
     p_places += i_seg * NUM_ENTRIES
     stop = tl.minimum(i_sub * SUB + SUB, S)
     o_e = tl.arange(0, BQ * N_SEL_PAD)
-    following = _choices(
+    next_block, next_num = _choices(
         p_ids, p_num_chosen, p_row_block, i_seg, i_sub * SUB, stop, o_e, S, Hkv,
         N_SEL, N_SEL_PAD, HAS_DOCS,
     )  # fmt: skip
     for t0 in range(i_sub * SUB, stop, BQ):
         # [entries] of BQ queries, in their order; those of the next are loaded ahead.
-        block = following
-        following = _choices(
+        is_used = o_e % N_SEL_PAD < next_num
+        block = tl.where(is_used, next_block, -1)
+        next_block, next_num = _choices(
             p_ids, p_num_chosen, p_row_block, i_seg, t0 + BQ, stop, o_e, S, Hkv,
             N_SEL, N_SEL_PAD, HAS_DOCS,
         )  # fmt: skip
-        is_used = block >= 0
         entry = tl.load(p_next + block * SUBS, mask=is_used, other=0)
         is_last = is_used
         if BQ > 1:
