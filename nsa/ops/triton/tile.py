@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 COUNTS = (
-    *("K", "N", "NUM_WORDS", "NUM_BLOCKS", "NUM_ITEMS", "NUM_CHUNKS", "num_chunks", "first_chunk"),
+    *("K", "N", "NUM_WORDS", "NUM_BLOCKS", "NUM_ITEMS", "num_chunks", "first_chunk"),
     *("PARTS", "HEADS", "SLICES", "S", "SUB", "first_row", "num_rows", "stop_row", "num_together"),
     *("NUM_ROWS", "NUM_ENTRIES", "SUBS", "LOG_SUBS", "s_gb"),
 )
