@@ -7,8 +7,7 @@ Bytes: real gloo ranks on CPUs, every rule, both ways to send the selected keys,
 backward, without collectives (parallel_parts.py): the slowest rank against the whole row divided by
 the number of ranks, and against the mean of the ranks. On a CPU nothing is timed: each rank is only
 compared with the rows of the whole. `--seconds` ends the measurement early, with the ranks it has.
-The bits of a selection are S * S / (8 * l_sel) bytes for each KV head, and half as much again for
-their counts: 0.8 GB of the whole row of 256k tokens, a P-th of it on a rank. The last line is JSON.
+The last line is JSON.
 """
 
 from __future__ import annotations

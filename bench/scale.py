@@ -248,12 +248,12 @@ def memory_bytes(name: str, length: int, num_gpus: int, cp: int, recompute: bool
     weights = sum(parts[part] for part in shared) / (1 if is_replicated(config) else num_gpus)
     longest = _measured(model.n_heads, model.n_kv_groups, model.d_k)[-1]
     temporary = longest["peak_mib"] * 2**20 * length / cp / longest["S"]
-    # Bits of the selection, and their counts of 16 bits: they grow with the row.
-    bits = model.n_kv_groups * (length // cp) * spec.num_blocks(length) / 8 * 1.5
+    # Beside its id, a layer keeps of every choice its query and place in the list of its block.
+    index = model.n_kv_groups * (length // cp) * spec.n_sel * (4 + 2)
     keys = 2 * length * model.n_kv_groups * (model.d_k + model.d_v) * (1 + 1 / spec.d)
     layers = 1 if recompute else model.n_layers
     # A row's keys and their gradient arrive for one layer; without recomputation all are kept.
-    return kept + weights + temporary + layers * (bits + keys * (cp > 1)) + keys * (cp > 1)
+    return kept + weights + temporary + layers * (index + keys * (cp > 1)) + keys * (cp > 1)
 
 
 def _keys_s(config: Config, cp: int) -> float:

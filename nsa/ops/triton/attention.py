@@ -66,13 +66,12 @@ class Results(NamedTuple):
     o_win: Tensor  # [B, S, Hq, Dv]
     lse: Tensor  # [3, B, Hq, S] fp32, base 2
     num_chosen: Tensor  # [B, Hkv, S] int32
-    bits: Tensor  # [B, Hkv, words, S] int32
-    before: Tensor  # [B, Hkv, words, S] int16
-    ends: Tensor  # from here on: the QueryLists of block_index.py, empty if the forward built none
+    bits: Tensor  # [B, Hkv, words, S] int32; no words if the selected branch reads its blocks
+    starts: Tensor  # from here on: QueryLists of block_index.py, empty if the forward built none
     queries: Tensor
     places: Tensor
     item_block: Tensor
-    item_ends: Tensor
+    first_item: Tensor
 
 
 class Saved(NamedTuple):
@@ -85,12 +84,11 @@ class Saved(NamedTuple):
     lse: Tensor
     num_chosen: Tensor
     bits: Tensor
-    before: Tensor
-    ends: Tensor
+    starts: Tensor
     queries: Tensor
     places: Tensor
     item_block: Tensor
-    item_ends: Tensor
+    first_item: Tensor
 
 
 def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Results:
@@ -108,9 +106,9 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
         chosen = select.no_choice(problem, selection)
     elif selection is None:
         with nvtx("nsa.sel.ranges_v2", marked):
-            chosen = select.choose(problem, q, inputs.k_cmp, lse[0])
+            chosen = select.choose(problem, q, inputs.k_cmp, lse[0], has_bits=problem.masked)
     else:
-        chosen = select.given(problem, selection)
+        chosen = select.given(problem, selection, has_bits=problem.masked)
     with nvtx("branch_attn+gate", marked):
         if problem.flags.no_win:
             o_win = o_cmp  # its gate is 0
@@ -173,7 +171,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     else:
         reader = problem.reader
         ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
-        chosen = Selection(ids, saved.num_chosen, bits, saved.before)
+        chosen = Selection(ids, saved.num_chosen, bits)
         rest = (q, *keys[1], dout, stats[1])
         if problem.by_query:
             dq_sel = by_query.backward_q(reader, *rest, chosen)

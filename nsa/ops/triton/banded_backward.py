@@ -36,7 +36,7 @@ from nsa.ops.triton.tiles import dkv_tiles, dq_tiles
 @triton.jit(do_not_specialize=COUNTS)
 def band_dkv(
     t_q, t_q2, t_dout, p_k, p_v, p_stats, p_dk, p_dv, p_bits,
-    p_row_start, p_row_key, p_row_block, p_key_first, p_key_last,
+    p_row_start, p_row_key, p_key_first, p_key_last,
     S, K, Hkv, G, scale, scale_log2,
     s_kb, s_ks, s_kh, s_vb, s_vs, s_vh,
     OFF, STEP, W, NUM_WORDS, SEGMENTS, HEADS, SLICES,
@@ -134,7 +134,7 @@ def band_dkv(
                 visible = (o_k[:, None] >= first[None, :]) & (o_k[:, None] <= last[None, :])
                 if SELECT:
                     selected = _is_selected(
-                        o_t, m_t, i_n * BN, o_k, p_bits, p_row_start, p_row_block, S,
+                        o_t, m_t, i_n * BN, o_k, p_bits, p_row_start, S,
                         L_SEL, BN, HAS_DOCS,
                     )  # fmt: skip
                     visible = visible & tl.trans(selected)
@@ -194,7 +194,7 @@ def sum_parts(p_dk_parts, p_dv_parts, p_dk, p_dv, SIZE_K, SIZE_V, PARTS, BLOCK: 
 @triton.jit
 def _branch_dq(
     b_dq, b_dq2, b_q, b_q2, b_dout, t_k, t_k2, t_v, p_stats, p_bits,
-    p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
+    p_row_start, p_row_key, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
     OFF, STEP, W,
     DK1: tl.constexpr, DK2: tl.constexpr, DV_PAD: tl.constexpr, L_SEL: tl.constexpr,
     SELECT: tl.constexpr, BOUNDED: tl.constexpr, HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr,
@@ -235,7 +235,7 @@ def _branch_dq(
                 visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
                 if SELECT:
                     visible = visible & _is_selected(
-                        o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S, L_SEL, BN, HAS_DOCS
+                        o_t, m_t, k0, o_k, p_bits, p_row_start, S, L_SEL, BN, HAS_DOCS
                     )
                 b_p = tl.where(visible, b_p, 0.0)
             # dS = gate * P * (dP - delta), dQ += dS k.
@@ -252,7 +252,7 @@ def _branch_dq(
 def band_dq(
     p_q, p_dout, t_k_cmp, t_k2_cmp, t_v_cmp, t_k_sel, t_k2_sel, t_v_sel,
     t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_sel, p_dq_more, p_dq,
-    p_row_start, p_row_cmp, p_row_block, p_row_key,
+    p_row_start, p_row_cmp, p_row_key,
     S, N, K, Hq, G, STATS, scale, scale_log2,
     s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
     CMP_OFF, CMP_STEP, W, NUM_WORDS,
@@ -295,14 +295,14 @@ def band_dq(
     if HAS_CMP:
         b_dq, b_dq2 = _branch_dq(
             b_dq, b_dq2, b_q, b_q2, b_dout, t_k_cmp, t_k2_cmp, t_v_cmp, p_stats, p_bits,
-            p_row_start, p_row_cmp, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, N, scale_log2,
+            p_row_start, p_row_cmp, i_m, i_b, i_g, rows, o_t, m_t, S, N, scale_log2,
             CMP_OFF, CMP_STEP, 0,
             DK1, DK2, DV_PAD, L_SEL, False, HAS_DOCS, HAS_DOCS, UPCAST, BM, BN,
         )  # fmt: skip
     if HAS_WIN:
         b_dq, b_dq2 = _branch_dq(
             b_dq, b_dq2, b_q, b_q2, b_dout, t_k_win, t_k2_win, t_v_win, p_stats + 2 * apart, p_bits,
-            p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
+            p_row_start, p_row_key, i_m, i_b, i_g, rows, o_t, m_t, S, K, scale_log2,
             0, 1, W,
             DK1, DK2, DV_PAD, L_SEL, False, True, HAS_DOCS, UPCAST, BM, BN,
         )  # fmt: skip
@@ -312,7 +312,7 @@ def band_dq(
         p_bits += (i_b * (Hq // G) + i_g) * NUM_WORDS * S
         b_dq, b_dq2 = _branch_dq(
             b_dq, b_dq2, b_q, b_q2, b_dout, t_k_sel, t_k2_sel, t_v_sel, p_stats + apart, p_bits,
-            p_row_start, p_row_key, p_row_block, i_m, i_b, i_g, rows, o_t, m_t, S, K,
+            p_row_start, p_row_key, i_m, i_b, i_g, rows, o_t, m_t, S, K,
             scale_log2, 0, 1, 0,
             DK1, DK2, DV_PAD, L_SEL, True, True, HAS_DOCS, UPCAST, BM, BN,
         )  # fmt: skip

@@ -31,7 +31,7 @@ from nsa.ops.triton.tiles import forward_tiles
 
 @triton.jit(do_not_specialize=COUNTS)
 def band_forward(
-    p_q, t_k, t_k2, t_v, p_o, p_lse, p_bits, p_row_start, p_row_key, p_row_block,
+    p_q, t_k, t_k2, t_v, p_o, p_lse, p_bits, p_row_start, p_row_key,
     p_gates, p_o_cmp, p_o_win, p_out,
     S, K, Hq, G, scale_log2,
     s_qb, s_qs, s_qh, s_gb, s_gs, s_gh,
@@ -94,7 +94,7 @@ def band_forward(
                 visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
                 if SELECT:
                     visible = visible & _is_selected(
-                        o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S, L_SEL, BN, HAS_DOCS
+                        o_t, m_t, k0, o_k, p_bits, p_row_start, S, L_SEL, BN, HAS_DOCS
                     )
                 b_s = tl.where(visible, b_s, float("-inf"))
             # Scaled after the maximum: a scale that is not positive was moved into q before.

@@ -1,10 +1,11 @@
 """The inverse of a selection: for each chunk of queries and each block, the queries that chose it.
 
-The kernels count and list the queries from the bits of the selection, in the order of the queries
-and without atomics: the list is always the same. A segment is one (batch element, KV head), a bin
-the queries of one chunk that chose one block, an item a piece of a bin: the work of one program of
-by_block_forward.py and by_block_backward.py. Below the kernels: what those two read of the index,
-launchers and the sizes of chunks, and what the launchers of both passes share.
+A counting sort of the choices by chunk, block and query, in memory that is linear in their number.
+Atomics only count, they decide no order: the list is always the same. A segment is one (batch
+element, KV head), a bin the queries of one chunk that chose one block, an item a piece of a bin:
+the work of one program of by_block_forward.py and by_block_backward.py. Below the kernels: what
+those two read of the index, launchers and the sizes of chunks, and what the launchers of both
+passes share.
 """
 
 from __future__ import annotations
@@ -24,144 +25,171 @@ from nsa.ops.triton.tiles import Tiles, fitted_block_tiles, padded
 
 
 @triton.jit
-def _bits(p_words, o_t, m_t):
-    """[32, queries]: whether a query chose each block of a word."""
-    word = tl.load(p_words + o_t, mask=m_t, other=0)
-    return (word[None, :] >> tl.arange(0, 32)[:, None]) & 1
+def _choices(
+    p_ids, p_num_chosen, p_row_block, i_seg, t0, stop, o_e, S, Hkv,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, HAS_DOCS: tl.constexpr,
+):  # fmt: skip
+    """Blocks, over all documents, that the queries from t0 on chose, and how many each query did.
+
+    Entry e is choice e % N_SEL_PAD of query t0 + e // N_SEL_PAD. Blocks beyond that number mean
+    nothing. No load waits for another one.
+    """
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    o_t, o_n = t0 + o_e // N_SEL_PAD, o_e % N_SEL_PAD
+    m_t = o_t < stop
+    num_chosen = tl.load(p_num_chosen + i_seg * S + o_t, mask=m_t, other=0)
+    p_row = p_ids + ((i_b * S + o_t) * Hkv + i_g) * N_SEL
+    block = tl.load(p_row + o_n, mask=m_t & (o_n < N_SEL), other=0)
+    if HAS_DOCS:
+        block += tl.load(p_row_block + o_t, mask=m_t, other=0)
+    return block, num_chosen
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def count_choices(
-    p_bits, p_counts, S, SUB, NUM_BLOCKS, NUM_WORDS, SUBS: tl.constexpr, BQ: tl.constexpr
+    p_ids, p_num_chosen, p_row_block, p_counts, S, Hkv, SUB, SUBS, NUM_BLOCKS, num_chunks,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, HAS_DOCS: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """How many of SUB queries chose each of 32 blocks: [segments, chunks, blocks, SUBS].
+    """Add the choices of BQ queries to the counts [segments, chunks, blocks, SUBS], 0 before.
 
-    A chunk of queries is counted in SUBS parts by as many programs, to fill the GPU.
+    A chunk is counted in SUBS parts of SUB queries, so that list_choices can list them in parallel.
     """
-    i_w, i_sub, i_seg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    # bits are [segments, words, S]: one program reads one word of SUB neighbouring queries.
-    p_words = p_bits + (i_seg * NUM_WORDS + i_w) * S
-    stop = tl.minimum(i_sub * SUB + SUB, S)
-    # count[block] = sum over queries of the block's bit: [32].
-    count = tl.zeros([32], tl.int32)
-    for t0 in range(i_sub * SUB, stop, BQ):
-        o_t = t0 + tl.arange(0, BQ)
-        count += tl.sum(_bits(p_words, o_t, o_t < stop), axis=1)
+    i_seg = tl.program_id(1).to(tl.int64)
+    t0 = tl.program_id(0) * BQ
+    o_e = tl.arange(0, BQ * N_SEL_PAD)
+    block, num_chosen = _choices(
+        p_ids, p_num_chosen, p_row_block, i_seg, t0, S, o_e, S, Hkv, N_SEL, N_SEL_PAD, HAS_DOCS
+    )
+    is_used = o_e % N_SEL_PAD < num_chosen
     # SUBS is the fastest index, so that running sums list a bin's queries in order.
-    block = i_w * 32 + tl.arange(0, 32)
-    chunk = i_seg * (tl.num_programs(1) // SUBS) + i_sub // SUBS
-    at = (chunk * NUM_BLOCKS + block) * SUBS + i_sub % SUBS
-    tl.store(p_counts + at, count, mask=block < NUM_BLOCKS)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def add_up(p_counts, p_ends, NUM_COUNTS, SUBS: tl.constexpr, BLOCK: tl.constexpr):
-    """Running sums of the NUM_COUNTS * SUBS counts of a segment.
-
-    One program per segment, BLOCK counts at a time: torch.cumsum over a few long rows was much
-    slower (docs/log/kernels.md).
-    """
-    size = NUM_COUNTS * SUBS  # a multiple of a constant: aligned loads
-    start = tl.program_id(0).to(tl.int64) * size
-    total = 0
-    for i in range(0, size, BLOCK):
-        o = i + tl.arange(0, BLOCK)
-        counts = tl.load(p_counts + start + o, mask=o < size, other=0)
-        tl.store(p_ends + start + o, total + tl.cumsum(counts, axis=0), mask=o < size)
-        total += tl.sum(counts, axis=0)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def list_choices(
-    p_bits, p_before, p_counts, p_ends, p_queries, p_places, S, SUB, NUM_BLOCKS, NUM_WORDS,
-    NUM_ENTRIES, SUBS: tl.constexpr, BQ: tl.constexpr,
-):  # fmt: skip
-    """List the queries that chose each of 32 blocks, and the block's place among their choices.
-
-    queries is [segments, NUM_ENTRIES], sorted by chunk, then block, then query; places, of the same
-    shape, says which of the query's own choices the block is. `ends` are the running sums of the
-    counts within a segment: the entries of a bin begin at its end minus its count.
-    """
-    i_w, i_sub, i_seg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    block = i_w * 32 + tl.arange(0, 32)
-    chunk = i_seg * (tl.num_programs(1) // SUBS) + i_sub // SUBS
-    bin = (chunk * NUM_BLOCKS + block) * SUBS + i_sub % SUBS
-    m_b = block < NUM_BLOCKS
-    count = tl.load(p_counts + bin, mask=m_b, other=0)
-    if tl.sum(count, axis=0) == 0:
-        return  # no query chose these blocks
-    # [32]: next free entry of each block.
-    at = tl.load(p_ends + bin, mask=m_b, other=0) - count
-    words = (i_seg * NUM_WORDS + i_w) * S
-    stop = tl.minimum(i_sub * SUB + SUB, S)
-    for t0 in range(i_sub * SUB, stop, BQ):
-        o_t = t0 + tl.arange(0, BQ)
-        m_t = o_t < stop
-        # [32, BQ]: bit, place among the query's choices, rank among the block's queries.
-        chosen = _bits(p_bits + words, o_t, m_t)
-        before = tl.load(p_before + words + o_t, mask=m_t, other=0).to(tl.int32)
-        place = before[None, :] + tl.cumsum(chosen, axis=0) - 1
-        rank = tl.cumsum(chosen, axis=1) - 1
-        # int64 through i_seg: segments * entries may pass 2^31.
-        here = i_seg * NUM_ENTRIES + at[:, None] + rank
-        tl.store(p_queries + here, o_t[None, :] + chosen * 0, mask=chosen != 0)
-        tl.store(p_places + here, place.to(tl.int16), mask=chosen != 0)
-        at += tl.sum(chosen, axis=1)
+    part = (t0 + o_e // N_SEL_PAD) // SUB
+    bin = (i_seg * num_chunks + part // SUBS) * NUM_BLOCKS + block
+    one = tl.full([BQ * N_SEL_PAD], 1, tl.int32)
+    tl.atomic_add(p_counts + bin * SUBS + part % SUBS, one, mask=is_used, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def cut_bins(
-    p_ends, p_items, p_item_ends, NUM_CHUNKS, NUM_BLOCKS, NUM_ITEMS, PIECE,
-    SUBS: tl.constexpr, NB: tl.constexpr, FILL: tl.constexpr,
+    p_counts, p_starts, p_items, p_first_item,
+    NUM_BLOCKS, NUM_ITEMS, NUM_ENTRIES, PIECE, LOG_SUBS, BLOCK: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Cut the bins of a chunk into items of up to PIECE queries.
+    """First entry of every part and bin of a chunk, and its bins in items of up to PIECE queries.
 
-    items is [segments, chunks, NUM_ITEMS]: the block of each item, NUM_BLOCKS after the last one;
-    item_ends [segments, chunks, blocks]: one past the last item of each block.
+    A chunk owns NUM_ENTRIES entries, of which queries with fewer choices leave some unused: chunks
+    do not wait for each other. Counts are replaced by the first entry of their part. starts and
+    first_item are [segments, chunks, blocks + 1]: entry and item with which each bin begins. items
+    [segments, chunks, NUM_ITEMS] holds the block of each item, NUM_BLOCKS after the last one.
     """
-    i_c, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_b = tl.arange(0, NB)
-    m_b = o_b < NUM_BLOCKS
-    bin = (i_seg * NUM_CHUNKS + i_c) * NUM_BLOCKS + o_b
-    # Entries of each bin: from the end of the bin before it to its own last part.
-    end = tl.load(p_ends + bin * SUBS + SUBS - 1, mask=m_b, other=0)
-    m_before = m_b & (i_c * NUM_BLOCKS + o_b > 0)
-    start = tl.load(p_ends + bin * SUBS - 1, mask=m_before, other=0)
+    i_c, row = tl.program_id(0), tl.program_id(1).to(tl.int64) * tl.num_programs(0)
+    row += i_c
+    size = NUM_BLOCKS << LOG_SUBS
+    p_counts += row * size
+    p_starts += row * (NUM_BLOCKS + 1)
+    p_first_item += row * (NUM_BLOCKS + 1)
+    p_items += row * NUM_ITEMS
+    # Running sums, BLOCK counts at a time; the next ones are loaded ahead.
+    o = tl.arange(0, BLOCK)
+    total = i_c * NUM_ENTRIES
+    tl.store(p_starts, total)
+    counts = tl.load(p_counts + o, mask=o < size, other=0)
+    for i in range(0, size, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        following = tl.load(p_counts + o + BLOCK, mask=o + BLOCK < size, other=0)
+        sums = total + tl.cumsum(counts, axis=0)
+        tl.store(p_counts + o, sums - counts, mask=o < size)
+        # The last part of a bin ends where the next bin begins.
+        is_last = ((o + 1) >> LOG_SUBS) << LOG_SUBS == o + 1
+        tl.store(p_starts + ((o + 1) >> LOG_SUBS), sums, mask=is_last & (o < size))
+        total += tl.sum(counts, axis=0)
+        counts = following
+    tl.debug_barrier()  # starts are read by other threads than those that wrote them
     # Items per bin, and their running sum: item k of bin b is item first[b] + k of the chunk.
-    num_items = tl.where(m_b, tl.cdiv(end - start, PIECE), 0)
-    item_end = tl.cumsum(num_items, axis=0)
-    tl.store(p_item_ends + bin, item_end, mask=m_b)
-    p_items += (i_seg * NUM_CHUNKS + i_c) * NUM_ITEMS
-    first = item_end - num_items
-    # Write the k-th item of all bins at a time.
-    for k in range(0, tl.max(num_items, axis=0)):
-        tl.store(p_items + first + k, o_b, mask=k < num_items)
+    total = 0
+    tl.store(p_first_item, total)
+    for i in range(0, NUM_BLOCKS, NB):
+        o_b = i + tl.arange(0, NB)
+        m_b = o_b < NUM_BLOCKS
+        num_entries = tl.load(p_starts + o_b + 1, mask=m_b, other=0)
+        num_entries -= tl.load(p_starts + o_b, mask=m_b, other=0)
+        num_items = tl.cdiv(num_entries, PIECE)
+        item_end = total + tl.cumsum(num_items, axis=0)
+        tl.store(p_first_item + o_b + 1, item_end, mask=m_b)
+        # Write the k-th item of NB bins at a time.
+        for k in range(0, tl.max(num_items, axis=0)):
+            tl.store(p_items + item_end - num_items + k, o_b, mask=k < num_items)
+        total += tl.sum(num_items, axis=0)
     # The list is as long as the worst case, so that the host never waits for its length. Unused
     # items get the block NUM_BLOCKS, at which programs return.
-    total = tl.sum(num_items, axis=0)
-    for i in range(total, NUM_ITEMS, FILL):
-        o_i = i + tl.arange(0, FILL)
-        tl.store(p_items + o_i, tl.full([FILL], 0, tl.int32) + NUM_BLOCKS, mask=o_i < NUM_ITEMS)
+    for i in range(total, NUM_ITEMS, NB):
+        o_i = i + tl.arange(0, NB)
+        tl.store(p_items + o_i, tl.full([NB], 0, tl.int32) + NUM_BLOCKS, mask=o_i < NUM_ITEMS)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def list_choices(
+    p_ids, p_num_chosen, p_row_block, p_next, p_queries, p_places,
+    S, Hkv, SUB, SUBS, NUM_BLOCKS, num_chunks, NUM_ENTRIES,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, HAS_DOCS: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """List the queries of one part of a chunk by block, and the block's place among their choices.
+
+    queries is [segments, NUM_ENTRIES], sorted by chunk, then block, then query; places, of the same
+    shape, says which of the query's own choices the block is. `next` [segments, chunks, blocks,
+    SUBS] is the next free entry of each bin for the queries of a part; only this program uses it.
+    """
+    i_sub, i_seg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    p_next += (i_seg * num_chunks + i_sub // SUBS) * NUM_BLOCKS * SUBS + i_sub % SUBS
+    p_queries += i_seg * NUM_ENTRIES
+    p_places += i_seg * NUM_ENTRIES
+    stop = tl.minimum(i_sub * SUB + SUB, S)
+    o_e = tl.arange(0, BQ * N_SEL_PAD)
+    next_block, next_num = _choices(
+        p_ids, p_num_chosen, p_row_block, i_seg, i_sub * SUB, stop, o_e, S, Hkv,
+        N_SEL, N_SEL_PAD, HAS_DOCS,
+    )  # fmt: skip
+    for t0 in range(i_sub * SUB, stop, BQ):
+        # [entries] of BQ queries, in their order; those of the next are loaded ahead.
+        is_used = o_e % N_SEL_PAD < next_num
+        block = tl.where(is_used, next_block, -1)
+        next_block, next_num = _choices(
+            p_ids, p_num_chosen, p_row_block, i_seg, t0 + BQ, stop, o_e, S, Hkv,
+            N_SEL, N_SEL_PAD, HAS_DOCS,
+        )  # fmt: skip
+        entry = tl.load(p_next + block * SUBS, mask=is_used, other=0)
+        is_last = is_used
+        if BQ > 1:
+            # A query chooses a block once, so equal ones are of other queries: those before this
+            # one have the entries before it, and the last of them says which entry is free then.
+            # Unsigned, a difference below `many` is that of an equal block, and then it is e.
+            many: tl.constexpr = BQ * N_SEL_PAD
+            other = (block * many + o_e)[None, :] - (block * many)[:, None]
+            other = other.to(tl.uint32, bitcast=True)
+            num_before = tl.sum((other < o_e[:, None].to(tl.uint32)).to(tl.int32), axis=1)
+            num_same = tl.sum((other < many).to(tl.int32), axis=1)
+            entry += num_before
+            is_last = is_used & (num_before + 1 == num_same)
+        tl.store(p_queries + entry, t0 + o_e // N_SEL_PAD, mask=is_used)
+        tl.store(p_places + entry, (o_e % N_SEL_PAD).to(tl.int16), mask=is_used)
+        # Other threads may read the same place before, and will after it.
+        tl.debug_barrier()
+        tl.store(p_next + block * SUBS, entry + 1, mask=is_last)
+        tl.debug_barrier()
 
 
 # --- Device functions of both passes: how a program finds its item and its block ---
 
 
 @triton.jit
-def _item(
-    p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE,
-    SUBS: tl.constexpr,
-):  # fmt: skip
+def _item(p_items, p_first_item, p_starts, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE):
     """Block of a program's item, its first entry, one past its last; block >= NUM_BLOCKS: none."""
     i_item, i_seg = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    row = i_seg * num_chunks + chunk
     # Block of the item, and its bin. min: unused items name a block that does not exist.
-    block = tl.load(p_items + (i_seg * num_chunks + chunk) * NUM_ITEMS + i_item)
-    bin = (i_seg * num_chunks + chunk) * NUM_BLOCKS + tl.minimum(block, NUM_BLOCKS - 1)
-    # The item is number i_item - first_item of its bin; the bin's entries begin at `start`.
-    first_item = tl.load(p_item_ends + bin - 1, mask=block > 0, other=0)
-    start = tl.load(p_ends + bin * SUBS - 1, mask=(block > 0) | (chunk > 0), other=0)
-    first = start + (i_item - first_item) * PIECE
-    stop = tl.minimum(first + PIECE, tl.load(p_ends + bin * SUBS + SUBS - 1))
+    block = tl.load(p_items + row * NUM_ITEMS + i_item)
+    bin = row * (NUM_BLOCKS + 1) + tl.minimum(block, NUM_BLOCKS - 1)
+    # The item is number i_item - first_item of its bin.
+    first = tl.load(p_starts + bin) + (i_item - tl.load(p_first_item + bin)) * PIECE
+    stop = tl.minimum(first + PIECE, tl.load(p_starts + bin + 1))
     return block, first, stop
 
 
@@ -183,22 +211,27 @@ BIN_ROWS = 1024
 """Lower bound of the rows (query, head) in an average bin, even beyond the L2 budget: every bin
 ends with a pass over the gradients of its block."""
 MIN_CHUNK, MAX_CHUNK = 1024, 16384
+MAX_CHUNKS = 64
+"""Chunks of a sequence: the bins of a longer one would grow with the square of its length."""
 PART_BYTES = 2 << 30
 """Workspace for partial results of queries; longer sequences are split into groups of chunks."""
+PART_TOKENS = 16384
+"""Tokens whose partial results, n_sel rows for each, are in the workspace together, or a chunk."""
 MAX_PIECE, MIN_PIECE = 512, 32
 """Bounds of the queries of one item: long items have less overhead, short ones fill the GPU."""
 ITEMS = 2048
 """Items that occupy a large GPU although their lengths differ."""
-SUBS = 8
-"""Parts in which a chunk is counted."""
-COUNT_QUERIES = 128
-"""Queries per tile of the index kernels."""
+MIN_SUB, MIN_SUBS = 64, 8
+"""Lower bounds of the queries of a part, which one program of list_choices takes one after the
+other, and of the parts of a chunk that is long enough."""
+COUNTED = 1024
+"""Choices that a program of count_choices takes."""
+LISTED = 32
+"""Choices that list_choices compares in pairs: those of several queries, where they are few."""
 ADD_BLOCK = 8192
-"""Counts per tile of add_up."""
-FILL = 1024
-"""Unused items that cut_bins marks with one store."""
+"""Counts that cut_bins adds up at a time."""
 CUT_BLOCKS = 1024
-"""Blocks that cut_bins takes at least, so that shorter sequences share its code."""
+"""Bins that it cuts at a time."""
 
 
 class QueryLists(NamedTuple):
@@ -207,57 +240,63 @@ class QueryLists(NamedTuple):
     The work list of a chunk is as long as its worst case.
     """
 
-    ends: Tensor  # [segments, chunks, blocks, SUBS] int32: one past the last entry of each part
+    starts: Tensor  # [segments, chunks, blocks + 1] int32: first entry of each bin, then the end
     queries: Tensor  # [segments, S * n_sel] int32
     places: Tensor  # [segments, S * n_sel] int16: the query's own number of the block
     item_block: Tensor  # [segments, chunks, items] int32; `blocks` where the list has ended
-    item_ends: Tensor  # [segments, chunks, blocks] int32: one past the last item of each bin
+    first_item: Tensor  # [segments, chunks, blocks + 1] int32: first item of each bin
 
 
 def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
-    """Four launches: count the choices, sum the counts, list the queries, cut bins into items."""
+    """Three launches: count the choices, sum the counts and cut the bins, list the queries."""
     lists = empty_lists(problem, sized=True)
-    segments, num_chunks, num_blocks, _ = lists.ends.shape
-    sub = chunk_size(problem) // SUBS
-    grid = (problem.num_words, num_chunks * SUBS, segments)
-    sizes = (problem.seq_len, sub, num_blocks, problem.num_words)
-    constants = {"SUBS": SUBS, "BQ": min(COUNT_QUERIES, max(sub, 16))}
-    counts = problem.empty(*lists.ends.shape, dtype=torch.int32)
+    segments, num_chunks, num_items = lists.item_block.shape
+    num_blocks, spec = problem.num_blocks, problem.spec
+    chunk, sub = chunk_size(problem), sub_size(problem)
+    subs, num_ids = chunk // sub, padded(spec.n_sel)
+    given = chosen.ids, chosen.num_chosen, problem.row_block(chosen.ids)
+    counts = _zeros(problem, segments, num_chunks, num_blocks, subs)
+    sizes = (problem.seq_len, problem.num_groups, sub, subs, num_blocks, num_chunks)
+    constants = {"N_SEL": spec.n_sel, "N_SEL_PAD": num_ids, "HAS_DOCS": problem.packed}
+    counted, listed = (max(most // num_ids, 1) for most in (COUNTED, LISTED))
     start(
         problem.memo,
         "count",
         count_choices,
-        (chosen.bits, counts),
-        lambda: Launch.plain(grid, sizes, constants),
+        (*given, counts),
+        lambda: Launch.plain(
+            (ceil_div(problem.seq_len, counted), segments), sizes, {**constants, "BQ": counted}
+        ),
     )
     start(
         problem.memo,
-        "add up",
-        add_up,
-        (counts, lists.ends),
+        "cut",
+        cut_bins,
+        (counts, lists.starts, lists.item_block, lists.first_item),
         lambda: Launch.plain(
-            (segments,), (num_chunks * num_blocks,), {"SUBS": SUBS, "BLOCK": ADD_BLOCK}, num_warps=8
+            (num_chunks, segments),
+            (num_blocks, num_items, chunk * spec.n_sel, piece_size(problem), subs.bit_length() - 1),
+            {"BLOCK": ADD_BLOCK, "NB": CUT_BLOCKS},
+            num_warps=16,
         ),
     )
     start(
         problem.memo,
         "list",
         list_choices,
-        (chosen.bits, chosen.before, counts, lists.ends, lists.queries, lists.places),
-        lambda: Launch.plain(grid, (*sizes, lists.queries.shape[1]), constants),
-    )
-    start(
-        problem.memo,
-        "cut",
-        cut_bins,
-        (lists.ends, lists.item_block, lists.item_ends),
+        (*given, counts, lists.queries, lists.places),
         lambda: Launch.plain(
-            (num_chunks, segments),
-            (num_chunks, num_blocks, lists.item_block.shape[2], piece_size(problem)),
-            {"SUBS": SUBS, "NB": max(padded(num_blocks), CUT_BLOCKS), "FILL": FILL},
+            (ceil_div(problem.seq_len, sub), segments),
+            (*sizes, lists.queries.shape[1]),
+            {**constants, "BQ": listed},
+            num_warps=min(max(num_ids * listed // 128, 1), 8),
         ),
     )
     return lists
+
+
+def _zeros(problem: Problem, *size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=problem.memory)
 
 
 def empty_lists(problem: Problem, *, sized: bool = False) -> QueryLists:
@@ -271,11 +310,11 @@ def empty_lists(problem: Problem, *, sized: bool = False) -> QueryLists:
     # Worst case: besides the full items, every bin has one that is not full.
     num_items = chunk * problem.spec.n_sel // piece_size(problem) + num_blocks
     sizes = (
-        (segments, num_chunks, num_blocks, SUBS),
+        (segments, num_chunks, num_blocks + 1),
         (segments, num_entries),
         (segments, num_entries),
         (segments, num_chunks, num_items),
-        (segments, num_chunks, num_blocks),
+        (segments, num_chunks, num_blocks + 1),
     )
     pairs = zip(sizes, kinds, strict=True)
     return QueryLists(*(problem.empty(*size, dtype=kind) for size, kind in pairs))
@@ -301,7 +340,20 @@ def chunk_size(problem: Problem) -> int:
         fitting = PART_BYTES // part_bytes(problem, max(problem.d_k, problem.d_v))
         rows = min(rows, 1 << max(fitting, 1).bit_length() - 1)
     rows = min(max(rows, MIN_CHUNK), MAX_CHUNK)
-    return min(rows, max(1 << (problem.seq_len - 1).bit_length(), SUBS))
+    length = 1 << (problem.seq_len - 1).bit_length()
+    return min(max(rows, length // MAX_CHUNKS), length)
+
+
+def sub_size(problem: Problem) -> int:
+    """Queries of one part of a chunk, a power of two.
+
+    Parts have no more counts than half of their choices, or a chunk has MIN_SUBS parts: memory is
+    linear in the choices, or in the blocks.
+    """
+    chunk = chunk_size(problem)
+    rows = max(2 * problem.num_blocks // problem.spec.n_sel, 1)
+    rows = min(1 << (rows - 1).bit_length(), chunk // MIN_SUBS)
+    return min(max(rows, MIN_SUB), chunk)
 
 
 def part_bytes(problem: Problem, dim: int) -> int:
@@ -328,7 +380,7 @@ class Group(NamedTuple):
 def group_chunks(
     problem: Problem, lists: QueryLists, row_bytes: int, ordered: bool = False
 ) -> list[Group]:
-    """Chunks in groups whose partial results fit PART_BYTES.
+    """Chunks in groups whose partial results fit PART_BYTES and PART_TOKENS.
 
     A query position has `row_bytes` of them; with `ordered` an item also has its slot.
     """
@@ -340,6 +392,8 @@ def group_chunks(
         chunk_bytes = max(chunk_bytes, slot_bytes)
     num_chunks = ceil_div(seq_len, chunk)
     together = max(PART_BYTES // chunk_bytes, 1) if chunk_bytes else num_chunks
+    if row_bytes:
+        together = min(together, max(PART_TOKENS // (chunk * problem.batch), 1))
     return [
         Group(
             first,
@@ -373,7 +427,6 @@ def item_constants(problem: Problem, *gathered: Tensor) -> dict[str, Any]:
         **problem.dims(),
         "N_SEL": problem.spec.n_sel,
         "L_SEL": problem.spec.l_sel,
-        "SUBS": SUBS,
         "HAS_DOCS": problem.packed,
         "UPCAST": problem.upcast,
         "NARROW": all(_extent(x) < WIDE for x in gathered),

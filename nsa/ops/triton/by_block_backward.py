@@ -33,13 +33,13 @@ from nsa.ops.triton.tiles import padded
 
 @triton.jit(do_not_specialize=COUNTS)
 def block_backward(
-    p_q, p_k, p_v, p_dout, p_stats, p_dk, p_dv, p_part, p_queries, p_places, p_items, p_item_ends,
-    p_ends, p_block_start, p_block_stop,
+    p_q, p_k, p_v, p_dout, p_stats, p_dk, p_dv, p_part, p_queries, p_places, p_items, p_first_item,
+    p_starts, p_block_start, p_block_stop,
     first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
     Hkv, G, scale, scale_log2,
     s_qb, s_qs, s_qh, s_kb, s_ks, s_kh, s_vb, s_vs, s_vh, s_ob, s_os, s_oh,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
-    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr,
     HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr, WITH_DQ: tl.constexpr,
     ORDERED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def block_backward(
     i_seg = tl.program_id(2).to(tl.int64)
     chunk = first_chunk + tl.program_id(1)
     block, first, stop = _item(
-        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
+        p_items, p_first_item, p_starts, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE
     )
     # An unused item.
     if block >= NUM_BLOCKS:
@@ -149,7 +149,7 @@ def _give(p, b, mask, ORDERED: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_items(
-    p_slots, p_sum, p_item_ends, p_block_start, p_block_stop,
+    p_slots, p_sum, p_first_item, p_block_start, p_block_stop,
     first_chunk, num_chunks, num_together, S, NUM_BLOCKS, NUM_ITEMS, Hkv,
     D: tl.constexpr, D_PAD: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
     BN: tl.constexpr,
@@ -165,9 +165,8 @@ def sum_items(
     b_sum = tl.load(p_rows, mask=mask, other=0.0)
     # Chunks in order, and within a chunk the items of this block in order: a fixed sum.
     for i in range(0, num_together):
-        p_ends = p_item_ends + (i_seg * num_chunks + first_chunk + i) * NUM_BLOCKS + block
-        first = tl.load(p_ends - 1, mask=block > 0, other=0)
-        for item in range(first, tl.load(p_ends)):
+        p_first = p_first_item + (i_seg * num_chunks + first_chunk + i) * (NUM_BLOCKS + 1) + block
+        for item in range(tl.load(p_first), tl.load(p_first + 1)):
             slot = (i_seg * num_together + i) * NUM_ITEMS + item
             p_slot = p_slots + (slot * BN + o_n)[:, None] * D + o_d[None, :]
             b_sum += tl.load(p_slot, mask=mask, other=0.0)
@@ -271,7 +270,7 @@ def _backward_group(
         block_backward,
         (
             q, k, v, dout, stats, *grads, q if part is None else part,
-            lists.queries, lists.places, lists.item_block, lists.item_ends, lists.ends,
+            lists.queries, lists.places, lists.item_block, lists.first_item, lists.starts,
             *problem.block_index(q),
         ),
         lambda: Launch.tiled(
@@ -341,7 +340,7 @@ def _sum_slots_of(
         problem.memo,
         ("sum of slots", name, group),
         sum_items,
-        (slots, total, lists.item_ends, *block_index),
+        (slots, total, lists.first_item, *block_index),
         lambda: Launch.plain(
             (problem.num_blocks, problem.num_segments),
             (

@@ -52,12 +52,12 @@ def _masked_stop(p_queries, first, stop, k0, PER_TILE, ALWAYS: tl.constexpr, BN:
 
 @triton.jit(do_not_specialize=COUNTS)
 def block_forward(
-    p_q, t_k, t_k2, t_v, p_part, p_part_lse, p_queries, p_places, p_items, p_item_ends, p_ends,
-    p_block_start, p_block_stop, p_row_shift,
+    p_q, t_k, t_k2, t_v, p_part, p_part_lse, p_queries, p_places, p_items, p_first_item,
+    p_starts, p_block_start, p_block_stop, p_row_shift,
     first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, PIECE,
     Hkv, G, scale_log2, s_qb, s_qs, s_qh,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
-    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, SUBS: tl.constexpr,
+    DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr,
     HAS_DOCS: tl.constexpr, UPCAST: tl.constexpr, NARROW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def block_forward(
     i_seg = tl.program_id(2).to(tl.int64)
     chunk = first_chunk + tl.program_id(1)
     block, first, stop = _item(
-        p_items, p_item_ends, p_ends, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE, SUBS
+        p_items, p_first_item, p_starts, chunk, num_chunks, NUM_BLOCKS, NUM_ITEMS, PIECE
     )
     if block >= NUM_BLOCKS:
         return  # the list of items is as long as the worst case; this one is unused
@@ -218,7 +218,7 @@ def _forward_group(
         block_forward,
         (
             q, *problem.keys(k, v, tiles.BN), part, part_lse, lists.queries, lists.places,
-            lists.item_block, lists.item_ends, lists.ends, *problem.block_index(q),
+            lists.item_block, lists.first_item, lists.starts, *problem.block_index(q),
             problem.row_shift,
         ),
         lambda: Launch.tiled(

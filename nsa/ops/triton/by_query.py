@@ -183,7 +183,7 @@ def forward(
         query_forward,
         (
             q, *problem.keys(k, v, tiles.BN), chosen.ids, chosen.num_chosen,
-            *problem.row_index(1, q)[:2], out, lse, *(gated or NOT_GATED),
+            *problem.row_index(1, q), out, lse, *(gated or NOT_GATED),
         ),
         lambda: Launch.tiled(
             (problem.seq_len, problem.num_segments),
@@ -217,7 +217,7 @@ def backward_q(
         query_dq,
         (
             q, *problem.keys(k, v, tiles.BN), dout, stats, chosen.ids, chosen.num_chosen,
-            *problem.row_index(1, q)[:2], dq,
+            *problem.row_index(1, q), dq,
         ),
         lambda: Launch.tiled(
             (problem.seq_len, problem.num_segments),

@@ -359,7 +359,7 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
     problem = Problem(inputs.q, inputs.v_sel, *Static.of(*args[NUM_INPUTS + 1 :]))
     batch, seq_len, num_heads, _ = inputs.q.shape
     groups = problem.num_groups
-    reader = problem if problem.masked else problem.reader
+    reader, num_words = (problem, problem.num_words) if problem.masked else (problem.reader, 0)
     out = (batch, seq_len, num_heads, problem.d_v)
     return tuple(
         Results(
@@ -370,8 +370,7 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
             problem.empty(*out),
             problem.empty(3, batch, num_heads, seq_len, dtype=torch.float32),
             problem.empty(batch, groups, seq_len, dtype=torch.int32),
-            problem.empty(batch, groups, reader.num_words, seq_len, dtype=torch.int32),
-            problem.empty(batch, groups, reader.num_words, seq_len, dtype=torch.int16),
+            problem.empty(batch, groups, num_words, seq_len, dtype=torch.int32),
             *empty_lists(reader, sized=problem.has_lists),
         )
     )

@@ -112,9 +112,9 @@ class Problem:
         self._count()
 
     def _count(self) -> None:
-        """Blocks, words of their bits, and compressed tokens of all documents."""
+        """Blocks and compressed tokens of all documents, and words of one document's bits."""
         self.num_blocks = sum(self.spec.num_blocks(length) for length in self.doc_lens)
-        self.num_words = ceil_div(self.num_blocks, 32)
+        self.num_words = ceil_div(self.spec.num_blocks(max(self.doc_lens)), 32)
         self.num_cmp = sum(self.spec.num_cmp(length) for length in self.doc_lens)
 
     largest = False
@@ -295,13 +295,16 @@ class Problem:
         """Which kernels run."""
         return self.masked, self.by_query, self.long, self.num_cmp > 0
 
-    def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Start of each row's document, of its keys, of its blocks; unread without documents."""
+    def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
+        """Start of each row's document and of its keys; unread without documents."""
         if self.documents is None:
-            return placeholder, placeholder, placeholder
+            return placeholder, placeholder
         docs = self.documents.queries
-        key = (docs.row_cmp, docs.row_key, docs.row_win)[branch]
-        return docs.row_start, key, docs.row_block
+        return docs.row_start, (docs.row_cmp, docs.row_key, docs.row_win)[branch]
+
+    def row_block(self, placeholder: Tensor) -> Tensor:
+        """First block of each row's document; unread without documents."""
+        return placeholder if self.documents is None else self.documents.queries.row_block
 
     @property
     def row_shift(self) -> Tensor | None:

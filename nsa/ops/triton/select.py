@@ -147,7 +147,7 @@ def _chosen(
     """
     # The first and the local blocks are always read (Eq. 11 ranks the others).
     forced = (o_j < NUM_FIRST) | (o_j > current - NUM_LOCAL)
-    legal = (o_j >= 0) & (o_j <= current)
+    legal = o_j <= current
     ranked = legal & (forced == 0)
     scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
     key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
@@ -186,37 +186,31 @@ def _joined(scores, b_part, LARGEST: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def choose_blocks(
-    p_scores, p_selection, p_num_chosen, p_bits, p_before, p_row_start, p_row_key, p_row_block,
+    p_scores, p_selection, p_num_chosen, p_bits, p_row_start, p_row_key,
     first_row, num_rows, S, Hkv, WIDTH,
     OFF, STEP, NUM_WORDS,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
     STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr, LARGEST: tl.constexpr,
-    NB: tl.constexpr, NW: tl.constexpr, HAS_DOCS: tl.constexpr,
+    NB: tl.constexpr, NW: tl.constexpr, HAS_DOCS: tl.constexpr, HAS_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The choice of one query, as ids (ascending, then -1), their number, and bits.
+    """The choice of one query, as ids (ascending, then -1), their number, and, HAS_BITS, as bits.
 
     STRIDES = l_sel / d and OVERLAP = l / d. LARGEST: a block's score is its largest part, not the
-    sum. Bits count from the first block of all documents, ids
-    from the first block of the row's document. `before` holds, for each word of 32 bits, how many
-    blocks were chosen in earlier words.
+    sum. Ids and bits count from the first block of the row's document.
     """
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
     t = first_row + tl.program_id(0)
-    # Position in the document, first compressed token and first block of the document.
-    position, base, base_block = t, 0, 0
+    # Position in the document, and first compressed token of the document.
+    position, base = t, 0
     if HAS_DOCS:
         position = t - tl.load(p_row_start + t)
         base = tl.load(p_row_key + t)
-        base_block = tl.load(p_row_block + t)
     # Compressed tokens that the query sees, the band of tile.py.
     num_visible = tl.maximum((position - OFF + STEP) // STEP, 0)
     current = position // L_SEL
-    # [NB] blocks, aligned to the words of the bits: a document may begin within a word, and
-    # blocks before it have negative ids.
-    first_word = base_block // 32
-    o_j = first_word * 32 + tl.arange(0, NB) - base_block
+    o_j = tl.arange(0, NB)
     scores = tl.zeros([NB], tl.float32)
     if LEVELS > 0:
         # score[j] = sum over levels of part[level, j - level]. Visible tokens lie in the first
@@ -247,14 +241,11 @@ def choose_blocks(
     tl.store(p_num_chosen + i_bg * S + t, num_chosen)
     unused = (o_n >= num_chosen) & (o_n < N_SEL)
     tl.store(p_selection + row * N_SEL + o_n, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
-    # bits and counts of [NW] words; layout [words, S], so that a tile of queries loads rows.
-    o_w = tl.arange(0, NW)
-    words = tl.sum(tl.reshape(chosen << (tl.arange(0, NB) % 32), [NW, 32]), axis=1)
-    counts = tl.sum(tl.reshape(chosen, [NW, 32]), axis=1)
-    at = (i_bg * NUM_WORDS + first_word + o_w) * S + t
-    m_w = first_word + o_w < NUM_WORDS
-    tl.store(p_bits + at, words, mask=m_w)
-    tl.store(p_before + at, (tl.cumsum(counts, axis=0) - counts).to(tl.int16), mask=m_w)
+    if HAS_BITS:
+        # [NW] words; layout [words, S], so that a tile of queries loads rows.
+        o_w = tl.arange(0, NW)
+        words = tl.sum(tl.reshape(chosen << (o_j % 32), [NW, 32]), axis=1)
+        tl.store(p_bits + (i_bg * NUM_WORDS + o_w) * S + t, words, mask=o_w < NUM_WORDS)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -306,20 +297,18 @@ def _or(a, b):
 
 @triton.jit(do_not_specialize=COUNTS)
 def pack_selection(
-    p_selection, p_legal, p_num_chosen, p_bits, p_before, p_row_start, p_row_block,
-    S, Hkv, NUM_WORDS,
-    L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
-    NW: tl.constexpr, HAS_DOCS: tl.constexpr, BQ: tl.constexpr,
+    p_selection, p_legal, p_num_chosen, p_bits, p_row_start, S, Hkv, NUM_WORDS,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NW: tl.constexpr,
+    HAS_DOCS: tl.constexpr, HAS_BITS: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """The given ids of BQ queries, in any order, as a selection: no repeated or future blocks."""
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
     o_t = tl.program_id(0) * BQ + tl.arange(0, BQ)
     m_t = o_t < S
-    position, base_block = o_t, tl.zeros([BQ], tl.int32)
+    position = o_t
     if HAS_DOCS:
         position = o_t - tl.load(p_row_start + o_t, mask=m_t, other=0)
-        base_block = tl.load(p_row_block + o_t, mask=m_t, other=0)
     # ids [BQ, N_SEL_PAD]; ids of the future and -1 are dropped.
     o_n, o_w, o_bit = tl.arange(0, N_SEL_PAD), tl.arange(0, NW), tl.arange(0, 32)
     rows = ((i_b * S + o_t) * Hkv + i_g) * N_SEL
@@ -327,10 +316,7 @@ def pack_selection(
     ids = tl.load(p_selection + rows[:, None] + o_n[None, :], mask=m_ids, other=-1)
     legal = (ids >= 0) & (ids <= (position // L_SEL)[:, None])
     p_rows = p_legal + rows[:, None]
-    block = base_block[:, None] + tl.where(legal, ids, 0)
-    bit = (1 << (block % 32))[:, None, :]
-    here = legal[:, None, :] & ((block // 32)[:, None, :] == o_w[None, :, None])  # [BQ, NW, ids]
-    # The distinct ids in ascending order, the words of bits, and how many of them are set [BQ, NW].
+    # Store the distinct ids in ascending order; count them: [BQ].
     if N_SEL_PAD <= FEW_IDS:
         # By pairs: an id is kept where no equal one is before it; its place is how many are less.
         earlier = (o_n[None, :] < o_n[:, None])[None, :, :]
@@ -338,27 +324,33 @@ def pack_selection(
         kept = legal & (tl.sum(same.to(tl.int32), axis=2) == 0)
         less = (ids[:, None, :] < ids[:, :, None]) & kept[:, None, :]
         tl.store(p_rows + tl.sum(less.to(tl.int32), axis=2), ids, mask=kept)
-        here = here & kept[:, None, :]
-        words = tl.sum(tl.where(here, bit, 0), axis=2)
-        counts = tl.sum(here.to(tl.int32), axis=2)
-        before = tl.cumsum(counts, axis=1) - counts
+        num_chosen = tl.sum(kept.to(tl.int32), axis=1)
+        if HAS_BITS:
+            words = _words(ids, kept, o_w)
     else:
-        # By bits, or-ed: an id may be repeated.
-        words = tl.reduce(tl.where(here, bit, 0), 2, _or)
-        chosen = (words[:, :, None] >> o_bit[None, None, :]) & 1  # [BQ, NW, 32]
+        # By the bits of all blocks [BQ, NW, 32]; NW words hold every block.
+        words = _words(ids, legal, o_w)
+        chosen = (words[:, :, None] >> o_bit[None, None, :]) & 1
         counts = tl.sum(chosen, axis=2)
         before = tl.cumsum(counts, axis=1) - counts
         place = before[:, :, None] + tl.cumsum(chosen, axis=2) - 1
-        id = (o_w[:, None] * 32 + o_bit[None, :])[None, :, :] - base_block[:, None, None]
+        id = (o_w[:, None] * 32 + o_bit[None, :])[None, :, :]
         tl.store(p_rows[:, :, None] + place, id + chosen * 0, mask=chosen != 0)
-    num_chosen = tl.sum(counts, axis=1)
+        num_chosen = tl.sum(counts, axis=1)
     tl.store(p_num_chosen + i_bg * S + o_t, num_chosen, mask=m_t)
     unused = m_ids & (o_n[None, :] >= num_chosen[:, None])
     tl.store(p_rows + o_n[None, :], tl.full([BQ, N_SEL_PAD], -1, tl.int32), mask=unused)
-    at = (i_bg * NUM_WORDS + o_w)[None, :] * S + o_t[:, None]
-    m_w = m_t[:, None] & (o_w < NUM_WORDS)[None, :]
-    tl.store(p_bits + at, words, mask=m_w)
-    tl.store(p_before + at, before.to(tl.int16), mask=m_w)
+    if HAS_BITS:
+        at = (i_bg * NUM_WORDS + o_w)[None, :] * S + o_t[:, None]
+        tl.store(p_bits + at, words, mask=m_t[:, None] & (o_w < NUM_WORDS)[None, :])
+
+
+@triton.jit
+def _words(ids, kept, o_w):
+    """Ids [queries, ids] as words of 32 bits, [queries, words]; or-ed: an id may be repeated."""
+    block = tl.where(kept, ids, 0)
+    here = kept[:, None, :] & ((block // 32)[:, None, :] == o_w[None, :, None])
+    return tl.reduce(tl.where(here, (1 << (block % 32))[:, None, :], 0), 2, _or)
 
 
 # --- Launchers: a chunk of queries at a time, so that the scores have a bounded workspace ---
@@ -372,7 +364,7 @@ BLOCKS_PER_WARP = 1024
 TOKEN_TILES = 16
 """Tiles of queries that a program of token_scores takes with one block."""
 PACKED = 8192
-"""Pairs of an id and a word that a program of pack_selection compares."""
+"""Pairs of an id and a word, or of two ids, that a program of pack_selection compares."""
 MIN_WORDS = 32
 """Words that pack_selection takes at least, so that shorter sequences share its code."""
 ROWS = 128
@@ -384,8 +376,7 @@ class Selection(NamedTuple):
 
     ids: Tensor  # [B, S, Hkv, n_sel] int32, ascending, then -1
     num_chosen: Tensor  # [B, Hkv, S] int32
-    bits: Tensor  # [B, Hkv, words, S] int32: a bit per block of all documents
-    before: Tensor  # [B, Hkv, words, S] int16: chosen blocks in the words before
+    bits: Tensor  # [B, Hkv, words, S] int32: a bit per block of a document; no words unless asked
 
 
 class Chunk(NamedTuple):
@@ -397,11 +388,17 @@ class Chunk(NamedTuple):
     num_cmp: int  # compressed tokens that the rows can see
 
 
-def choose(problem: Problem, q: Tensor, k_cmp: Tensor, lse: Tensor) -> Selection:
-    """Score the blocks by the compressed branch, whose log-sum-exp is given, and choose."""
+def choose(
+    problem: Problem, q: Tensor, k_cmp: Tensor, lse: Tensor, *, has_bits: bool = False
+) -> Selection:
+    """Score the blocks by the compressed branch, whose log-sum-exp is given, and choose.
+
+    `has_bits`: also as bits. They grow with the square of a document's length: only the mask of
+    short ones has them.
+    """
     levels = _num_levels(problem)
     chunks = _chunks(problem, levels)
-    chosen = _empty(problem, zero=problem.packed or len(chunks) > 1)
+    chosen = _empty(problem, has_bits=has_bits, zero=len(chunks) > 1)
     size = max((chunk.stop - chunk.first) * chunk.width for chunk in chunks)
     scores = problem.empty(problem.num_segments * size * max(levels, 1), dtype=torch.float32)
     for chunk in chunks:
@@ -425,7 +422,7 @@ def choose_by_tokens(problem: Problem, q: Tensor, k: Tensor) -> Selection:
     has l = d = l_sel: its compressed tokens are the blocks. The own block must be forced.
     """
     chunks = _chunks(problem, 1)
-    chosen = _empty(problem, zero=len(chunks) > 1)
+    chosen = _empty(problem)
     size = max((chunk.stop - chunk.first) * chunk.width for chunk in chunks)
     scores = problem.empty(problem.num_segments * size, dtype=torch.float32)
     tiles = token_tiles(problem.d_k, problem.spec.l_sel, problem.dtype, problem.capability)
@@ -475,7 +472,7 @@ def _score(
         group_scores,
         (
             *problem.rows_k(q, tiles.BM), *problem.rows_k(k_cmp, tiles.BN), lse, scores,
-            *problem.row_index(0, q)[:2],
+            *problem.row_index(0, q),
         ),
         lambda: Launch.tiled(
             (
@@ -498,13 +495,12 @@ def _score(
 def _choose(
     problem: Problem, q: Tensor, scores: Tensor, chosen: Selection, chunk: Chunk, levels: int
 ) -> None:
-    spec = problem.spec
+    spec, has_bits = problem.spec, chosen.bits.numel() > 0
     num_blocks = spec.num_blocks(max(problem.doc_lens) if problem.packed else chunk.stop)
-    # A document may begin within a word: up to 31 more bits.
-    num_blocks = _padded_blocks(num_blocks + 31 * (not problem.aligned))
+    num_blocks = _padded_blocks(num_blocks)
     start(
         problem.memo,
-        ("choose", chunk),
+        ("choose", chunk, has_bits),
         choose_blocks,
         (scores, *chosen, *problem.row_index(0, q)),
         lambda: Launch.plain(
@@ -516,7 +512,8 @@ def _choose(
             {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
             | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | _strides(problem, levels)
-            | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed},
+            | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed}
+            | {"HAS_BITS": has_bits},
             num_warps=_warps(num_blocks),
         ),
     )  # fmt: skip
@@ -535,25 +532,29 @@ def split_ids(index: Tensor, parts: int) -> Tensor:
     return ids.masked_fill(index[..., None] < 0, -1).flatten(-2)
 
 
-def given(problem: Problem, selection: Tensor) -> Selection:
+def given(problem: Problem, selection: Tensor, *, has_bits: bool = False) -> Selection:
     """A selection that the caller gave, without repeated blocks and blocks of the future."""
     selection = selection.contiguous()
-    chosen = _empty(problem, zero=False)
-    row_start, _, row_block = problem.row_index(1, selection)
+    chosen = _empty(problem, has_bits=has_bits)
+    row_start, _ = problem.row_index(1, selection)
     spec = problem.spec
     num_ids, num_words = padded(spec.n_sel), max(padded(problem.num_words), MIN_WORDS)
-    # Few ids: neighbours are packed together, for wide stores of the bits. Many: a query alone.
-    together = max(PACKED // (num_words * num_ids), 1) if num_ids <= FEW_IDS.value else 1
+    # Few ids: neighbours are packed together, for wide stores. Many: a query alone.
+    is_few = num_ids <= FEW_IDS.value
+    wide = num_words if has_bits else num_ids
+    together = max(PACKED // (wide * num_ids), 1) if is_few else 1
     start(
         problem.memo,
-        "given",
+        ("given", has_bits),
         pack_selection,
-        (selection, *chosen, row_start, row_block),
+        (selection, *chosen, row_start),
         lambda: Launch.plain(
             (ceil_div(problem.seq_len, together), problem.num_segments),
             (problem.seq_len, problem.num_groups, problem.num_words),
             {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "N_SEL_PAD": num_ids}
-            | {"NW": num_words, "HAS_DOCS": problem.packed, "BQ": together},
+            # Few ids without bits use no words: one form of the kernel for all lengths.
+            | {"NW": num_words if has_bits or not is_few else MIN_WORDS}
+            | {"HAS_DOCS": problem.packed, "HAS_BITS": has_bits, "BQ": together},
             num_warps=4 if together > 1 else 1,
         ),
     )
@@ -602,6 +603,7 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
 
 
 def _warps(num_blocks: int) -> int:
+    """Warps of choose_blocks."""
     return min(max(num_blocks // BLOCKS_PER_WARP, 1), 16)
 
 
@@ -612,17 +614,16 @@ def _width(problem: Problem, stop: int) -> int:
 
 def no_choice(problem: Problem, ids: Tensor) -> Selection:
     """For calls whose selected branch does not run: nobody reads more than the given ids."""
-    return _empty(problem, zero=False)._replace(ids=ids.contiguous())
+    return _empty(problem, has_bits=problem.masked)._replace(ids=ids.contiguous())
 
 
-def _empty(problem: Problem, *, zero: bool) -> Selection:
+def _empty(problem: Problem, *, has_bits: bool = False, zero: bool = False) -> Selection:
     """Memory for a choice; `zero` where the kernels do not write every word of the bits."""
     batch, groups, seq_len = problem.batch, problem.num_groups, problem.seq_len
-    make = torch.zeros if zero else torch.empty
-    words = (batch, groups, problem.num_words, seq_len)
+    make = torch.zeros if zero and has_bits else torch.empty
+    words = (batch, groups, problem.num_words if has_bits else 0, seq_len)
     return Selection(
         problem.empty(batch, seq_len, groups, problem.spec.n_sel, dtype=torch.int32),
         problem.empty(batch, groups, seq_len, dtype=torch.int32),
         make(words, dtype=torch.int32, device=problem.memory),
-        problem.empty(*words, dtype=torch.int16),
     )

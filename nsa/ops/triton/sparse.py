@@ -188,7 +188,7 @@ class _Sparse(torch.autograd.Function):
             if dlse is None:
                 return (None,) * 5
             dout = torch.zeros_like(out)
-        saved = Results(out, lse, Selection(*rest[:4]), QueryLists(*rest[4:]))
+        saved = Results(out, lse, Selection(*rest[:3]), QueryLists(*rest[3:]))
         dout = describable(dout)
         with torch.cuda.device_of(q):
             problem = _problem((q, k, v, dout), ctx.static)

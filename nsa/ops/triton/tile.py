@@ -14,8 +14,8 @@ Query t of a document sees the keys lo(t) .. hi(t) of that document, with
 
 and, in the selected branch, only the keys in blocks whose bit is set in the query's column of
 `bits`. Positions count from the start of the document. With packed documents, `row_start` holds
-that start for every query, `row_key` the index of the document's first key and `row_block` the
-index of its first selection block.
+that start for every query and `row_key` the index of the document's first key; bits count from the
+document's first block.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 COUNTS = (
-    *("K", "N", "NUM_WORDS", "NUM_BLOCKS", "NUM_ITEMS", "NUM_CHUNKS", "num_chunks", "first_chunk"),
+    *("K", "N", "NUM_WORDS", "NUM_BLOCKS", "NUM_ITEMS", "num_chunks", "first_chunk"),
     *("PARTS", "HEADS", "SLICES", "S", "SUB", "first_row", "num_rows", "stop_row", "num_together"),
-    *("NUM_ROWS", "NUM_ENTRIES", "NUM_COUNTS", "s_gb"),
+    *("NUM_ROWS", "NUM_ENTRIES", "SUBS", "LOG_SUBS", "s_gb"),
 )
 """Parameters that change with the length of a sequence and not the code of a kernel. Triton would
 compile anew when one of them becomes 1, or a multiple of 16."""
@@ -126,7 +126,7 @@ def _tile_range(
 
 @triton.jit
 def _is_selected(
-    o_t, m_t, k0, o_k, p_bits, p_row_start, p_row_block, S,
+    o_t, m_t, k0, o_k, p_bits, p_row_start, S,
     L_SEL: tl.constexpr, BN: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
     """[queries, keys]: whether the key's block is chosen; `p_bits` is at the segment's words.
@@ -140,11 +140,10 @@ def _is_selected(
         word = tl.load(p_words, mask=m_t, other=0)[:, None]
         bit = (o_k // L_SEL % 32)[None, :]
     else:
-        # [queries, keys]: block of the key, counted over all documents.
+        # [queries, keys]: block of the key in the document of the query.
         if HAS_DOCS:
             start = tl.load(p_row_start + o_t, mask=m_t, other=0)
-            base = tl.load(p_row_block + o_t, mask=m_t, other=0)
-            block = base[:, None] + tl.maximum(o_k[None, :] - start[:, None], 0) // L_SEL
+            block = tl.maximum(o_k[None, :] - start[:, None], 0) // L_SEL
         else:
             block = (o_k // L_SEL)[None, :] + (o_t * 0)[:, None]
         # A key after the query is masked by the band. Its word may lie outside of the tensor, so

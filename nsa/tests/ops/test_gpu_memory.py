@@ -1,4 +1,5 @@
-"""Where the kernels read and write: nothing but their own tensors, however far apart these lie."""
+"""Where the kernels read and write, nothing but their own tensors, however far apart these lie; and
+how much memory a call takes beside them."""
 
 from itertools import pairwise
 from typing import Any
@@ -36,6 +37,9 @@ SURROUNDED = [
 ]
 FAR = Case(BlockSpec(l=32, d=16, l_sel=32, n_sel=3, w=40), S=500, B=2, Hkv=2, G=3, Dk=64, Dv=32)
 DIMS = {"batch": 0, "token": 1, "head": 2}
+HAS_H200 = (
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > 130 << 30
+)
 INDEX_LIMIT = 1 << 31
 """The first element that an int32 cannot point at."""
 
@@ -131,6 +135,39 @@ def test_tensors_of_more_than_2_to_the_31_elements():
         assert_near(grads[name][0, -1], exact[-1][name], 2 * TOLERANCE[torch.bfloat16], name)
     for name, grad in grads.items():
         assert all(part.isfinite().all() for part in grad.split(1 << 14, dim=1)), name
+
+
+def test_memory_of_a_call_is_linear_in_its_length():
+    """Peak of forward and backward beyond inputs, output and gradients, 12/2/64."""
+    peaks = {length: _peak_bytes(_case(length, 2, 6, 64)) for length in (1 << 16, 1 << 18)}
+    assert peaks[1 << 16] <= 1.3e9
+    # Partial results and scores have fixed limits, so that a longer call takes less than its share.
+    assert peaks[1 << 18] <= 4 * peaks[1 << 16]
+
+
+@pytest.mark.skipif(not HAS_H200, reason="needs a GPU with 130 GiB of memory")
+def test_forward_and_backward_of_a_million_tokens_fit():
+    """32/8/128; 64 GiB beyond inputs, output and gradients, which are 49."""
+    assert _peak_bytes(_case(1 << 20, 8, 4, 128)) <= 64 << 30
+
+
+def _case(length: int, num_groups: int, per_group: int, dim: int) -> Case:
+    return Case(BlockSpec(), S=length, Hkv=num_groups, G=per_group, Dk=dim, Dv=dim)
+
+
+def _peak_bytes(case: Case) -> int:
+    """Most memory in use during a call, beyond what is left of it."""
+    inputs, dout = _large_inputs(case)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    kept = forward_backward(case, inputs, dout)
+    torch.cuda.synchronize()
+    beyond = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    out, grads = kept
+    rows = [0, case.S // 2, case.S - 1]
+    assert all(x[0, rows].isfinite().all() for x in (out, grads["q"], grads["k_sel"]))
+    return beyond
 
 
 def _assert_same(

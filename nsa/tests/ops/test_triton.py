@@ -226,7 +226,8 @@ def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
     force_order("by-block")
     monkeypatch.setattr(block_index, "chunk_size", lambda problem: 16)
     monkeypatch.setattr(block_index, "piece_size", lambda problem: 3)
-    monkeypatch.setattr(block_index, "PART_BYTES", 1)
+    monkeypatch.setattr(block_index, "MIN_SUB", 4)
+    monkeypatch.setattr(block_index, "PART_TOKENS", 1)
     monkeypatch.setattr(select, "SCORE_BYTES", 1)
     monkeypatch.setattr(select, "ROWS", 32)
     for case in (TINY_CASES[2], TINY_CASES[3]):
@@ -284,6 +285,46 @@ def test_slices_of_queries_for_compressed_keys_change_nothing(monkeypatch):
         compare(case, torch.float32, "reference", 1e-5, 1e-4)
 
     assert [num_slices for _, num_slices in slices if num_slices > 1] == [4, 4]
+
+
+@pytest.mark.parametrize("docs", [(), (3, 1, 37)], ids=["whole", "packed"])
+def test_the_index_is_a_stable_sort_of_the_choices(docs, monkeypatch):
+    """By chunk, block and query, whatever the order in which programs run."""
+    monkeypatch.setattr(block_index, "chunk_size", lambda problem: 16)
+    monkeypatch.setattr(block_index, "piece_size", lambda problem: 3)
+    monkeypatch.setattr(block_index, "MIN_SUB", 4)
+    case = on_device(Case(SHORT, S=41, B=2, docs=docs))
+    x = torch.zeros(2, 41, 2, 8, device=DEVICE)
+    one = problem.Problem(x, x, SHORT, 1.0, list(docs) or [41])
+    assert block_index.sub_size(one) < 16
+    chosen = select.given(one, careless_selection(case).to(DEVICE))
+    lists = block_index.list_queries(one, chosen)
+
+    for segment, row in enumerate(chosen.ids.transpose(1, 2).flatten(0, 1).cpu()):
+        if docs:
+            row = torch.where(row < 0, row, row + one.documents.queries.row_block.cpu()[:, None])
+        query, place = (row >= 0).nonzero().unbind(1)
+        for chunk, (first, last) in enumerate(zip(*_bounds(lists, segment), strict=True)):
+            here = query // 16 == chunk
+            order = row[query, place][here].sort(stable=True).indices
+            wanted = torch.stack([query[here][order], place[here][order]])
+            listed = torch.stack([lists.queries[segment].cpu(), lists.places[segment].cpu()])
+            assert torch.equal(listed[:, first:last].long(), wanted)
+            starts, items = lists.starts[segment, chunk].cpu(), lists.item_block[segment, chunk]
+            assert torch.equal(starts.diff(), _counts(row[query, place][here], one.num_blocks))
+            blocks = torch.arange(one.num_blocks).repeat_interleave((starts.diff() + 2) // 3)
+            assert torch.equal(items[: len(blocks)].cpu().long(), blocks)
+            assert (items[len(blocks) :] == one.num_blocks).all()
+
+
+def _bounds(lists, segment):
+    """First entry, and one past the last, of every chunk."""
+    starts = lists.starts[segment].cpu()
+    return starts[:, 0].tolist(), starts[:, -1].tolist()
+
+
+def _counts(blocks, num_blocks):
+    return torch.bincount(blocks, minlength=num_blocks).to(torch.int32)
 
 
 def test_offsets_of_64_bits_change_nothing(force_order, monkeypatch):

@@ -21,6 +21,7 @@ from nsa.ops.triton import (
     by_query,
     cross_entropy,
     documents,
+    problem,
     tile,
 )
 from nsa.ops.triton import compress as compression
@@ -102,7 +103,7 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
         sizes = (d_k, d_v, per_group, spec, dtype)
         chosen = dims | dict(N_SEL=16, L_SEL=l_sel)
         if per_group < 9 and fits_dq(d_k, d_v):
-            blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True)
+            blocks = chosen | flags | dict(NARROW=True)
             yield by_block_forward.block_forward, blocks, block_tiles(*sizes, "forward")
             for ordered in (False, True):
                 flagged = blocks | dict(WITH_DQ=True, ORDERED=ordered)
@@ -110,7 +111,7 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
         else:
             yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
             yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
-            blocks = chosen | dict(SUBS=8) | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
+            blocks = chosen | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
             yield by_block_backward.block_backward, blocks, block_tiles(*sizes, "dkv")
 
 
@@ -261,21 +262,21 @@ def test_the_check_finds_what_ptxas_compiles_to_wrong_code():
     assert not shared_addresses(twice)
 
 
+PACKED = dict(L_SEL=64, NW=32, HAS_DOCS=True)
 SMALL_KERNELS = [
     (
         scoring.choose_blocks,
         dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
-        | dict(HAS_DOCS=True, LARGEST=True),
+        | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True),
     ),
-    (scoring.pack_selection, dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NW=32, HAS_DOCS=True, BQ=16)),
-    (scoring.pack_selection, dict(L_SEL=64, N_SEL=32, N_SEL_PAD=32, NW=32, HAS_DOCS=True, BQ=1)),
+    (scoring.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
+    (scoring.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
     (by_block_forward.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
     (by_block_backward.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
-    (block_index.count_choices, dict(SUBS=8, BQ=128)),
-    (block_index.add_up, dict(SUBS=8, BLOCK=8192)),
-    (block_index.list_choices, dict(SUBS=8, BQ=128)),
-    (block_index.cut_bins, dict(SUBS=8, NB=1024, FILL=1024)),
+    (block_index.count_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=64)),
+    (block_index.cut_bins, dict(BLOCK=8192, NB=1024)),
+    (block_index.list_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=4)),
     (banded_backward.sum_parts, dict(BLOCK=1024)),
     (cross_entropy.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
     (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
@@ -298,6 +299,7 @@ def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
     """Of 262144 tokens, by scores that are folded into blocks; one warp would spill."""
     folded = dict(STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False, HAS_DOCS=True)
     chosen = dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NUM_FIRST=1, NUM_LOCAL=2, NB=4096, NW=128)
+    chosen |= dict(HAS_BITS=False)
     warps = 4096 // scoring.BLOCKS_PER_WARP
     compiled = compile_kernel(scoring.choose_blocks, 90, chosen | folded, num_warps=warps)
     assert stack_bytes(compiled) == 0
@@ -305,3 +307,29 @@ def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
     sizes = dict(DK1=128, DK2=0, UPCAST=False, BM=tiles.BM, BN=tiles.BN) | folded
     compiled = compile_kernel(scoring.group_scores, 90, sizes, **tiles.options)
     assert stack_bytes(compiled) <= MAX_STACK_BYTES[128, 128]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_selection_and_index_are_linear_in_the_tokens(packed, monkeypatch):
+    """Bytes of a token, of the bits where they are the mask, and of the temporary counts, too."""
+    for module in (block_index, scoring):
+        monkeypatch.setattr(module, "start", lambda *_: None)
+    monkeypatch.setattr(problem, "capability_of", lambda _: (9, 0))
+    counts = []
+    real = block_index._zeros
+    monkeypatch.setattr(block_index, "_zeros", lambda *size: counts.append(real(*size)))
+    per_token = []
+    for length in (1 << 16, 1 << 18, 1 << 20, 1 << 23):
+        docs = [1 << 11] * (length >> 11) if packed else [length]
+        q, v = (torch.empty(1, length, h, 64, device="meta") for h in (12, 2))
+        one = problem.Problem(q, v, BlockSpec(), 0.125, docs)
+        assert one.masked == packed
+        ids = torch.empty(1, length, 2, 16, dtype=torch.int32, device="meta")
+        one.__dict__["documents"] = None  # they are linear, and need memory
+        chosen = scoring.given(one, ids, has_bits=one.masked)
+        kept = [*chosen, *([] if packed else block_index.list_queries(one, chosen)), *counts]
+        per_token.append(sum(x.nbytes for x in kept) / length)
+        counts.clear()
+    # Of a KV head and choice: an id, its query and place; half a count; a few bins.
+    assert max(per_token) <= 2 * 16 * (4 + 4 + 2 + 2 + 2)
+    assert per_token[-1] <= 1.1 * per_token[0]
