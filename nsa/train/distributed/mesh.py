@@ -81,7 +81,7 @@ def require_collectives(mesh: DeviceMesh) -> None:
     one_each = [1] * size
     try:
         moved = collectives.all_to_all_single_autograd(x, one_each, one_each, group)
-        all_gather(moved, 0, group).sum().backward()  # a reduce-scatter
+        all_gather(moved, group).sum().backward()  # on GPUs a reduce-scatter
     except (RuntimeError, NotImplementedError, ValueError) as error:
         if any(word in str(error) for word in ("Connection", "imed out", "imeout")):
             raise  # the loss of a rank
