@@ -29,7 +29,10 @@ from nsa.parallel.split import Split, plan_halo
 
 # Newer versions of torch have renamed it, and warn of the old name.
 _NAMES = ("all_gather_single_autograd", "all_gather_tensor_autograd")
-_all_gather: Any = next(getattr(collectives, name) for name in _NAMES if hasattr(collectives, name))
+torch_all_gather: Any = next(
+    getattr(collectives, name) for name in _NAMES if hasattr(collectives, name)
+)
+"""(x, 0, group): as all_gather, on devices that are no CPU."""
 
 SELECTED = ("gather", "chosen")
 """How NSA's selected keys and values travel: all of them, or chosen blocks where that is less."""
@@ -101,7 +104,7 @@ def all_gather(x: Tensor, group: Any) -> Tensor:  # [rows, ...] -> [P * rows, ..
     Two threads then free the same memory. All other names that are used here are short.
     """
     if not x.is_cpu:
-        return _all_gather(x.contiguous(), 0, group)
+        return torch_all_gather(x.contiguous(), 0, group)
     num_ranks = dist.get_world_size(group)
     each = [x.shape[0]] * num_ranks
     return collectives.all_to_all_single_autograd(torch.cat([x] * num_ranks), each, each, group)
