@@ -83,9 +83,13 @@ class Received(TorchDispatchMode):
         super().__init__()
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self.num_bytes = self.num_sent = 0
+        self.names: set[str] = set()
+        """Of the functional collectives that have run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0]
+        if func.namespace == "_c10d_functional":
+            self.names.add(name)
         if name == "all_gather_into_tensor":
             self._count(args[0].nbytes * (self.size - 1))
         elif name == "reduce_scatter_tensor":

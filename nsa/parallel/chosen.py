@@ -52,7 +52,7 @@ def ask_all(
     ids = torch.where(selection >= 0, selection + shift, num)
     own = torch.zeros(num + 1, dtype=torch.uint8, device=device)
     own.index_fill_(0, ids.flatten(), 1)
-    blocks = all_gather(own[None, :num].contiguous(), 0, context.group) > 0
+    blocks = all_gather(own[None, :num], context.group) > 0
     return Wanted(blocks, (blocks * _elsewhere(split, block).to(device)).sum(dim=1).tolist())
 
 

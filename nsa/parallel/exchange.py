@@ -1,9 +1,9 @@
 """What ranks send each other for the attention of one layer, with gradients, and its bytes.
 
 Two exchanges, both torch's functional collectives. `gather_parts` gives every rank the rows of all
-parts (backward: reduce-scatter). `extend_parts` gives every part the rows on its left (backward:
-the same way back, and a sum). Both start at once and are waited for by the call of what they
-return, so that work between the two overlaps with them.
+parts (backward: reduce-scatter; for both, all_gather says what a CPU does). `extend_parts` gives
+every part the rows on its left (backward: the same way back, and a sum). Both start at once and are
+waited for by the call of what they return, so that work between the two overlaps with them.
 
 All ranks must call the same exchanges in the same order, forward and backward. So results always
 depend on what was received, even where it is empty: a rank that left an exchange out of its graph
@@ -29,9 +29,10 @@ from nsa.parallel.split import Split, plan_halo
 
 # Newer versions of torch have renamed it, and warn of the old name.
 _NAMES = ("all_gather_single_autograd", "all_gather_tensor_autograd")
-all_gather: Any = next(getattr(collectives, name) for name in _NAMES if hasattr(collectives, name))
-"""(x, 0, group): rows of all ranks, one after another."""
-
+torch_all_gather: Any = next(
+    getattr(collectives, name) for name in _NAMES if hasattr(collectives, name)
+)
+"""(x, 0, group): as all_gather, on devices that are no CPU."""
 
 SELECTED = ("gather", "chosen")
 """How NSA's selected keys and values travel: all of them, or chosen blocks where that is less."""
@@ -94,6 +95,21 @@ class Context:
         return lambda: [part.split(sizes, dim=-1) for part in done()]
 
 
+def all_gather(x: Tensor, group: Any) -> Tensor:  # [rows, ...] -> [P * rows, ...]
+    """The rows of all ranks, one after another, with gradients.
+
+    On a CPU by an all-to-all, because torch's all-gather damages the heap there (torch 2.13). A
+    gloo group has two threads. After each collective a thread writes its name into a string of
+    the group, without a lock. "ALLGATHER_COALESCED" is too long to be stored in the string object.
+    Two threads then free the same memory. All other names that are used here are short.
+    """
+    if not x.is_cpu:
+        return torch_all_gather(x.contiguous(), 0, group)
+    num_ranks = dist.get_world_size(group)
+    each = [x.shape[0]] * num_ranks
+    return collectives.all_to_all_single_autograd(torch.cat([x] * num_ranks), each, each, group)
+
+
 def gather_parts(
     x: Tensor,  # [B, rows of this rank, ...]
     split: Split,
@@ -109,7 +125,7 @@ def gather_parts(
     missing = largest - rows.shape[0]
     if missing:
         rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
-    gathered = all_gather(rows.contiguous(), 0, group)
+    gathered = all_gather(rows, group)
 
     return lambda: in_order(gathered, split, counts)
 

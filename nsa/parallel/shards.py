@@ -96,7 +96,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, rank: int, size: int) -> Tensor:
         ctx.place = rank, x.shape[-1]
-        gathered = all_gather(x.contiguous()[None], 0, group)
+        gathered = all_gather(x[None], group)
         gathered = collectives.wait_tensor(gathered)  # [P, ..., columns of a rank]
         return gathered.movedim(0, -2).flatten(-2)
 

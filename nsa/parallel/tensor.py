@@ -102,7 +102,7 @@ class TensorLM(TinyLM):
         rows = self.shards.enter(hidden).tensor_split(size)[rank]
         own = targets.tensor_split(size)[rank]
         # Gradients of the matrix are summed as they are sharded.
-        weight = all_gather(self.shards.local(self._sharded_head), 0, self.shards.group)
+        weight = all_gather(self.shards.local(self._sharded_head), self.shards.group)
         mean, num_own = loss(rows, weight, own), (own >= 0).sum()
         total = torch.where(num_own > 0, mean * num_own, 0.0)  # a mean of nothing is NaN
         return self.shards.leave(total) / (targets >= 0).sum()

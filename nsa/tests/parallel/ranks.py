@@ -38,6 +38,7 @@ from nsa.parallel import (
     shard_sequence,
 )
 from nsa.parallel.attention import ContextDense, ContextNSA, received_bytes
+from nsa.parallel.exchange import all_gather, torch_all_gather
 from nsa.tests.support.helpers import relative_error
 
 SIZES: dict[str, Any] = dict(
@@ -258,8 +259,8 @@ FEW = "nsa, chosen blocks", "nsa, chosen blocks of documents"
 COUNTED = ("nsa", "nsa, documents, contiguous", "nsa, no compressed token", "msa", "dense")
 
 
-def count(case: Case, mesh: DeviceMesh) -> dict[str, int]:
-    """Bytes received by one layer: by the formula, forward, and backward."""
+def count(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
+    """Bytes received by one layer: by the formula, forward, and backward; and by what."""
     model = new_model(case)
     layer = model.layers[0].attn
     parallelize_module(layer, mesh, case.style)
@@ -272,7 +273,9 @@ def count(case: Case, mesh: DeviceMesh) -> dict[str, int]:
         loss = out.sum() if isinstance(out, Tensor) else out[0].sum() + out[2]
         loss.backward()
     formula = received_bytes(layer, split, mesh.get_local_rank(), batch=case.batch, number_bytes=8)
-    numbers = {"formula": formula, "forward": forward, "backward": received.num_bytes - forward}
+    backward = received.num_bytes - forward
+    numbers: dict[str, Any] = {"formula": formula, "forward": forward, "backward": backward}
+    numbers["names"] = sorted(received.names)
     if case.selected == "chosen":
         numbers |= count_plan(layer, split, case)
     return numbers
@@ -286,6 +289,23 @@ def count_plan(layer: ContextNSA, split: Split, case: Case) -> dict[str, int]:
     assert after.chosen_bytes is not None and before.chosen_bytes is not None
     planned = {"plan": after.chosen_bytes, "bound": before.chosen_bytes}
     return planned | {"is_chosen": int(after.way == "chosen")}
+
+
+def gather_rows(mesh: DeviceMesh) -> list[list[list[float]]]:
+    """Rows of all ranks and the gradient of the own ones: ours, then by torch's all-gather.
+
+    Nothing else runs meanwhile: torch's is dangerous over gloo only beside other collectives.
+    """
+    group, rank, found = mesh.get_group(), mesh.get_local_rank(), []
+    for gather in (all_gather, lambda x, group: torch_all_gather(x.contiguous(), 0, group)):
+        held = torch.arange(6.0).view(2, 3) + 10 * rank
+        own = held.T.requires_grad_()  # not contiguous
+        rows = gather(own, group)
+        (rows * torch.arange(rows.numel()).view_as(rows) * (rank + 1)).sum().backward()
+        assert own.grad is not None
+        found.append([*rows.tolist(), *own.grad.tolist()])
+        dist.barrier(group)
+    return found
 
 
 def order(case: Case, mesh: DeviceMesh) -> list[str]:
@@ -375,6 +395,7 @@ def main(folder: Path) -> None:
         else:
             found[name] = compare(CASES[name], mesh)
     found["bytes"] = {name: count(CASES[name], mesh) for name in (*COUNTED, *FEW)}
+    found["gathered"] = gather_rows(mesh)
     found["fsdp"] = share_weights(size)
     found["statistics"] = count_statistics(mesh)
     found["order"] = {name: order(CASES[name], mesh) for name in (COUNTED[0], FEW[0])}

@@ -48,6 +48,22 @@ def test_the_bytes_sent_are_those_of_the_formula(found: list[dict[str, Any]], na
     assert sum(n["backward"] for n in numbers) == sum(n["forward"] for n in numbers) > 0
 
 
+def test_rows_are_gathered_by_a_collective_that_is_safe_over_gloo(
+    found: list[dict[str, Any]],
+) -> None:
+    """Two of torch's all-gathers that end at once free the same memory there."""
+    for rank in found:
+        names = {name for case in (*COUNTED, *FEW) for name in rank["bytes"][case]["names"]}
+        assert "all_to_all_single" in names
+        assert [name for name in names if "gather" in name or "coalesced" in name] == []
+
+
+def test_rows_are_gathered_on_a_cpu_as_on_a_gpu(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        on_cpu, on_gpu = rank["gathered"]
+        assert on_cpu == on_gpu and len(on_cpu) == 3 * len(found) + 3
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_chosen_blocks_alone_are_less_than_all(found: list[dict[str, Any]], name: str) -> None:
     numbers = [rank["bytes"][name] for rank in found]

@@ -11,6 +11,7 @@ all tokens; DDP does so over all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from datetime import timedelta
@@ -55,6 +56,10 @@ def agree_on_mesh(store: Store, rank: int, world_size: int, runtime: RuntimeConf
     said = [json.loads(store.get(f"mesh/{other}")) for other in range(world_size)]
     others = [other for other in range(world_size) if said[other] != said[0]]
     if others:
+        store.set(f"mesh/read/{rank}", "")
+        if rank == 0:  # it may hold the store: who has not read yet would lose it
+            with contextlib.suppress(dist.DistStoreError):  # a rank has died meanwhile
+                store.wait([f"mesh/read/{other}" for other in range(world_size)])
         refused = RunRefused(
             f"rank {others[0]} has {_text(said[others[0]])}, but rank 0 has {_text(said[0])}; all "
             "ranks must build the same mesh: start them with one config"
@@ -81,7 +86,7 @@ def require_collectives(mesh: DeviceMesh) -> None:
     one_each = [1] * size
     try:
         moved = collectives.all_to_all_single_autograd(x, one_each, one_each, group)
-        all_gather(moved, 0, group).sum().backward()  # a reduce-scatter
+        all_gather(moved, group).sum().backward()  # on GPUs a reduce-scatter
     except (RuntimeError, NotImplementedError, ValueError) as error:
         if any(word in str(error) for word in ("Connection", "imed out", "imeout")):
             raise  # the loss of a rank
