@@ -352,6 +352,10 @@ def _import_everything() -> None:
     from nsa.data.documents import read_works
     from nsa.tests.support import quick
 
+    # What `datasets` imports; not itself, for it reads its settings from the environment then.
+    for name in ("pandas", "pyarrow.parquet", "pyarrow.dataset", "fsspec"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for name, value in quick.replacements().items():
         module, _, attribute = name.rpartition(".")
         setattr(importlib.import_module(module), attribute, value)
