@@ -9,6 +9,9 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 # pip must never choose a torch by itself, so this is the only install line, and it names the pins.
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
+# Some images forbid bytecode: every process of a test would then compile the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help train check test sweep browser chaos lint format types layers mutants rehearse docs dist clean
 

@@ -438,9 +438,9 @@ def test_a_bad_folder_is_described_shown_as_far_as_it_goes_and_not_modified(
     breaks, word, said = BAD[kind]
     breaks(healthy)
     before = state_of(healthy.folder)
+    evidence = read_evidence(healthy.folder, now=healthy.now)
     for point in POINTS:
         verdict = at(healthy, point)
-        evidence = read_evidence(healthy.folder, now=healthy.now)
         assert verdict.text() and verdict.markdown() and html.page(verdict, evidence)
     verdict = at(healthy, "500")
     assert word in (None, verdict.word), verdict.text()

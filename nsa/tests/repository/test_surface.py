@@ -214,6 +214,13 @@ def test_keys_of_the_rehearsal_exist() -> None:
     assert {f"{group}.{key}" for group, values in keys.items() for key in values} <= {*known_keys()}
 
 
+def test_constants_of_the_rehearsal_are_smaller_than_those_of_the_code() -> None:
+    for path, numbers in SURFACE["rehearsal"]["constants"].items():
+        for name, value in numbers.items():
+            (found,) = re.findall(rf"(?m)^{name} = (\d+)$", (REPOSITORY / path).read_text())
+            assert value < int(found), name
+
+
 # Files, lines, fields, variables
 
 

@@ -7,8 +7,8 @@ standard files to the server, passes signals on, and ends as the forked process 
 one is the death of the other. `Nursery.start` forks ranks without it, under their own pids.
 
 Not the same as a new interpreter: modules are imported already, the parent of a process is the
-server, multiprocessing forks where it would spawn, and a run ends as quick.py says. Tests about
-any of that use sys.executable.
+server, multiprocessing forks where it would spawn, and a run leaves out what quick.py says. Tests
+about any of that use sys.executable.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -346,12 +347,19 @@ def _import_everything() -> None:
     import nsa.operate.report.command
     import nsa.parallel
     import nsa.tests.support.launch
-    import nsa.train.runner
+    import nsa.train.runner  # noqa: F401
     import scripts.train_showcase  # noqa: F401
+    from nsa.data.documents import read_works
     from nsa.tests.support import quick
 
-    nsa.generate.decode.SAMPLE_TOKENS = quick.SAMPLE_TOKENS
-    nsa.train.finish.draw_loss_curve = quick.draw_nothing  # type: ignore[attr-defined]
+    # What `datasets` imports; not itself, for it reads its settings from the environment then.
+    for name in ("pandas", "pyarrow.parquet", "pyarrow.dataset", "fsspec"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for name, value in quick.replacements().items():
+        module, _, attribute = name.rpartition(".")
+        setattr(importlib.import_module(module), attribute, value)
+    quick.split_once(read_works().values())  # forked processes have it then
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The commands of a lane share a copy and run one after the other, each in a sessi
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -162,6 +163,8 @@ def make_tree(tree: Path) -> None:
     write_gpt2(tree / "gpt2", "vocab.json", "merges.txt")
     for path in sorted((tree / "configs").glob("*.yaml")):
         path.write_text(yaml.safe_dump(_smaller(path, tree), sort_keys=False), encoding="utf-8")
+    for name, numbers in load()["rehearsal"]["constants"].items():
+        (tree / name).write_text(_with_numbers(tree / name, numbers), encoding="utf-8")
     shims = tree / "home" / "bin"
     shims.mkdir()
     command = f'#!/bin/sh\nPYTHONPATH="{tree}" exec python -m nsa.cli "$@"\n'
@@ -194,6 +197,15 @@ def _smaller(path: Path, tree: Path) -> dict[str, Any]:
         # A CPU without bf16 needs minutes for one step with this vocabulary.
         content.setdefault("runtime", {})["precision"] = "fp32"
     return content
+
+
+def _with_numbers(path: Path, numbers: dict[str, int]) -> str:
+    """The code with other values of constants; each must be there once."""
+    text = path.read_text(encoding="utf-8")
+    for name, value in numbers.items():
+        text, found = re.subn(rf"(?m)^{name} = \d+$", f"{name} = {value}", text)
+        assert found == 1, f"{path} has {found} lines `{name} = NUMBER`"
+    return text
 
 
 @contextmanager
