@@ -147,7 +147,10 @@ def test_memory_of_a_call_is_linear_in_its_length():
 
 @pytest.mark.skipif(not HAS_H200, reason="needs a GPU with 130 GiB of memory")
 def test_forward_and_backward_of_a_million_tokens_fit():
-    """32/8/128; 64 GiB beyond inputs, output and gradients, which are 49. It needs the GPU alone."""
+    """32/8/128; 64 GiB beyond inputs, output and gradients, which are 49.
+
+    No other process may use the GPU meanwhile.
+    """
     assert _peak_bytes(_case(1 << 20, 8, 4, 128)) <= 64 << 30
 
 
