@@ -330,8 +330,8 @@ def test_chunked_prefill_by_kernels_is_that_of_the_torch_path(shape, sizes, monk
     chosen: list[Tensor] = []  # [B, T, Hkv, n_sel] each
     choose = select.choose
 
-    def recording(*given):
-        chosen.append((made := choose(*given)).ids)
+    def recording(*given, **rest):
+        chosen.append((made := choose(*given, **rest)).ids)
         return made
 
     monkeypatch.setattr(select, "choose", recording)
