@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +74,19 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("NSA_") or name == "CONFIG":
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _same_signals() -> Iterator[None]:
+    """A run in the process of a test may end with SIGTERM ignored, and children inherit that."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
