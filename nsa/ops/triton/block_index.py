@@ -216,7 +216,8 @@ MAX_CHUNKS = 64
 PART_BYTES = 2 << 30
 """Workspace for partial results of queries; longer sequences are split into groups of chunks."""
 PART_TOKENS = 16384
-"""Tokens whose partial results, n_sel rows for each, are in the workspace together, or a chunk."""
+"""Tokens whose partial results, n_sel rows for each, are in the workspace together, or a chunk;
+where `small_parts` says so."""
 MAX_PIECE, MIN_PIECE = 512, 32
 """Bounds of the queries of one item: long items have less overhead, short ones fill the GPU."""
 ITEMS = 2048
@@ -392,7 +393,7 @@ def group_chunks(
         chunk_bytes = max(chunk_bytes, slot_bytes)
     num_chunks = ceil_div(seq_len, chunk)
     together = max(PART_BYTES // chunk_bytes, 1) if chunk_bytes else num_chunks
-    if row_bytes:
+    if row_bytes and problem.small_parts:
         together = min(together, max(PART_TOKENS // (chunk * problem.batch), 1))
     return [
         Group(

@@ -117,6 +117,8 @@ class Problem:
         self.num_words = ceil_div(self.spec.num_blocks(max(self.doc_lens)), 32)
         self.num_cmp = sum(self.spec.num_cmp(length) for length in self.doc_lens)
 
+    small_parts = True
+    """Whether few partial results are kept at a time: less memory, and 1 to 3 % more time."""
     largest = False
     """Whether a block's score is the largest of what its compressed tokens give it, not the sum."""
 

@@ -47,6 +47,7 @@ class SparseProblem(Problem):
 
     masked = False
     long = False
+    small_parts = False
 
 
 class Static(NamedTuple):

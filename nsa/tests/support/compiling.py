@@ -42,7 +42,7 @@ POINTERS = {
     + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits"),
     "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
     + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum", "p_losses"),
-    "*i16": ("p_places", "p_before"),
+    "*i16": ("p_places",),
     "*i64": ("p_targets",),
 }
 """Types of the pointers; the others are indices."""
