@@ -28,9 +28,8 @@ CHECKED := $(patsubst %,nsa/tests/%.py,test_equiv_small test_masks ops/test_path
 check: lint  ## lint and the tests of the first promises, in under a minute
 	$(PY) -m pytest -n 2 --timeout 60 -q $(CHECKED) -k "not bit_for_bit or plain"
 
-# Three workers for two cores: many tests wait for processes of their own.
 test: $(VENV)/.installed-dev  ## run the CPU test suite
-	$(PY) -m pytest -n 3 --timeout 600 -m "not gpu and not browser and not chaos and not rehearsal and not wheel and not slow"
+	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos and not rehearsal and not wheel and not slow"
 
 sweep: $(VENV)/.installed-dev  ## compile every shape for every GPU; slow
 	$(PY) -m pytest -n 2 --timeout 7200 -m "slow and not gpu"
