@@ -170,6 +170,7 @@ PARTS = {
     "one-for-all": (Case(SMALL, S=41, B=2), (20, 20), (21, 21)),
     "of-each-row": (Case(SMALL, S=41, B=2, Dk=20, Dv=12), (9, 9), (3, 32)),
     "documents": (Case(SHORT, S=41, docs=(13, 5, 23)), (7, 0, 20), (6, 0, 3)),
+    "one-row": (Case(SMALL, S=41), (12,), (17,)),
 }
 """Of each document or batch element: how many queries, and the position of the first."""
 
