@@ -151,8 +151,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         if branch in skipped:
             continue
         if branch not in routes:
-            kv = keys[branch]
-            grads[branch] = banded_backward.backward_kv(problem, branch, q, *kv, dout, stats, bits)
+            grads[branch] = _band_kv(problem, branch, q, keys[branch], dout, stats, bits)
         else:
             dq, *grads_kv = flash.backward(
                 *(branch, q, *keys[branch], saved.o_cmp if branch == 0 else saved.o_win),
@@ -185,9 +184,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             grads[1] = grads_kv[0], grads_kv[1]
     # dq last: it walks the bands and adds what the others computed.
     walked = {0, 1, 2} - skipped - set(routes)
-    dq = banded_backward.backward_q(
-        problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
-    )
+    dq = _backward_q(problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked)
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 
@@ -238,6 +235,10 @@ def _band(
     if branch in routes:
         kernel = routes[branch]
         return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, kernel)
+    if branch == 2 and problem.on_hopper:
+        from nsa.ops.triton.hopper import forward as hopper_forward
+
+        return hopper_forward.forward(problem, q, k, v, lse)
     return banded_forward.forward(problem, branch, q, k, v, lse)
 
 
@@ -291,6 +292,54 @@ def _gate_backward(
         ),
     )  # fmt: skip
     return dgates, stats, gated
+
+
+def _band_kv(
+    problem: Problem,
+    branch: int,
+    q: Tensor,
+    keys: tuple[Tensor, Tensor],
+    dout: Tensor,
+    stats: Tensor,
+    bits: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the keys and values of the compressed or window branch."""
+    if branch == 2 and problem.on_hopper:
+        from nsa.ops.triton.hopper import keys as hopper_keys
+
+        return hopper_keys.backward_kv(problem, q, *keys, dout, stats[2])
+    return banded_backward.backward_kv(problem, branch, q, *keys, dout, stats, bits)
+
+
+def _backward_q(
+    problem: Problem,
+    q: Tensor,
+    keys: tuple[tuple[Tensor, Tensor], ...],  # k and v of the three branches
+    dout: Tensor,
+    stats: Tensor,
+    bits: Tensor,
+    dq_sel: Tensor | None,
+    dq_more: Tensor | None,
+    walked: set[int],
+) -> Tensor:
+    """Gradient of q from the branches to walk, and what the other kernels gave.
+
+    On Hopper the window comes last, by a kernel of its own. Where nothing else is to be walked, it
+    adds all of the others.
+    """
+    if 2 not in walked or not problem.on_hopper:
+        return banded_backward.backward_q(
+            problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
+        )
+    from nsa.ops.triton.hopper import queries
+
+    masked = 1 in walked and dq_sel is None
+    if masked or (0 in walked and keys[0][0].shape[1] > 0):
+        dq_more = banded_backward.backward_q(
+            problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked - {2}
+        )
+        dq_sel = None
+    return queries.backward_q(problem, q, *keys[2], dout, stats[2], dq_sel, dq_more)
 
 
 # --- Chunked prefill: many queries that continue a cached sequence, forward only ---

@@ -46,15 +46,27 @@ class CachedLaunch(NamedTuple):
 class Rows:
     """Tiles of rows of one head of [B, S, H, D]: a tensor descriptor without Triton's checks.
 
-    It has the attributes of TensorDescriptor that the launcher of a compiled kernel reads.
+    It has the attributes of TensorDescriptor that the launcher of a compiled kernel reads. `layout`
+    is that of a tile in shared memory, which only kernels in Gluon are told.
     """
 
-    __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
+    __slots__ = (
+        "base",
+        "block_shape",
+        "layout",
+        "padding",
+        "round_f32_to_tf32",
+        "shape",
+        "strides",
+    )
 
-    def __init__(self, base: Tensor, num_rows: int, width: int) -> None:
-        self.base, self.shape, self.strides = base, base.shape, base.stride()
-        self.block_shape = (1, num_rows, 1, width)
+    def __init__(self, base: Tensor, num_rows: int, width: int, layout: Any = None) -> None:
+        self.base = base
+        self.shape: tuple[int, ...] = base.shape
+        self.strides: tuple[int, ...] = base.stride()
+        self.block_shape: tuple[int, ...] = (1, num_rows, 1, width)
         self.padding, self.round_f32_to_tf32 = "zero", False
+        self.layout = layout
 
 
 class Launch(NamedTuple):
@@ -137,8 +149,8 @@ class CompileAhead:
             return
         arguments = [_descriptor(x) if isinstance(x, Rows) else x for x in tensors]
         kinds = (
-            (*x.block_shape, x.base.dtype) if isinstance(x, TensorDescriptor) else x.dtype
-            for x in arguments
+            (*x.block_shape, x.base.dtype) if isinstance(x, Rows) else x.dtype
+            for x in tensors
             if x is not None
         )
         constants, options = tuple(one.constants.items()), tuple(one.options.items())
@@ -278,8 +290,13 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _descriptor(rows: Rows) -> TensorDescriptor:
-    return TensorDescriptor(rows.base, list(rows.shape), list(rows.strides), list(rows.block_shape))
+def _descriptor(rows: Rows) -> Any:
+    sizes = list(rows.shape), list(rows.strides), list(rows.block_shape)
+    if rows.layout is None:
+        return TensorDescriptor(rows.base, *sizes)
+    from triton.experimental.gluon.nvidia import hopper
+
+    return hopper.TensorDescriptor(rows.base, *sizes, rows.layout)
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops.checks import refuse_captured_documents
-from nsa.ops.machine import interpreted
+from nsa.ops.machine import interpreted, machine_of
 from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
@@ -45,6 +45,14 @@ MANY_QUERIES = 4096
 tiles."""
 FEW_QUERIES = 2048
 """Fewer queries with an offset go by queries: lists of the blocks' queries would not pay."""
+HOPPER = True
+"""Whether the kernels in hopper/ compute the window branch where they can; the band kernels do
+elsewhere. Tests and measurements set it to False."""
+HOPPER_DIMS = (64, 128)
+"""Head dims of these kernels."""
+GLUON_VERSIONS = ((3, 6), (3, 7))
+"""Versions of Triton whose Gluon they were compiled with: it changes between versions."""
+H200_PROCESSORS = 132
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
@@ -139,7 +147,7 @@ class Problem:
     def _twin(self) -> Problem:
         """A copy without what was derived from its sizes."""
         twin = copy.copy(self)
-        for name in ("bands", "masked", "by_query", "documents", "reader"):
+        for name in ("bands", "masked", "by_query", "on_hopper", "documents", "reader"):
             twin.__dict__.pop(name, None)
         twin.memo = {}
         return twin
@@ -180,6 +188,31 @@ class Problem:
             return True
         # Where blocks do not fit, the plan lets only a forward pass by queries through.
         return self._large or not self._fits(by_query=False)
+
+    @cached_property
+    def on_hopper(self) -> bool:
+        """Whether the kernels in hopper/ compute the window branch.
+
+        Their consumers hold two heads of a group, so its heads must be even in number.
+        """
+        if not HOPPER or interpreted() or self.capability != (9, 0) or self.packed:
+            return False
+        if machine_of(self.device).triton not in GLUON_VERSIONS:
+            return False
+        heads = self.d_k == self.d_v and self.d_k in HOPPER_DIMS and self.per_group % 2 == 0
+        return heads and self.dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def processors(self) -> int:
+        """Multiprocessors of the GPU: as many programs as stay for the whole launch."""
+        if self.device.type != "cuda":  # compiled for a GPU that is not here
+            return H200_PROCESSORS
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @property
+    def consumers(self) -> int:
+        """Heads of a group that a program of the window's forward takes at a time."""
+        return 3 if self.d_k == 64 and self.per_group % 3 == 0 else 2
 
     def _fits(self, *, by_query: bool) -> bool:
         return fits_selected(*self.reader.sizes, self.capability, by_query=by_query)
@@ -295,7 +328,7 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        return self.masked, self.by_query, self.long, self.num_cmp > 0
+        return self.masked, self.by_query, self.long, self.num_cmp > 0, self.on_hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

@@ -1,0 +1,309 @@
+"""Attention to a window, forward, on Hopper: the output and log-sum-exp of banded_forward.forward.
+
+Programs are persistent: each takes every num_programs-th item of work, which is 64 queries of NC
+heads of one group. Tiles of keys go from the diagonal backwards, so that every row has seen a key
+after the first one. parts.py has the names.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa.ops.triton.hopper.parts import (
+    PRODUCER_REGISTERS,
+    TILE,
+    TILE_ROWS,
+    copy_in,
+    copy_out,
+    launch,
+    matrix,
+    num_key_tiles,
+    place_of,
+    rounded,
+    sync_warps,
+    tile_rows,
+)
+from nsa.ops.triton.launcher import ceil_div, start
+from nsa.ops.triton.problem import Problem
+
+STAGES = 4
+"""Tiles of keys, and as many of values, that are in flight or being read."""
+
+
+@gluon.jit(do_not_specialize=("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "G", "W"))
+def window_forward(
+    t_q, t_k, t_v, t_o, p_lse,
+    S, NUM_ITEMS, NUM_TILES, Hkv, G, W, scale_log2,
+    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    NC: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2. NARROW: W < 64."""
+    dtype: gl.constexpr = t_q.dtype
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_k.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_v.layout)
+    o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_o.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for i in gl.static_range(NC):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=NC)
+        mbarrier.init(v_empty.index(i), count=NC)
+    # The copies are asynchronous, and must see the barriers as they were just written.
+    fence_async_shared()
+    bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (NUM_ITEMS, NUM_TILES, Hkv, G, W)
+    shared = (t_o, p_lse, bufs, bars, sizes, S, scale_log2)
+    copied = (t_q, t_k, t_v)
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, D, STAGES, NARROW, NC)),
+                (_consume, (1, shared, D, STAGES, NARROW, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, D, STAGES, NARROW, NC)),
+                (_consume, (1, shared, D, STAGES, NARROW, NC)),
+                (_consume, (2, shared, D, STAGES, NARROW, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _produce(copied, bufs, bars, sizes, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr):
+    """Copy the tiles of all items, in the order in which the consumers read them."""
+    it = 0
+    n = 0
+    for item in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
+        it = _copy_item(copied, bufs, bars, sizes, item, it, n, False, D, STAGES, NC)
+        n += 1
+    # The consumers begin one item more than there are, and do not end it.
+    _copy_item(copied, bufs, bars, sizes, gl.program_id(0), it, n, True, D, STAGES, NC)
+
+
+@gluon.jit
+def _copy_item(
+    copied, bufs, bars, sizes, item, it, n,
+    FIRST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr,
+):  # fmt: skip
+    """Queries of all consumers, then tiles of keys and values; FIRST: only one of keys."""
+    t_q, t_k, t_v = copied
+    q_bufs, k_bufs, v_bufs, o_bufs = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    SIZE: gl.constexpr = TILE_ROWS * D * 2
+    for c in gl.static_range(NC):
+        i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
+        mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
+        mbarrier.expect(q_full.index(c), SIZE)
+        copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
+    i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
+    num_tiles = 1
+    if not FIRST:
+        num_tiles, _ = num_key_tiles(t0, sizes[4])
+    for j in range(num_tiles):
+        stage = it % STAGES
+        phase = (it // STAGES & 1) ^ 1
+        k0 = t0 - j * TILE_ROWS
+        mbarrier.wait(k_empty.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), SIZE)
+        copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
+        if not FIRST:
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), SIZE)
+            copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
+        it += 1
+    return it
+
+
+@gluon.jit
+def _consume(
+    C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
+    NARROW: gl.constexpr, NC: gl.constexpr,
+):  # fmt: skip
+    """One head of every item. The next item's first scores are made beside the end of this one."""
+    t_o, p_lse, bufs, bars, sizes, S, scale_log2 = shared
+    q_bufs, k_bufs, v_bufs, o_bufs = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    num_items, num_tiles, Hkv, G, W = sizes
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
+    # q is in registers: from shared memory, wgmma would wait for it.
+    q = _take_queries(q_bufs, q_full, q_empty, 0, C, SL)
+    mbarrier.wait(k_full.index(0), 0)
+    s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(k_empty.index(0))
+    p, top, total = _begin(s, W, scale_log2, NARROW, SL, OL, k_bufs.dtype)
+    it = 1
+    n = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
+        num_seen, masked = num_key_tiles(t0, W)
+        o = gl.zeros([TILE_ROWS, D], gl.float32, OL)
+        for _ in range(1, masked):
+            p, o, top, total = _step(
+                q, p, o, top, total, bufs, bars, it, 0, scale_log2, False, STAGES, SL, OL
+            )
+            it += 1
+        for j in range(masked, num_seen):
+            p, o, top, total = _step(
+                q, p, o, top, total, bufs, bars, it, j * TILE_ROWS - W, scale_log2,
+                True, STAGES, SL, OL,
+            )  # fmt: skip
+            it += 1
+        # The last tile's product with values, beside the scores of the next item's first one.
+        last = (it - 1) % STAGES
+        coming = it % STAGES
+        q = _take_queries(q_bufs, q_full, q_empty, n + 1, C, SL)
+        mbarrier.wait(v_full.index(last), (it - 1) // STAGES & 1)
+        mbarrier.wait(k_full.index(coming), it // STAGES & 1)
+        o = warpgroup_mma(p, matrix(v_bufs, last), o, is_async=True)
+        keys = matrix(k_bufs, coming).permute((1, 0))
+        s = warpgroup_mma(q, keys, none, use_acc=False, is_async=True)
+        o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+        row = (i_b * Hkv * G + i_h).to(gl.int64) * S
+        gl.store(p_lse + row + o_t, top + gl.log2(total), mask=o_t < S)
+        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OL))
+        o, p = warpgroup_mma_wait(1, deps=(o, p))
+        mbarrier.arrive(v_empty.index(last))
+        tma.store_wait(0)  # the item before has left the buffer
+        matrix(o_bufs, C).store(rounded(o * share[:, None], o_bufs.dtype))
+        fence_async_shared()
+        copy_out(t_o, i_b, t0, i_h, o_bufs.index(C))
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(coming))
+        p, top, total = _begin(s, W, scale_log2, NARROW, SL, OL, k_bufs.dtype)
+        it += 1
+        n += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _take_queries(q_bufs, q_full, q_empty, n, C: gl.constexpr, SL: gl.constexpr):
+    """Item n's queries, as the left operand of a product; their buffer is free again."""
+    mbarrier.wait(q_full.index(C), n & 1)
+    q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    fence_async_shared()
+    sync_warps()
+    mbarrier.arrive(q_empty.index(C))
+    return q
+
+
+@gluon.jit
+def _begin(
+    s, W, scale_log2, NARROW: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, dtype: gl.constexpr
+):
+    """Probabilities and running numbers of an item's first tile, which is on the diagonal."""
+    o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))[:, None]
+    o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
+    s = gl.where(o_k <= o_t, s, float("-inf"))
+    if NARROW:
+        s = gl.where(o_k > o_t - W, s, float("-inf"))
+    top = gl.full([TILE_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SL))
+    total = gl.zeros([TILE_ROWS], gl.float32, gl.SliceLayout(1, SL))
+    p, top, total, _ = _softmax(s, top, total, scale_log2, OL, dtype)
+    return p, top, total
+
+
+@gluon.jit
+def _softmax(s, top, total, scale_log2, OL: gl.constexpr, dtype: gl.constexpr):
+    """Probabilities as the left operand of the next product, and the running numbers."""
+    new_top = gl.maximum(top, gl.max(s, 1) * scale_log2)
+    p = gl.exp2(s * scale_log2 - new_top[:, None])
+    shrink = gl.exp2(top - new_top)
+    total = total * shrink + gl.sum(p, 1)
+    p = gl.convert_layout(rounded(p, dtype), gl.DotOperandLayout(0, OL, 2))
+    return p, new_top, total, shrink
+
+
+@gluon.jit
+def _step(
+    q, p, o, top, total, bufs, bars, it, edge, scale_log2,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile `it`, beside the product with the values of the tile before.
+
+    MASKED: row t of the tile sees the keys after t + edge.
+    """
+    q_bufs, k_bufs, v_bufs, o_bufs = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    stage = it % STAGES
+    before = (it - 1) % STAGES
+    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
+    mbarrier.wait(k_full.index(stage), it // STAGES & 1)
+    s = warpgroup_mma(q, matrix(k_bufs, stage).permute((1, 0)), none, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (it - 1) // STAGES & 1)
+    o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(k_empty.index(stage))
+    if MASKED:
+        first = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL)) + edge
+        o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))
+        s = gl.where(o_k[None, :] > first[:, None], s, float("-inf"))
+    new_p, top, total, shrink = _softmax(s, top, total, scale_log2, OL, k_bufs.dtype)
+    o, p = warpgroup_mma_wait(0, deps=(o, p))
+    mbarrier.arrive(v_empty.index(before))
+    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
+    return new_p, o, top, total
+
+
+# --- Launcher ---
+
+
+def forward(
+    problem: Problem,
+    q: Tensor,  # [B, S, Hq, D]
+    k: Tensor,  # [B, S, Hkv, D]
+    v: Tensor,  # [B, S, Hkv, D]
+    lse: Tensor,  # [B, Hq, S] fp32, written
+) -> Tensor:  # [B, S, Hq, D]
+    """Output of the window branch."""
+    out = problem.empty(*q.shape)
+    consumers, window = problem.consumers, problem.spec.w
+    num_tiles = ceil_div(problem.seq_len, TILE)
+    items = problem.batch * num_tiles * (problem.num_heads // consumers)
+    start(
+        problem.memo,
+        "window forward",
+        window_forward,
+        (*(tile_rows(x) for x in (q, k, v, out)), lse),
+        lambda: launch(
+            min(problem.processors, items),
+            (
+                problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, window,
+                problem.scale_log2,
+            ),
+            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE},
+            consumers,
+        ),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,134 @@
+"""What the kernels of this folder share: copies by TMA, rounding, the order of work, descriptors.
+
+Gluon is Triton's lower level: tiles in shared memory, their layouts and the waiting between warps
+are written out. A program has several warpgroups. One warp, the producer, copies tiles from memory
+(TMA) and the consumers multiply them (wgmma). They meet at mbarriers in shared memory: `full` is
+completed by a copy, `empty` by the consumers, once they have read the tile. A barrier changes its
+phase with every completion. A waiter names the parity of the phase it waits for; a new barrier
+counts as if phase 1 had just ended, so that the first wait for `empty` passes.
+
+Names as in tile.py. C is the number of a consumer, NC how many there are, `it` counts the tiles of
+a program, `n` its items. Import this only where Gluon is needed: see problem.on_hopper.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from nsa.ops.triton.launcher import Launch, Rows
+
+TILE = 64
+"""Rows of every tile, of queries and of keys: what one wgmma takes."""
+TILE_ROWS = gl.constexpr(TILE)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+# Triton 3.7 has renamed it.
+sync_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""Barrier of one consumer's warps."""
+
+
+@gluon.jit
+def place_of(item, sizes, NC: gl.constexpr, C: gl.constexpr):
+    """Batch element, first query, group, and head of consumer C, of one item of work.
+
+    The consumers hold NC heads of one group, on the same queries, and share its keys. Those of a
+    group follow each other, then the groups: programs that run at a time read the same keys.
+    """
+    num_items, num_tiles, Hkv, G, W = sizes
+    shares = G // NC
+    rest = item // shares
+    i_g = rest % Hkv
+    rest = rest // Hkv
+    t0 = rest % num_tiles * TILE_ROWS
+    return rest // num_tiles, t0, i_g, i_g * G + item % shares * NC + C
+
+
+@gluon.jit
+def num_key_tiles(t0, W):
+    """Tiles of keys that the queries of a tile see. Tile 0 is on the diagonal, the others before.
+
+    Also the first one, of those before, that the window does not cover whole: it needs a mask.
+    """
+    n = (t0 - gl.maximum(t0 - W + 1, 0) // TILE_ROWS * TILE_ROWS) // TILE_ROWS + 1
+    return n, gl.maximum(gl.minimum(W // TILE_ROWS, n), 1)
+
+
+@gluon.jit
+def copy_in(t, i_b, row, i_h, full, buf):
+    """Start copying rows of one head of [B, S, H, D]; outside of the tensor they are 0."""
+    tma.async_copy_global_to_shared(t, [i_b, row, i_h, 0], full, buf)
+
+
+@gluon.jit
+def copy_out(t, i_b, row, i_h, buf):
+    """Start copying a tile to [B, S, H, D]; what lies outside is not written."""
+    tma.async_copy_shared_to_global(t, [i_b, row, i_h, 0], buf)
+
+
+@gluon.jit
+def matrix(bufs, i):
+    """Buffer i, as the matrix of its rows."""
+    buf = bufs.index(i)
+    return buf.reshape([buf.shape[1], buf.shape[3]])
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x in 16 bits, two numbers at a time: Triton converts one by one, and joins them then."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:  # without it, the function would have two types
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+# --- Launching ---
+
+
+def tile_rows(x: Tensor, num_rows: int = TILE) -> Rows:
+    """Tiles of rows of one head of x [B, S, H, D]."""
+    return Rows(x, num_rows, x.shape[3], layout_of(num_rows, x.shape[3], x.dtype))
+
+
+def stat_rows(stats: Tensor) -> Rows:
+    """Tiles of the stats of one head, of [B, Hq, S, 4]."""
+    batch, num_heads, seq_len, _ = stats.shape
+    rows = Rows(stats, TILE, 4, stats_layout())
+    rows.shape, rows.strides = (batch * num_heads, seq_len, 4), (4 * seq_len, 4, 1)
+    rows.block_shape = (1, TILE, 4)
+    return rows
+
+
+@cache
+def stats_layout() -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+
+
+@cache
+def layout_of(num_rows: int, width: int, dtype: torch.dtype) -> Any:
+    """Layout of such a tile in shared memory, as wgmma reads it."""
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    return gl.NVMMASharedLayout.get_default_for([1, num_rows, 1, width], kinds[dtype])
+
+
+def launch(
+    programs: int, numbers: tuple[Any, ...], constants: dict[str, Any], consumers: int
+) -> Launch:
+    """A launch with that many consumers.
+
+    The registers of a multiprocessor are divided by `maxnreg` first; warp_specialize then takes
+    them from the producer for the consumers.
+    """
+    registers, limit = (240, 168) if consumers == 2 else (160, 128)
+    sized = {**constants, "NC": consumers, "REGISTERS": registers}
+    return Launch((programs,), numbers, sized, {"num_warps": 4, "maxnreg": limit})

@@ -1,0 +1,278 @@
+"""Attention to a window, gradient of queries, on Hopper: the last kernel of the backward pass.
+
+The order of work is that of forward.py: an item is 64 queries of NC heads of a group. The kernel
+also adds what the other branches gave, and writes the final gradient. banded_backward.py has the
+equations, parts.py the names.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa.ops.triton.hopper.parts import (
+    PRODUCER_REGISTERS,
+    TILE,
+    TILE_ROWS,
+    copy_in,
+    copy_out,
+    launch,
+    matrix,
+    num_key_tiles,
+    place_of,
+    rounded,
+    sync_warps,
+    tile_rows,
+)
+from nsa.ops.triton.launcher import ceil_div, start
+from nsa.ops.triton.problem import Problem
+
+STAGES = 4
+"""Tiles of keys, and as many of values, that are in flight or being read."""
+CLEAR, DIAGONAL, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Tiles that the window covers whole, those on the diagonal, and those at its far end."""
+
+
+@gluon.jit(do_not_specialize=("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "G", "W"))
+def window_dq(
+    t_q, t_dout, t_k, t_v, t_dq, p_stats, p_dq_sel, p_dq_more,
+    S, NUM_ITEMS, NUM_TILES, Hkv, G, W, scale, scale_log2,
+    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    NC: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dq [B, S, Hq, D] = window + dq_sel (fp32) + dq_more, where given; all are contiguous.
+
+    stats are [B, Hq, S, 4], as in tile.py. NARROW: W < 64.
+    """
+    dtype: gl.constexpr = t_q.dtype
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
+    d_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_dout.layout)
+    o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_dq.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_k.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for i in gl.static_range(NC):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=NC)
+        mbarrier.init(v_empty.index(i), count=NC)
+    # The copies are asynchronous, and must see the barriers as they were just written.
+    fence_async_shared()
+    bufs = (q_bufs, d_bufs, k_bufs, v_bufs, o_bufs)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (NUM_ITEMS, NUM_TILES, Hkv, G, W)
+    copied = (t_q, t_dout, t_k, t_v)
+    pointers = (p_stats, p_dq_sel, p_dq_more)
+    shared = (t_dq, pointers, bufs, bars, sizes, S, scale, scale_log2)
+    gl.warp_specialize(
+        [
+            (_consume, (0, shared, D, STAGES, NARROW, NC)),
+            (_consume, (1, shared, D, STAGES, NARROW, NC)),
+            (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
+        ],
+        [4, 1],
+        [REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _produce(copied, bufs, bars, sizes, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr):
+    """Copy the tiles of all items, in the order in which the consumers read them."""
+    t_q, t_dout, t_k, t_v = copied
+    q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    SIZE: gl.constexpr = TILE_ROWS * D * 2
+    it = 0
+    n = 0
+    for item in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
+        for c in gl.static_range(NC):
+            i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
+            mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
+            mbarrier.expect(q_full.index(c), 2 * SIZE)
+            copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
+            copy_in(t_dout, i_b, t0, i_h, q_full.index(c), d_bufs.index(c))
+        i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
+        num_seen, _ = num_key_tiles(t0, sizes[4])
+        for j in range(num_seen):
+            stage = it % STAGES
+            phase = (it // STAGES & 1) ^ 1
+            k0 = t0 - j * TILE_ROWS
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), SIZE)
+            copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), SIZE)
+            copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
+            it += 1
+        n += 1
+
+
+@gluon.jit
+def _consume(
+    C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
+    NARROW: gl.constexpr, NC: gl.constexpr,
+):  # fmt: skip
+    """One head of every item."""
+    t_dq, pointers, bufs, bars, sizes, S, scale, scale_log2 = shared
+    q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    num_items, num_tiles, Hkv, G, W = sizes
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    QL: gl.constexpr = gl.DotOperandLayout(0, SL, 2)
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    it = 0
+    n = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
+        num_seen, masked = num_key_tiles(t0, W)
+        o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+        rows = pointers[0] + ((i_b * Hkv * G + i_h).to(gl.int64) * S + o_t) * 4
+        lse = gl.load(rows, mask=o_t < S, other=0.0)
+        delta = gl.load(rows + 1, mask=o_t < S, other=0.0)
+        mbarrier.wait(q_full.index(C), n & 1)
+        q = matrix(q_bufs, C).load(QL)
+        dout = matrix(d_bufs, C).load(QL)
+        fence_async_shared()
+        sync_warps()
+        mbarrier.arrive(q_empty.index(C))
+        row = (q, dout, lse, delta)
+        dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
+        ds = gl.zeros([TILE_ROWS, TILE_ROWS], q_bufs.dtype, PL)
+        first = it
+        dq, ds = _step(
+            dq, ds, row, bufs, bars, it, first, -W, scale_log2, DIAGONAL, STAGES, NARROW, SL, PL
+        )
+        it += 1
+        for _ in range(1, masked):
+            dq, ds = _step(
+                dq, ds, row, bufs, bars, it, first, 0, scale_log2, CLEAR, STAGES, NARROW, SL, PL
+            )
+            it += 1
+        for j in range(masked, num_seen):
+            edge = j * TILE_ROWS - W
+            dq, ds = _step(
+                dq, ds, row, bufs, bars, it, first, edge, scale_log2, FAR, STAGES, NARROW, SL, PL
+            )
+            it += 1
+        last = (it - 1) % STAGES
+        dq = warpgroup_mma(ds, matrix(k_bufs, last), dq, is_async=True)
+        gate = gl.load(rows + 2, mask=o_t < S, other=0.0) * scale
+        dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        mbarrier.arrive(k_empty.index(last))
+        dq = dq * gl.convert_layout(gate, gl.SliceLayout(1, OL))[:, None]
+        dq = _add_others(dq, pointers, i_b, t0, i_h, S, Hkv * G, D, OL)
+        tma.store_wait(0)  # the item before has left the buffer
+        matrix(o_bufs, C).store(rounded(dq, o_bufs.dtype))
+        fence_async_shared()
+        copy_out(t_dq, i_b, t0, i_h, o_bufs.index(C))
+        n += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _step(
+    dq, ds, row, bufs, bars, it, first, edge, scale_log2,
+    EDGE: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    SL: gl.constexpr, PL: gl.constexpr,
+):  # fmt: skip
+    """dS of tile `it`, beside the product of the dS before with its keys, which dq gets.
+
+    Row t of a tile sees the keys up to t on the diagonal, and after t + edge at the far end.
+    """
+    q, dout, lse, delta = row
+    q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    stage = it % STAGES
+    phase = it // STAGES & 1
+    before = gl.maximum(it - 1, first) % STAGES
+    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
+    mbarrier.wait(k_full.index(stage), phase)
+    s = warpgroup_mma(q, matrix(k_bufs, stage).permute((1, 0)), none, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(stage), phase)
+    values = matrix(v_bufs, stage).permute((1, 0))
+    dp = warpgroup_mma(dout, values, none, use_acc=False, is_async=True)
+    # The first tile has none before: its dS is 0, and the product adds nothing.
+    dq = warpgroup_mma(ds, matrix(k_bufs, before), dq, is_async=True)
+    s = warpgroup_mma_wait(2, deps=(s,))
+    p = gl.exp2(s * scale_log2 - lse[:, None])
+    if EDGE != CLEAR:
+        o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+        o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
+        if EDGE == DIAGONAL:
+            p = gl.where(o_k <= o_t[:, None], p, 0.0)
+        if EDGE == FAR or NARROW:
+            p = gl.where(o_k > (o_t + edge)[:, None], p, 0.0)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    mbarrier.arrive(v_empty.index(stage))
+    new_ds = gl.convert_layout(rounded(p * (dp - delta[:, None]), k_bufs.dtype), PL)
+    dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+    mbarrier.arrive(k_empty.index(before), pred=it > first)
+    return dq, new_ds
+
+
+@gluon.jit
+def _add_others(dq, pointers, i_b, t0, i_h, S, Hq, D: gl.constexpr, OL: gl.constexpr):
+    """dq and what the other branches gave, of [B, S, Hq, D]."""
+    p_stats, p_dq_sel, p_dq_more = pointers
+    o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, OL))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, OL))
+    at = ((i_b.to(gl.int64) * S + o_t) * Hq + i_h)[:, None] * D + o_d[None, :]
+    mask = (o_t < S)[:, None]
+    if p_dq_sel is not None:
+        dq += gl.load(p_dq_sel + at, mask=mask, other=0.0)
+    if p_dq_more is not None:
+        dq += gl.load(p_dq_more + at, mask=mask, other=0.0).to(gl.float32)
+    return dq
+
+
+# --- Launcher ---
+
+
+def backward_q(
+    problem: Problem,
+    q: Tensor,  # [B, S, Hq, D]
+    k: Tensor,  # [B, S, Hkv, D]
+    v: Tensor,  # [B, S, Hkv, D]
+    dout: Tensor,  # [B, S, Hq, D]
+    stats: Tensor,  # [B, Hq, S, 4] fp32, of the window branch
+    dq_sel: Tensor | None,  # [B, S, Hq, D] fp32
+    dq_more: Tensor | None,  # [B, S, Hq, D]
+) -> Tensor:
+    """Gradient of q: of the window branch, and the sum with what the others gave."""
+    dq, window = problem.empty(*q.shape), problem.spec.w
+    num_tiles = ceil_div(problem.seq_len, TILE)
+    items = problem.batch * num_tiles * (problem.num_heads // 2)
+    start(
+        problem.memo,
+        ("window dq", dq_sel is None, dq_more is None),
+        window_dq,
+        (*(tile_rows(x) for x in (q, dout, k, v, dq)), stats, dq_sel, dq_more),
+        lambda: launch(
+            min(problem.processors, items),
+            (
+                problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, window,
+                problem.scale, problem.scale_log2,
+            ),
+            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE},
+            2,
+        ),
+    )  # fmt: skip
+    return dq
