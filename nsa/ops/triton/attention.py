@@ -235,7 +235,7 @@ def _band(
     if branch in routes:
         kernel = routes[branch]
         return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, kernel)
-    if branch == 2 and problem.on_hopper:
+    if branch == 2 and problem.hopper.forward:
         from nsa.ops.triton.hopper import forward as hopper_forward
 
         return hopper_forward.forward(problem, q, k, v, lse)
@@ -304,7 +304,7 @@ def _band_kv(
     bits: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the keys and values of the compressed or window branch."""
-    if branch == 2 and problem.on_hopper:
+    if branch == 2 and problem.hopper.keys:
         from nsa.ops.triton.hopper import keys as hopper_keys
 
         return hopper_keys.backward_kv(problem, q, *keys, dout, stats[2])
@@ -327,7 +327,7 @@ def _backward_q(
     On Hopper the window comes last, by a kernel of its own. Where nothing else is to be walked, it
     adds all of the others.
     """
-    if 2 not in walked or not problem.on_hopper:
+    if 2 not in walked or not problem.hopper.queries:
         return banded_backward.backward_q(
             problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
         )

@@ -53,6 +53,9 @@ HOPPER_DIMS = (64, 128)
 GLUON_VERSIONS = ((3, 6), (3, 7))
 """Versions of Triton whose Gluon they were compiled with: it changes between versions."""
 H200_PROCESSORS = 132
+FULL_ENOUGH = 0.75
+"""Share of the multiprocessors that these kernels must keep busy: their programs are long, and
+with fewer the band kernels, whose programs are short, are faster."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
@@ -73,6 +76,18 @@ class Band(NamedTuple):
     STEP: int
     W: int
     SELECT: bool
+
+
+class Hopper(NamedTuple):
+    """Which kernels of the window branch run in Gluon; the band kernels do the others."""
+
+    forward: bool = False
+    keys: bool = False
+    """Gradients of keys and values."""
+    queries: bool = False
+
+
+BANDS_ALONE = Hopper()
 
 
 class Problem:
@@ -147,7 +162,7 @@ class Problem:
     def _twin(self) -> Problem:
         """A copy without what was derived from its sizes."""
         twin = copy.copy(self)
-        for name in ("bands", "masked", "by_query", "on_hopper", "documents", "reader"):
+        for name in ("bands", "masked", "by_query", "hopper", "documents", "reader"):
             twin.__dict__.pop(name, None)
         twin.memo = {}
         return twin
@@ -190,17 +205,30 @@ class Problem:
         return self._large or not self._fits(by_query=False)
 
     @cached_property
-    def on_hopper(self) -> bool:
-        """Whether the kernels in hopper/ compute the window branch.
-
-        Their consumers hold two heads of a group, so its heads must be even in number.
-        """
+    def hopper(self) -> Hopper:
+        """The kernels in hopper/ that run: where they can, and where they were measured to be
+        faster (docs/log/kernels.md)."""
         if not HOPPER or interpreted() or self.capability != (9, 0) or self.packed:
-            return False
+            return BANDS_ALONE
         if machine_of(self.device).triton not in GLUON_VERSIONS:
-            return False
-        heads = self.d_k == self.d_v and self.d_k in HOPPER_DIMS and self.per_group % 2 == 0
-        return heads and self.dtype in (torch.bfloat16, torch.float16)
+            return BANDS_ALONE
+        if self.d_k != self.d_v or self.d_k not in HOPPER_DIMS:
+            return BANDS_ALONE
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            return BANDS_ALONE
+        # Consumers hold two heads of a group or, in the forward pass of narrow heads, three.
+        tiles, whole = self.batch * ceil_div(self.seq_len, 64), self.per_group % 2 == 0
+        return Hopper(
+            forward=(whole or self.consumers == 3)
+            and self._fills(tiles * (self.num_heads // self.consumers)),
+            keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
+            queries=whole and self.d_k == 128 and self._fills(tiles * (self.num_heads // 2)),
+        )
+
+    def _fills(self, items: int) -> bool:
+        """Whether so many equal pieces of work keep most multiprocessors busy to the end."""
+        rounds = ceil_div(items, self.processors)
+        return items >= FULL_ENOUGH * rounds * self.processors
 
     @property
     def processors(self) -> int:
@@ -328,7 +356,7 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        return self.masked, self.by_query, self.long, self.num_cmp > 0, self.on_hopper
+        return self.masked, self.by_query, self.long, self.num_cmp > 0, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

@@ -1,9 +1,10 @@
 """Attention to a window, gradients of keys and values, on Hopper: banded_backward.backward_kv.
 
 A program takes 128 keys of a group, 64 for each of two consumers, and walks the queries that see
-them: 64 queries of one head, then the other heads of the group, then the next 64 queries. Both
-consumers read the same tiles. Tiles of scores are [keys, queries]: P and dS are left operands as
-they are. Every sum has one fixed order. banded_backward.py has the equations, parts.py the names.
+them, one head after the other: so programs with neighbouring keys read the same tiles of queries at
+about the same time, while the L2 cache has them. Both consumers read the same tiles. Scores are
+[keys, queries]: P and dS are left operands as they are. Every sum has one fixed order.
+banded_backward.py has the equations, parts.py the names.
 """
 
 from __future__ import annotations
@@ -57,21 +58,17 @@ def window_dkv(
     d_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_dout.layout)
     stat_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_ROWS, 4], t_stats.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    d_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    d_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for i in gl.static_range(NC):
         mbarrier.init(k_full.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(d_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=NC)
-        mbarrier.init(d_empty.index(i), count=NC)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=NC)
     # The copies are asynchronous, and must see the barriers as they were just written.
     fence_async_shared()
     bufs = (k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs)
-    bars = (k_full, q_full, q_empty, d_full, d_empty)
+    bars = (k_full, full, empty)
     # First tile of keys of the program, and the tiles of queries that it walks: of a tile of keys
     # the window covers this many, and the second consumer's begin one later.
     pairs = (NUM_TILES + 1) // 2
@@ -100,7 +97,7 @@ def _produce(
     """Copy the keys and values of the consumers, then all tiles of queries, dout and stats."""
     t_q, t_dout, t_k, t_v, t_stats = copied
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
-    k_full, q_full, q_empty, d_full, d_empty = bars
+    k_full, full, empty = bars
     i_b, i_g, tile, total = place
     num_tiles, Hkv, G, W, seen = sizes
     SIZE: gl.constexpr = TILE_ROWS * D * 2
@@ -111,19 +108,15 @@ def _produce(
         copy_in(t_v, i_b, k0, i_g, k_full.index(c), v_bufs.index(c))
     for it in range(total * G):
         stage = it % STAGES
-        phase = (it // STAGES & 1) ^ 1
-        i_h = i_g * G + it % G
-        t0 = (tile + it // G) * TILE_ROWS
-        mbarrier.wait(q_empty.index(stage), phase)
-        mbarrier.expect(q_full.index(stage), SIZE + TILE_ROWS * 16)
-        copy_in(t_q, i_b, t0, i_h, q_full.index(stage), q_bufs.index(stage))
+        i_h = i_g * G + it // total
+        t0 = (tile + it % total) * TILE_ROWS
+        mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, 2 * SIZE + TILE_ROWS * 16)
+        copy_in(t_q, i_b, t0, i_h, bar, q_bufs.index(stage))
         row = i_b * Hkv * G + i_h
-        tma.async_copy_global_to_shared(
-            t_stats, [row, t0, 0], q_full.index(stage), stat_bufs.index(stage)
-        )
-        mbarrier.wait(d_empty.index(stage), phase)
-        mbarrier.expect(d_full.index(stage), SIZE)
-        copy_in(t_dout, i_b, t0, i_h, d_full.index(stage), d_bufs.index(stage))
+        tma.async_copy_global_to_shared(t_stats, [row, t0, 0], bar, stat_bufs.index(stage))
+        copy_in(t_dout, i_b, t0, i_h, bar, d_bufs.index(stage))
 
 
 @gluon.jit
@@ -137,19 +130,21 @@ def _consume(C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr, NAR
     dk = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     dv = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     mbarrier.wait(bars[0].index(C), 0)
-    # Queries before the keys of the second consumer, those on the diagonal, those that see all of
-    # the keys, those at the far end of the window, and those that only the other consumer reads.
-    first = C * G
-    end = first + gl.maximum(gl.minimum(seen, num_tiles - tile - C), 0) * G
-    clear = gl.minimum(first + G, end)
-    far = gl.minimum(first + gl.maximum(W // TILE_ROWS, 1) * G, end)
-    _skip(bars, 0, first, STAGES)
-    dk, dv = _walk(
-        dk, dv, bufs, bars, first, clear, G, W, scale_log2, C, DIAGONAL, D, STAGES, NARROW
-    )
-    dk, dv = _walk(dk, dv, bufs, bars, clear, far, G, W, scale_log2, C, CLEAR, D, STAGES, NARROW)
-    dk, dv = _walk(dk, dv, bufs, bars, far, end, G, W, scale_log2, C, FAR, D, STAGES, NARROW)
-    _skip(bars, end, total * G, STAGES)
+    own = gl.maximum(gl.minimum(seen, num_tiles - tile - C), 0)
+    covered = gl.maximum(W // TILE_ROWS, 1)
+    for i in range(G):
+        # Tiles of queries of a head: one before the keys of the second consumer, one on the
+        # diagonal, those that see all keys, those at the far end of the window, and one that only
+        # the other consumer reads.
+        begin = i * total
+        first = begin + C
+        clear, far, end = first + gl.minimum(1, own), first + gl.minimum(covered, own), first + own
+        walked = (bufs, bars, first, W, scale_log2)
+        _skip(bars, begin, first, STAGES)
+        dk, dv = _walk(dk, dv, walked, first, clear, C, DIAGONAL, D, STAGES, NARROW)
+        dk, dv = _walk(dk, dv, walked, clear, far, C, CLEAR, D, STAGES, NARROW)
+        dk, dv = _walk(dk, dv, walked, far, end, C, FAR, D, STAGES, NARROW)
+        _skip(bars, end, begin + total, STAGES)
     # The keys and values were read for the last time: their buffers take the gradients.
     matrix(k_bufs, C).store(rounded(dk * scale, k_bufs.dtype))
     matrix(v_bufs, C).store(rounded(dv, v_bufs.dtype))
@@ -162,48 +157,44 @@ def _consume(C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr, NAR
 @gluon.jit
 def _skip(bars, lo, hi, STAGES: gl.constexpr):
     """Pass over tiles that only the other consumer reads."""
-    k_full, q_full, q_empty, d_full, d_empty = bars
+    k_full, full, empty = bars
     for it in range(lo, hi):
         stage = it % STAGES
-        phase = it // STAGES & 1
-        mbarrier.wait(q_full.index(stage), phase)
-        mbarrier.wait(d_full.index(stage), phase)
+        mbarrier.wait(full.index(stage), it // STAGES & 1)
         # Without it, one warp could let the barrier go on by two phases while another still waits.
         sync_warps()
-        mbarrier.arrive(q_empty.index(stage))
-        mbarrier.arrive(d_empty.index(stage))
+        mbarrier.arrive(empty.index(stage))
 
 
 @gluon.jit
 def _walk(
-    dk, dv, bufs, bars, lo, hi, G, W, scale_log2,
+    dk, dv, walked, lo, hi,
     C: gl.constexpr, EDGE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     NARROW: gl.constexpr,
 ):  # fmt: skip
     """What the tiles lo .. hi of queries add."""
+    bufs, bars, first, W, scale_log2 = walked
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
-    k_full, q_full, q_empty, d_full, d_empty = bars
+    k_full, full, empty = bars
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
     for it in range(lo, hi):
         stage = it % STAGES
-        phase = it // STAGES & 1
+        mbarrier.wait(full.index(stage), it // STAGES & 1)
         # s^T = k q^T and dP^T = v dout^T: [keys, queries].
-        mbarrier.wait(q_full.index(stage), phase)
-        b_q = matrix(q_bufs, stage)
+        b_q, b_dout = matrix(q_bufs, stage), matrix(d_bufs, stage)
         s = warpgroup_mma(
             matrix(k_bufs, C), b_q.permute((1, 0)), none, use_acc=False, is_async=True
         )
-        mbarrier.wait(d_full.index(stage), phase)
-        b_dout = matrix(d_bufs, stage)
         dp = warpgroup_mma(
             matrix(v_bufs, C), b_dout.permute((1, 0)), none, use_acc=False, is_async=True
         )
         s = warpgroup_mma_wait(1, deps=(s,))
+        # P^T * gate, and its product with dout; queries beyond S have a gate of 0. The stats are
+        # read when they are needed, twice: all of them together would not fit the registers.
         lse, _, gate = _stats(stat_bufs, stage, SL)
-        # P^T * gate, and its product with dout; queries beyond S have a gate of 0.
         p = gl.exp2(s * scale_log2 - lse[None, :]) * gate[None, :]
         if EDGE != CLEAR:
             o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))[:, None]
@@ -211,7 +202,7 @@ def _walk(
             if EDGE == DIAGONAL:
                 p = gl.where(o_k <= o_t, p, 0.0)
             if EDGE == FAR or NARROW:
-                p = gl.where(o_k > o_t + ((it // G - C) * TILE_ROWS - W), p, 0.0)
+                p = gl.where(o_k > o_t + ((it - first) * TILE_ROWS - W), p, 0.0)
         b_p = gl.convert_layout(rounded(p, q_bufs.dtype), PL)
         dv = warpgroup_mma(b_p, b_dout, dv, is_async=True)
         # dS^T = P^T * (dP^T - delta), and its product with q.
@@ -219,10 +210,8 @@ def _walk(
         _, delta, _ = _stats(stat_bufs, stage, SL)
         ds = gl.convert_layout(rounded(p * (dp - delta[None, :]), q_bufs.dtype), PL)
         dk = warpgroup_mma(ds, b_q, dk, is_async=True)
-        dv, b_p = warpgroup_mma_wait(1, deps=(dv, b_p))
-        mbarrier.arrive(d_empty.index(stage))
-        dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
-        mbarrier.arrive(q_empty.index(stage))
+        dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
+        mbarrier.arrive(empty.index(stage))
     return dk, dv
 
 

@@ -8,7 +8,7 @@ phase with every completion. A waiter names the parity of the phase it waits for
 counts as if phase 1 had just ended, so that the first wait for `empty` passes.
 
 Names as in tile.py. C is the number of a consumer, NC how many there are, `it` counts the tiles of
-a program, `n` its items. Import this only where Gluon is needed: see problem.on_hopper.
+a program, `n` its items. Import this only where Gluon is needed: see problem.hopper.
 """
 
 from __future__ import annotations

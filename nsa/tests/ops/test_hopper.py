@@ -1,0 +1,245 @@
+"""The window branch on Hopper: which calls take its kernels, that they compile, and the oracle.
+
+The kernels are in Gluon, which has no interpreter: without a GPU they are compiled and not run.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+import triton
+from torch import Tensor
+
+from nsa import BlockSpec
+from nsa.ops import machine
+from nsa.ops.checks import Layout
+from nsa.ops.triton import problem
+from nsa.ops.triton.operators import nsa_attention
+from nsa.ops.triton.problem import Hopper, Problem
+from nsa.tests.support import gpu
+from nsa.tests.support.compiling import MAX_SHARED_BYTES, starting_on
+from nsa.tests.support.gpu import device_dout, device_inputs, forward_backward, needs_gpu
+from nsa.tests.support.helpers import Case
+
+KERNELS = {"window_forward", "window_dkv", "window_dq"}
+ALL, NONE = Hopper(True, True, True), Hopper()
+HOPPER, AMPERE, BLACKWELL = ((major, 0) for major in (9, 8, 10))
+
+
+@pytest.fixture(autouse=True)
+def forget_calls() -> Iterator[None]:
+    """A problem keeps which kernels it runs, and tests change that."""
+    problem._kept.clear()
+    yield
+    problem._kept.clear()
+
+
+# --- which calls take the kernels ---
+
+
+def route(
+    dims: int | tuple[int, int] = 128,
+    group: int = 4,
+    heads: int = 8,
+    seq_len: int = 8192,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    **more: Any,
+) -> Hopper:
+    d_k, d_v = (dims, dims) if isinstance(dims, int) else dims
+    q = torch.empty(batch, seq_len, heads * group, d_k, dtype=dtype, device="meta")
+    v = torch.empty(batch, seq_len, heads, d_v, dtype=dtype, device="meta")
+    lens = more.pop("lens", [seq_len])
+    return Problem(q, v, BlockSpec(), 0.1, lens, **more).hopper
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *facts: Any, **more: Any) -> None:
+    one = machine.Machine("cuda", *facts, **more)
+    monkeypatch.setattr(machine, "_machine_of", lambda device: one)
+
+
+def test_heads_of_64_and_128_in_16_bits_take_the_kernels(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    assert route() == route(dtype=torch.float16) == route(group=16, heads=4) == ALL
+    assert route(64, 6, 2) == Hopper(forward=True, keys=True)
+    for other in (
+        *(route(dims) for dims in (32, 96, 192, 256, (128, 64), (64, 128))),
+        route(dtype=torch.float32),
+        route(lens=[8000, 192]),
+        route(query_lens=[8192], offsets=[0]),
+    ):
+        assert other == NONE
+
+
+def test_odd_groups_take_the_kernel_of_keys_alone(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    assert route(group=1) == route(group=5) == route(64, 7) == Hopper(keys=True)
+    assert route(64, 3) == Hopper(forward=True, keys=True)  # three heads at a time
+
+
+def test_short_sequences_that_leave_processors_idle_take_the_band_kernels(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    # 128 programs of 128 keys; 4096 tokens of two groups are 64, and 3 rounds of 132 need 300.
+    assert [route(heads=2, seq_len=n).keys for n in (4096, 8192, 9600, 19200)] == [
+        *(False, True, False, True)
+    ]
+    assert route(heads=2, seq_len=4096, batch=2).keys
+    assert route(64, 6, 2, seq_len=1024) == NONE
+    assert route(64, 6, 2, seq_len=4096) == Hopper(forward=True)
+    assert route(seq_len=1) == NONE
+
+
+def test_other_gpus_other_versions_and_a_switch_take_the_band_kernels(monkeypatch):
+    for capability in (AMPERE, BLACKWELL, (12, 0)):
+        pretend(monkeypatch, capability)
+        assert route() == NONE
+    pretend(monkeypatch, HOPPER, triton=(3, 9))
+    assert route() == NONE
+    pretend(monkeypatch, HOPPER)
+    monkeypatch.setattr(problem, "HOPPER", False)
+    assert route() == NONE
+
+
+def attend(group: int, seq_len: int, dim: int = 128) -> None:
+    """Forward and backward of one KV head, on tensors that nobody reads."""
+    spec = BlockSpec()
+    q, gates = (torch.zeros(1, seq_len, group, n, dtype=torch.bfloat16) for n in (dim, 3))
+    k, v = (torch.zeros(1, seq_len, 1, dim, dtype=torch.bfloat16) for _ in range(2))
+    cmp = torch.zeros(1, spec.num_cmp(seq_len), 1, dim, dtype=torch.bfloat16)
+    tensors = [x.requires_grad_() for x in (q, cmp, cmp.clone(), k, v, k.clone(), v.clone(), gates)]
+    given: list[Any] = [*tensors, spec]
+    out, _ = nsa_attention(
+        *given, scale=0.1, layout=Layout([seq_len], [seq_len], 0), selection=None
+    )
+    out.backward(torch.zeros_like(out))
+
+
+def test_each_kernel_is_launched_once_and_the_band_kernels_leave_the_window(monkeypatch):
+    monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
+    with starting_on(90, ()) as started:
+        attend(2, 300)
+    names = [one.name for one in started]
+    assert sorted(KERNELS.intersection(names)) == sorted(n for n in names if n in KERNELS)
+    assert set(names) >= KERNELS
+    (walked,) = (one.constants for one in started if one.name == "band_dq")
+    assert walked["HAS_CMP"] and not walked["HAS_WIN"]
+    monkeypatch.setattr(problem, "HOPPER", False)
+    with starting_on(90, ()) as started:
+        attend(2, 300)
+    assert not KERNELS.intersection(one.name for one in started)
+
+
+# --- compiled for sm_90 ---
+
+
+def ptxas_report(ptx: str) -> str:
+    """What ptxas has to say: spilled registers, and warnings that it serialized wgmma."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(tool), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.timeout(300)
+def test_the_kernels_fit_and_stay_asynchronous(monkeypatch):
+    """At D 128, which needs the most registers and shared memory."""
+    monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
+    with starting_on(90, KERNELS) as started:
+        attend(2, 300)
+    compiled = {one.name: one.compiled for one in started if one.compiled is not None}
+    assert set(compiled) == KERNELS
+    for name, one in compiled.items():
+        assert one.metadata.shared <= MAX_SHARED_BYTES[90], name
+        assert "wgmma.mma_async" in one.asm["ptx"] and "cp.async.bulk.tensor" in one.asm["ptx"]
+        report = ptxas_report(one.asm["ptx"])
+        assert "serializ" not in report, (name, report)
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
+        assert spilled and max(spilled) <= 160, (name, report)  # outside of the inner loops
+
+
+# --- on a GPU, against float64 ---
+
+SHORT = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11)
+CASES = [
+    (Case(SHORT, S=1, Hkv=1, G=2, Dk=64, Dv=64), "bf16"),
+    (Case(SHORT, S=64, B=3, Hkv=2, G=4, Dk=128, Dv=128), "bf16"),
+    (Case(BlockSpec(w=1), S=130, Hkv=1, G=6, Dk=64, Dv=64), "fp16"),
+    (Case(BlockSpec(w=63), S=257, B=2, Hkv=1, G=2, Dk=128, Dv=128), "bf16"),
+    (Case(BlockSpec(w=65), S=777, Hkv=2, G=6, Dk=64, Dv=64), "bf16"),
+    (Case(BlockSpec(w=200), S=641, B=2, Hkv=1, G=16, Dk=128, Dv=128), "fp16"),
+    (Case(BlockSpec(), S=1151, Hkv=2, G=4, Dk=128, Dv=128), "bf16"),
+    (Case(BlockSpec(w=4000), S=1000, Hkv=1, G=3, Dk=64, Dv=64), "bf16"),
+    (Case(BlockSpec(), S=900, B=2, Hkv=1, G=1, Dk=128, Dv=128), "bf16"),
+    (Case(BlockSpec(), S=5000, Hkv=1, G=16, Dk=128, Dv=128), "bf16"),  # by queries
+    (Case(BlockSpec(), S=4500, Hkv=2, G=6, Dk=64, Dv=64), "fp16"),  # by blocks
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short calls take the kernels, too."""
+    if gpu.DEVICE == "cuda" and torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
+
+
+def used() -> Hopper:
+    """The kernels that the calls so far took, all of one form."""
+    (one,) = problem._kept.values()
+    return one.hopper
+
+
+class TestOnGpu:
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize(("case", "dtype"), CASES, ids=[f"{d}-{c}" for c, d in CASES])
+    def test_outputs_and_gradients_equal_float64(self, case, dtype, on_hopper):
+        gpu.compare(case, DTYPES[dtype])
+        # The forward of an odd group may be the band kernel's.
+        assert used().keys and used().forward == (case.G % 2 == 0 or case.G * case.Dk == 3 * 64)
+
+    def test_strided_inputs_are_read_where_they_lie(self, on_hopper):
+        case, dtype = Case(BlockSpec(w=100), S=333, B=2, Hkv=2, G=2, Dk=64, Dv=64), torch.bfloat16
+        inputs, dout = device_inputs(case, dtype), device_dout(case, dtype)
+        expected, grads = forward_backward(case, inputs, dout)
+        apart = {name: _apart(x) for name, x in inputs.items()}
+        out, apart_grads = forward_backward(case, apart, _apart(dout))
+        assert torch.equal(out, expected)
+        for name, grad in grads.items():
+            assert torch.equal(apart_grads[name], grad), name
+
+    def test_results_repeat_bit_for_bit_in_both_modes(self, on_hopper):
+        case, dtype = Case(BlockSpec(), S=1500, Hkv=2, G=4, Dk=128, Dv=128), torch.bfloat16
+        inputs, dout = device_inputs(case, dtype), device_dout(case, dtype)
+        expected, grads = forward_backward(case, inputs, dout)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                out, again = forward_backward(case, inputs, dout)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert torch.equal(out, expected)
+            for name in ("q", "k_win", "v_win"):
+                assert torch.equal(again[name], grads[name]), name
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The same numbers with gaps between rows and heads, as slices of a wider tensor have."""
+    *outer, tokens, heads, width = x.shape
+    wide = torch.full((*outer, tokens + 1, heads + 2, width + 8), 7.0, dtype=x.dtype)
+    wide = wide.to(x.device)
+    wide[..., 1:, 1:-1, :width] = x
+    return wide[..., 1:, 1:-1, :width]
