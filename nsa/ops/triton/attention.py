@@ -324,22 +324,18 @@ def _backward_q(
 ) -> Tensor:
     """Gradient of q from the branches to walk, and what the other kernels gave.
 
-    On Hopper the window comes last, by a kernel of its own. Where nothing else is to be walked, it
-    adds all of the others.
+    On Hopper a kernel of its own walks the window and adds the others, if that is all there is to
+    walk. Together with the compressed branch, the band kernel is as fast (docs/log/kernels.md).
     """
-    if 2 not in walked or not problem.hopper.queries:
-        return banded_backward.backward_q(
-            problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
-        )
-    from nsa.ops.triton.hopper import queries
-
     masked = 1 in walked and dq_sel is None
-    if masked or (0 in walked and keys[0][0].shape[1] > 0):
-        dq_more = banded_backward.backward_q(
-            problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked - {2}
-        )
-        dq_sel = None
-    return queries.backward_q(problem, q, *keys[2], dout, stats[2], dq_sel, dq_more)
+    compressed = 0 in walked and keys[0][0].shape[1] > 0
+    if 2 in walked and problem.hopper.queries and not (masked or compressed):
+        from nsa.ops.triton.hopper import queries
+
+        return queries.backward_q(problem, q, *keys[2], dout, stats[2], dq_sel, dq_more)
+    return banded_backward.backward_q(
+        problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
+    )
 
 
 # --- Chunked prefill: many queries that continue a cached sequence, forward only ---

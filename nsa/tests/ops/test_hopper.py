@@ -110,32 +110,39 @@ def test_other_gpus_other_versions_and_a_switch_take_the_band_kernels(monkeypatc
     assert route() == NONE
 
 
-def attend(group: int, seq_len: int, dim: int = 128) -> None:
-    """Forward and backward of one KV head, on tensors that nobody reads."""
-    spec = BlockSpec()
-    q, gates = (torch.zeros(1, seq_len, group, n, dtype=torch.bfloat16) for n in (dim, 3))
+SPARSE = BlockSpec(l=320, l_sel=16, n_sel=3)
+"""Up to 319 tokens have no compressed one, and the selected branch reads its blocks: the window is
+all that is left to walk for the gradient of q."""
+
+
+def attend(seq_len: int, spec: BlockSpec = SPARSE, dim: int = 128) -> None:
+    """Forward and backward of one KV head with two query heads, on tensors that nobody reads."""
+    q, gates = (torch.zeros(1, seq_len, 2, n, dtype=torch.bfloat16) for n in (dim, 3))
     k, v = (torch.zeros(1, seq_len, 1, dim, dtype=torch.bfloat16) for _ in range(2))
     cmp = torch.zeros(1, spec.num_cmp(seq_len), 1, dim, dtype=torch.bfloat16)
     tensors = [x.requires_grad_() for x in (q, cmp, cmp.clone(), k, v, k.clone(), v.clone(), gates)]
+    layout = Layout([seq_len], [seq_len], 0)
     given: list[Any] = [*tensors, spec]
-    out, _ = nsa_attention(
-        *given, scale=0.1, layout=Layout([seq_len], [seq_len], 0), selection=None
-    )
+    out, _ = nsa_attention(*given, scale=0.1, layout=layout, selection=None)
     out.backward(torch.zeros_like(out))
 
 
-def test_each_kernel_is_launched_once_and_the_band_kernels_leave_the_window(monkeypatch):
+def test_the_window_is_computed_once(monkeypatch):
     monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
     with starting_on(90, ()) as started:
-        attend(2, 300)
+        attend(300)
     names = [one.name for one in started]
-    assert sorted(KERNELS.intersection(names)) == sorted(n for n in names if n in KERNELS)
-    assert set(names) >= KERNELS
+    assert sorted(KERNELS) == sorted(name for name in names if name in KERNELS)
+    assert not {"band_forward", "band_dkv", "band_dq"}.intersection(names)
+    # With compressed keys to walk, one kernel walks both for the gradient of q.
+    with starting_on(90, ()) as started:
+        attend(300, BlockSpec())
+    assert {one.name for one in started} >= KERNELS - {"window_dq"}
     (walked,) = (one.constants for one in started if one.name == "band_dq")
-    assert walked["HAS_CMP"] and not walked["HAS_WIN"]
+    assert walked["HAS_CMP"] and walked["HAS_WIN"]
     monkeypatch.setattr(problem, "HOPPER", False)
     with starting_on(90, ()) as started:
-        attend(2, 300)
+        attend(300)
     assert not KERNELS.intersection(one.name for one in started)
 
 
@@ -157,7 +164,7 @@ def test_the_kernels_fit_and_stay_asynchronous(monkeypatch):
     """At D 128, which needs the most registers and shared memory."""
     monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
     with starting_on(90, KERNELS) as started:
-        attend(2, 300)
+        attend(300)
     compiled = {one.name: one.compiled for one in started if one.compiled is not None}
     assert set(compiled) == KERNELS
     for name, one in compiled.items():
@@ -182,6 +189,8 @@ CASES = [
     (Case(BlockSpec(), S=1151, Hkv=2, G=4, Dk=128, Dv=128), "bf16"),
     (Case(BlockSpec(w=4000), S=1000, Hkv=1, G=3, Dk=64, Dv=64), "bf16"),
     (Case(BlockSpec(), S=900, B=2, Hkv=1, G=1, Dk=128, Dv=128), "bf16"),
+    (Case(BlockSpec(l=320, l_sel=16, n_sel=3, w=100), S=319, B=2, G=6, Dk=128, Dv=128), "bf16"),
+    (Case(BlockSpec(l=320, l_sel=16, n_sel=3), S=200, G=2, Dk=128, Dv=128), "fp16"),
     (Case(BlockSpec(), S=5000, Hkv=1, G=16, Dk=128, Dv=128), "bf16"),  # by queries
     (Case(BlockSpec(), S=4500, Hkv=2, G=6, Dk=64, Dv=64), "fp16"),  # by blocks
 ]
@@ -196,10 +205,10 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
 
 
-def used() -> Hopper:
-    """The kernels that the calls so far took, all of one form."""
+def launched() -> set[str]:
+    """The places in the code that launched kernels, in calls of one form."""
     (one,) = problem._kept.values()
-    return one.hopper
+    return {place if isinstance(place, str) else str(place[0]) for place, _ in one.memo}
 
 
 class TestOnGpu:
@@ -208,8 +217,22 @@ class TestOnGpu:
     @pytest.mark.parametrize(("case", "dtype"), CASES, ids=[f"{d}-{c}" for c, d in CASES])
     def test_outputs_and_gradients_equal_float64(self, case, dtype, on_hopper):
         gpu.compare(case, DTYPES[dtype])
+        names = launched()
+        assert "window dkv" in names
         # The forward of an odd group may be the band kernel's.
-        assert used().keys and used().forward == (case.G % 2 == 0 or case.G * case.Dk == 3 * 64)
+        assert ("window forward" in names) == (case.G % 2 == 0 or case.G * case.Dk == 3 * 64)
+        assert ("window dq" in names) == (case.spec.l == 320)
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_gradients_of_queries_add_those_of_cudnn(self, deterministic, on_hopper, monkeypatch):
+        """As for long sequences; in deterministic mode no other library runs."""
+        monkeypatch.setattr(problem, "LONG_FROM", 1024)
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            gpu.compare(Case(BlockSpec(), S=2500, Hkv=1, G=4, Dk=128, Dv=128), torch.bfloat16)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert ("window dq" in launched()) == (not deterministic)
 
     def test_strided_inputs_are_read_where_they_lie(self, on_hopper):
         case, dtype = Case(BlockSpec(w=100), S=333, B=2, Hkv=2, G=2, Dk=64, Dv=64), torch.bfloat16
