@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,28 @@ def ptxas_report(ptx: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+SYNC = r"mbarrier\.try_wait|mbarrier\.arrive\.shared|bar\.sync|bulk\.wait_group"
+STORE = r"stmatrix|st\.shared|fence\.proxy\.async|bulk\.tensor\.4d\.global"
+
+
+def pairs(pattern: str, ptx: str) -> set[tuple[str, str]]:
+    """Which of these instructions follow each other, in the order of the text."""
+    found = re.findall(pattern, ptx)
+    return set(pairwise(found))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """The kernels for D 128, which need the most registers and shared memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "FULL_ENOUGH", 0.0)
+        with starting_on(90, KERNELS) as started:
+            attend(300)
+    return {one.name: one.compiled for one in started if one.compiled is not None}
+
+
 @pytest.mark.timeout(300)
-def test_the_kernels_fit_and_stay_asynchronous(monkeypatch):
-    """At D 128, which needs the most registers and shared memory."""
-    monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
-    with starting_on(90, KERNELS) as started:
-        attend(300)
-    compiled = {one.name: one.compiled for one in started if one.compiled is not None}
+def test_the_kernels_fit_and_stay_asynchronous(compiled):
     assert set(compiled) == KERNELS
     for name, one in compiled.items():
         assert one.metadata.shared <= MAX_SHARED_BYTES[90], name
@@ -174,6 +190,19 @@ def test_the_kernels_fit_and_stay_asynchronous(monkeypatch):
         assert "serializ" not in report, (name, report)
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
         assert spilled and max(spilled) <= 160, (name, report)  # outside of the inner loops
+
+
+def test_warps_meet_before_one_of_them_arrives_for_all(compiled):
+    """One thread arrives for four warps: the others must have passed their waits by then. A buffer
+    is stored to after its copy has left it, and copied after all warps have stored."""
+    for name, one in compiled.items():
+        synced, stored = pairs(SYNC, one.asm["ptx"]), pairs(STORE, one.asm["ptx"])
+        before = {first for first, second in synced if second.startswith("mbarrier.arrive")}
+        assert before == {"bar.sync"}, (name, before)
+        after = {second for first, second in synced if first.startswith("bulk")}
+        assert after == {"bar.sync"}, (name, after)
+        before = {first for first, second in stored if second.startswith("bulk")}
+        assert before <= {"fence.proxy.async", "bulk.tensor.4d.global"} and before, (name, before)
 
 
 # --- on a GPU, against float64 ---
