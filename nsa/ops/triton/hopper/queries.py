@@ -95,33 +95,47 @@ def window_dq(
 @gluon.jit
 def _produce(copied, bufs, bars, sizes, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr):
     """Copy the tiles of all items, in the order in which the consumers read them."""
+    it = 0
+    n = 0
+    for item in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
+        it = _copy_item(copied, bufs, bars, sizes, item, it, n, False, D, STAGES, NC)
+        n += 1
+    # The consumers begin one item more than there are, and do not end it.
+    _copy_item(copied, bufs, bars, sizes, gl.program_id(0), it, n, True, D, STAGES, NC)
+
+
+@gluon.jit
+def _copy_item(
+    copied, bufs, bars, sizes, item, it, n,
+    BEGIN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr,
+):  # fmt: skip
+    """Queries and dout of all consumers, then tiles of keys and values; BEGIN: only the first."""
     t_q, t_dout, t_k, t_v = copied
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     SIZE: gl.constexpr = TILE_ROWS * D * 2
-    it = 0
-    n = 0
-    for item in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
-        for c in gl.static_range(NC):
-            i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
-            mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), 2 * SIZE)
-            copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
-            copy_in(t_dout, i_b, t0, i_h, q_full.index(c), d_bufs.index(c))
-        i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
+    for c in gl.static_range(NC):
+        i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
+        mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
+        mbarrier.expect(q_full.index(c), 2 * SIZE)
+        copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
+        copy_in(t_dout, i_b, t0, i_h, q_full.index(c), d_bufs.index(c))
+    i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
+    num_seen = 1
+    if not BEGIN:
         num_seen, _ = num_key_tiles(t0, sizes[4])
-        for j in range(num_seen):
-            stage = it % STAGES
-            phase = (it // STAGES & 1) ^ 1
-            k0 = t0 - j * TILE_ROWS
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), SIZE)
-            copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), SIZE)
-            copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
-            it += 1
-        n += 1
+    for j in range(num_seen):
+        stage = it % STAGES
+        phase = (it // STAGES & 1) ^ 1
+        k0 = t0 - j * TILE_ROWS
+        mbarrier.wait(k_empty.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), SIZE)
+        copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
+        mbarrier.wait(v_empty.index(stage), phase)
+        mbarrier.expect(v_full.index(stage), SIZE)
+        copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
+        it += 1
+    return it
 
 
 @gluon.jit
@@ -129,31 +143,23 @@ def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
     NARROW: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
-    """One head of every item."""
+    """One head of every item. The next item's first dS is made beside the end of this one."""
     t_dq, pointers, bufs, bars, sizes, S, scale, scale_log2 = shared
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     num_items, num_tiles, Hkv, G, W = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    mbarrier.wait(q_full.index(C), 0)
+    q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    s = _start_scores(q, k_bufs, k_full, 0, STAGES, SL)
+    row = _take_rows(q, pointers, bufs, bars, sizes, gl.program_id(0), S, NC, C, SL)
+    ds = _begin(s, row, bufs, bars, 0, W, scale_log2, STAGES, NARROW, SL, OL)
     it = 0
     n = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
         num_seen, masked = num_key_tiles(t0, W)
-        o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-        stats = pointers[0] + ((i_b * Hkv * G + i_h).to(gl.int64) * S + o_t) * 4
-        lse = gl.load(stats, mask=o_t < S, other=0.0)
-        delta = gl.load(stats + 1, mask=o_t < S, other=0.0)
-        # Both are in registers: from shared memory, wgmma would wait for them.
-        mbarrier.wait(q_full.index(C), n & 1)
-        q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
-        dout = matrix(d_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
-        fence_async_shared()
-        sync_warps()
-        mbarrier.arrive(q_empty.index(C))
-        row = (q, dout, lse, delta)
-        ds = _begin(row, bufs, bars, it, W, scale_log2, STAGES, NARROW, SL, OL)
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         it += 1
         for _ in range(1, masked):
@@ -167,18 +173,27 @@ def _consume(
                 dq, ds, row, bufs, bars, it, edge, scale_log2, FAR, STAGES, NARROW, SL, OL
             )
             it += 1
+        # The last tile's product with keys, beside the first scores of the next item.
         last = (it - 1) % STAGES
         dq = warpgroup_mma(ds, matrix(k_bufs, last), dq, is_async=True)
+        n += 1
+        mbarrier.wait(q_full.index(C), n & 1)
+        q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+        s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
+        o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, OL))
+        stats = pointers[0] + ((i_b * Hkv * G + i_h).to(gl.int64) * S + o_t) * 4
         gate = gl.load(stats + 2, mask=o_t < S, other=0.0) * scale
-        dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        dq, ds = warpgroup_mma_wait(1, deps=(dq, ds))
         mbarrier.arrive(k_empty.index(last))
-        dq = dq * gl.convert_layout(gate, gl.SliceLayout(1, OL))[:, None]
-        dq = _add_others(dq, pointers, i_b, t0, i_h, S, Hkv * G, D, OL)
+        dq = _add_others(dq * gate[:, None], pointers, i_b, t0, i_h, S, Hkv * G, D, OL)
         tma.store_wait(0)  # the item before has left the buffer
         matrix(o_bufs, C).store(rounded(dq, o_bufs.dtype))
         fence_async_shared()
         copy_out(t_dq, i_b, t0, i_h, o_bufs.index(C))
-        n += 1
+        following = item + gl.num_programs(0)
+        following = gl.where(following < num_items, following, gl.program_id(0))
+        row = _take_rows(q, pointers, bufs, bars, sizes, following, S, NC, C, SL)
+        ds = _begin(s, row, bufs, bars, it, W, scale_log2, STAGES, NARROW, SL, OL)
     tma.store_wait(0)
 
 
@@ -193,15 +208,33 @@ def _start_scores(left, right_bufs, full, it, STAGES: gl.constexpr, SL: gl.const
 
 
 @gluon.jit
+def _take_rows(
+    q, pointers, bufs, bars, sizes, item, S, NC: gl.constexpr, C: gl.constexpr, SL: gl.constexpr
+):
+    """q with dout, as left operands, lse and delta of an item; its buffers are free again."""
+    q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
+    o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+    stats = pointers[0] + ((i_b * sizes[2] * sizes[3] + i_h).to(gl.int64) * S + o_t) * 4
+    lse = gl.load(stats, mask=o_t < S, other=0.0)
+    delta = gl.load(stats + 1, mask=o_t < S, other=0.0)
+    dout = matrix(d_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    fence_async_shared()
+    sync_warps()
+    mbarrier.arrive(q_empty.index(C))
+    return q, dout, lse, delta
+
+
+@gluon.jit
 def _begin(
-    row, bufs, bars, it, W, scale_log2,
+    s, row, bufs, bars, it, W, scale_log2,
     STAGES: gl.constexpr, NARROW: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
-    """dS of an item's first tile, which is on the diagonal."""
+    """dS of an item's first tile, which is on the diagonal; its scores were started before."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     q, dout, lse, delta = row
-    s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
     dp = _start_scores(dout, v_bufs, v_full, it, STAGES, SL)
     s = warpgroup_mma_wait(1, deps=(s,))
     p = _probabilities(s, lse, -W, scale_log2, DIAGONAL, NARROW, SL)
