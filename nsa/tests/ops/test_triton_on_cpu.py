@@ -59,6 +59,7 @@ INTERPRETED = {
         "ops/test_launch_device.py",
         "ops/test_loss_kernel.py",
         "ops/test_routes.py",
+        "model/test_fused.py",
         "parallel/test_windows.py",
     ],
 }
