@@ -20,10 +20,9 @@ from nsa.ops.triton.tile import _let_next_come, _wait
 from nsa.ops.triton.tiles import capability_of, padded
 
 MAX_ROWS = 4
-ALWAYS_ROWS = 2
-"""Rows up to which a product is bound by reading the matrix, however large it is."""
-MAX_PRODUCTS = 1 << 24
-"""Products of numbers up to which more rows are faster here, too; beyond, tensor cores pay."""
+MAX_PRODUCTS = 1 << 25
+"""Products of numbers up to which several rows are faster here; beyond, tensor cores pay. One row
+is bound by reading the matrix, however large it is."""
 MAX_WIDTH = 4096
 """Columns of a matrix: a program holds whole rows of it in registers."""
 TILE = 8192
@@ -135,7 +134,7 @@ def fits(x: Tensor, *weights: Tensor) -> bool:
     num_rows, width = x.shape[0] * x.shape[1], x.shape[2]
     if x.dtype not in DTYPES or num_rows > MAX_ROWS or width > MAX_WIDTH:
         return False
-    if num_rows > ALWAYS_ROWS and num_rows * max(w.numel() for w in weights) > MAX_PRODUCTS:
+    if num_rows > 1 and num_rows * max(w.numel() for w in weights) > MAX_PRODUCTS:
         return False
     return all(w.dtype == x.dtype and w.is_contiguous() for w in weights)
 
