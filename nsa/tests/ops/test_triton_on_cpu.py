@@ -162,11 +162,28 @@ def once_each(cases):
 
 
 @pytest.mark.parametrize("name", OLDER := once_each(CASES.values()))
-def test_attention_kernels_compile_for_the_oldest_gpu(name):
+def test_attention_kernels_fit_the_oldest_gpu(name):
     kernel, constants, tiles = OLDER[name]
     sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
-    compiled = compile_kernel(kernel, 80, sized, **tiles.options)
-    assert compiled.asm["cubin"] and compiled.metadata.shared <= MAX_SHARED_BYTES[80]
+    with compiling_until("memory"):
+        compiled = compile_kernel(kernel, 80, sized, **tiles.options)
+    assert compiled.metadata.shared <= MAX_SHARED_BYTES[80]
+
+
+NARROW = once_each(
+    [
+        *attention_cases(((16, 16, 6), (16, 16, 16)), selects=(False,)),
+        *attention_cases(((16, 16, 4),), l_sel=128, selects=()),
+    ]
+)
+"""Narrow heads: the oldest instruction takes many lines for wide ones."""
+
+
+def test_attention_kernels_compile_for_the_oldest_gpu():
+    assert {case[0] for case in NARROW.values()} == {case[0] for case in OLDER.values()}
+    for name, (kernel, constants, tiles) in NARROW.items():
+        sized = constants | dict(BM=tiles.BM, BN=tiles.BN)
+        assert compile_kernel(kernel, 80, sized, **tiles.options).asm["cubin"], name
 
 
 def some_of(kernels, heads, l_sel, kind):
