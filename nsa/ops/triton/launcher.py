@@ -56,6 +56,11 @@ class Rows:
         self.block_shape = (1, num_rows, 1, width)
         self.padding, self.round_f32_to_tf32 = "zero", False
 
+    def checked(self) -> Any:
+        """The descriptor with Triton's checks, for the call that compiles."""
+        shape, strides = list(self.shape), list(self.strides)
+        return TensorDescriptor(self.base, shape, strides, list(self.block_shape))
+
 
 class Launch(NamedTuple):
     """Arguments of a launch beside its tensors; numbers and constants are in the kernel's order."""
@@ -109,7 +114,7 @@ def start(
     # First call: through Triton's dispatcher, which compiles. An empty grid launches nothing.
     compiled = None
     if 0 not in one.grid:
-        checked = (_descriptor(x) if isinstance(x, Rows) else x for x in tensors)
+        checked = (x.checked() if isinstance(x, Rows) else x for x in tensors)
         with _current(device):
             compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
     if not interpreted():
@@ -135,10 +140,10 @@ class CompileAhead:
         """Compile for these arguments, on the current device."""
         if 0 in one.grid:
             return
-        arguments = [_descriptor(x) if isinstance(x, Rows) else x for x in tensors]
+        arguments = [x.checked() if isinstance(x, Rows) else x for x in tensors]
         kinds = (
-            (*x.block_shape, x.base.dtype) if isinstance(x, TensorDescriptor) else x.dtype
-            for x in arguments
+            (*x.block_shape, x.base.dtype) if isinstance(x, Rows) else x.dtype
+            for x in tensors
             if x is not None
         )
         constants, options = tuple(one.constants.items()), tuple(one.options.items())
@@ -276,10 +281,6 @@ def describable(x: Tensor) -> Tensor:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _descriptor(rows: Rows) -> TensorDescriptor:
-    return TensorDescriptor(rows.base, list(rows.shape), list(rows.strides), list(rows.block_shape))
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

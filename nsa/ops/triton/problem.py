@@ -6,10 +6,11 @@ Everything here is static: no decision depends on data.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
 from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form
 from nsa.ops.triton.tiles import (
+    H200,
     Capability,
     capability_of,
     fits_selected,
@@ -49,6 +51,13 @@ AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
 AHEAD_BLOCKS = 2048
+GLUON = True
+"""Whether kernels in Gluon run where they can; False leaves all to those in Triton."""
+GLUON_HEADS = (64, 128)
+GLUON_BLOCK = 64
+GLUON_STEP = 8
+"""Head dims, tokens of a block and step of the heads in a group that the Gluon kernel takes: rows
+of 8 heads of a query are the smallest piece that TMA can place into a tile."""
 MAX_CACHED = 256
 """Cached problems; a full cache is cleared."""
 
@@ -180,6 +189,17 @@ class Problem:
             return True
         # Where blocks do not fit, the plan lets only a forward pass by queries through.
         return self._large or not self._fits(by_query=False)
+
+    @property
+    def in_gluon(self) -> bool:
+        """Whether a Gluon kernel computes dk and dv of the selected branch, in query order
+        (hopper/selected.py). It was written for this one GPU, and nothing else can run it."""
+        if not GLUON or self.capability != H200 or interpreted() or not _has_gluon():
+            return False
+        if self.shifted or not self.by_query or self.dtype == torch.float32:
+            return False
+        fits = self.per_group % GLUON_STEP == 0 and self.spec.l_sel == GLUON_BLOCK
+        return fits and self.d_k == self.d_v and self.d_k in GLUON_HEADS
 
     def _fits(self, *, by_query: bool) -> bool:
         return fits_selected(*self.reader.sizes, self.capability, by_query=by_query)
@@ -333,6 +353,11 @@ class Problem:
     def upcast(self) -> bool:
         """The interpreter cannot multiply bf16."""
         return interpreted()
+
+
+@cache
+def _has_gluon() -> bool:
+    return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
 
 def cudnn_runs(device: torch.device, dtype: torch.dtype, d_k: int, d_v: int) -> bool:

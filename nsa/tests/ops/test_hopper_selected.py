@@ -1,0 +1,204 @@
+"""The kernel in Gluon for dk and dv of the selected branch: where it runs, its code, its results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from nsa.ops.machine import interpreted
+from nsa.ops.spec import BlockSpec
+from nsa.ops.triton import block_index, by_block_backward, problem
+from nsa.tests.support.compiling import MAX_SHARED_BYTES, Started, stack_bytes, starting_on
+from nsa.tests.support.gpu import (
+    DEVICE,
+    ROUNDING,
+    assert_near_gradients,
+    compare,
+    device_dout,
+    device_inputs,
+    forward_backward,
+    needs_gpu,
+    on_device,
+)
+from nsa.tests.support.helpers import Case
+
+FEW = BlockSpec(n_sel=4)
+"""Blocks of few tokens, so that short sequences are beyond the masked order."""
+if interpreted():
+    pytest.skip("Gluon has no interpreter", allow_module_level=True)
+
+
+# --- Where it runs ---
+
+
+def problem_on(capability: int, S: int = 1100, **changes: Any) -> problem.Problem:
+    """A problem of 16 heads of 128 to a KV head, on a GPU that is not here."""
+    sizes = dict(G=16, Dk=128, Dv=128, dtype=torch.bfloat16, spec=FEW, docs=[S], rest=()) | changes
+    q = torch.empty(1, S, 2 * sizes["G"], sizes["Dk"], dtype=sizes["dtype"], device="meta")
+    v = torch.empty(1, S, 2, sizes["Dv"], dtype=sizes["dtype"], device="meta")
+    made = problem.Problem(q, v, sizes["spec"], 0.1, sizes["docs"], problem.NO_FLAGS, *sizes["rest"])
+    made.__dict__["capability"] = divmod(capability, 10)
+    return made
+
+
+def test_it_runs_on_one_gpu_for_large_groups_of_common_heads():
+    taken = [
+        *(dict(G=size) for size in (16, 24, 32, 40, 48, 56, 64)),
+        *(dict(Dk=64, Dv=64), dict(dtype=torch.float16), dict(docs=[400, 700])),
+    ]
+    left = [
+        *(dict(G=size) for size in (1, 4, 8, 12, 20)),
+        *(dict(Dk=192), dict(Dk=64), dict(Dk=32, Dv=32), dict(dtype=torch.float32)),
+        *(dict(spec=BlockSpec(n_sel=4, l_sel=32)), dict(spec=BlockSpec())),
+        dict(S=1100, rest=([1100], [3000]), docs=[4100]),
+    ]
+    for changes in taken:
+        assert problem_on(90, **changes).in_gluon, changes
+    for changes in left:
+        assert not problem_on(90, **changes).in_gluon, changes
+    for capability in (80, 89, 100, 120):
+        assert not problem_on(capability).in_gluon
+
+
+def test_the_triton_kernel_can_be_asked_for(monkeypatch):
+    monkeypatch.setattr(problem, "GLUON", False)
+    assert not problem_on(90).in_gluon
+    assert block_index.chunk_size(problem_on(90)) == 1024
+
+
+# --- Its code ---
+
+
+def compiled(group: int, dim: int, dtype: torch.dtype, ordered: bool, docs: list[int]) -> Started:
+    """What the backward pass of a batch of two would start on sm_90."""
+    S = sum(docs)
+    q = torch.zeros(2, S, 2 * group, dim, dtype=dtype)
+    k = torch.zeros(2, S, 2, dim, dtype=dtype)
+    with starting_on(90, ("selected_dkv",)) as started:
+        one = problem.Problem(q, k, FEW, 0.1, docs)
+        lists = block_index.empty_lists(one, sized=True)
+        stats = torch.zeros(2, 2 * group, S, 4)
+        by_block_backward.backward_kv(one, q, k, k, q, stats, lists, ordered=ordered)
+    return started[0]
+
+
+def test_it_compiles_without_spills():
+    for group, dim, dtype, ordered, docs in (
+        (16, 128, torch.bfloat16, False, [1100]),
+        (24, 128, torch.float16, True, [400, 700]),
+        (64, 64, torch.bfloat16, True, [1100]),
+    ):
+        one = compiled(group, dim, dtype, ordered, docs)
+        assert one.name == "selected_dkv"
+        assert one.compiled.metadata.shared <= MAX_SHARED_BYTES[90]
+        assert stack_bytes(one.compiled) <= 8
+        assert_synchronised(one.compiled.asm["ptx"])
+
+
+def assert_synchronised(ptx: str) -> None:
+    """Barriers are visible to TMA before it signals them, and no warp gives a tile back before the
+    products of all four have read it."""
+    events = r"mbarrier\.init|mbarrier\.arrive\.shared|fence\.proxy\.async|bar(?:rier)?\.sync"
+    events += r"|cp\.async\.bulk|wgmma\.wait_group|mbarrier\.try_wait"
+    order = re.findall(events, ptx)
+    last_init = len(order) - 1 - order[::-1].index("mbarrier.init")
+    assert order[last_init + 1 : last_init + 3] == ["fence.proxy.async", "bar.sync"]
+    assert "cp.async.bulk" in order[last_init:]
+    given_back = [i for i, what in enumerate(order) if what == "mbarrier.arrive.shared"]
+    assert given_back and all(order[i - 1] == "bar.sync" for i in given_back)
+
+
+# --- Its results ---
+
+
+@pytest.fixture
+def taken(monkeypatch) -> Iterator[list[bool]]:
+    """The launches of the kernel; a test fails that reaches it never."""
+    from nsa.ops.triton.hopper import selected
+
+    seen: list[bool] = []
+    real = selected.backward_kv
+
+    def noted(*args: Any, ordered: bool) -> None:
+        seen.append(ordered)
+        real(*args, ordered=ordered)
+
+    monkeypatch.setattr(selected, "backward_kv", noted)
+    yield seen
+    assert seen
+
+
+CASES = {
+    "two rows of odd length": ("bf16", Case(FEW, S=1187, B=2, Hkv=2, G=16, Dk=128, Dv=128)),
+    "fp16": ("fp16", Case(FEW, S=1001, Hkv=1, G=16, Dk=128, Dv=128)),
+    "documents": ("bf16", Case(FEW, S=1201, Hkv=2, G=24, Dk=64, Dv=64, docs=(1, 600, 600))),
+    "32 heads": ("fp16", Case(FEW, S=900, B=2, Hkv=1, G=32, Dk=128, Dv=128)),
+    "64 heads": ("bf16", Case(FEW, S=777, Hkv=2, G=64, Dk=64, Dv=64)),
+    "40 heads": ("bf16", Case(FEW, S=640, Hkv=1, G=40, Dk=128, Dv=128)),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+on_sm_90 = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernel is for compute capability 9.0",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[*needs_gpu, on_sm_90]) for name in CASES]
+)
+def test_gradients_equal_float64(name, taken):
+    dtype, case = CASES[name]
+    compare(case, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("case", [pytest.param(CASES["fp16"][1], marks=[*needs_gpu, on_sm_90])])
+def test_a_block_that_all_queries_chose_has_several_items(case, taken):
+    selection = torch.full((1, case.S, 1, 4), -1, dtype=torch.int32, device=DEVICE)
+    selection[..., 0] = 0
+    compare(case, torch.float16, selection)
+
+
+@pytest.mark.gpu
+@needs_gpu[1]
+@on_sm_90
+def test_deterministic_mode_repeats_bit_for_bit_and_is_near_the_triton_kernel(taken, monkeypatch):
+    case = on_device(Case(FEW, S=3001, B=2, Hkv=2, G=16, Dk=128, Dv=128))
+    inputs, dout = device_inputs(case, torch.bfloat16), device_dout(case, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, first = forward_backward(case, inputs, dout)
+        for _ in range(5):
+            _, again = forward_backward(case, inputs, dout)
+            assert all(torch.equal(again[name], first[name]) for name in first)
+        assert all(taken)
+        monkeypatch.setattr(problem, "GLUON", False)
+        problem._kept.clear()
+        _, expected = forward_backward(case, inputs, dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        problem._kept.clear()
+    assert_near_gradients(first, expected, ROUNDING[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@needs_gpu[1]
+@on_sm_90
+def test_heads_between_others_in_memory_are_read_in_place(taken):
+    """q, k and v as slices of one projection, as a model may give them."""
+    case = on_device(Case(FEW, S=1100, Hkv=2, G=16, Dk=128, Dv=128))
+    inputs, dout = device_inputs(case, torch.bfloat16), device_dout(case, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, expected = forward_backward(case, inputs, dout)
+        fused = torch.cat([inputs["q"], inputs["k_sel"], inputs["v_sel"]], dim=2)
+        q, k, v = fused.split([32, 2, 2], dim=2)
+        _, grads = forward_backward(case, inputs | dict(q=q, k_sel=k, v_sel=v), dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
