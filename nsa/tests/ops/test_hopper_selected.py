@@ -1,4 +1,4 @@
-"""The kernel in Gluon for dk and dv of the selected branch: where it runs, its code, its results."""
+"""dk and dv of the selected branch in Gluon: where the kernel runs, its code, its results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.machine import interpreted
+from nsa.ops.plan import NO_FLAGS
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import block_index, by_block_backward, problem
 from nsa.tests.support.compiling import MAX_SHARED_BYTES, Started, stack_bytes, starting_on
@@ -37,26 +38,35 @@ if interpreted():
 # --- Where it runs ---
 
 
-def problem_on(capability: int, S: int = 1100, **changes: Any) -> problem.Problem:
-    """A problem of 16 heads of 128 to a KV head, on a GPU that is not here."""
-    sizes = dict(G=16, Dk=128, Dv=128, dtype=torch.bfloat16, spec=FEW, docs=[S], rest=()) | changes
-    q = torch.empty(1, S, 2 * sizes["G"], sizes["Dk"], dtype=sizes["dtype"], device="meta")
-    v = torch.empty(1, S, 2, sizes["Dv"], dtype=sizes["dtype"], device="meta")
-    made = problem.Problem(q, v, sizes["spec"], 0.1, sizes["docs"], problem.NO_FLAGS, *sizes["rest"])
+def problem_on(
+    capability: int,
+    S: int = 1100,
+    G: int = 16,
+    dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    spec: BlockSpec = FEW,
+    docs: tuple[int, ...] = (),
+    offset: int = 0,
+) -> problem.Problem:
+    """A problem on a GPU that is not here."""
+    q = torch.empty(1, S, 2 * G, dims[0], dtype=dtype, device="meta")
+    v = torch.empty(1, S, 2, dims[1], dtype=dtype, device="meta")
+    places = ([S], [offset]) if offset else ((), ())
+    made = problem.Problem(q, v, spec, 0.1, list(docs) or [S + offset], NO_FLAGS, *places)
     made.__dict__["capability"] = divmod(capability, 10)
     return made
 
 
 def test_it_runs_on_one_gpu_for_large_groups_of_common_heads():
-    taken = [
+    taken: list[dict[str, Any]] = [
         *(dict(G=size) for size in (16, 24, 32, 40, 48, 56, 64)),
-        *(dict(Dk=64, Dv=64), dict(dtype=torch.float16), dict(docs=[400, 700])),
+        *(dict(dims=(64, 64)), dict(dtype=torch.float16), dict(docs=(400, 700))),
     ]
-    left = [
+    left: list[dict[str, Any]] = [
         *(dict(G=size) for size in (1, 4, 8, 12, 20)),
-        *(dict(Dk=192), dict(Dk=64), dict(Dk=32, Dv=32), dict(dtype=torch.float32)),
-        *(dict(spec=BlockSpec(n_sel=4, l_sel=32)), dict(spec=BlockSpec())),
-        dict(S=1100, rest=([1100], [3000]), docs=[4100]),
+        *(dict(dims=dims) for dims in ((192, 128), (64, 128), (32, 32))),
+        *(dict(dtype=torch.float32), dict(spec=BlockSpec(n_sel=4, l_sel=32))),
+        *(dict(spec=BlockSpec()), dict(offset=3000)),
     ]
     for changes in taken:
         assert problem_on(90, **changes).in_gluon, changes
@@ -118,8 +128,8 @@ def assert_synchronised(ptx: str) -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch) -> Iterator[list[bool]]:
-    """The launches of the kernel; a test fails that reaches it never."""
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Of the launches of the kernel, whether they were ordered; there must be some."""
     from nsa.ops.triton.hopper import selected
 
     seen: list[bool] = []
@@ -149,26 +159,27 @@ on_sm_90 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[*needs_gpu, on_sm_90]) for name in CASES]
-)
+def marked(*cases: Any) -> list[Any]:
+    """Parameters of tests that need such a GPU."""
+    return [pytest.param(case, marks=[*needs_gpu, on_sm_90]) for case in cases]
+
+
+@pytest.mark.parametrize("name", marked(*CASES))
 def test_gradients_equal_float64(name, taken):
     dtype, case = CASES[name]
     compare(case, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("case", [pytest.param(CASES["fp16"][1], marks=[*needs_gpu, on_sm_90])])
+@pytest.mark.parametrize("case", marked(CASES["fp16"][1]))
 def test_a_block_that_all_queries_chose_has_several_items(case, taken):
     selection = torch.full((1, case.S, 1, 4), -1, dtype=torch.int32, device=DEVICE)
     selection[..., 0] = 0
     compare(case, torch.float16, selection)
 
 
-@pytest.mark.gpu
-@needs_gpu[1]
-@on_sm_90
-def test_deterministic_mode_repeats_bit_for_bit_and_is_near_the_triton_kernel(taken, monkeypatch):
-    case = on_device(Case(FEW, S=3001, B=2, Hkv=2, G=16, Dk=128, Dv=128))
+@pytest.mark.parametrize("case", marked(Case(FEW, S=3001, B=2, Hkv=2, G=16, Dk=128, Dv=128)))
+def test_deterministic_mode_repeats_and_is_near_the_triton_kernel(case, taken, monkeypatch):
+    case = on_device(case)
     inputs, dout = device_inputs(case, torch.bfloat16), device_dout(case, torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:
@@ -186,12 +197,10 @@ def test_deterministic_mode_repeats_bit_for_bit_and_is_near_the_triton_kernel(ta
     assert_near_gradients(first, expected, ROUNDING[torch.bfloat16])
 
 
-@pytest.mark.gpu
-@needs_gpu[1]
-@on_sm_90
-def test_heads_between_others_in_memory_are_read_in_place(taken):
+@pytest.mark.parametrize("case", marked(Case(FEW, S=1100, Hkv=2, G=16, Dk=128, Dv=128)))
+def test_heads_between_others_in_memory_are_read_in_place(case, taken):
     """q, k and v as slices of one projection, as a model may give them."""
-    case = on_device(Case(FEW, S=1100, Hkv=2, G=16, Dk=128, Dv=128))
+    case = on_device(case)
     inputs, dout = device_inputs(case, torch.bfloat16), device_dout(case, torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:

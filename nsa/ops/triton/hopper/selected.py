@@ -1,17 +1,17 @@
 """Gradients of the selected keys and values in Gluon, for compute capability 9.0 and large groups.
 
-A program takes an item of block_index.py, as block_backward does (by_block_backward.py): a block and
-queries that chose it. A warp, the producer, gathers the rows (query, head) of q and dout by TMA into
-tiles of 64 rows. Two warpgroups, the consumers, take tiles in turn, each with its own sums of dk and
-dv; at the end one adds up dk and the other dv. Names as in tile.py.
+A program takes an item of block_index.py, as block_backward does (by_block_backward.py): a block
+and queries that chose it. A warp, the producer, gathers rows (query, head) of q and dout by TMA
+into tiles of 64. Two warpgroups, the consumers, take tiles in turn, each with its own sums of dk
+and dv; at the end one adds up dk and the other dv. Names as in tile.py.
 
-Gluon is Triton's language one level below: layouts, shared memory, barriers and roles of warps are
-written out. This module is imported where the route is taken (Problem.in_gluon), nowhere else.
+Gluon is Triton's language one level below: layouts, shared memory, barriers and the roles of warps
+are written out. This module is imported where its route is taken (Problem.in_gluon), nowhere else.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -42,164 +42,45 @@ consumer and 24 for the producer, whose warpgroup has one warp in use."""
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
-@gluon.jit
-def _produce(
-    t_q, t_dout, t_k, t_v, t_stats, p_queries, bufs, bars, item, S,
-    G: gl.constexpr, D: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Load the block's keys and values, then its rows, tile by tile, in pieces of PIECE rows."""
-    b_k, b_v, b_q, b_dout, b_stats, d_q, d_dout, d_stats = bufs
-    kv_full, full, empty = bars
-    i_b, i_g, k0, first, stop, num_tiles, num_masked = item
-    PIECES: gl.constexpr = ROWS // PIECE
-    HALF: gl.constexpr = STAGES // 2
-    PANELS: gl.constexpr = D // ROWS
-    mbarrier.expect(kv_full, 2 * ROWS * D * 2)
-    tma.async_copy_global_to_shared(t_k, [i_b, k0, i_g, 0], kv_full, b_k)
-    tma.async_copy_global_to_shared(t_v, [i_b, k0, i_g, 0], kv_full, b_v)
-    for i in range(num_tiles):
-        # Tile i belongs to consumer i % 2, which has its own stages. Queries are loaded before the
-        # wait, which hides their latency.
-        turn = i // 2
-        stage = i % 2 * HALF + turn % HALF
-        queries = _queries(p_queries, first, stop, i, S, G, PIECE)
-        bar = full.index(stage)
-        mbarrier.wait(empty.index(stage), (turn // HALF & 1) ^ 1)
-        mbarrier.expect(bar, ROWS * (2 * D * 2 + 16))
-        for j in gl.static_range(PIECES):
-            t = queries[j]
-            head = i_g * G + (i * PIECES + j) % (G // PIECE) * PIECE
-            tma.async_copy_global_to_shared(
-                t_stats, [i_b, head, t, 0], bar, d_stats.index(stage * PIECES + j)
-            )
-            for c in gl.static_range(PANELS):
-                at = (stage * PANELS + c) * PIECES + j
-                tma.async_copy_global_to_shared(
-                    t_q, [i_b, t, head, c * ROWS], bar, d_q.index(at)
-                )
-                tma.async_copy_global_to_shared(
-                    t_dout, [i_b, t, head, c * ROWS], bar, d_dout.index(at)
-                )
+class Item(NamedTuple):
+    """Segment, first key of the block, entries, and tiles, of which the first ones are masked."""
+
+    i_b: Any
+    i_g: Any
+    k0: Any
+    first: Any
+    stop: Any
+    num_tiles: Any
+    num_masked: Any
 
 
-@gluon.jit
-def _queries(p_queries, first, stop, i, S, G: gl.constexpr, PIECE: gl.constexpr):
-    """The query of each piece of tile i; past the end of the item query S, which TMA reads as 0."""
-    PIECES: gl.constexpr = ROWS // PIECE
-    queries = ()
-    for j in gl.static_range(PIECES):
-        entry = first + (i * PIECES + j) // (G // PIECE)
-        queries = queries + (gl.load(p_queries + entry, mask=entry < stop, other=S),)
-    return queries
+class Place(NamedTuple):
+    """Where the sums go: first row and distance of rows, in numbers; the block's last key + 1."""
+
+    row: Any
+    s_row: Any
+    k_stop: Any
 
 
-@gluon.jit
-def _column(b_stats, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
-    """One of the four numbers of each row [ROWS], as the columns of a tile [keys, rows] have it."""
-    WIDE: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [8, 0], [16, 0], [32, 0]],
-        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        [[0, 0], [0, 0]],
-        [],
-        [64, 1],
-    )
-    b = gl.reshape(b_stats.slice(COLUMN, 1, dim=1).load(WIDE), [ROWS])
-    return gl.convert_layout(b, gl.SliceLayout(0, LAYOUT))
+class Buffers(NamedTuple):
+    """Of a block (k, v) and of the stages; `d_` are the same memory in the pieces of TMA."""
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    stats: Any
+    d_q: Any
+    d_dout: Any
+    d_stats: Any
 
 
-@gluon.jit
-def _tiles(
-    b_dk, b_dv, bufs, bars, lo, hi, k0, scale_log2,
-    MASKED: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr,
-    AL: gl.constexpr,
-):  # fmt: skip
-    """Add the tiles lo + C, lo + C + 2, ... below hi to the sums; lo is even."""
-    b_k, b_v, b_q, b_dout, b_stats, d_q, d_dout, d_stats = bufs
-    kv_full, full, empty = bars
-    HALF: gl.constexpr = STAGES // 2
-    dtype: gl.constexpr = b_k.dtype
-    for i in range(lo + C, hi, 2):
-        turn = i // 2
-        stage = C * HALF + turn % HALF
-        mbarrier.wait(full.index(stage), turn // HALF & 1)
-        zero = gl.zeros([ROWS, ROWS], gl.float32, SL)
-        # s^T = k q^T and dP^T = v dout^T: [keys, rows].
-        b_s = warpgroup_mma(
-            b_k, b_q.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        b_dp = warpgroup_mma(
-            b_v, b_dout.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        numbers = b_stats.index(stage)
-        lse = _column(numbers, 0, SL)
-        b_s = warpgroup_mma_wait(1, deps=(b_s,))
-        # P^T = exp2(s'^T - lse), masked, times the gate. dV += P^T dout.
-        b_p = gl.exp2(b_s * scale_log2 - lse[None, :])
-        if MASKED:
-            token = _column(numbers, 3, SL)
-            o_k = (k0 + gl.arange(0, ROWS, gl.SliceLayout(1, SL))).to(gl.float32)
-            b_p = gl.where(o_k[:, None] <= token[None, :], b_p, 0.0)
-        b_p = b_p * _column(numbers, 2, SL)[None, :]
-        b_pa = gl.convert_layout(b_p.to(dtype), AL)
-        b_dv = warpgroup_mma(b_pa, b_dout.index(stage), b_dv, is_async=True)
-        # dS^T = P^T * (dP^T - delta). dK += dS^T q.
-        delta = _column(numbers, 1, SL)
-        b_dp = warpgroup_mma_wait(1, deps=(b_dp,))
-        b_ds = gl.convert_layout((b_p * (b_dp - delta[None, :])).to(dtype), AL)
-        b_dk = warpgroup_mma(b_ds, b_q.index(stage), b_dk, is_async=True)
-        b_dv, b_pa = warpgroup_mma_wait(1, deps=(b_dv, b_pa))
-        b_dk, b_ds = warpgroup_mma_wait(0, deps=(b_dk, b_ds))
-        mbarrier.arrive(empty.index(stage))
-    return b_dk, b_dv
+class Bars(NamedTuple):
+    """Barriers: the block is there; a tile is, by stage; a tile has been read, by stage."""
 
-
-@gluon.jit
-def _consume(
-    C: gl.constexpr, p_dk, p_dv, bufs, bars, swap, swapped, item, place, scale, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
-    """Sum this consumer's tiles; then consumer 0 writes dk of both, and consumer 1 dv."""
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    AL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
-    kv_full, full, empty = bars
-    i_b, i_g, k0, first, stop, num_tiles, num_masked = item
-    row, s_row, k_stop = place
-    b_dk = gl.zeros([ROWS, D], gl.float32, OL)
-    b_dv = gl.zeros([ROWS, D], gl.float32, OL)
-    mbarrier.wait(kv_full, 0)
-    b_dk, b_dv = _tiles(
-        b_dk, b_dv, bufs, bars, 0, num_masked, k0, scale_log2, True, C, STAGES, SL, AL
-    )
-    b_dk, b_dv = _tiles(
-        b_dk, b_dv, bufs, bars, num_masked, num_tiles, k0, scale_log2, False, C, STAGES, SL, AL
-    )
-    # This consumer's stages are free: the other one finds there what it adds to its own.
-    if C == 0:
-        swap.index(C).store(b_dv)
-    else:
-        swap.index(C).store(b_dk)
-    _barrier()
-    mbarrier.arrive(swapped.index(C))
-    mbarrier.wait(swapped.index(1 - C), 0)
-    b_more = swap.index(1 - C).load(OL)
-    o_k = gl.arange(0, ROWS, gl.SliceLayout(1, OL))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, OL))
-    at = (row + o_k.to(gl.int64) * s_row)[:, None] + o_d[None, :]
-    mask = (k0 + o_k < k_stop)[:, None] & (o_d < D)[None, :]
-    if C == 0:
-        _give(p_dk + at, (b_dk + b_more) * scale, mask, ORDERED)
-    else:
-        _give(p_dv + at, b_more + b_dv, mask, ORDERED)
-
-
-@gluon.jit
-def _give(p, b, mask, ORDERED: gl.constexpr):
-    """Store to memory that only this program writes (ORDERED), or add atomically."""
-    if ORDERED:
-        gl.store(p, b, mask=mask)
-    else:
-        gl.atomic_add(p, b, mask=mask, sem="relaxed")
+    kv_full: Any
+    full: Any
+    empty: Any
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -236,18 +117,17 @@ def selected_dkv(
         num_tiles = ((stop - first) * G + ROWS - 1) // ROWS
         num_masked = (num_partial * G + ROWS - 1) // ROWS
         num_masked = gl.minimum((num_masked + 1) // 2 * 2, num_tiles)
-        # Rows of this item's slot, or of the block's keys.
         i_b, i_g = i_seg // Hkv, i_seg % Hkv
+        item = Item(i_b, i_g, k0, first, stop, num_tiles, num_masked)
+        # Rows of this item's slot, or of the block's keys.
         if ORDERED:
             slot = (i_seg * gl.num_programs(1) + gl.program_id(1)).to(gl.int64) * NUM_ITEMS
-            row = (slot + i_item) * (ROWS * D)
-            s_row = D
+            place = Place((slot + i_item) * (ROWS * D), D, k_stop)
         else:
             row = ((i_b.to(gl.int64) * S + k0) * Hkv + i_g) * D
-            s_row = Hkv * D
+            place = Place(row, Hkv * D, k_stop)
         _run(
-            t_q, t_dout, t_k, t_v, t_stats, p_dk, p_dv, p_queries,
-            (i_b, i_g, k0, first, stop, num_tiles, num_masked), (row, s_row, k_stop),
+            t_q, t_dout, t_k, t_v, t_stats, p_dk, p_dv, p_queries, item, place,
             S, scale, scale_log2, G, D, PIECE, STAGES, ORDERED,
         )  # fmt: skip
 
@@ -286,11 +166,11 @@ def _run(
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(swapped.index(i), count=1)
-    # TMA signals barriers by another way than the threads that initialised them.
+    # TMA reaches barriers by another way than the threads that initialised them.
     fence_async_shared()
     _barrier()
-    bufs = (b_k, b_v, b_q, b_dout, b_stats, d_q, d_dout, d_stats)
-    bars = (kv_full, full, empty)
+    bufs = Buffers(b_k, b_v, b_q, b_dout, b_stats, d_q, d_dout, d_stats)
+    bars = Bars(kv_full, full, empty)
     gl.warp_specialize(
         [
             (
@@ -318,6 +198,156 @@ def _run(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+
+
+@gluon.jit
+def _produce(
+    t_q, t_dout, t_k, t_v, t_stats, p_queries, bufs, bars, item, S,
+    G: gl.constexpr, D: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load the block's keys and values, then its rows, tile by tile, in pieces of PIECE rows."""
+    PIECES: gl.constexpr = ROWS // PIECE
+    HALF: gl.constexpr = STAGES // 2
+    PANELS: gl.constexpr = D // ROWS
+    mbarrier.expect(bars.kv_full, 2 * ROWS * D * 2)
+    at = [item.i_b, item.k0, item.i_g, 0]
+    tma.async_copy_global_to_shared(t_k, at, bars.kv_full, bufs.k)
+    tma.async_copy_global_to_shared(t_v, at, bars.kv_full, bufs.v)
+    for i in range(item.num_tiles):
+        # Tile i belongs to consumer i % 2, which has its own stages: a stage that both used could
+        # be waited for by one while it still holds an older tile of the other. Queries are loaded
+        # before the wait, which hides their latency.
+        turn = i // 2
+        stage = i % 2 * HALF + turn % HALF
+        queries = _queries(p_queries, item.first, item.stop, i, S, G, PIECE)
+        bar = bars.full.index(stage)
+        mbarrier.wait(bars.empty.index(stage), (turn // HALF & 1) ^ 1)
+        mbarrier.expect(bar, ROWS * (2 * D * 2 + 16))
+        for j in gl.static_range(PIECES):
+            t = queries[j]
+            head = item.i_g * G + (i * PIECES + j) % (G // PIECE) * PIECE
+            tma.async_copy_global_to_shared(
+                t_stats, [item.i_b, head, t, 0], bar, bufs.d_stats.index(stage * PIECES + j)
+            )
+            for c in gl.static_range(PANELS):
+                panel = (stage * PANELS + c) * PIECES + j
+                at = [item.i_b, t, head, c * ROWS]
+                tma.async_copy_global_to_shared(t_q, at, bar, bufs.d_q.index(panel))
+                tma.async_copy_global_to_shared(t_dout, at, bar, bufs.d_dout.index(panel))
+
+
+@gluon.jit
+def _queries(p_queries, first, stop, i, S, G: gl.constexpr, PIECE: gl.constexpr):
+    """The query of each piece of tile i; past the end of the item query S, which TMA reads as 0."""
+    PIECES: gl.constexpr = ROWS // PIECE
+    queries = ()
+    for j in gl.static_range(PIECES):
+        entry = first + (i * PIECES + j) // (G // PIECE)
+        queries = queries + (gl.load(p_queries + entry, mask=entry < stop, other=S),)
+    return queries
+
+
+@gluon.jit
+def _consume(
+    C: gl.constexpr, p_dk, p_dv, bufs, bars, swap, swapped, item, place, scale, scale_log2,
+    D: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Sum this consumer's tiles; then consumer 0 writes dk of both, and consumer 1 dv."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    b_dk = gl.zeros([ROWS, D], gl.float32, OL)
+    b_dv = gl.zeros([ROWS, D], gl.float32, OL)
+    mbarrier.wait(bars.kv_full, 0)
+    b_dk, b_dv = _tiles(
+        b_dk, b_dv, bufs, bars, 0, item.num_masked, item.k0, scale_log2, True, C, STAGES, SL, OL
+    )
+    b_dk, b_dv = _tiles(
+        b_dk, b_dv, bufs, bars, item.num_masked, item.num_tiles, item.k0, scale_log2,
+        False, C, STAGES, SL, OL,
+    )  # fmt: skip
+    # This consumer's stages are free: the other one finds there what it adds to its own.
+    if C == 0:
+        swap.index(C).store(b_dv)
+    else:
+        swap.index(C).store(b_dk)
+    _barrier()
+    mbarrier.arrive(swapped.index(C))
+    mbarrier.wait(swapped.index(1 - C), 0)
+    b_more = swap.index(1 - C).load(OL)
+    o_k = gl.arange(0, ROWS, gl.SliceLayout(1, OL))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, OL))
+    at = (place.row + o_k.to(gl.int64) * place.s_row)[:, None] + o_d[None, :]
+    mask = (item.k0 + o_k < place.k_stop)[:, None] & (o_d < D)[None, :]
+    if C == 0:
+        _give(p_dk + at, (b_dk + b_more) * scale, mask, ORDERED)
+    else:
+        _give(p_dv + at, b_more + b_dv, mask, ORDERED)
+
+
+@gluon.jit
+def _tiles(
+    b_dk, b_dv, bufs, bars, lo, hi, k0, scale_log2,
+    MASKED: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+    SL: gl.constexpr, OL: gl.constexpr,
+):  # fmt: skip
+    """Add the tiles lo + C, lo + C + 2, ... below hi to the sums; lo is even, or hi."""
+    AL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    HALF: gl.constexpr = STAGES // 2
+    dtype: gl.constexpr = bufs.k.dtype
+    for i in range(lo + C, hi, 2):
+        turn = i // 2
+        stage = C * HALF + turn % HALF
+        b_q, b_dout, b_stats = bufs.q.index(stage), bufs.dout.index(stage), bufs.stats.index(stage)
+        mbarrier.wait(bars.full.index(stage), turn // HALF & 1)
+        # s^T = k q^T and dP^T = v dout^T: [keys, rows].
+        zero = gl.zeros([ROWS, ROWS], gl.float32, SL)
+        b_s = warpgroup_mma(bufs.k, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_dp = warpgroup_mma(bufs.v, b_dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse = _column(b_stats, 0, SL)
+        b_s = warpgroup_mma_wait(1, deps=(b_s,))
+        # P^T = exp2(s'^T - lse), masked, times the gate. dV += P^T dout.
+        b_p = gl.exp2(b_s * scale_log2 - lse[None, :])
+        if MASKED:
+            token = _column(b_stats, 3, SL)
+            o_k = (k0 + gl.arange(0, ROWS, gl.SliceLayout(1, SL))).to(gl.float32)
+            b_p = gl.where(o_k[:, None] <= token[None, :], b_p, 0.0)
+        b_p = b_p * _column(b_stats, 2, SL)[None, :]
+        b_pa = gl.convert_layout(b_p.to(dtype), AL)
+        b_dv = warpgroup_mma(b_pa, b_dout, b_dv, is_async=True)
+        # dS^T = P^T * (dP^T - delta). dK += dS^T q.
+        delta = _column(b_stats, 1, SL)
+        b_dp = warpgroup_mma_wait(1, deps=(b_dp,))
+        b_ds = gl.convert_layout((b_p * (b_dp - delta[None, :])).to(dtype), AL)
+        b_dk = warpgroup_mma(b_ds, b_q, b_dk, is_async=True)
+        b_dv, b_pa = warpgroup_mma_wait(1, deps=(b_dv, b_pa))
+        b_dk, b_ds = warpgroup_mma_wait(0, deps=(b_dk, b_ds))
+        # All four warps have read the tile before one thread gives its stage back.
+        _barrier()
+        mbarrier.arrive(bars.empty.index(stage))
+    return b_dk, b_dv
+
+
+@gluon.jit
+def _column(b_stats, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
+    """One of the four numbers of each row [ROWS], as the columns of a tile [keys, rows] have it."""
+    WIDE: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0]],
+        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [64, 1],
+    )
+    b = gl.reshape(b_stats.slice(COLUMN, 1, dim=1).load(WIDE), [ROWS])
+    return gl.convert_layout(b, gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def _give(p, b, mask, ORDERED: gl.constexpr):
+    """Store to memory that only this program writes (ORDERED), or add atomically."""
+    if ORDERED:
+        gl.store(p, b, mask=mask)
+    else:
+        gl.atomic_add(p, b, mask=mask, sem="relaxed")
 
 
 # --- Launcher ---
