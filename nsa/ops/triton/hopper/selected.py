@@ -243,7 +243,8 @@ def _queries(p_queries, first, stop, i, S, G: gl.constexpr, PIECE: gl.constexpr)
     queries = ()
     for j in gl.static_range(PIECES):
         entry = first + (i * PIECES + j) // (G // PIECE)
-        queries = queries + (gl.load(p_queries + entry, mask=entry < stop, other=S),)
+        t = gl.load(p_queries + entry, mask=entry < stop, other=S)
+        queries = queries + (t,)  # type: ignore[assignment]
     return queries
 
 
