@@ -51,8 +51,12 @@ AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
 AHEAD_BLOCKS = 2048
-GLUON = True
-"""Whether kernels in Gluon run where they can; False leaves all to those in Triton."""
+GLUON: bool | None = None
+"""Where kernels in Gluon run: None where they were measured to be faster than those in Triton, True
+wherever they can, False nowhere."""
+GLUON_MEASURED = (128, 16)
+GLUON_FROM = 4096
+"""Head dim, heads in a group and tokens of a row for which that was measured."""
 GLUON_HEADS = (64, 128)
 GLUON_BLOCK = 64
 GLUON_STEP = 8
@@ -194,12 +198,16 @@ class Problem:
     def in_gluon(self) -> bool:
         """Whether a Gluon kernel computes dk and dv of the selected branch, in query order
         (hopper/selected.py). It was written for this one GPU, and nothing else can run it."""
-        if not GLUON or self.capability != H200 or interpreted() or not _has_gluon():
+        if GLUON is False or self.capability != H200 or interpreted() or not _has_gluon():
             return False
         if self.shifted or not self.by_query or self.dtype == torch.float32:
             return False
-        fits = self.per_group % GLUON_STEP == 0 and self.spec.l_sel == GLUON_BLOCK
-        return fits and self.d_k == self.d_v and self.d_k in GLUON_HEADS
+        if self.per_group % GLUON_STEP or self.spec.l_sel != GLUON_BLOCK:
+            return False
+        if self.d_k != self.d_v or self.d_k not in GLUON_HEADS:
+            return False
+        is_measured = (self.d_k, self.per_group) == GLUON_MEASURED and not self.packed
+        return bool(GLUON) or (is_measured and self.seq_len >= GLUON_FROM)
 
     def _fits(self, *, by_query: bool) -> bool:
         return fits_selected(*self.reader.sizes, self.capability, by_query=by_query)
@@ -315,7 +323,8 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        return self.masked, self.by_query, self.long, self.num_cmp > 0
+        in_gluon = self.by_query and self.reader.in_gluon
+        return self.masked, self.by_query, self.long, self.num_cmp > 0, in_gluon
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

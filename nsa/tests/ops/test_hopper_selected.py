@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa.ops.machine import interpreted
 from nsa.ops.plan import NO_FLAGS
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import block_index, by_block_backward, problem
+from nsa.ops.triton import block_index, by_block_backward, launcher, problem
 from nsa.tests.support.compiling import MAX_SHARED_BYTES, Started, stack_bytes, starting_on
 from nsa.tests.support.gpu import (
     DEVICE,
@@ -57,29 +57,45 @@ def problem_on(
     return made
 
 
-def test_it_runs_on_one_gpu_for_large_groups_of_common_heads():
-    taken: list[dict[str, Any]] = [
-        *(dict(G=size) for size in (16, 24, 32, 40, 48, 56, 64)),
-        *(dict(dims=(64, 64)), dict(dtype=torch.float16), dict(docs=(400, 700))),
-    ]
-    left: list[dict[str, Any]] = [
-        *(dict(G=size) for size in (1, 4, 8, 12, 20)),
-        *(dict(dims=dims) for dims in ((192, 128), (64, 128), (32, 32))),
-        *(dict(dtype=torch.float32), dict(spec=BlockSpec(n_sel=4, l_sel=32))),
-        *(dict(spec=BlockSpec()), dict(offset=3000)),
-    ]
-    for changes in taken:
+MEASURED: list[dict[str, Any]] = [dict(S=4096), dict(S=65536), dict(S=5001, dtype=torch.float16)]
+POSSIBLE: list[dict[str, Any]] = [
+    *(dict(G=size) for size in (16, 24, 32, 40, 48, 56, 64)),
+    *(dict(dims=(64, 64)), dict(dtype=torch.float16), dict(docs=(400, 700))),
+    *(
+        dict(S=4095),
+        dict(S=8192, G=32),
+        dict(S=8192, dims=(64, 64)),
+        dict(S=8192, docs=(4096, 4096)),
+    ),
+]
+IMPOSSIBLE: list[dict[str, Any]] = [
+    *(dict(G=size) for size in (1, 4, 8, 12, 20)),
+    *(dict(dims=dims) for dims in ((192, 128), (64, 128), (32, 32))),
+    *(dict(dtype=torch.float32), dict(spec=BlockSpec(n_sel=4, l_sel=32))),
+    *(dict(spec=BlockSpec()), dict(offset=3000)),
+]
+"""The last two: a row that is masked, and queries with an offset."""
+
+
+def test_it_runs_on_one_gpu_where_it_was_measured_to_be_faster(monkeypatch):
+    for changes in MEASURED:
         assert problem_on(90, **changes).in_gluon, changes
-    for changes in left:
+    for changes in (*POSSIBLE, *IMPOSSIBLE):
+        assert not problem_on(90, **changes).in_gluon, changes
+    monkeypatch.setattr(problem, "GLUON", True)
+    for changes in (*MEASURED, *POSSIBLE):
+        assert problem_on(90, **changes).in_gluon, changes
+    for changes in IMPOSSIBLE:
         assert not problem_on(90, **changes).in_gluon, changes
     for capability in (80, 89, 100, 120):
-        assert not problem_on(capability).in_gluon
+        assert not problem_on(capability, S=8192).in_gluon
 
 
 def test_the_triton_kernel_can_be_asked_for(monkeypatch):
+    assert block_index.chunk_size(problem_on(90, S=8192)) == 8192
     monkeypatch.setattr(problem, "GLUON", False)
-    assert not problem_on(90).in_gluon
-    assert block_index.chunk_size(problem_on(90)) == 1024
+    assert not problem_on(90, S=8192).in_gluon
+    assert block_index.chunk_size(problem_on(90, S=8192)) == 2048
 
 
 # --- Its code ---
@@ -87,18 +103,31 @@ def test_the_triton_kernel_can_be_asked_for(monkeypatch):
 
 def compiled(group: int, dim: int, dtype: torch.dtype, ordered: bool, docs: list[int]) -> Started:
     """What the backward pass of a batch of two would start on sm_90."""
-    S = sum(docs)
-    q = torch.zeros(2, S, 2 * group, dim, dtype=dtype)
-    k = torch.zeros(2, S, 2, dim, dtype=dtype)
+    q = torch.zeros(2, sum(docs), 2 * group, dim, dtype=dtype)
+    k = torch.zeros(2, sum(docs), 2, dim, dtype=dtype)
     with starting_on(90, ("selected_dkv",)) as started:
-        one = problem.Problem(q, k, FEW, 0.1, docs)
-        lists = block_index.empty_lists(one, sized=True)
-        stats = torch.zeros(2, 2 * group, S, 4)
-        by_block_backward.backward_kv(one, q, k, k, q, stats, lists, ordered=ordered)
+        launch(problem.Problem(q, k, FEW, 0.1, docs), q, k, ordered)
     return started[0]
 
 
-def test_it_compiles_without_spills():
+def launch(one: problem.Problem, q: torch.Tensor, k: torch.Tensor, ordered: bool = False) -> None:
+    stats = one.empty(q.shape[0], q.shape[2], q.shape[1], 4, dtype=torch.float32)
+    lists = block_index.empty_lists(one, sized=True)
+    by_block_backward.backward_kv(one, q, k, k, q, stats, lists, ordered=ordered)
+
+
+def test_it_is_compiled_ahead(monkeypatch):
+    ahead: list[str] = []
+    monkeypatch.setattr(launcher, "_compile", lambda *args: ahead.append(args[1].__name__))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    q, k = (torch.empty(1, 4100, h, 128, dtype=torch.bfloat16, device="meta") for h in (16, 1))
+    with starting_on(90, ()) as started, launcher.compiling_ahead():
+        launch(problem.Problem(q, k, FEW, 0.1, [4100]).on_meta(), q, k)
+    assert ahead == ["selected_dkv"] and not started
+
+
+def test_it_compiles_without_spills(monkeypatch):
+    monkeypatch.setattr(problem, "GLUON", True)
     for group, dim, dtype, ordered, docs in (
         (16, 128, torch.bfloat16, False, [1100]),
         (24, 128, torch.float16, True, [400, 700]),
@@ -132,6 +161,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Of the launches of the kernel, whether they were ordered; there must be some."""
     from nsa.ops.triton.hopper import selected
 
+    monkeypatch.setattr(problem, "GLUON", True)
+    problem._kept.clear()
     seen: list[bool] = []
     real = selected.backward_kv
 
