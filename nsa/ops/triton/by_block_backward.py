@@ -240,7 +240,10 @@ def backward_kv(
     *,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v alone; by_query.backward_q computes that of q."""
+    """Gradients of k and v alone; by_query.backward_q computes that of q.
+
+    On compute capability 9.0 a kernel in Gluon takes the items where it can (Problem.in_gluon).
+    """
     sums = _zeros(k), _zeros(v)
     groups = group_chunks(problem, lists, 0, ordered)
     slots = _slots(problem, lists, groups[0]) if ordered else None
@@ -264,6 +267,11 @@ def _backward_group(
     part: Tensor | None,  # partial gradients of q; None: none
     ordered: bool,
 ) -> None:
+    if part is None and problem.in_gluon:
+        from nsa.ops.triton.hopper import selected  # only there: see its docstring
+
+        selected.backward_kv(problem, group, q, k, v, dout, stats, lists, grads, ordered=ordered)
+        return
     start(
         problem.memo,
         ("backward by block", group, ordered),

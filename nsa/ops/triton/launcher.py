@@ -68,6 +68,15 @@ class Rows:
         self.padding, self.round_f32_to_tf32 = "zero", False
         self.layout = layout
 
+    def checked(self) -> Any:
+        """The descriptor with Triton's checks, for the call that compiles."""
+        sizes = list(self.shape), list(self.strides), list(self.block_shape)
+        if self.layout is None:
+            return TensorDescriptor(self.base, *sizes)
+        from triton.experimental.gluon.nvidia import hopper
+
+        return hopper.TensorDescriptor(self.base, *sizes, self.layout)
+
 
 class Launch(NamedTuple):
     """Arguments of a launch beside its tensors; numbers and constants are in the kernel's order."""
@@ -121,7 +130,7 @@ def start(
     # First call: through Triton's dispatcher, which compiles. An empty grid launches nothing.
     compiled = None
     if 0 not in one.grid:
-        checked = (_descriptor(x) if isinstance(x, Rows) else x for x in tensors)
+        checked = (x.checked() if isinstance(x, Rows) else x for x in tensors)
         with _current(device):
             compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
     if not interpreted():
@@ -147,7 +156,7 @@ class CompileAhead:
         """Compile for these arguments, on the current device."""
         if 0 in one.grid:
             return
-        arguments = [_descriptor(x) if isinstance(x, Rows) else x for x in tensors]
+        arguments = [x.checked() if isinstance(x, Rows) else x for x in tensors]
         kinds = (
             (*x.block_shape, x.base.dtype) if isinstance(x, Rows) else x.dtype
             for x in tensors
@@ -288,15 +297,6 @@ def describable(x: Tensor) -> Tensor:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _descriptor(rows: Rows) -> Any:
-    sizes = list(rows.shape), list(rows.strides), list(rows.block_shape)
-    if rows.layout is None:
-        return TensorDescriptor(rows.base, *sizes)
-    from triton.experimental.gluon.nvidia import hopper
-
-    return hopper.TensorDescriptor(rows.base, *sizes, rows.layout)
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -22,6 +22,7 @@ from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.documents import Documents, index_documents
 from nsa.ops.triton.launcher import Memo, Rows, ceil_div, form
 from nsa.ops.triton.tiles import (
+    H200,
     Capability,
     capability_of,
     fits_selected,
@@ -45,21 +46,36 @@ MANY_QUERIES = 4096
 tiles."""
 FEW_QUERIES = 2048
 """Fewer queries with an offset go by queries: lists of the blocks' queries would not pay."""
-HOPPER = True
-"""Whether the kernels in hopper/ compute the window branch where they can; the band kernels do
-elsewhere. Tests and measurements set it to False."""
+HOPPER: bool | None = None
+"""Whether the kernels in hopper/ run: None where they were measured to be faster, False nowhere.
+True takes that of the selected branch wherever it can run; tests and measurements set it."""
 HOPPER_DIMS = (64, 128)
 """Head dims of these kernels."""
 GLUON_VERSIONS = ((3, 6), (3, 7))
 """Versions of Triton whose Gluon they were compiled with: it changes between versions."""
 H200_PROCESSORS = 132
 FULL_ENOUGH = 0.75
-"""Share of the multiprocessors that these kernels must keep busy: their programs are long, and
-with fewer the band kernels, whose programs are short, are faster."""
+"""Share of the multiprocessors that the window's kernels must keep busy: their programs are long,
+and with fewer the band kernels, whose programs are short, are faster."""
+SELECTED_MEASURED, SELECTED_FROM = (128, 16), 4096
+"""Head dim and group, and the tokens from which the kernel of the selected branch was faster."""
+SELECTED_BLOCK, SELECTED_STEP = 64, 8
+"""Tokens of the blocks that it takes, and the number of which its groups are multiples."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
 AHEAD_BLOCKS = 2048
+GLUON: bool | None = None
+"""Where kernels in Gluon run: None where they were measured to be faster than those in Triton, True
+wherever they can, False nowhere."""
+GLUON_MEASURED = (128, 16)
+GLUON_FROM = 4096
+"""Head dim, heads in a group and tokens of a row for which that was measured."""
+GLUON_HEADS = (64, 128)
+GLUON_BLOCK = 64
+GLUON_STEP = 8
+"""Head dims, tokens of a block and step of the heads in a group that the Gluon kernel takes: rows
+of 8 heads of a query are the smallest piece that TMA can place into a tile."""
 MAX_CACHED = 256
 """Cached problems; a full cache is cleared."""
 
@@ -206,15 +222,9 @@ class Problem:
 
     @cached_property
     def hopper(self) -> Hopper:
-        """The kernels in hopper/ that run: where they can, and where they were measured to be
-        faster (docs/log/kernels.md)."""
-        if not HOPPER or interpreted() or self.capability != (9, 0) or self.packed:
-            return BANDS_ALONE
-        if machine_of(self.device).triton not in GLUON_VERSIONS:
-            return BANDS_ALONE
-        if self.d_k != self.d_v or self.d_k not in HOPPER_DIMS:
-            return BANDS_ALONE
-        if self.dtype not in (torch.bfloat16, torch.float16):
+        """The kernels in hopper/ that run for the window: where they can, and where they were
+        measured to be faster (docs/log/kernels.md)."""
+        if not self._takes_hopper or self.packed:
             return BANDS_ALONE
         # Consumers hold two heads of a group or, in the forward pass of narrow heads, three.
         tiles, whole = self.batch * ceil_div(self.seq_len, 64), self.per_group % 2 == 0
@@ -224,6 +234,27 @@ class Problem:
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
             queries=whole and self.d_k == 128 and self._fills(tiles * (self.num_heads // 2)),
         )
+
+    @property
+    def in_gluon(self) -> bool:
+        """Whether hopper/selected.py computes dk and dv of the selected branch, in query order."""
+        if not self._takes_hopper or self.shifted or not self.by_query:
+            return False
+        if self.per_group % SELECTED_STEP or self.spec.l_sel != SELECTED_BLOCK:
+            return False
+        is_measured = (self.d_k, self.per_group) == SELECTED_MEASURED and not self.packed
+        return bool(HOPPER) or (is_measured and self.seq_len >= SELECTED_FROM)
+
+    @property
+    def _takes_hopper(self) -> bool:
+        """Whether the kernels in hopper/ take such heads on this machine: they were written for one
+        GPU, and no other can run them."""
+        if HOPPER is False or interpreted() or self.capability != H200:
+            return False
+        if machine_of(self.device).triton not in GLUON_VERSIONS:
+            return False
+        is_half = self.dtype in (torch.bfloat16, torch.float16)
+        return is_half and self.d_k == self.d_v and self.d_k in HOPPER_DIMS
 
     def _fills(self, items: int) -> bool:
         """Whether so many equal pieces of work keep most multiprocessors busy to the end."""
@@ -356,7 +387,8 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        return self.masked, self.by_query, self.long, self.num_cmp > 0, *self.hopper
+        in_gluon = self.by_query and self.reader.in_gluon
+        return self.masked, self.by_query, self.long, self.num_cmp > 0, in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

@@ -1,0 +1,251 @@
+"""dk and dv of the selected branch in Gluon: where the kernel runs, its code, its results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from nsa.ops import machine
+from nsa.ops.machine import interpreted
+from nsa.ops.plan import NO_FLAGS
+from nsa.ops.spec import BlockSpec
+from nsa.ops.triton import block_index, by_block_backward, launcher, problem
+from nsa.tests.support.compiling import MAX_SHARED_BYTES, Started, stack_bytes, starting_on
+from nsa.tests.support.gpu import (
+    DEVICE,
+    ROUNDING,
+    assert_near_gradients,
+    compare,
+    device_dout,
+    device_inputs,
+    forward_backward,
+    needs_gpu,
+    on_device,
+)
+from nsa.tests.support.helpers import Case
+
+FEW = BlockSpec(n_sel=4)
+"""Blocks of few tokens, so that short sequences are beyond the masked order."""
+if interpreted():
+    pytest.skip("Gluon has no interpreter", allow_module_level=True)
+
+
+# --- Where it runs ---
+
+
+def problem_on(
+    capability: int,
+    S: int = 1100,
+    G: int = 16,
+    dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    spec: BlockSpec = FEW,
+    docs: tuple[int, ...] = (),
+    offset: int = 0,
+) -> problem.Problem:
+    """A problem on a GPU that is not here."""
+    q = torch.empty(1, S, 2 * G, dims[0], dtype=dtype, device="meta")
+    v = torch.empty(1, S, 2, dims[1], dtype=dtype, device="meta")
+    places = ([S], [offset]) if offset else ((), ())
+    made = problem.Problem(q, v, spec, 0.1, list(docs) or [S + offset], NO_FLAGS, *places)
+    made.__dict__["capability"] = divmod(capability, 10)
+    return made
+
+
+MEASURED: list[dict[str, Any]] = [dict(S=4096), dict(S=65536), dict(S=5001, dtype=torch.float16)]
+POSSIBLE: list[dict[str, Any]] = [
+    *(dict(G=size) for size in (16, 24, 32, 40, 48, 56, 64)),
+    *(dict(dims=(64, 64)), dict(dtype=torch.float16), dict(docs=(400, 700))),
+    *(
+        dict(S=4095),
+        dict(S=8192, G=32),
+        dict(S=8192, dims=(64, 64)),
+        dict(S=8192, docs=(4096, 4096)),
+    ),
+]
+IMPOSSIBLE: list[dict[str, Any]] = [
+    *(dict(G=size) for size in (1, 4, 8, 12, 20)),
+    *(dict(dims=dims) for dims in ((192, 128), (64, 128), (32, 32))),
+    *(dict(dtype=torch.float32), dict(spec=BlockSpec(n_sel=4, l_sel=32))),
+    *(dict(spec=BlockSpec()), dict(offset=3000)),
+]
+"""The last two: a row that is masked, and queries with an offset."""
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with that GPU and Triton 3.6."""
+    monkeypatch.setattr(machine, "_machine_of", lambda _: machine.Machine("cuda", (9, 0)))
+
+
+def test_it_runs_on_one_gpu_where_it_was_measured_to_be_faster(hopper, monkeypatch):
+    for changes in MEASURED:
+        assert problem_on(90, **changes).in_gluon, changes
+    for changes in (*POSSIBLE, *IMPOSSIBLE):
+        assert not problem_on(90, **changes).in_gluon, changes
+    monkeypatch.setattr(problem, "HOPPER", True)
+    for changes in (*MEASURED, *POSSIBLE):
+        assert problem_on(90, **changes).in_gluon, changes
+    for changes in IMPOSSIBLE:
+        assert not problem_on(90, **changes).in_gluon, changes
+    for capability in (80, 89, 100, 120):
+        assert not problem_on(capability, S=8192).in_gluon
+
+
+def test_the_triton_kernel_can_be_asked_for(hopper, monkeypatch):
+    assert block_index.chunk_size(problem_on(90, S=8192)) == 8192
+    monkeypatch.setattr(problem, "HOPPER", False)
+    assert not problem_on(90, S=8192).in_gluon
+    assert block_index.chunk_size(problem_on(90, S=8192)) == 2048
+
+
+# --- Its code ---
+
+
+def compiled(group: int, dim: int, dtype: torch.dtype, ordered: bool, docs: list[int]) -> Started:
+    """What the backward pass of a batch of two would start on sm_90."""
+    q = torch.zeros(2, sum(docs), 2 * group, dim, dtype=dtype)
+    k = torch.zeros(2, sum(docs), 2, dim, dtype=dtype)
+    with starting_on(90, ("selected_dkv",)) as started:
+        launch(problem.Problem(q, k, FEW, 0.1, docs), q, k, ordered)
+    return started[0]
+
+
+def launch(one: problem.Problem, q: torch.Tensor, k: torch.Tensor, ordered: bool = False) -> None:
+    stats = one.empty(q.shape[0], q.shape[2], q.shape[1], 4, dtype=torch.float32)
+    lists = block_index.empty_lists(one, sized=True)
+    by_block_backward.backward_kv(one, q, k, k, q, stats, lists, ordered=ordered)
+
+
+def test_it_is_compiled_ahead(monkeypatch):
+    ahead: list[str] = []
+    monkeypatch.setattr(launcher, "_compile", lambda *args: ahead.append(args[1].__name__))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    q, k = (torch.empty(1, 4100, h, 128, dtype=torch.bfloat16, device="meta") for h in (16, 1))
+    with starting_on(90, ()) as started, launcher.compiling_ahead():
+        launch(problem.Problem(q, k, FEW, 0.1, [4100]).on_meta(), q, k)
+    assert ahead == ["selected_dkv"] and not started
+
+
+def test_it_compiles_without_spills(monkeypatch):
+    monkeypatch.setattr(problem, "HOPPER", True)
+    for group, dim, dtype, ordered, docs in (
+        (16, 128, torch.bfloat16, False, [1100]),
+        (24, 128, torch.float16, True, [400, 700]),
+        (64, 64, torch.bfloat16, True, [1100]),
+    ):
+        one = compiled(group, dim, dtype, ordered, docs)
+        assert one.name == "selected_dkv"
+        assert one.compiled.metadata.shared <= MAX_SHARED_BYTES[90]
+        assert stack_bytes(one.compiled) <= 8
+        assert_synchronised(one.compiled.asm["ptx"])
+
+
+def assert_synchronised(ptx: str) -> None:
+    """Barriers are visible to TMA before it signals them, and no warp gives a tile back before the
+    products of all four have read it."""
+    events = r"mbarrier\.init|mbarrier\.arrive\.shared|fence\.proxy\.async|bar(?:rier)?\.sync"
+    events += r"|cp\.async\.bulk|wgmma\.wait_group|mbarrier\.try_wait"
+    order = re.findall(events, ptx)
+    last_init = len(order) - 1 - order[::-1].index("mbarrier.init")
+    assert order[last_init + 1 : last_init + 3] == ["fence.proxy.async", "bar.sync"]
+    assert "cp.async.bulk" in order[last_init:]
+    given_back = [i for i, what in enumerate(order) if what == "mbarrier.arrive.shared"]
+    assert given_back and all(order[i - 1] == "bar.sync" for i in given_back)
+
+
+# --- Its results ---
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Of the launches of the kernel, whether they were ordered; there must be some."""
+    from nsa.ops.triton.hopper import selected
+
+    monkeypatch.setattr(problem, "HOPPER", True)
+    problem._kept.clear()
+    seen: list[bool] = []
+    real = selected.backward_kv
+
+    def noted(*args: Any, ordered: bool) -> None:
+        seen.append(ordered)
+        real(*args, ordered=ordered)
+
+    monkeypatch.setattr(selected, "backward_kv", noted)
+    yield seen
+    assert seen
+
+
+CASES = {
+    "two rows of odd length": ("bf16", Case(FEW, S=1187, B=2, Hkv=2, G=16, Dk=128, Dv=128)),
+    "fp16": ("fp16", Case(FEW, S=1001, Hkv=1, G=16, Dk=128, Dv=128)),
+    "documents": ("bf16", Case(FEW, S=1201, Hkv=2, G=24, Dk=64, Dv=64, docs=(1, 600, 600))),
+    "32 heads": ("fp16", Case(FEW, S=900, B=2, Hkv=1, G=32, Dk=128, Dv=128)),
+    "64 heads": ("bf16", Case(FEW, S=777, Hkv=2, G=64, Dk=64, Dv=64)),
+    "40 heads": ("bf16", Case(FEW, S=640, Hkv=1, G=40, Dk=128, Dv=128)),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+on_sm_90 = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernel is for compute capability 9.0",
+)
+
+
+def marked(*cases: Any) -> list[Any]:
+    """Parameters of tests that need such a GPU."""
+    return [pytest.param(case, marks=[*needs_gpu, on_sm_90]) for case in cases]
+
+
+@pytest.mark.parametrize("name", marked(*CASES))
+def test_gradients_equal_float64(name, taken):
+    dtype, case = CASES[name]
+    compare(case, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("case", marked(CASES["fp16"][1]))
+def test_a_block_that_all_queries_chose_has_several_items(case, taken):
+    selection = torch.full((1, case.S, 1, 4), -1, dtype=torch.int32, device=DEVICE)
+    selection[..., 0] = 0
+    compare(case, torch.float16, selection)
+
+
+@pytest.mark.parametrize("case", marked(Case(FEW, S=3001, B=2, Hkv=2, G=16, Dk=128, Dv=128)))
+def test_deterministic_mode_repeats_and_is_near_the_triton_kernel(case, taken, monkeypatch):
+    case = on_device(case)
+    inputs, dout = device_inputs(case, torch.bfloat16), device_dout(case, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, first = forward_backward(case, inputs, dout)
+        for _ in range(5):
+            _, again = forward_backward(case, inputs, dout)
+            assert all(torch.equal(again[name], first[name]) for name in first)
+        assert all(taken)
+        monkeypatch.setattr(problem, "HOPPER", False)
+        problem._kept.clear()
+        _, expected = forward_backward(case, inputs, dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        problem._kept.clear()
+    assert_near_gradients(first, expected, ROUNDING[torch.bfloat16])
+
+
+@pytest.mark.parametrize("case", marked(Case(FEW, S=1100, Hkv=2, G=16, Dk=128, Dv=128)))
+def test_heads_between_others_in_memory_are_read_in_place(case, taken):
+    """q, k and v as slices of one projection, as a model may give them."""
+    case = on_device(case)
+    inputs, dout = device_inputs(case, torch.bfloat16), device_dout(case, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, expected = forward_backward(case, inputs, dout)
+        fused = torch.cat([inputs["q"], inputs["k_sel"], inputs["v_sel"]], dim=2)
+        q, k, v = fused.split([32, 2, 2], dim=2)
+        _, grads = forward_backward(case, inputs | dict(q=q, k_sel=k, v_sel=v), dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
