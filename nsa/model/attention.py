@@ -395,7 +395,9 @@ class NSAAttention(Rotary):
         """The same for one token [B, 1, dim]: RoPE and gates in a single kernel."""
         if self._forced_branch:
             return self._project(x, rope)
-        from nsa.ops.triton.rope_and_gate import rotate_and_gate  # Triton exists for Linux only
+        from nsa.ops.triton.decode.rope_and_gate import (
+            rotate_and_gate,
+        )  # Triton exists for Linux only
 
         heads, values = self._heads(x)
         softmax = self.gate_kind == "softmax"

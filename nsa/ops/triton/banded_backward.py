@@ -388,7 +388,7 @@ def backward_kv(
             tiles,
         ),
     )  # fmt: skip
-    return _sum_parts(problem, branch, dk, dv)
+    return (dk.squeeze(1), dv.squeeze(1)) if parts == 1 else sum_all(problem, branch, dk, dv)
 
 
 def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
@@ -408,11 +408,9 @@ def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tupl
     return per_group, slices
 
 
-def _sum_parts(problem: Problem, branch: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, parts, K, Hkv, D] -> [B, K, Hkv, D] in the dtype of the inputs."""
+def sum_all(problem: Problem, branch: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 [B, parts, K, Hkv, D] -> [B, K, Hkv, D] in the dtype of the inputs."""
     parts = dk.shape[1]
-    if parts == 1:
-        return dk.squeeze(1), dv.squeeze(1)
     totals = (
         problem.empty(problem.batch, *dk.shape[2:]),
         problem.empty(problem.batch, *dv.shape[2:]),

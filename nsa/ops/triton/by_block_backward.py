@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops.triton.banded_backward import sum_all
 from nsa.ops.triton.block_index import (
     Group,
     QueryLists,
@@ -226,7 +227,7 @@ def backward(
         _sum_group(problem, group, part, chosen, dq)
         if slots:
             _sum_slots(problem, group, q, lists, slots, sums)
-    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
+    return dq, *_rounded(problem, *sums)
 
 
 def backward_kv(
@@ -248,7 +249,7 @@ def backward_kv(
         _backward_group(problem, group, q, k, v, dout, stats, lists, slots or sums, None, ordered)
         if slots:
             _sum_slots(problem, group, q, lists, slots, sums)
-    return sums[0].to(k.dtype), sums[1].to(v.dtype)
+    return _rounded(problem, *sums)
 
 
 def _backward_group(
@@ -351,6 +352,11 @@ def _sum_slots_of(
             | {"HAS_DOCS": problem.packed, "BN": padded(problem.spec.l_sel)},
         ),
     )  # fmt: skip
+
+
+def _rounded(problem: Problem, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums in the dtype of the inputs, by one launch for both."""
+    return sum_all(problem, 1, dk.unsqueeze(1), dv.unsqueeze(1))
 
 
 def _zeros(x: Tensor) -> Tensor:

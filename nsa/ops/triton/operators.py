@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.checks import Layout
+from nsa.ops.checks import PLAIN, Layout, is_intercepted
 from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import attention, banded_forward, select
@@ -35,12 +35,13 @@ from nsa.ops.triton import compress as compression
 from nsa.ops.triton.attention import Inputs, Results, Saved
 from nsa.ops.triton.block_index import empty_lists
 from nsa.ops.triton.documents import CMP, QUERY, RAW, finite_only
-from nsa.ops.triton.launcher import describable, padded_head, positive_scale
-from nsa.ops.triton.problem import Problem, problem_of
+from nsa.ops.triton.launcher import describable, is_compiling_ahead, padded_head, positive_scale
+from nsa.ops.triton.problem import LONG_FROM, Problem, keep, kept, problem_of
+from nsa.ops.triton.replay import Tape, record
 
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Tensor types without a dispatch of their own."""
 NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
+NUM_OWN = 2
+"""Results that the caller gets: the output and the selection."""
 MAX_GRID = 65535
 """CUDA's limit of the second and third grid dimension, which hold batch * heads."""
 
@@ -96,14 +97,21 @@ def nsa_attention(
     layout: Layout,
     selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
     flags: Flags = NO_FLAGS,
+    form: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
-    """Gated sum of the three branches, and the selection used."""
+    """Gated sum of the three branches, and the selection used.
+
+    `form` is a key of checks.form_of: `repeat_attention` knows calls of this form from now on.
+    """
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     if not layout.whole:
         return _attend_part(tensors, selection, Static(spec, scale, [], flags), layout)
     static, most = Static(spec, scale, layout.key_lens, flags), MAX_GRID // q.shape[2]
     if q.shape[0] <= most:
-        return _attend(tensors, selection, static)
+        out, used = _attend(tensors, selection, static)
+        if form is not None and selection is None:
+            _remember(form, _key("forward", tensors, *static.plain()), static.plain())
+        return out, used
     outs, chosen = [], []
     for first in range(0, q.shape[0], most):
         part = slice(first, first + most)
@@ -223,10 +231,18 @@ def _by_batches(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) ->
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
-def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
-    """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
+def compress(
+    x: Tensor, spec: BlockSpec, *, doc_lens: list[int], form: tuple[Any, ...] | None = None
+) -> Tensor:
+    """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D].
+
+    `form`: as of nsa_attention, for `repeat_mean`.
+    """
     batches = _batches(x, MAX_GRID // x.shape[2])
     done = [call_mean(part, spec, doc_lens) for part in batches]
+    if form is not None:
+        static = (spec.to_ints(), doc_lens)
+        _remember(form, _key("mean", (x,), *static), static)
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
@@ -255,9 +271,7 @@ def call_mean(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
 
 def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
     """Whether a compiler, a dispatch mode or a tensor subclass has to see operators."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return not all(type(x) in PLAIN for x in tensors)
+    return is_intercepted() or not all(type(x) in PLAIN for x in tensors)
 
 
 class _Attention(torch.autograd.Function):
@@ -293,6 +307,139 @@ class _Mean(torch.autograd.Function):
         return _mean_backward(dout, ctx.seq_len, *ctx.static), None, None
 
 
+# --- Calls that were recorded, without checks, plans and the dispatcher: see replay.py ---
+
+
+class Repeated:
+    """Calls of one form: the tape of their forward pass, those of the backward pass by the form of
+    the gradient, and the arguments of the operator that are not tensors."""
+
+    def __init__(self, tape: Tape, static: tuple[Any, ...]) -> None:
+        self.tape, self.static = tape, static
+        self.backward: dict[tuple[Any, ...], Tape] = {}
+
+
+def _remember(form: tuple[Any, ...], key: tuple[Any, ...], static: tuple[Any, ...]) -> None:
+    """Let calls of this form repeat what was recorded under a key, if it was."""
+    if tape := kept(key):
+        keep(form, Repeated(tape, static))
+
+
+def repeat_attention(
+    form: tuple[Any, ...], tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor] | None:
+    """nsa_attention of a form that is known; None: it is not."""
+    known = kept(form)
+    return None if known is None else _RepeatedAttention.apply(known, *tensors)
+
+
+def repeat_mean(form: tuple[Any, ...], x: Tensor) -> Tensor | None:
+    """compress of a form that is known; None: it is not."""
+    known = kept(form)
+    return None if known is None else _RepeatedMean.apply(known, x)
+
+
+class _RepeatedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, known: Repeated, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        packed = known.tape.repeat_packed(tensors)
+        if packed is None:
+            out, *saved = _attention_anew(None, *tensors, None, *known.static)
+        else:
+            (out, *saved), buffer = packed
+            saved.append(buffer)
+        ctx.known = known
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(saved[0])
+        ctx.save_for_backward(*tensors, *saved)
+        return out, saved[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * (1 + NUM_INPUTS)
+        inputs, saved = ctx.saved_tensors[:NUM_INPUTS], ctx.saved_tensors[NUM_INPUTS:]
+        return None, *_repeat_backward(ctx.known, inputs, saved, dout)
+
+
+def _repeat_backward(
+    known: Repeated, inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], dout: Tensor
+) -> Sequence[Tensor]:
+    """Gradients of the inputs; `saved` is Saved, or the selection and a buffer of the rest."""
+    if len(saved) == NUM_SAVED:
+        return _attention_backward(*inputs, *saved, dout, *known.static)
+    ids, buffer = saved
+    kind = torch.are_deterministic_algorithms_enabled(), *_form(dout)
+    tape = known.backward.get(kind)
+    bases = tape.bases((*inputs, ids, dout)) if tape else None
+    if tape is not None and bases is not None:
+        *before, last = bases
+        return tape.repeat_at([*before, *known.tape.kept(buffer), last])
+    saved = (ids, *known.tape.unpacked(buffer))
+    grads = _attention_backward(*inputs, *saved, dout, *known.static)
+    if tape := kept(_backward_key((*inputs, dout), known.static)):
+        known.backward[kind] = tape
+    return grads
+
+
+class _RepeatedMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, known: Repeated, x: Tensor) -> Tensor:
+        ctx.known, ctx.seq_len = known, x.shape[1]
+        done = known.tape.repeat((x,))
+        return _mean_anew(None, x, *known.static) if done is None else done[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        known, form = ctx.known, _form(dout)
+        tape = known.backward.get(form)
+        done = tape.repeat((dout,)) if tape else None
+        if done is not None:
+            return None, done[0]
+        dx = _mean_backward(dout, ctx.seq_len, *known.static)
+        if tape := kept(_key("mean_backward", (dout,), ctx.seq_len, *known.static)):
+            known.backward[form] = tape
+        return None, dx
+
+
+def _key(name: str, tensors: Sequence[Tensor], *rest: Any) -> tuple[Any, ...]:
+    """Key of an operator's calls of one form; addresses are the tape's business."""
+    static = (tuple(x) if isinstance(x, list) else x for x in rest)
+    return (name, tensors[0].device.index, *map(_form, tensors), *static)
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.shape, x.stride()
+
+
+def _repeat(key: tuple[Any, ...], given: Sequence[Tensor]) -> list[Tensor] | None:
+    """The results of an operator whose call was recorded; None: it runs anew."""
+    tape: Tape | None = kept(key)
+    return tape.repeat(given) if tape else None
+
+
+def _recorded(
+    key: tuple[Any, ...] | None,
+    function: Callable[..., Sequence[Tensor]],
+    used: Sequence[Tensor],
+    given: Sequence[Tensor],
+    num_own: int = 0,
+) -> Sequence[Tensor]:
+    """function(*used), recorded under the key unless a call of the form was before.
+
+    `used` are the given tensors as the kernels need them: a call that had to copy one is not
+    recorded.
+    """
+    copied = any(x is not y for x, y in zip(used, given, strict=True))
+    if key is None or copied or kept(key) is not None or is_compiling_ahead():
+        return function(*used)
+    results, tape = record(function, used, num_own)
+    keep(key, tape or False)  # False: known, and not recorded
+    return results
+
+
 # --- Implementations, and their fake twins, which only make shapes and dtypes ---
 
 
@@ -301,20 +448,41 @@ def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        with torch.cuda.device_of(args[0]):
+        with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
             return function(*args)
 
     return run
 
 
-@_on_device
 def _attention(*args: Any) -> tuple[Tensor, ...]:
+    given, (selection, *static) = args[:NUM_INPUTS], args[NUM_INPUTS:]
+    key = None
+    if selection is None and _is_repeatable(given, Static.of(*static)):
+        key = _key("forward", given, *static)
+        results = _repeat(key, given)
+        if results is not None:
+            return tuple(results)
+    return tuple(_attention_anew(key, *args))
+
+
+def _is_repeatable(inputs: Sequence[Tensor], static: Static) -> bool:
+    """Whether calls of the form may launch the same kernels each time. Long ones ask cuDNN."""
+    short = inputs[0].shape[1] < LONG_FROM
+    return short and len(static.doc_lens) == 1 and not static.query_lens and not static.flags.nvtx
+
+
+@_on_device
+def _attention_anew(key: tuple[Any, ...] | None, *args: Any) -> Sequence[Tensor]:
     inputs = _inputs(args)
     selection, *static = args[NUM_INPUTS:]
     problem = problem_of(inputs, inputs.q, inputs.v_sel, *Static.of(*static))
     _compile_once(problem, inputs, selection, any(x.requires_grad for x in args[:NUM_INPUTS]))
     (inputs,) = _zero_non_finite(problem, inputs)
-    return tuple(attention.forward(problem, inputs, selection))
+
+    def forward(*tensors: Tensor) -> Results:
+        return attention.forward(problem, Inputs(*tensors), selection)
+
+    return _recorded(key, forward, inputs, args[:NUM_INPUTS], num_own=NUM_OWN)
 
 
 def _compile_once(
@@ -376,16 +544,38 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-@_on_device
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
+    given, static = args[: NUM_INPUTS + NUM_SAVED + 1], args[NUM_INPUTS + NUM_SAVED + 1 :]
+    key = None
+    if _is_repeatable(given, Static.of(*static)):
+        key = _backward_key((*given[:NUM_INPUTS], given[-1]), static)
+        results = _repeat(key, given)
+        if results is not None:
+            return tuple(results)
+    return tuple(_attention_backward_anew(key, *args))
+
+
+def _backward_key(tensors: Sequence[Tensor], static: Sequence[Any]) -> tuple[Any, ...]:
+    """Key of the backward pass for inputs and the gradient of the output."""
+    return _key("backward", tensors, torch.are_deterministic_algorithms_enabled(), *static)
+
+
+@_on_device
+def _attention_backward_anew(key: tuple[Any, ...] | None, *args: Any) -> Sequence[Tensor]:
     inputs = _inputs(args)
-    saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
-    dout, *static = args[NUM_INPUTS + NUM_SAVED :]
-    dout = describable(dout)
+    saved = args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED]
+    given_dout, *static = args[NUM_INPUTS + NUM_SAVED :]
+    dout = describable(given_dout)
     problem = problem_of((*inputs, dout), inputs.q, inputs.v_sel, *Static.of(*static))
     _compile_once(problem, inputs, None, backward_too=True, forward_too=False)
     inputs, dout = _zero_non_finite(problem, inputs, dout)
-    return tuple(attention.backward(problem, inputs, saved, dout))
+
+    def backward(*tensors: Tensor) -> Inputs:
+        split = (tensors[:NUM_INPUTS], tensors[NUM_INPUTS:-1], tensors[-1])
+        return attention.backward(problem, Inputs(*split[0]), Saved(*split[1]), split[2])
+
+    given = args[: NUM_INPUTS + NUM_SAVED + 1]
+    return _recorded(key, backward, (*inputs, *saved, dout), given)
 
 
 def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -414,9 +604,20 @@ def _select_fake(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
     return torch.empty(size, dtype=torch.int32, device=q.device)
 
 
-@_on_device
 def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.forward(describable(x), BlockSpec.from_ints(blocks), doc_lens)
+    key = _key("mean", (x,), blocks, doc_lens) if len(doc_lens) == 1 else None
+    done = _repeat(key, (x,)) if key else None
+    return _mean_anew(key, x, blocks, doc_lens) if done is None else done[0]
+
+
+@_on_device
+def _mean_anew(
+    key: tuple[Any, ...] | None, x: Tensor, blocks: list[int], doc_lens: list[int]
+) -> Tensor:
+    def forward(x: Tensor) -> tuple[Tensor]:
+        return (compression.forward(x, BlockSpec.from_ints(blocks), doc_lens),)
+
+    return _recorded(key, forward, (describable(x),), (x,))[0]
 
 
 def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
@@ -424,9 +625,25 @@ def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
     return x.new_empty(x.shape[0], num_cmp, *x.shape[2:])
 
 
-@_on_device
 def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.backward(describable(dout), seq_len, BlockSpec.from_ints(blocks), doc_lens)
+    rest = (seq_len, blocks, doc_lens)
+    key = _key("mean_backward", (dout,), *rest) if len(doc_lens) == 1 else None
+    done = _repeat(key, (dout,)) if key else None
+    return _mean_backward_anew(key, dout, *rest) if done is None else done[0]
+
+
+@_on_device
+def _mean_backward_anew(
+    key: tuple[Any, ...] | None,
+    dout: Tensor,
+    seq_len: int,
+    blocks: list[int],
+    doc_lens: list[int],
+) -> Tensor:
+    def backward(dout: Tensor) -> tuple[Tensor]:
+        return (compression.backward(dout, seq_len, BlockSpec.from_ints(blocks), doc_lens),)
+
+    return _recorded(key, backward, (describable(dout),), (dout,))[0]
 
 
 def _mean_backward_fake(

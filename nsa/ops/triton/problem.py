@@ -49,11 +49,11 @@ AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
 AHEAD_BLOCKS = 2048
-MAX_CACHED = 256
-"""Cached problems; a full cache is cleared."""
+MAX_CACHED = 1024
+"""Cached problems and tapes; a full cache is cleared."""
 
 
-_kept: dict[tuple[Any, ...], Problem] = {}
+_kept: dict[tuple[Any, ...], Any] = {}
 _compiled: set[tuple[Any, ...]] = set()
 """Kinds of calls whose kernels have been compiled."""
 
@@ -374,12 +374,22 @@ def problem_of(
     if query_lens:
         # The index of the queries lies on the device: another stream could read it too early.
         key = (*key, *doc_lens, *query_lens, *offsets, win_first, _stream_of(q.device))
-    problem = _kept.get(key)
+    problem: Problem | None = kept(key)
     if problem is None:
-        if len(_kept) >= MAX_CACHED:
-            _kept.clear()
-        problem = _kept[key] = kind(*rest)
+        problem = kind(*rest)
+        keep(key, problem)
     return problem
+
+
+def kept(key: tuple[Any, ...]) -> Any:
+    """What was kept for calls of a form: a problem, or what was recorded; None: nothing."""
+    return _kept.get(key)
+
+
+def keep(key: tuple[Any, ...], value: Any) -> None:
+    if len(_kept) >= MAX_CACHED:
+        _kept.clear()
+    _kept[key] = value
 
 
 def _stream_of(device: torch.device) -> int:
