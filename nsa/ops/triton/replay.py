@@ -62,6 +62,17 @@ class Pointer(NamedTuple):
     """The tiles of its descriptor, without a tensor, where the kernel takes one."""
 
 
+class Described(NamedTuple):
+    """An argument that is a descriptor."""
+
+    block: int
+    offset: int
+    pointer: Pointer
+    rows: Rows
+    meta: Any
+    """How it is encoded; see launcher.Caller."""
+
+
 def record(
     function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], num_own: int
 ) -> tuple[Sequence[Tensor], Tape | None]:
@@ -104,13 +115,40 @@ class Tape:
         self.device, self.results, self.num_own = device, results, num_own
         self.workspace_bytes, self.zero_bytes = sizes
         self.kept_offsets, self.kept_bytes = _in_a_row(map(_num_bytes, results[num_own:]))
-        found = dict.fromkeys(x for one in launches for x in one.arguments if x is not None)
-        self.plain = [x for x in found if x.rows is None]
-        self.described = [x for x in found if x.rows is not None]
-        # What a launch picks from: None, for arguments that a kernel does not have, then these.
-        self.steps = [_step(one, [None, *self.plain, *self.described]) for one in launches]
+        # What launches pick from: numbers, and None for arguments that a kernel does not have,
+        # then addresses, then descriptors.
+        self.constants: list[Any] = [None]
+        self.plain: list[Pointer] = []
+        self.described: list[Described] = []
+        picked = [self._arguments(one) for one in launches]
+        self.steps = [self._step(*pair) for pair in zip(launches, picked, strict=True)]
         self._descriptors: dict[tuple[int, int], Any] = {}
         self._index = -1 if device.index is None else device.index
+
+    def _arguments(self, launched: Launched) -> list[tuple[list[Any], int]]:
+        """Where each argument is: one of the lists, and its number there."""
+        places: list[tuple[list[Any], int]] = []
+        metas = iter(launcher.caller_of(launched.known).metas or ())
+        for x in launched.arguments:
+            if x is None:
+                places.append((self.constants, 0))
+            elif x.rows is None:
+                places.append((self.plain, _number(self.plain, x)))
+            else:
+                meta = next(metas, None)
+                self.described.append(Described(x.block, x.offset, x, x.rows, meta))
+                places.append((self.described, len(self.described) - 1))
+                # An encoded descriptor is followed by its sizes and strides.
+                numbers = (*x.rows.shape, *x.rows.strides) if meta is not None else ()
+                places += [(self.constants, _number(self.constants, n)) for n in numbers]
+        return places
+
+    def _step(self, launched: Launched, places: list[tuple[list[Any], int]]) -> Step:
+        firsts = {id(self.constants): 0, id(self.plain): len(self.constants)}
+        firsts[id(self.described)] = len(self.constants) + len(self.plain)
+        pick = itemgetter(*(firsts[id(where)] + number for where, number in places))
+        caller = launcher.caller_of(launched.known)
+        return Step(caller.run, launched.known.grid, caller.head, pick, launched.known.rest)
 
     def repeat(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         """The results for these tensors. None where the call has to run anew: an address is not
@@ -161,21 +199,18 @@ class Tape:
         if self.zero_bytes:
             own.append(torch.zeros(self.zero_bytes, dtype=torch.uint8, device=self.device))
         bases = [*bases, *self._starts(own)]
-        values = [None, *(bases[x.block] + x.offset for x in self.plain)]
-        values += [self._descriptor(i, x, bases) for i, x in enumerate(self.described)]
+        values = [*self.constants, *[bases[x.block] + x.offset for x in self.plain]]
+        for number, one in enumerate(self.described):
+            # Kept by address: in training, tensors return to the places of the last step's.
+            at = number, bases[one.block] + one.offset
+            values.append(self._descriptors.get(at) or self._encode(one, at))
         launcher.launch_again(self._index, self.steps, values)
 
-    def _descriptor(self, number: int, pointer: Pointer, bases: list[Base]) -> Any:
-        """Kept by address: in training, tensors return to the places of the last step's."""
-        address = bases[pointer.block] + pointer.offset
-        known = self._descriptors.get((number, address))
-        if known is None:
-            if len(self._descriptors) >= MAX_DESCRIPTORS:
-                self._descriptors.clear()
-            assert pointer.rows is not None
-            known = launcher.moved_rows(pointer.rows, launcher.Address(address))
-            self._descriptors[number, address] = known
-        return known
+    def _encode(self, one: Described, at: tuple[int, int]) -> Any:
+        if len(self._descriptors) >= MAX_DESCRIPTORS:
+            self._descriptors.clear()
+        self._descriptors[at] = made = launcher.encoded(one.rows, at[1], one.meta)
+        return made
 
 
 class InterpretedTape(Tape):
@@ -194,10 +229,9 @@ class InterpretedTape(Tape):
         own = [_empty_bytes(self.workspace_bytes, self.device)]
         own.append(torch.zeros(self.zero_bytes, dtype=torch.uint8, device=self.device))
         bases = [*bases, *own]
-        values = [None, *(_tensor_at(x, bases) for x in self.plain)]
+        values = [*self.constants, *(_tensor_at(x, bases) for x in self.plain)]
         for x in self.described:
-            assert x.rows is not None
-            values.append(launcher.moved_rows(x.rows, _tensor_at(x, bases)))
+            values.append(launcher.moved_rows(x.rows, _tensor_at(x.pointer, bases)))
         launcher.launch_again(self._index, self.steps, values)
 
 
@@ -206,10 +240,11 @@ def _tensor_at(pointer: Pointer, bases: list[Base]) -> Tensor:
     return x if Form.of(x) == form else _view(x.flatten().view(torch.uint8), pointer.offset, form)
 
 
-def _step(launched: Launched, values: list[Pointer | None]) -> Step:
-    known, arguments = launched
-    head = known.compiled.function, known.compiled.packed_metadata, None, None, None
-    return Step(known.run, known.grid, head, itemgetter(*map(values.index, arguments)), known.rest)
+def _number(values: list[Any], value: Any) -> int:
+    """Where a value is in a list; appended if it is not."""
+    if value not in values:
+        values.append(value)
+    return values.index(value)
 
 
 # --- Recording ---

@@ -10,8 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.decode import rope_and_gate
-from nsa.ops.triton.decode import attend, merge, score
+from nsa.ops.triton.decode import attend, merge, rope_and_gate, score
 from nsa.ops.triton.decode.tiles import decode_tiles, reads_pass_l1
 from nsa.ops.triton.tiles import padded, parts_of
 from nsa.tests.support.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
