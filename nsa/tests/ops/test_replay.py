@@ -1,0 +1,201 @@
+"""Calls that are replayed equal calls that run anew, and nothing wrong gets through unchecked.
+
+test_triton_on_cpu.py runs those that are marked `gpu` with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from nsa import BlockSpec, compress, nsa_attention
+from nsa.ops.triton import operators, problem, replay
+from nsa.ops.triton import tiles as tile_sizes
+from nsa.ops.triton.replay import BLOCK_STEP, Block, Form, Launched, Pointer, Recorder, Sizes, Tape
+from nsa.tests.support.gpu import DEVICE
+
+SPEC = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11)
+ORDERS = ("masked", "by-block", "by-query")
+TAPES = {"mean", "mean_backward", "forward", "backward"}
+
+
+@pytest.fixture(autouse=True)
+def forget_calls() -> Iterator[None]:
+    problem._kept.clear()
+    yield
+    problem._kept.clear()
+
+
+@pytest.fixture
+def force_order(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make the selected branch take one of its loop orders."""
+
+    def force(order: str) -> None:
+        monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 1 << 30 if order == "masked" else 0)
+        monkeypatch.setattr(tile_sizes, "BY_QUERY_FROM", 1 if order == "by-query" else 1 << 30)
+
+    return force
+
+
+def make(seed: int, length: int = 37, dtype: torch.dtype = torch.float16) -> list[Tensor]:
+    """q, what keys and values are compressed from, those of sel and win, gates, dout."""
+    torch.manual_seed(seed)
+    sizes = [(1, length, 2, 16), *[(1, length, 1, 16)] * 6, (1, length, 2, 3), (1, length, 2, 16)]
+    return [torch.randn(size, dtype=dtype).to(DEVICE) for size in sizes]
+
+
+def attend(tensors: list[Tensor], **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, selection and gradients."""
+    *inputs, dout = tensors
+    q, raw_k, raw_v, *rest = leaves = [x.detach().requires_grad_() for x in inputs]
+    cmp = [compress(x, SPEC, backend="triton") for x in (raw_k, raw_v)]
+    options = {"backend": "triton", "return_selection": True} | options
+    out, ids = nsa_attention(q, *cmp, *rest, SPEC, **options)
+    return out.detach(), ids, list(torch.autograd.grad(out, leaves, dout))
+
+
+def attend_anew(tensors: list[Tensor], **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    problem._kept.clear()
+    return attend(tensors, **options)
+
+
+def assert_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    for number, (x, y) in enumerate(zip(one[2], other[2], strict=True)):
+        # Several programs add to the gradients of selected keys and values, in any order.
+        close = torch.equal(x, y) or (DEVICE == "cuda" and number in (3, 4))
+        assert close and torch.allclose(x, y, atol=1e-2), f"gradient {number}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_replay_equals_a_call_that_runs_anew(order: str, force_order: Any) -> None:
+    force_order(order)
+    first, second = make(0), make(1)
+    expected = [attend_anew(second), attend_anew(first)]
+    kinds = {key[0]: value for key, value in problem._kept.items() if isinstance(key[0], str)}
+    assert all(isinstance(kinds[name], Tape) for name in TAPES)
+    for tensors, done in zip((second, first), expected, strict=True):
+        assert_equal(attend(tensors), done)
+
+
+@pytest.mark.gpu
+def test_tensors_that_were_one_may_be_two_in_a_replay() -> None:
+    """Recorded with the same keys for selection and window."""
+    shared = make(0)
+    shared[5], shared[6] = shared[3], shared[4]
+    attend_anew(shared)
+    apart = make(1)
+    found = attend(apart)
+    assert_equal(found, attend_anew(apart))
+
+
+@pytest.mark.gpu
+def test_what_is_no_launch_is_not_replayed() -> None:
+    """Too short for a compressed token: torch fills the output of that branch."""
+    tensors = make(0, length=5)
+    expected = attend_anew(tensors)
+    kinds = {key[0]: value for key, value in problem._kept.items()}
+    assert kinds["forward"] is False and "attention" not in kinds
+    assert_equal(attend(tensors), expected)
+
+
+@pytest.mark.gpu
+def test_a_known_form_lets_no_wrong_call_through() -> None:
+    tensors = make(0)
+    attend_anew(tensors)
+    attend(tensors)
+    *inputs, _ = tensors
+    q, raw_k, raw_v, *rest = inputs
+    cmp = [compress(x, SPEC, backend="triton") for x in (raw_k, raw_v)]
+    given = [q, *cmp, *rest]
+    for wrong, message in (
+        (dict(scale=True), "is not a number"),
+        (dict(backend="cuda"), "backend='cuda' is not known"),
+        (dict(q_offset=1), "q_offset=1"),
+        (dict(selection=torch.zeros(1)), "int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nsa_attention(*given, SPEC, **({"backend": "triton"} | wrong))
+    with pytest.raises(ValueError, match="spec is a str"):
+        nsa_attention(*given, "sizes", backend="triton")  # type: ignore[arg-type]
+    for number, x in ((3, given[3][:, :-1]), (0, given[0].float()), (7, given[7][..., :2])):
+        with pytest.raises(ValueError):
+            nsa_attention(*given[:number], x, *given[number + 1 :], SPEC, backend="triton")
+    with pytest.raises(ValueError, match="x is a list"):
+        compress([1.0], SPEC, backend="triton")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_that_was_not_recorded_reads_the_packed_results() -> None:
+    """The forward pass was replayed without gradients before the first backward pass."""
+    tensors = make(0)
+    expected = attend_anew(tensors)
+    problem._kept.clear()
+    with torch.no_grad():
+        q, raw_k, raw_v, *rest = tensors[:-1]
+        cmp = [compress(x, SPEC, backend="triton") for x in (raw_k, raw_v)]
+        nsa_attention(q, *cmp, *rest, SPEC, backend="triton")
+    assert "backward" not in {key[0] for key in problem._kept}
+    assert_equal(attend(tensors), expected)
+    assert_equal(attend(tensors), expected)
+
+
+@pytest.mark.gpu
+def test_operators_replay_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled code calls them: every result has memory of its own."""
+    tensors = make(0)
+    expected = attend_anew(tensors)
+    monkeypatch.setattr(operators, "_intercepted", lambda tensors: True)
+    monkeypatch.setattr(operators, "repeat_attention", lambda form, tensors: None)
+    anew: list[Any] = []
+    monkeypatch.setattr(operators, "_attention_anew", lambda *args: anew.append(args))
+    assert_equal(attend(tensors), expected)
+    assert not anew
+
+
+# --- Without kernels ---
+
+
+def test_a_tape_refuses_addresses_that_are_not_aligned() -> None:
+    tape = Tape([], [], Sizes(0, 0), torch.device("cpu"), 0)
+    x = torch.zeros(64, dtype=torch.int16)
+    assert tape.bases([x, x[8:]]) == [x.data_ptr(), x.data_ptr() + 16]
+    assert tape.bases([x, x[1:]]) is None
+
+
+def test_blocks_share_the_workspace_unless_they_live_at_the_same_time() -> None:
+    recorder = Recorder([])
+    sizes = (1000, 600, 512, 2000)
+    recorder.blocks = [Block(i << 20, size, False) for i, size in enumerate(sizes)]
+    form = Form((1,), (1,), torch.uint8)
+    known: Any = None
+    # Blocks 0 and 1 live together, then 1 and 2, then 3 alone.
+    for used in ((0, 1), (1, 2), (3,)):
+        recorder.launches.append(Launched(known, [Pointer(i, 0, form) for i in used]))
+    offsets = recorder._fitted([0, 1, 2, 3])
+    assert all(offset % BLOCK_STEP == 0 for offset in offsets.values())
+    spans = {i: range(offsets[i], offsets[i] + sizes[i]) for i in offsets}
+    for i, j in ((0, 1), (1, 2)):
+        assert spans[i].stop <= spans[j].start or spans[j].stop <= spans[i].start
+    assert max(span.stop for span in spans.values()) <= 1024 + 1024
+
+
+def test_a_recorder_notes_what_it_cannot_replay() -> None:
+    x = torch.zeros(8)
+    results, tape = replay.record(lambda x: [x.new_empty(8)], [x], 1)
+    assert tape is not None and tape.results == [Form((8,), (1,), torch.float32)]
+    for function in (
+        lambda x: [x + 1],  # computed by torch
+        lambda x: [x],  # given
+        lambda x: [x.new_empty(8)[2:]],  # a part of a block
+        lambda x: [x.new_empty(8).fill_(1.0)],
+    ):
+        results, tape = replay.record(function, [x], 1)
+        assert tape is None and results[0].dtype == x.dtype
