@@ -227,7 +227,7 @@ def backward(
         _sum_group(problem, group, part, chosen, dq)
         if slots:
             _sum_slots(problem, group, q, lists, slots, sums)
-    return dq, *_rounded(problem, *sums)
+    return dq, *sum_all(problem, 1, sums, 1, k, v)
 
 
 def backward_kv(
@@ -249,7 +249,7 @@ def backward_kv(
         _backward_group(problem, group, q, k, v, dout, stats, lists, slots or sums, None, ordered)
         if slots:
             _sum_slots(problem, group, q, lists, slots, sums)
-    return _rounded(problem, *sums)
+    return sum_all(problem, 1, sums, 1, k, v)
 
 
 def _backward_group(
@@ -352,11 +352,6 @@ def _sum_slots_of(
             | {"HAS_DOCS": problem.packed, "BN": padded(problem.spec.l_sel)},
         ),
     )  # fmt: skip
-
-
-def _rounded(problem: Problem, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums in the dtype of the inputs, by one launch for both."""
-    return sum_all(problem, 1, dk.unsqueeze(1), dv.unsqueeze(1))
 
 
 def _zeros(x: Tensor) -> Tensor:

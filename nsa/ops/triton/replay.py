@@ -393,7 +393,8 @@ class Recorder(TorchDispatchMode):
 
     def _fitted(self, blocks: list[int]) -> dict[int, int]:
         """Offsets in the workspace: blocks that live at the same time do not overlap."""
-        lives, offsets = self._lives(), dict[int, int]()
+        lives = self._lives()
+        offsets: dict[int, int] = {}
         for i in sorted(blocks, key=lambda i: -self.blocks[i].num_bytes):
             first, last = lives[i]
             others = [j for j in offsets if lives[j][0] <= last and first <= lives[j][1]]
