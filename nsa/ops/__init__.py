@@ -11,6 +11,7 @@ Shape letters of the whole package:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -112,7 +113,7 @@ def nsa_attention(
     # The usual call: whether it is allowed and what runs follow from the form of its tensors.
     is_usual = all(x is None for x in (cu_seqlens, cu_seqlens_k, selection))
     if is_usual and type(q_offset) is int and q_offset == 0:
-        form = _form("attention", given, spec, scale, backend)
+        form = _form("attention", given, spec, scale, backend, planning.switch_texts)
         if form is not None and (done := _operators.repeat_attention(form, given)) is not None:
             return done if return_selection else done[0]
     tensors = dict(zip(NAMES, given, strict=True))
@@ -262,7 +263,9 @@ def compress(
     backend: str = "auto",
 ) -> Tensor:  # [B, N, H, D]
     """Compressed tokens by phi = avg: the mean of every complete block of l tokens, stride d."""
-    form = _form("compress", (x,), spec, None, backend) if cu_seqlens is None else None
+    form = None
+    if cu_seqlens is None:
+        form = _form("compress", (x,), spec, None, backend)
     if form is not None and (done := _operators.repeat_mean(form, x)) is not None:
         return done
     doc_lens = checks.check_compress(x, spec, cu_seqlens)
@@ -357,12 +360,17 @@ def sparse_attention(
 
 
 def _form(
-    name: str, tensors: tuple[Tensor, ...], spec: BlockSpec, scale: float | None, backend: str
+    name: str,
+    tensors: tuple[Tensor, ...],
+    spec: BlockSpec,
+    scale: float | None,
+    backend: str,
+    *read: Callable[[], Any],  # what else decides, read where it is needed
 ) -> tuple[Any, ...] | None:
     """Key of calls that the Triton path may know; None: it does not."""
     if _operators is None or checks.is_intercepted():
         return None
-    return checks.form_of(name, tensors, spec, scale, backend, planning.switch_texts())
+    return checks.form_of(name, tensors, spec, scale, backend, *(one() for one in read))
 
 
 def _planner() -> Any:

@@ -195,10 +195,11 @@ class Tape:
 
     def _launch(self, bases: list[Base]) -> None:
         """Run the steps; the workspace is free for what follows on this stream."""
-        own = [_empty_bytes(self.workspace_bytes, self.device)]
+        own = [_empty_bytes(self.workspace_bytes, self.device)] if self.workspace_bytes else []
+        bases.append(own[0].data_ptr() if own else 0)
         if self.zero_bytes:
             own.append(torch.zeros(self.zero_bytes, dtype=torch.uint8, device=self.device))
-        bases = [*bases, *self._starts(own)]
+            bases.append(own[-1].data_ptr())
         values = [*self.constants, *[bases[x.block] + x.offset for x in self.plain]]
         for number, one in enumerate(self.described):
             # Kept by address: in training, tensors return to the places of the last step's.
