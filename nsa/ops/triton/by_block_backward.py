@@ -19,6 +19,7 @@ from nsa.ops.triton.block_index import (
     QueryLists,
     _block_range,
     _item,
+    fill_zeros,
     fitted_tiles,
     group_chunks,
     item_constants,
@@ -216,7 +217,7 @@ def backward(
     Several programs add to those of k and v, atomically and in no fixed order. `ordered`: each
     writes to its own slot, and a second kernel sums the slots in order (deterministic).
     """
-    sums = _zeros(k), _zeros(v)
+    sums = _zeros(problem, k, v)
     dq = problem.empty(*q.shape, dtype=dtype)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
@@ -242,7 +243,7 @@ def backward_kv(
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v alone; by_query.backward_q computes that of q."""
-    sums = _zeros(k), _zeros(v)
+    sums = _zeros(problem, k, v)
     groups = group_chunks(problem, lists, 0, ordered)
     slots = _slots(problem, lists, groups[0]) if ordered else None
     for group in groups:
@@ -354,6 +355,8 @@ def _sum_slots_of(
     )  # fmt: skip
 
 
-def _zeros(x: Tensor) -> Tensor:
+def _zeros(problem: Problem, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 zeros, to which programs add."""
-    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    dk, dv = (problem.empty(*x.shape, dtype=torch.float32) for x in (k, v))
+    fill_zeros(problem, "no sums", dk, dv)
+    return dk, dv

@@ -15,7 +15,7 @@ import copy
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -357,19 +357,20 @@ def is_watched() -> bool:
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
-def launch_again(device: int, steps: list[Any], values: list[Any]) -> None:
-    """Launch the steps of a tape on a device, with arguments from its values."""
+def launch_again(device: int, steps: list[Any], constants: list[Any], values: list[Any]) -> None:
+    """Launch the steps of a tape: functions, and what they pick from constants, stream, values."""
     if interpreted() or not _is_current(device):
         with _current(device):
-            _launch_steps(device, steps, values)
+            _launch_steps(device, steps, constants, values)
     else:
-        _launch_steps(device, steps, values)
+        _launch_steps(device, steps, constants, values)
 
 
-def _launch_steps(device: int, steps: list[Any], values: list[Any]) -> None:
+def _launch_steps(device: int, steps: list[Any], constants: list[Any], values: list[Any]) -> None:
     stream = 0 if interpreted() else torch._C._cuda_getCurrentRawStream(device)
-    for run, grid, head, pick, rest in steps:
-        run(*grid, stream, *head, *pick(values), *rest)
+    values = [*constants, stream, *values]
+    for run, pick in steps:
+        run(*pick(values))
 
 
 class Caller(NamedTuple):
@@ -377,8 +378,8 @@ class Caller(NamedTuple):
 
     run: Any
     head: tuple[Any, ...]
-    metas: list[Any] | None = None
-    """How Triton encodes each descriptor; None: `run` encodes them itself, in every launch."""
+    metas: Sequence[Any] = ()
+    """How Triton encodes each descriptor; none: `run` encodes them itself, in every launch."""
 
 
 def caller_of(known: CachedLaunch) -> Caller:

@@ -359,7 +359,8 @@ class _RepeatedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * (1 + NUM_INPUTS)
-        inputs, saved = ctx.saved_tensors[:NUM_INPUTS], ctx.saved_tensors[NUM_INPUTS:]
+        tensors = ctx.saved_tensors
+        inputs, saved = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
         return None, *_repeat_backward(ctx.known, inputs, saved, dout)
 
 

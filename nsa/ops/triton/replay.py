@@ -91,64 +91,64 @@ def record(
 # --- A recorded call ---
 
 
-class Step(NamedTuple):
-    """A launch: run(*grid, stream, *head, *pick(values), *rest)."""
-
-    run: Any
-    grid: tuple[int, int, int]
-    head: tuple[Any, ...]
-    pick: Callable[[list[Any]], tuple[Any, ...]]
-    rest: tuple[Any, ...]
-
-
 class Tape:
-    """Launches and memory. Its blocks are the given tensors, the results, the workspace, zeros."""
+    """Launches and memory. Its blocks are the given tensors, the results and a workspace."""
 
     def __init__(
         self,
         launches: list[Launched],
         results: list[Form],
-        sizes: Sizes,
+        workspace_bytes: int,
         device: torch.device,
         num_own: int,
     ) -> None:
         self.device, self.results, self.num_own = device, results, num_own
-        self.workspace_bytes, self.zero_bytes = sizes
+        self.workspace_bytes = workspace_bytes
         self.kept_offsets, self.kept_bytes = _in_a_row(map(_num_bytes, results[num_own:]))
-        # What launches pick from: numbers, and None for arguments that a kernel does not have,
-        # then addresses, then descriptors.
-        self.constants: list[Any] = [None]
+        # What launches pick their arguments from: constants, the stream, addresses, descriptors.
+        self.constants: list[Any] = []
         self.plain: list[Pointer] = []
         self.described: list[Described] = []
         picked = [self._arguments(one) for one in launches]
-        self.steps = [self._step(*pair) for pair in zip(launches, picked, strict=True)]
+        self.steps = [(run, itemgetter(*map(self._place, values))) for run, values in picked]
         self._descriptors: dict[tuple[int, int], Any] = {}
         self._index = -1 if device.index is None else device.index
 
-    def _arguments(self, launched: Launched) -> list[tuple[list[Any], int]]:
-        """Where each argument is: one of the lists, and its number there."""
-        places: list[tuple[list[Any], int]] = []
-        metas = iter(launcher.caller_of(launched.known).metas or ())
-        for x in launched.arguments:
+    def _arguments(self, launched: Launched) -> tuple[Any, list[tuple[Any, int]]]:
+        """The function that launches, and for each argument one of the lists and its place there;
+        None: the stream."""
+        known, arguments = launched
+        caller = launcher.caller_of(known)
+        metas = iter(caller.metas)
+        places = [*self._constants(*known.grid), (None, 0), *self._constants(*caller.head)]
+        for x in arguments:
             if x is None:
-                places.append((self.constants, 0))
+                places += self._constants(None)
             elif x.rows is None:
-                places.append((self.plain, _number(self.plain, x)))
+                self.plain += [] if x in self.plain else [x]
+                places.append((self.plain, self.plain.index(x)))
             else:
                 meta = next(metas, None)
                 self.described.append(Described(x.block, x.offset, x, x.rows, meta))
                 places.append((self.described, len(self.described) - 1))
                 # An encoded descriptor is followed by its sizes and strides.
-                numbers = (*x.rows.shape, *x.rows.strides) if meta is not None else ()
-                places += [(self.constants, _number(self.constants, n)) for n in numbers]
-        return places
+                if meta is not None:
+                    places += self._constants(*x.rows.shape, *x.rows.strides)
+        return caller.run, [*places, *self._constants(*known.rest)]
 
-    def _step(self, launched: Launched, places: list[tuple[list[Any], int]]) -> Step:
-        firsts = {id(self.constants): 0, id(self.plain): len(self.constants)}
-        firsts[id(self.described)] = len(self.constants) + len(self.plain)
-        pick = itemgetter(*(firsts[id(where)] + number for where, number in places))
-        caller = launcher.caller_of(launched.known)
-        return Step(caller.run, launched.known.grid, caller.head, pick, launched.known.rest)
+    def _constants(self, *values: Any) -> list[tuple[Any, int]]:
+        first = len(self.constants)
+        self.constants += values
+        return [(self.constants, first + i) for i in range(len(values))]
+
+    def _place(self, place: tuple[Any, int]) -> int:
+        """Where an argument is among all values."""
+        values, number = place
+        stream = len(self.constants)
+        if values is None:
+            return stream
+        firsts = {id(self.constants): 0, id(self.plain): stream + 1}
+        return number + firsts.get(id(values), stream + 1 + len(self.plain))
 
     def repeat(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         """The results for these tensors. None where the call has to run anew: an address is not
@@ -195,17 +195,16 @@ class Tape:
 
     def _launch(self, bases: list[Base]) -> None:
         """Run the steps; the workspace is free for what follows on this stream."""
-        own = [_empty_bytes(self.workspace_bytes, self.device)] if self.workspace_bytes else []
-        bases.append(own[0].data_ptr() if own else 0)
-        if self.zero_bytes:
-            own.append(torch.zeros(self.zero_bytes, dtype=torch.uint8, device=self.device))
-            bases.append(own[-1].data_ptr())
-        values = [*self.constants, *[bases[x.block] + x.offset for x in self.plain]]
+        workspace = None
+        if self.workspace_bytes:
+            workspace = _empty_bytes(self.workspace_bytes, self.device)
+        bases.append(workspace.data_ptr() if workspace is not None else 0)
+        values = [bases[x.block] + x.offset for x in self.plain]
         for number, one in enumerate(self.described):
             # Kept by address: in training, tensors return to the places of the last step's.
             at = number, bases[one.block] + one.offset
             values.append(self._descriptors.get(at) or self._encode(one, at))
-        launcher.launch_again(self._index, self.steps, values)
+        launcher.launch_again(self._index, self.steps, self.constants, values)
 
     def _encode(self, one: Described, at: tuple[int, int]) -> Any:
         if len(self._descriptors) >= MAX_DESCRIPTORS:
@@ -227,25 +226,16 @@ class InterpretedTape(Tape):
         return list(tensors)
 
     def _launch(self, bases: list[Base]) -> None:
-        own = [_empty_bytes(self.workspace_bytes, self.device)]
-        own.append(torch.zeros(self.zero_bytes, dtype=torch.uint8, device=self.device))
-        bases = [*bases, *own]
-        values = [*self.constants, *(_tensor_at(x, bases) for x in self.plain)]
+        bases.append(_empty_bytes(self.workspace_bytes, self.device))
+        values = [_tensor_at(x, bases) for x in self.plain]
         for x in self.described:
             values.append(launcher.moved_rows(x.rows, _tensor_at(x.pointer, bases)))
-        launcher.launch_again(self._index, self.steps, values)
+        launcher.launch_again(self._index, self.steps, self.constants, values)
 
 
 def _tensor_at(pointer: Pointer, bases: list[Base]) -> Tensor:
     x, form = bases[pointer.block], pointer.form
     return x if Form.of(x) == form else _view(x.flatten().view(torch.uint8), pointer.offset, form)
-
-
-def _number(values: list[Any], value: Any) -> int:
-    """Where a value is in a list; appended if it is not."""
-    if value not in values:
-        values.append(value)
-    return values.index(value)
 
 
 # --- Recording ---
@@ -258,19 +248,11 @@ class Launched(NamedTuple):
     arguments: list[Pointer | None]
 
 
-class Sizes(NamedTuple):
-    """Bytes of what a call has for itself."""
-
-    workspace: int
-    zeros: int
-
-
 class Block(NamedTuple):
     """Memory that was allocated within a recorded call."""
 
     start: int
     num_bytes: int
-    is_zero: bool
 
 
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
@@ -292,12 +274,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_zero = func is torch.ops.aten.zeros.default
         if self._is_paused or func.is_view:
             return result
-        if func in ALLOCATIONS or is_zero:
-            num_bytes = result.numel() * result.element_size()
-            self.blocks.append(Block(result.data_ptr(), num_bytes, is_zero))
+        if func in ALLOCATIONS:
+            self.blocks.append(_block_of(result))
         else:
             self.obstacle = f"{func} is not a launch"
         return result
@@ -341,7 +321,7 @@ class Recorder(TorchDispatchMode):
     def _block_at(self, address: int) -> int | None:
         """The latest block there: what was freed may be allocated again."""
         for number in reversed(range(len(self.blocks))):
-            start, num_bytes, _ = self.blocks[number]
+            start, num_bytes = self.blocks[number]
             if start <= address < start + num_bytes:
                 return number
         return None
@@ -352,21 +332,18 @@ class Recorder(TorchDispatchMode):
         if self.obstacle:
             return None
         num_given = len(self.given)
-        temporary = [i for i in self._lives() if i not in where]
-        zeros = [i for i in temporary if self.blocks[i].is_zero]
-        offsets, zero_bytes = _in_a_row(self.blocks[i].num_bytes for i in zeros)
-        own, first = num_given + len(results), self._fitted([*set(temporary) - set(zeros)])
+        own = num_given + len(results)
+        inside = self._fitted([i for i in self._lives() if i not in where])
         places = {i: (num_given + place, 0) for i, place in where.items()}
-        places |= {i: (own + 1, offset) for i, offset in zip(zeros, offsets, strict=True)}
-        places |= {i: (own, offset) for i, offset in first.items()}
-        ends = (offset + self.blocks[i].num_bytes for i, offset in first.items())
-        sizes = Sizes(_rounded(max(ends, default=0)), zero_bytes)
+        places |= {i: (own, offset) for i, offset in inside.items()}
+        workspace_bytes = max((inside[i] + self._step_of(i) for i in inside), default=0)
         launches = [
             Launched(known, [_moved(x, places, num_given, own) for x in arguments])
             for known, arguments in self.launches
         ]
         kind = InterpretedTape if interpreted() else Tape
-        return kind(launches, [Form.of(x) for x in results], sizes, self.given[0].device, num_own)
+        forms, device = [Form.of(x) for x in results], self.given[0].device
+        return kind(launches, forms, workspace_bytes, device, num_own)
 
     def _places_of(self, results: Sequence[Tensor]) -> dict[int, int]:
         """Which block is which result."""
@@ -422,7 +399,7 @@ def _moved(
 
 
 def _block_of(x: Tensor) -> Block:
-    return Block(x.data_ptr(), x.numel() * x.element_size(), False)
+    return Block(x.data_ptr(), x.numel() * x.element_size())
 
 
 def _without_tensor(rows: Rows) -> Rows:

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa import BlockSpec, compress, nsa_attention
 from nsa.ops.triton import operators, problem, replay
 from nsa.ops.triton import tiles as tile_sizes
-from nsa.ops.triton.replay import BLOCK_STEP, Block, Form, Launched, Pointer, Recorder, Sizes, Tape
+from nsa.ops.triton.replay import BLOCK_STEP, Block, Form, Launched, Pointer, Recorder, Tape
 from nsa.tests.support.gpu import DEVICE
 
 SPEC = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11)
@@ -164,7 +164,7 @@ def test_operators_replay_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_tape_refuses_addresses_that_are_not_aligned() -> None:
-    tape = Tape([], [], Sizes(0, 0), torch.device("cpu"), 0)
+    tape = Tape([], [], 0, torch.device("cpu"), 0)
     x = torch.zeros(64, dtype=torch.int16)
     assert tape.bases([x, x[8:]]) == [x.data_ptr(), x.data_ptr() + 16]
     assert tape.bases([x, x[1:]]) is None
@@ -173,7 +173,7 @@ def test_a_tape_refuses_addresses_that_are_not_aligned() -> None:
 def test_blocks_share_the_workspace_unless_they_live_at_the_same_time() -> None:
     recorder = Recorder([])
     sizes = (1000, 600, 512, 2000)
-    recorder.blocks = [Block(i << 20, size, False) for i, size in enumerate(sizes)]
+    recorder.blocks = [Block(i << 20, size) for i, size in enumerate(sizes)]
     form = Form((1,), (1,), torch.uint8)
     known: Any = None
     # Blocks 0 and 1 live together, then 1 and 2, then 3 alone.
