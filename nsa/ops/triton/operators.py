@@ -20,7 +20,7 @@ implementations, gradients; registration is last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ from nsa.ops.triton.problem import LONG_FROM, Problem, keep, kept, problem_of
 from nsa.ops.triton.replay import Tape, record
 
 NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
+NVTX = [field.name for field in fields(Flags)].index("nvtx")
+"""Place of that flag in the arguments of an operator."""
 NUM_OWN = 2
 """Results that the caller gets: the output and the selection."""
 MAX_GRID = 65535
@@ -110,7 +112,8 @@ def nsa_attention(
     if q.shape[0] <= most:
         out, used = _attend(tensors, selection, static)
         if form is not None and selection is None:
-            _remember(form, _key("forward", tensors, *static.plain()), static.plain())
+            rest = (None, *static.plain())
+            _remember(form, _forward_key(tensors, *rest), rest)
         return out, used
     outs, chosen = [], []
     for first in range(0, q.shape[0], most):
@@ -259,14 +262,14 @@ def call_attention(*args: Any) -> tuple[Tensor, Tensor]:
     if _intercepted(args[:NUM_INPUTS]):
         out, ids, *_ = torch.ops.nsa.attention(*args)
         return out, ids
-    return _Attention.apply(*args)
+    return _Attention.apply(None, args[NUM_INPUTS:], *args[:NUM_INPUTS])
 
 
 def call_mean(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     """nsa::mean."""
     if _intercepted((x,)):
         return torch.ops.nsa.mean(x, spec.to_ints(), doc_lens)
-    return _Mean.apply(x, spec.to_ints(), doc_lens)
+    return _Mean.apply(None, (spec.to_ints(), doc_lens), x)
 
 
 def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
@@ -274,55 +277,22 @@ def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
     return is_intercepted() or not all(type(x) in PLAIN for x in tensors)
 
 
-class _Attention(torch.autograd.Function):
-    """nsa::attention without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        results = _attention(*args)
-        _attention_context(ctx, args, results)
-        ctx.mark_non_differentiable(results[1])
-        return results[0], results[1]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * NUM_INPUTS + NO_GRADIENTS
-        grads = _attention_backward(*ctx.saved_tensors, dout, *ctx.static)
-        return (*grads, *NO_GRADIENTS)
-
-
-class _Mean(torch.autograd.Function):
-    """nsa::mean without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        _mean_context(ctx, args)
-        return _mean(*args)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _mean_backward(dout, ctx.seq_len, *ctx.static), None, None
-
-
-# --- Calls that were recorded, without checks, plans and the dispatcher: see replay.py ---
+# --- The same as plain autograd functions, and calls that were recorded: see replay.py ---
 
 
 class Repeated:
     """Calls of one form: the tape of their forward pass, those of the backward pass by the form of
-    the gradient, and the arguments of the operator that are not tensors."""
+    the gradient, and the arguments of the operator after its tensors."""
 
-    def __init__(self, tape: Tape, static: tuple[Any, ...]) -> None:
-        self.tape, self.static = tape, static
+    def __init__(self, tape: Tape, rest: tuple[Any, ...]) -> None:
+        self.tape, self.rest = tape, rest
         self.backward: dict[tuple[Any, ...], Tape] = {}
 
 
-def _remember(form: tuple[Any, ...], key: tuple[Any, ...], static: tuple[Any, ...]) -> None:
+def _remember(form: tuple[Any, ...], key: tuple[Any, ...] | None, rest: tuple[Any, ...]) -> None:
     """Let calls of this form repeat what was recorded under a key, if it was."""
     if tape := kept(key):
-        keep(form, Repeated(tape, static))
+        keep(form, Repeated(tape, rest))
 
 
 def repeat_attention(
@@ -330,25 +300,33 @@ def repeat_attention(
 ) -> tuple[Tensor, Tensor] | None:
     """nsa_attention of a form that is known; None: it is not."""
     known = kept(form)
-    return None if known is None else _RepeatedAttention.apply(known, *tensors)
+    return None if known is None else _Attention.apply(known, known.rest, *tensors)
 
 
 def repeat_mean(form: tuple[Any, ...], x: Tensor) -> Tensor | None:
     """compress of a form that is known; None: it is not."""
     known = kept(form)
-    return None if known is None else _RepeatedMean.apply(known, x)
+    return None if known is None else _Mean.apply(known, known.rest, x)
 
 
-class _RepeatedAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
+    """nsa::attention; `known` may be None."""
+
     @staticmethod
-    def forward(ctx: Any, known: Repeated, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        packed = known.tape.repeat_packed(tensors)
+    def forward(
+        ctx: Any, known: Repeated | None, rest: tuple[Any, ...], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        packed = known.tape.repeat_packed(tensors) if known else None
         if packed is None:
-            out, *saved = _attention_anew(None, *tensors, None, *known.static)
+            out, *saved = _attention(*tensors, *rest)
+            if known is None and (tape := kept(_forward_key(tensors, *rest))):
+                known = Repeated(tape, rest)
+            # All calls of a form save alike: recomputation compares what is saved.
+            saved = saved if known is None else [saved[0], known.tape.pack(saved[1:])]
         else:
             (out, *saved), buffer = packed
             saved.append(buffer)
-        ctx.known = known
+        ctx.known, ctx.static = known, rest[1:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(saved[0])
         ctx.save_for_backward(*tensors, *saved)
@@ -358,51 +336,56 @@ class _RepeatedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * (1 + NUM_INPUTS)
+            return (None,) * (2 + NUM_INPUTS)
         tensors = ctx.saved_tensors
-        inputs, saved = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
-        return None, *_repeat_backward(ctx.known, inputs, saved, dout)
+        if ctx.known is None:
+            return None, None, *_attention_backward(*tensors, dout, *ctx.static)
+        *inputs, ids, buffer = tensors
+        return None, None, *_packed_backward(ctx.known, inputs, ids, buffer, dout, ctx.static)
 
 
-def _repeat_backward(
-    known: Repeated, inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], dout: Tensor
+def _packed_backward(
+    known: Repeated,
+    inputs: list[Tensor],
+    ids: Tensor,
+    buffer: Tensor,
+    dout: Tensor,
+    static: tuple[Any, ...],
 ) -> Sequence[Tensor]:
-    """Gradients of the inputs; `saved` is Saved, or the selection and a buffer of the rest."""
-    if len(saved) == NUM_SAVED:
-        return _attention_backward(*inputs, *saved, dout, *known.static)
-    ids, buffer = saved
+    """Gradients of the inputs, from the selection and a buffer of the other saved results."""
     kind = torch.are_deterministic_algorithms_enabled(), *_form(dout)
     tape = known.backward.get(kind)
     bases = tape.bases((*inputs, ids, dout)) if tape else None
     if tape is not None and bases is not None:
         *before, last = bases
         return tape.repeat_at([*before, *known.tape.kept(buffer), last])
-    saved = (ids, *known.tape.unpacked(buffer))
-    grads = _attention_backward(*inputs, *saved, dout, *known.static)
-    if tape := kept(_backward_key((*inputs, dout), known.static)):
+    grads = _attention_backward(*inputs, ids, *known.tape.unpacked(buffer), dout, *static)
+    if tape := kept(_backward_key((*inputs, dout), static)):
         known.backward[kind] = tape
     return grads
 
 
-class _RepeatedMean(torch.autograd.Function):
+class _Mean(torch.autograd.Function):
+    """nsa::mean; `known` may be None."""
+
     @staticmethod
-    def forward(ctx: Any, known: Repeated, x: Tensor) -> Tensor:
-        ctx.known, ctx.seq_len = known, x.shape[1]
-        done = known.tape.repeat((x,))
-        return _mean_anew(None, x, *known.static) if done is None else done[0]
+    def forward(ctx: Any, known: Repeated | None, rest: tuple[Any, ...], x: Tensor) -> Tensor:
+        ctx.known, ctx.seq_len, ctx.rest = known, x.shape[1], rest
+        done = known.tape.repeat((x,)) if known else None
+        return _mean(x, *rest) if done is None else done[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         known, form = ctx.known, _form(dout)
-        tape = known.backward.get(form)
+        tape = known.backward.get(form) if known else None
         done = tape.repeat((dout,)) if tape else None
         if done is not None:
-            return None, done[0]
-        dx = _mean_backward(dout, ctx.seq_len, *known.static)
-        if tape := kept(_key("mean_backward", (dout,), ctx.seq_len, *known.static)):
+            return None, None, done[0]
+        dx = _mean_backward(dout, ctx.seq_len, *ctx.rest)
+        if known and (tape := kept(_key("mean_backward", (dout,), ctx.seq_len, *ctx.rest))):
             known.backward[form] = tape
-        return None, dx
+        return None, None, dx
 
 
 def _key(name: str, tensors: Sequence[Tensor], *rest: Any) -> tuple[Any, ...]:
@@ -415,7 +398,7 @@ def _form(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, x.shape, x.stride()
 
 
-def _repeat(key: tuple[Any, ...], given: Sequence[Tensor]) -> list[Tensor] | None:
+def _repeat(key: tuple[Any, ...] | None, given: Sequence[Tensor]) -> list[Tensor] | None:
     """The results of an operator whose call was recorded; None: it runs anew."""
     tape: Tape | None = kept(key)
     return tape.repeat(given) if tape else None
@@ -456,20 +439,34 @@ def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attention(*args: Any) -> tuple[Tensor, ...]:
-    given, (selection, *static) = args[:NUM_INPUTS], args[NUM_INPUTS:]
-    key = None
-    if selection is None and _is_repeatable(given, Static.of(*static)):
-        key = _key("forward", given, *static)
-        results = _repeat(key, given)
-        if results is not None:
-            return tuple(results)
-    return tuple(_attention_anew(key, *args))
+    given, rest = args[:NUM_INPUTS], args[NUM_INPUTS:]
+    key = _forward_key(given, *rest)
+    results = _repeat(key, given)
+    return tuple(_attention_anew(key, *args) if results is None else results)
 
 
-def _is_repeatable(inputs: Sequence[Tensor], static: Static) -> bool:
-    """Whether calls of the form may launch the same kernels each time. Long ones ask cuDNN."""
-    short = inputs[0].shape[1] < LONG_FROM
-    return short and len(static.doc_lens) == 1 and not static.query_lens and not static.flags.nvtx
+def _forward_key(
+    inputs: Sequence[Tensor], selection: Tensor | None, *static: Any
+) -> tuple[Any, ...] | None:
+    """Key of the forward pass; None: it is never replayed."""
+    if selection is not None or not _is_repeatable(inputs, *static):
+        return None
+    return _key("forward", inputs, *static)
+
+
+def _is_repeatable(
+    inputs: Sequence[Tensor],
+    blocks: list[int],
+    scale: float,
+    doc_lens: list[int],
+    flags: list[bool],
+    query_lens: list[int],
+    offsets: list[int],
+) -> bool:
+    """Whether calls of the form launch the same kernels each time. Long ones ask cuDNN."""
+    if inputs[0].shape[1] >= LONG_FROM or flags[NVTX]:
+        return False
+    return len(doc_lens) == 1 and not query_lens
 
 
 @_on_device
@@ -547,17 +544,15 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     given, static = args[: NUM_INPUTS + NUM_SAVED + 1], args[NUM_INPUTS + NUM_SAVED + 1 :]
-    key = None
-    if _is_repeatable(given, Static.of(*static)):
-        key = _backward_key((*given[:NUM_INPUTS], given[-1]), static)
-        results = _repeat(key, given)
-        if results is not None:
-            return tuple(results)
-    return tuple(_attention_backward_anew(key, *args))
+    key = _backward_key((*given[:NUM_INPUTS], given[-1]), static)
+    results = _repeat(key, given)
+    return tuple(_attention_backward_anew(key, *args) if results is None else results)
 
 
-def _backward_key(tensors: Sequence[Tensor], static: Sequence[Any]) -> tuple[Any, ...]:
-    """Key of the backward pass for inputs and the gradient of the output."""
+def _backward_key(tensors: Sequence[Tensor], static: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Key of the backward pass for inputs and the gradient of the output; None: never replayed."""
+    if not _is_repeatable(tensors, *static):
+        return None
     return _key("backward", tensors, torch.are_deterministic_algorithms_enabled(), *static)
 
 
@@ -607,7 +602,7 @@ def _select_fake(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
 
 def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
     key = _key("mean", (x,), blocks, doc_lens) if len(doc_lens) == 1 else None
-    done = _repeat(key, (x,)) if key else None
+    done = _repeat(key, (x,))
     return _mean_anew(key, x, blocks, doc_lens) if done is None else done[0]
 
 
@@ -629,7 +624,7 @@ def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
 def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
     rest = (seq_len, blocks, doc_lens)
     key = _key("mean_backward", (dout,), *rest) if len(doc_lens) == 1 else None
-    done = _repeat(key, (dout,)) if key else None
+    done = _repeat(key, (dout,))
     return _mean_backward_anew(key, dout, *rest) if done is None else done[0]
 
 
@@ -656,12 +651,8 @@ def _mean_backward_fake(
 # --- Autograd: contexts and gradients ---
 
 
-def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    _attention_context(ctx, inputs, output)
-
-
 def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
     results = Results(*output)
     ctx.set_materialize_grads(False)  # only the output has a gradient
     ctx.save_for_backward(*inputs[:NUM_INPUTS], *(getattr(results, x) for x in Saved._fields))
@@ -675,7 +666,7 @@ def _attention_gradients(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tenso
     return (*grads, *NO_GRADIENTS)
 
 
-def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.seq_len = inputs[0].shape[1]
     ctx.static = inputs[1:]
 
@@ -730,7 +721,7 @@ for _name, (_real, _fake) in IMPLEMENTATIONS.items():
     torch.library.impl(f"nsa::{_name}", EVERYWHERE, _real)
     torch.library.register_fake(f"nsa::{_name}", _fake)
 torch.library.register_autograd(
-    "nsa::attention", _attention_gradients, setup_context=_attention_setup
+    "nsa::attention", _attention_gradients, setup_context=_attention_context
 )
 torch.library.register_autograd("nsa::mean", _mean_gradients, setup_context=_mean_context)
 for _name in ("attention_backward", "mean_backward"):

@@ -381,9 +381,9 @@ def problem_of(
     return problem
 
 
-def kept(key: tuple[Any, ...]) -> Any:
+def kept(key: tuple[Any, ...] | None) -> Any:
     """What was kept for calls of a form: a problem, or what was recorded; None: nothing."""
-    return _kept.get(key)
+    return None if key is None else _kept.get(key)
 
 
 def keep(key: tuple[Any, ...], value: Any) -> None:

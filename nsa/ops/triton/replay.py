@@ -172,6 +172,13 @@ class Tape:
         self._launch([*bases, *self._starts(results), *self.kept(buffer)])
         return results, buffer
 
+    def pack(self, results: Sequence[Tensor]) -> Tensor:
+        """Such a buffer, with copies of results that a call has made anew."""
+        buffer = _empty_bytes(self.kept_bytes, self.device)
+        for place, x in zip(self.unpacked(buffer), results, strict=True):
+            place.copy_(x)
+        return buffer
+
     def kept(self, buffer: Tensor) -> list[Base]:
         """The bases of the results in a buffer of `repeat_packed`."""
         start = buffer.data_ptr()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -145,6 +146,24 @@ def test_a_backward_pass_that_was_not_recorded_reads_the_packed_results() -> Non
     assert "backward" not in {key[0] for key in problem._kept}
     assert_equal(attend(tensors), expected)
     assert_equal(attend(tensors), expected)
+
+
+@pytest.mark.gpu
+def test_recomputation_finds_what_the_first_call_saved() -> None:
+    """It runs anew, is recorded, and is then replayed for the backward pass."""
+    tensors = make(0)
+    expected = attend_anew(tensors)
+    problem._kept.clear()
+    *inputs, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def layer(q: Tensor, raw_k: Tensor, raw_v: Tensor, *rest: Tensor) -> Tensor:
+        cmp = [compress(x, SPEC, backend="triton") for x in (raw_k, raw_v)]
+        return nsa_attention(q, *cmp, *rest, SPEC, backend="triton")
+
+    out = checkpoint(layer, *leaves, use_reentrant=False)
+    grads = torch.autograd.grad(out, leaves, dout)
+    assert_equal((out.detach(), expected[1], list(grads)), expected)
 
 
 @pytest.mark.gpu
