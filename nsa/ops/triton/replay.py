@@ -191,10 +191,10 @@ class Tape:
 
     def bases(self, given: Sequence[Tensor]) -> list[Base] | None:
         """The bases of given tensors; None: see `repeat`."""
-        starts = self._starts(given)
+        starts = [x.data_ptr() for x in given]
         bits = 0
-        for x in starts:
-            bits |= x
+        for start in starts:
+            bits |= start
         return None if bits % ALIGNMENT or launcher.is_watched() else starts
 
     def _starts(self, tensors: Sequence[Tensor]) -> list[Base]:
@@ -224,7 +224,7 @@ class InterpretedTape(Tape):
     """The same in Triton's interpreter, which takes tensors instead of addresses."""
 
     def bases(self, given: Sequence[Tensor]) -> list[Base] | None:
-        return list(given)
+        return None if super().bases(given) is None else list(given)
 
     def kept(self, buffer: Tensor) -> list[Base]:
         return self.unpacked(buffer)

@@ -16,11 +16,15 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, nsa_attention
+from nsa.ops import reference
 from nsa.ops.triton import operators, problem, replay
+from nsa.ops.triton import select as scoring
 from nsa.ops.triton import tiles as tile_sizes
 from nsa.ops.triton.replay import BLOCK_STEP, Block, Form, Launched, Pointer, Recorder, Tape
-from nsa.tests.support.gpu import DEVICE
+from nsa.tests.support.gpu import DEVICE, on_gpu
 
+attention: Any = nsa_attention
+"""Its overloads take no starred arguments."""
 SPEC = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=11)
 ORDERS = ("masked", "by-block", "by-query")
 TAPES = {"mean", "mean_backward", "forward", "backward"}
@@ -57,7 +61,7 @@ def attend(tensors: list[Tensor], **options: Any) -> tuple[Tensor, Tensor, list[
     q, raw_k, raw_v, *rest = leaves = [x.detach().requires_grad_() for x in inputs]
     cmp = [compress(x, SPEC, backend="triton") for x in (raw_k, raw_v)]
     options = {"backend": "triton", "return_selection": True} | options
-    out, ids = nsa_attention(q, *cmp, *rest, SPEC, **options)
+    out, ids = attention(q, *cmp, *rest, SPEC, **options)
     return out.detach(), ids, list(torch.autograd.grad(out, leaves, dout))
 
 
@@ -98,6 +102,128 @@ def test_tensors_that_were_one_may_be_two_in_a_replay() -> None:
 
 
 @pytest.mark.gpu
+def test_strided_and_misaligned_tensors_are_read_where_they_are() -> None:
+    """Recorded from whole tensors; the others have the same sizes, not the same places."""
+    whole = make(0)
+    expected = attend_anew(whole)
+    attend_anew(make(1))
+    assert_equal(attend([shifted(x) for x in whole]), expected)
+    strided = [inside(x) for x in whole[:-1]] + whole[-1:]
+    for _ in range(2):  # recorded, then replayed
+        assert_equal(attend(strided), expected)
+    assert_equal(attend([*map(shifted, strided[:-1]), strided[-1]]), expected)
+
+
+def inside(x: Tensor) -> Tensor:
+    """x as a part of the heads of a larger tensor, as a projection gives it."""
+    wide = torch.full((*x.shape[:2], x.shape[2] + 3, x.shape[3]), torch.nan, dtype=x.dtype)
+    wide = wide.to(DEVICE)
+    wide[:, :, 2:-1] = x
+    return wide[:, :, 2:-1]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """x with the same strides, at an address that is no multiple of 16."""
+    first = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    memory = torch.zeros(first + 2, dtype=x.dtype, device=DEVICE)
+    return memory.as_strided(x.shape, x.stride(), 1).copy_(x)
+
+
+@pytest.mark.gpu
+def test_packed_documents_run_anew_each_time() -> None:
+    tensors = make(0)
+    bounds = torch.tensor([0, 20, tensors[0].shape[1]], dtype=torch.int32)
+    q, raw_k, raw_v, *rest = tensors[:-1]
+
+    def run() -> Tensor:
+        cmp = [compress(x, SPEC, cu_seqlens=bounds, backend="triton") for x in (raw_k, raw_v)]
+        return attention(q, *cmp, *rest, SPEC, cu_seqlens=bounds, backend="triton")
+
+    attend_anew(tensors)
+    known = set(problem._kept)
+    assert torch.equal(run(), run())
+    assert set(problem._kept) == known
+
+
+@pytest.mark.gpu
+def test_deterministic_mode_has_tapes_of_its_own(force_order: Any) -> None:
+    force_order("by-block")
+    tensors = make(0)
+    free = attend_anew(tensors)
+    torch.use_deterministic_algorithms(True)
+    try:
+        ordered = attend(tensors)
+        again = attend(tensors)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    names = [key[0] for key in problem._kept]
+    assert names.count("backward") == 2
+    assert_equal(again, ordered)
+    assert all(torch.equal(x, y) for x, y in zip(again[2], ordered[2], strict=True))
+    assert_equal(attend(tensors), free)
+
+
+@pytest.mark.gpu
+def test_a_switch_counts_for_calls_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make(0)
+    expected = attend_anew(tensors)
+    attend(tensors)
+    chosen: list[Any] = []
+    choose = reference.select_blocks
+
+    def select(*args: Any, **options: Any) -> Tensor:
+        chosen.append(args)
+        return choose(*args, **options)
+
+    monkeypatch.setattr(reference, "select_blocks", select)
+    monkeypatch.setenv("NSA_SEL_RANGES_V2", "0")  # the oracle chooses
+    for _ in range(2):
+        assert_equal(attend(tensors), expected)
+    assert len(chosen) == 2
+    monkeypatch.delenv("NSA_SEL_RANGES_V2")
+    checked: list[Any] = []
+    monkeypatch.setattr(scoring, "assert_selection", lambda *args: checked.append(args))
+    monkeypatch.setenv("NSA_STRICT_ASSERTS", "1")
+    for _ in range(2):
+        assert_equal(attend(tensors), expected)
+    assert len(checked) == 2
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_replay_can_be_captured() -> None:
+    """In a graph, a call that is known reads what its tensors hold when the graph is replayed."""
+    first, second = make(0), make(1)
+    expected = attend_anew(second)
+    held = [x.clone() for x in first]
+    attend(held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(held)
+    for x, y in zip(held, second, strict=True):
+        x.copy_(y)
+    graph.replay()
+    assert_equal(found, expected)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_replay_runs_on_the_current_stream() -> None:
+    tensors = make(0)
+    expected = attend_anew(tensors)
+    side = torch.cuda.Stream(torch.device(DEVICE))
+    side.wait_stream(torch.cuda.current_stream(torch.device(DEVICE)))
+    late = [torch.full_like(x, torch.nan) for x in tensors]
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        for x, y in zip(late, tensors, strict=True):
+            x.copy_(y)
+        found = attend(late)
+    side.synchronize()
+    assert_equal(found, expected)
+
+
+@pytest.mark.gpu
 def test_what_is_no_launch_is_not_replayed() -> None:
     """Too short for a compressed token: torch fills the output of that branch."""
     tensors = make(0, length=5)
@@ -123,12 +249,12 @@ def test_a_known_form_lets_no_wrong_call_through() -> None:
         (dict(selection=torch.zeros(1)), "int32"),
     ):
         with pytest.raises(ValueError, match=message):
-            nsa_attention(*given, SPEC, **({"backend": "triton"} | wrong))
+            attention(*given, SPEC, **({"backend": "triton"} | wrong))
     with pytest.raises(ValueError, match="spec is a str"):
-        nsa_attention(*given, "sizes", backend="triton")  # type: ignore[arg-type]
+        attention(*given, "sizes", backend="triton")
     for number, x in ((3, given[3][:, :-1]), (0, given[0].float()), (7, given[7][..., :2])):
         with pytest.raises(ValueError):
-            nsa_attention(*given[:number], x, *given[number + 1 :], SPEC, backend="triton")
+            attention(*given[:number], x, *given[number + 1 :], SPEC, backend="triton")
     with pytest.raises(ValueError, match="x is a list"):
         compress([1.0], SPEC, backend="triton")  # type: ignore[arg-type]
 
@@ -142,7 +268,9 @@ def test_a_backward_pass_that_was_not_recorded_reads_the_packed_results() -> Non
     with torch.no_grad():
         q, raw_k, raw_v, *rest = tensors[:-1]
         cmp = [compress(x, SPEC, backend="triton") for x in (raw_k, raw_v)]
-        nsa_attention(q, *cmp, *rest, SPEC, backend="triton")
+        attention(q, *cmp, *rest, SPEC, backend="triton")
+        again = attention(q, *cmp, *rest, SPEC, backend="triton")
+    assert torch.equal(again, expected[0])
     assert "backward" not in {key[0] for key in problem._kept}
     assert_equal(attend(tensors), expected)
     assert_equal(attend(tensors), expected)
@@ -159,7 +287,7 @@ def test_recomputation_finds_what_the_first_call_saved() -> None:
 
     def layer(q: Tensor, raw_k: Tensor, raw_v: Tensor, *rest: Tensor) -> Tensor:
         cmp = [compress(x, SPEC, backend="triton") for x in (raw_k, raw_v)]
-        return nsa_attention(q, *cmp, *rest, SPEC, backend="triton")
+        return attention(q, *cmp, *rest, SPEC, backend="triton")
 
     out = checkpoint(layer, *leaves, use_reentrant=False)
     grads = torch.autograd.grad(out, leaves, dout)
