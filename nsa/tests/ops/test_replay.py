@@ -17,10 +17,12 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, nsa_attention
 from nsa.ops import reference
-from nsa.ops.triton import operators, problem, replay
+from nsa.ops.triton import operators, problem
 from nsa.ops.triton import select as scoring
 from nsa.ops.triton import tiles as tile_sizes
-from nsa.ops.triton.replay import BLOCK_STEP, Block, Form, Launched, Pointer, Recorder, Tape
+from nsa.ops.triton.replay import calls
+from nsa.ops.triton.replay.recorder import Block, Recorder, record
+from nsa.ops.triton.replay.tape import BLOCK_STEP, Form, Launched, Pointer, Tape
 from nsa.tests.support.gpu import DEVICE, on_gpu
 
 attention: Any = nsa_attention
@@ -302,7 +304,7 @@ def test_operators_replay_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(operators, "_intercepted", lambda tensors: True)
     monkeypatch.setattr(operators, "repeat_attention", lambda form, tensors: None)
     anew: list[Any] = []
-    monkeypatch.setattr(operators, "_attention_anew", lambda *args: anew.append(args))
+    monkeypatch.setattr(calls, "_forward_anew", lambda *args: anew.append(args))
     assert_equal(attend(tensors), expected)
     assert not anew
 
@@ -336,7 +338,7 @@ def test_blocks_share_the_workspace_unless_they_live_at_the_same_time() -> None:
 
 def test_a_recorder_notes_what_it_cannot_replay() -> None:
     x = torch.zeros(8)
-    results, tape = replay.record(lambda x: [x.new_empty(8)], [x], 1)
+    results, tape = record(lambda x: [x.new_empty(8)], [x], 1)
     assert tape is not None and tape.results == [Form((8,), (1,), torch.float32)]
     for function in (
         lambda x: [x + 1],  # computed by torch
@@ -344,5 +346,5 @@ def test_a_recorder_notes_what_it_cannot_replay() -> None:
         lambda x: [x.new_empty(8)[2:]],  # a part of a block
         lambda x: [x.new_empty(8).fill_(1.0)],
     ):
-        results, tape = replay.record(function, [x], 1)
+        results, tape = record(function, [x], 1)
         assert tape is None and results[0].dtype == x.dtype

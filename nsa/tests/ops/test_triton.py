@@ -21,6 +21,7 @@ from nsa.ops.triton import (
     select,
 )
 from nsa.ops.triton import tiles as tile_sizes
+from nsa.ops.triton.replay import calls as replayed
 from nsa.ops.triton.tiles import forward_tiles
 from nsa.tests.support import matrix
 from nsa.tests.support.gpu import forward_backward
@@ -272,7 +273,7 @@ def _noting(calls, function):
 def test_slices_of_queries_for_compressed_keys_change_nothing(monkeypatch):
     slices = []
     real = banded_backward._parts
-    monkeypatch.setattr(operators, "_compile_once", lambda *_, **__: None)  # it would be noted, too
+    monkeypatch.setattr(replayed, "_compile_once", lambda *_, **__: None)  # it would be noted, too
     monkeypatch.setattr(banded_backward, "SLICE_TILES", 1)
 
     def noted(*args):

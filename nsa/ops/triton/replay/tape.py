@@ -1,28 +1,20 @@
-"""Replay of a call: its launches and its memory, recorded once for all calls of its form.
+"""A recorded call, ready to be repeated with other tensors.
 
-Sizes, keys, views and allocations of a short call take the host longer than its kernels take the
-GPU, and none of them depends on data. So the first call of a form is recorded: which kernels it
-launches, and where their pointers lie: in a given tensor, in a result, or in memory of its own.
-Later calls allocate the results and one workspace, and launch.
-
-A call can be replayed if it consists of launches by launcher.start, allocations and views. A tape
-does not change once it is made: threads can share it.
+Its blocks of memory are the given tensors, the results, and a workspace in which its temporary
+tensors lie. A tape does not change once it is made, but for descriptors that it remembers: threads
+can share it.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.ops.machine import interpreted
 from nsa.ops.triton import launcher
 from nsa.ops.triton.launcher import ALIGNMENT, CachedLaunch, Rows
 
@@ -30,8 +22,6 @@ BLOCK_STEP = 512
 """Bytes at whose multiples blocks begin, as in torch's allocator."""
 MAX_DESCRIPTORS = 1024
 """Descriptors that a tape keeps; a full cache is cleared."""
-WORKSPACE = -1
-"""Number of the block that a recorded call has for itself."""
 
 Base = Any
 """The start of a block: its address; in the interpreter a tensor."""
@@ -73,22 +63,11 @@ class Described(NamedTuple):
     """How it is encoded; see launcher.Caller."""
 
 
-def record(
-    function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], num_own: int
-) -> tuple[Sequence[Tensor], Tape | None]:
-    """The results of a function of tensors, and its tape; None if it cannot be replayed.
+class Launched(NamedTuple):
+    """A launch that was seen."""
 
-    The first `num_own` results have memory of their own in every replay.
-    """
-    # Other objects, so that a tensor that is given twice counts as two: later ones may differ.
-    aliases = [x.detach() for x in given]
-    recorder = Recorder(aliases)
-    with launcher.recorded_by(recorder), recorder:
-        results = function(*aliases)
-    return results, recorder.tape(results, num_own)
-
-
-# --- A recorded call ---
+    known: CachedLaunch
+    arguments: list[Pointer | None]
 
 
 class Tape:
@@ -104,7 +83,9 @@ class Tape:
     ) -> None:
         self.device, self.results, self.num_own = device, results, num_own
         self.workspace_bytes = workspace_bytes
-        self.kept_offsets, self.kept_bytes = _in_a_row(map(_num_bytes, results[num_own:]))
+        self.kept_offsets, self.kept_bytes = _in_a_row(
+            num_bytes(form) for form in results[num_own:]
+        )
         # What launches pick their arguments from: constants, the stream, addresses, descriptors.
         self.constants: list[Any] = []
         self.plain: list[Pointer] = []
@@ -245,178 +226,10 @@ def _tensor_at(pointer: Pointer, bases: list[Base]) -> Tensor:
     return x if Form.of(x) == form else _view(x.flatten().view(torch.uint8), pointer.offset, form)
 
 
-# --- Recording ---
+# --- Bytes and blocks ---
 
 
-class Launched(NamedTuple):
-    """A launch that was seen."""
-
-    known: CachedLaunch
-    arguments: list[Pointer | None]
-
-
-class Block(NamedTuple):
-    """Memory that was allocated within a recorded call."""
-
-    start: int
-    num_bytes: int
-
-
-ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
-
-
-class Recorder(TorchDispatchMode):
-    """Sees the allocations of a call as a dispatch mode, and its launches as launcher.start."""
-
-    def __init__(self, given: list[Tensor]) -> None:
-        super().__init__()
-        self.given = given
-        self.blocks: list[Block] = []
-        self.launches: list[Launched] = []
-        self.obstacle = ""
-        """Why the call cannot be replayed."""
-        self._is_paused = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self._is_paused or func.is_view:
-            return result
-        if func in ALLOCATIONS:
-            self.blocks.append(_block_of(result))
-        else:
-            self.obstacle = f"{func} is not a launch"
-        return result
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within a launch: what Triton itself does is no part of the call."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
-    def launched(self, known: CachedLaunch | None, tensors: tuple[Any, ...]) -> None:
-        """Note a launch; None: it did not take place."""
-        if known is None:
-            self.obstacle = "kernels are compiled, not launched"
-        elif known.compiled is not None:
-            self.launches.append(Launched(known, [self._pointer(x) for x in tensors]))
-
-    def _pointer(self, x: Any) -> Pointer | None:
-        if x is None:
-            return None
-        rows, x = (_without_tensor(x), x.base) if isinstance(x, Rows) else (None, x)
-        if not isinstance(x, Tensor):
-            self.obstacle = f"a kernel takes a {type(x).__name__}"
-            return None
-        form = Form.of(x)
-        for number, tensor in enumerate(self.given):
-            if tensor is x:
-                return Pointer(number, 0, form, rows)
-        if x.numel() == 0:
-            return Pointer(WORKSPACE, 0, form, rows)  # never read
-        found = self._block_at(x.data_ptr())
-        if found is None:
-            self.obstacle = "a kernel reads memory that is not of this call"
-            return None
-        offset = x.data_ptr() - self.blocks[found].start
-        return Pointer(len(self.given) + found, offset, form, rows)
-
-    def _block_at(self, address: int) -> int | None:
-        """The latest block there: what was freed may be allocated again."""
-        for number in reversed(range(len(self.blocks))):
-            start, num_bytes = self.blocks[number]
-            if start <= address < start + num_bytes:
-                return number
-        return None
-
-    def tape(self, results: Sequence[Tensor], num_own: int) -> Tape | None:
-        """What was recorded, if it can be replayed."""
-        where = self._places_of(results)
-        if self.obstacle:
-            return None
-        num_given = len(self.given)
-        own = num_given + len(results)
-        inside = self._fitted([i for i in self._lives() if i not in where])
-        places = {i: (num_given + place, 0) for i, place in where.items()}
-        places |= {i: (own, offset) for i, offset in inside.items()}
-        workspace_bytes = max((inside[i] + self._step_of(i) for i in inside), default=0)
-        launches = [
-            Launched(known, [_moved(x, places, num_given, own) for x in arguments])
-            for known, arguments in self.launches
-        ]
-        kind = InterpretedTape if interpreted() else Tape
-        forms, device = [Form.of(x) for x in results], self.given[0].device
-        return kind(launches, forms, workspace_bytes, device, num_own)
-
-    def _places_of(self, results: Sequence[Tensor]) -> dict[int, int]:
-        """Which block is which result."""
-        where: dict[int, int] = {}
-        for place, x in enumerate(results):
-            if x.numel() == 0:
-                continue
-            number = self._block_at(x.data_ptr())
-            whole = x.is_contiguous() and number is not None and number not in where
-            if number is None or not whole or self.blocks[number] != _block_of(x):
-                self.obstacle = f"result {place} is not a block of its own"
-                break
-            where[number] = place
-        return where
-
-    def _lives(self) -> dict[int, tuple[int, int]]:
-        """First and last launch that uses each block."""
-        lives: dict[int, tuple[int, int]] = {}
-        for step, (_, arguments) in enumerate(self.launches):
-            for x in arguments:
-                if x is not None and x.block >= len(self.given):
-                    number = x.block - len(self.given)
-                    lives[number] = (lives.get(number, (step, step))[0], step)
-        return lives
-
-    def _fitted(self, blocks: list[int]) -> dict[int, int]:
-        """Offsets in the workspace: blocks that live at the same time do not overlap."""
-        lives = self._lives()
-        offsets: dict[int, int] = {}
-        for i in sorted(blocks, key=lambda i: -self.blocks[i].num_bytes):
-            first, last = lives[i]
-            others = [j for j in offsets if lives[j][0] <= last and first <= lives[j][1]]
-            offset = 0
-            for start, stop in sorted((offsets[j], offsets[j] + self._step_of(j)) for j in others):
-                if offset + self._step_of(i) <= start:
-                    break
-                offset = max(offset, stop)
-            offsets[i] = offset
-        return offsets
-
-    def _step_of(self, block: int) -> int:
-        return _rounded(self.blocks[block].num_bytes)
-
-
-def _moved(
-    x: Pointer | None, places: dict[int, tuple[int, int]], num_given: int, own: int
-) -> Pointer | None:
-    """The pointer in the blocks of a tape."""
-    if x is None or 0 <= x.block < num_given:
-        return x
-    block, offset = (own, 0) if x.block == WORKSPACE else places[x.block - num_given]
-    return x._replace(block=block, offset=offset + x.offset)
-
-
-def _block_of(x: Tensor) -> Block:
-    return Block(x.data_ptr(), x.numel() * x.element_size())
-
-
-def _without_tensor(rows: Rows) -> Rows:
-    """The tiles alone: a tape must not keep the memory of the call that it was recorded from."""
-    rows = copy.copy(rows)
-    rows.base = None
-    return rows
-
-
-def _num_bytes(form: Form) -> int:
+def num_bytes(form: Form) -> int:
     return math.prod(form.size) * form.dtype.itemsize  # results are contiguous
 
 
@@ -425,11 +238,11 @@ def _in_a_row(sizes: Iterable[int]) -> tuple[list[int], int]:
     offsets, stop = [], 0
     for size in sizes:
         offsets.append(stop)
-        stop += _rounded(size)
+        stop += rounded(size)
     return offsets, stop
 
 
-def _rounded(num_bytes: int) -> int:
+def rounded(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_STEP) * BLOCK_STEP
 
 
