@@ -186,6 +186,7 @@ def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention_forward(*args: Any) -> tuple[Tensor, ...]:
+    """nsa::attention: Inputs, selection, static -> Results."""
     given, rest = args[:NUM_INPUTS], args[NUM_INPUTS:]
     key = forward_key(given, *rest)
     results = _repeat(key, given)
@@ -268,6 +269,7 @@ def _zero_non_finite(problem: Problem, inputs: Inputs, *more: Tensor) -> tuple[A
 
 
 def attention_backward(*args: Any) -> tuple[Tensor, ...]:
+    """nsa::attention_backward: Inputs, Saved, dout, static -> gradients of the inputs."""
     given, static = args[: NUM_INPUTS + NUM_SAVED + 1], args[NUM_INPUTS + NUM_SAVED + 1 :]
     key = _backward_key((*given[:NUM_INPUTS], given[-1]), static)
     results = _repeat(key, given)
@@ -300,6 +302,7 @@ def _backward_anew(key: tuple[Any, ...] | None, *args: Any) -> Sequence[Tensor]:
 
 
 def mean_forward(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    """nsa::mean."""
     key = mean_key(x, blocks, doc_lens)
     done = _repeat(key, (x,))
     return _mean_forward_anew(key, x, blocks, doc_lens) if done is None else done[0]
@@ -316,6 +319,7 @@ def _mean_forward_anew(
 
 
 def mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
+    """nsa::mean_backward."""
     rest = (seq_len, blocks, doc_lens)
     key = _key("mean_backward", (dout,), *rest) if len(doc_lens) == 1 else None
     done = _repeat(key, (dout,))

@@ -23,6 +23,9 @@ BLOCK_STEP = 512
 MAX_DESCRIPTORS = 1024
 """Descriptors that a tape keeps; a full cache is cleared."""
 
+CONSTANT, STREAM, ADDRESS, DESCRIPTOR = range(4)
+Place = tuple[int, int]
+"""Where an argument of a launch is: among which of those, and its number there."""
 Base = Any
 """The start of a block: its address; in the interpreter a tensor."""
 
@@ -91,45 +94,40 @@ class Tape:
         self.plain: list[Pointer] = []
         self.described: list[Described] = []
         picked = [self._arguments(one) for one in launches]
-        self.steps = [(run, itemgetter(*map(self._place, values))) for run, values in picked]
+        stream, plain = len(self.constants), len(self.plain)
+        firsts = {CONSTANT: 0, STREAM: stream, ADDRESS: stream + 1, DESCRIPTOR: stream + 1 + plain}
+        self.steps = [
+            (run, itemgetter(*(firsts[kind] + number for kind, number in places)))
+            for run, places in picked
+        ]
         self._descriptors: dict[tuple[int, int], Any] = {}
         self._index = -1 if device.index is None else device.index
 
-    def _arguments(self, launched: Launched) -> tuple[Any, list[tuple[Any, int]]]:
-        """The function that launches, and for each argument one of the lists and its place there;
-        None: the stream."""
+    def _arguments(self, launched: Launched) -> tuple[Any, list[Place]]:
+        """The function that launches, and where its arguments are."""
         known, arguments = launched
         caller = launcher.caller_of(known)
         metas = iter(caller.metas)
-        places = [*self._constants(*known.grid), (None, 0), *self._constants(*caller.head)]
+        places = [*self._constants(*known.grid), (STREAM, 0), *self._constants(*caller.head)]
         for x in arguments:
             if x is None:
                 places += self._constants(None)
             elif x.rows is None:
                 self.plain += [] if x in self.plain else [x]
-                places.append((self.plain, self.plain.index(x)))
+                places.append((ADDRESS, self.plain.index(x)))
             else:
                 meta = next(metas, None)
+                places.append((DESCRIPTOR, len(self.described)))
                 self.described.append(Described(x.block, x.offset, x, x.rows, meta))
-                places.append((self.described, len(self.described) - 1))
                 # An encoded descriptor is followed by its sizes and strides.
                 if meta is not None:
                     places += self._constants(*x.rows.shape, *x.rows.strides)
         return caller.run, [*places, *self._constants(*known.rest)]
 
-    def _constants(self, *values: Any) -> list[tuple[Any, int]]:
+    def _constants(self, *values: Any) -> list[Place]:
         first = len(self.constants)
         self.constants += values
-        return [(self.constants, first + i) for i in range(len(values))]
-
-    def _place(self, place: tuple[Any, int]) -> int:
-        """Where an argument is among all values."""
-        values, number = place
-        stream = len(self.constants)
-        if values is None:
-            return stream
-        firsts = {id(self.constants): 0, id(self.plain): stream + 1}
-        return number + firsts.get(id(values), stream + 1 + len(self.plain))
+        return [(CONSTANT, first + i) for i in range(len(values))]
 
     def repeat(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         """The results for these tensors. None where the call has to run anew: an address is not
