@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -198,6 +199,8 @@ class _Reader(threading.Thread):
     def end(self) -> bool:
         """Ask the thread to stop; returns whether it did."""
         self._ended.set()
+        with suppress(queue.Empty):  # a thread that waits for room goes on at once
+            self.items.get_nowait()
         self.join(timeout=5.0)
         if self.is_alive():
             leave_behind(self)

@@ -14,8 +14,17 @@ from torch import Tensor, nn
 
 from nsa.config.env import read
 from nsa.model.cache import DecodedCache, NSACache, cache_dtype, check_one_token
+from nsa.model.fused import add_product, norm_and_project
 from nsa.model.paged import PagedCache, Pages
-from nsa.model.rope import LINEAR, Rope, RopeScaling, Rotary, apply_rope, document_positions
+from nsa.model.rope import (
+    LINEAR,
+    RMSNorm,
+    Rope,
+    RopeScaling,
+    Rotary,
+    apply_rope,
+    document_positions,
+)
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec, compress, nsa_attention
 from nsa.ops.checks import check_documents
@@ -220,8 +229,8 @@ class NSAAttention(Rotary):
         rope = rope or self.rope_of_each(cache.lengths, x.dtype)
         if self.decodes_by_kernels(cache):
             with nvtx("projections+rope", self._nvtx):
-                token = self._in_dtype(cache, *self._project_token(x, rope))
-            out = self._decode(*token, cache)
+                token = self._project_token(self.qkv(x), self.gate(x), rope)
+            out = self._decode(*self._in_dtype(cache, *token), cache)
         elif isinstance(cache, PagedCache):
             raise ValueError(
                 f"a paged cache on {x.device} with backend={self.backend!r}: only the decode "
@@ -247,6 +256,20 @@ class NSAAttention(Rotary):
             cache.last_reads.copy_(reads)
             cache.reads += reads
         return self.out(out.flatten(2))
+
+    @torch.no_grad()
+    def add_step(
+        self, x: Tensor, norm: RMSNorm, cache: NSACache | PagedCache, rope: Rope | None = None
+    ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        if not self.decodes_by_kernels(cache):
+            return super().add_step(x, norm, cache, rope)
+        check_one_token(x)
+        cache.check(x)
+        rope = rope or self.rope_of_each(cache.lengths, x.dtype)
+        with nvtx("projections+rope", self._nvtx):
+            token = self._project_token(*norm_and_project(x, norm, self.qkv, self.gate), rope)
+        out = self._decode(*self._in_dtype(cache, *token), cache)
+        return add_product(x, self.out, out.flatten(2))
 
     def decodes_by_kernels(self, cache: DecodedCache) -> bool:
         """Whether decode steps with this cache run on the Triton kernels."""
@@ -383,27 +406,26 @@ class NSAAttention(Rotary):
         One matrix product; its columns are q, k_sel, k_win, k_cmp, then v_cmp, v_sel, v_win:
         everything to be rotated is contiguous. k_cmp is last: a learned phi rotates it later.
         """
-        heads, values = self._heads(x)
+        heads, values = self._heads(self.qkv(x))
         rotated = apply_rope(heads[:, :, : self._num_rotated], rope)
         if self._num_rotated < heads.shape[2]:
             rotated = torch.cat([rotated, heads[:, :, self._num_rotated :]], dim=2)
-        return *self._split(rotated, values), self._gates(x, heads.dtype)
+        return *self._split(rotated, values), self._gates(self.gate(x), heads.dtype)
 
     def _project_token(
-        self, x: Tensor, rope: Rope
+        self,
+        qkv: Tensor,  # [B, 1, columns of self.qkv]
+        logits: Tensor,  # [B, 1, 3 Hq]
+        rope: Rope,
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """The same for one token [B, 1, dim]: RoPE and gates in a single kernel."""
-        if self._forced_branch:
-            return self._project(x, rope)
-        from nsa.ops.triton.decode.rope_and_gate import (
-            rotate_and_gate,
-        )  # Triton exists for Linux only
+        """The same for one token: RoPE and gates in a single kernel."""
+        from nsa.ops.triton.rope_and_gate import rotate_and_gate  # Triton exists for Linux only
 
-        heads, values = self._heads(x)
+        heads, values = self._heads(qkv)
         softmax = self.gate_kind == "softmax"
-        rotated, gates = rotate_and_gate(
-            heads, rope, self.gate(x), self._num_rotated, softmax=softmax
-        )
+        rotated, gates = rotate_and_gate(heads, rope, logits, self._num_rotated, softmax=softmax)
+        if self._forced_branch:
+            gates = self._gates(logits, heads.dtype)
         return *self._split(rotated, values), gates
 
     def _in_dtype(
@@ -425,12 +447,10 @@ class NSAAttention(Rotary):
         """Heads to be rotated. The learned phi takes unrotated keys; its output is rotated."""
         return self.num_heads + (2 if self.phi == "mlp" else 3) * self.num_groups
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """All queries and keys [B, S, Hq + 3 Hkv, Dk], normed, and all values [B, S, 3 Hkv Dv]."""
         num_keys = self.num_heads + 3 * self.num_groups
-        heads, values = self.qkv(x).split(
-            [num_keys * self.d_k, 3 * self.num_groups * self.d_v], dim=-1
-        )
+        heads, values = qkv.split([num_keys * self.d_k, 3 * self.num_groups * self.d_v], dim=-1)
         return self.norm_heads(heads.unflatten(-1, (num_keys, self.d_k)), self.num_heads), values
 
     def _split(
@@ -442,9 +462,9 @@ class NSAAttention(Rotary):
         v = values.unflatten(-1, (3, self.num_groups, self.d_v)).unbind(dim=2)
         return q, (k_cmp, k_sel, k_win), v
 
-    def _gates(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _gates(self, logits: Tensor, dtype: torch.dtype) -> Tensor:  # [B, S, 3 Hq] -> ...
         """Weights of cmp, sel, win: [B, S, Hq, 3], fp32 for bf16 and q's dtype otherwise."""
-        logits = self.gate(x).unflatten(-1, (self.num_heads, 3))
+        logits = logits.unflatten(-1, (self.num_heads, 3))
         logits = logits.to(compute_dtype(logits.dtype))
         gates = logits.softmax(dim=-1) if self.gate_kind == "softmax" else logits.sigmoid()
         if self._forced_branch:  # ablation: one branch alone, whatever the gates say

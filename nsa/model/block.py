@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nsa.config.schema import MLP_RATIO
 from nsa.model.attention import NSAAttention
 from nsa.model.dense import DenseAttention
+from nsa.model.fused import add_product, norm_and_activate
 from nsa.model.rope import RMSNorm, Rope
 from nsa.model.sparse import Attended, SparseAttention
 from nsa.model.stats import AttentionStats
@@ -37,6 +38,10 @@ class MLP(nn.Module):
         if self.gate is None:
             return self.fc2(nn.functional.silu(self.fc1(x)))
         return self.fc2(nn.functional.silu(self.gate(x)) * self.fc1(x))
+
+    def add_step(self, x: Tensor, norm: RMSNorm) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
+        """x + mlp(norm(x)), in a decode step."""
+        return add_product(x, self.fc2, norm_and_activate(x, norm, self.fc1, self.gate))
 
 
 class Block(nn.Module):
@@ -81,7 +86,7 @@ class Block(nn.Module):
     def step(
         self, x: Tensor, cache: Any, rope: Rope | None = None
     ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
-        return self._add_mlp(x + self.attn.step(self.norm1(x), cache, rope))
+        return self.mlp.add_step(self.attn.add_step(x, self.norm1, cache, rope), self.norm2)
 
     def _add_mlp(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm2(x))
@@ -115,4 +120,4 @@ class SparseBlock(Block):
     def step(
         self, x: Tensor, cache: Any, rope: Rope | None = None, index: Tensor | None = None
     ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
-        return self._add_mlp(x + self.attn.step(self.norm1(x), cache, rope, index))
+        return self.mlp.add_step(self.attn.add_step(x, self.norm1, cache, rope, index), self.norm2)

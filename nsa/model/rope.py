@@ -113,6 +113,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., D], [D] 
 class Rotary(nn.Module):
     """Base of the attention layers: heads are normed if asked for, and rotated by position."""
 
+    step: Any
+    """Appends one token per sequence to a cache: [B, 1, dim] -> [B, 1, dim]."""
     is_one_graph = True
     """Whether torch.compile makes one graph of the layer; otherwise it leaves it for `attend`."""
 
@@ -132,6 +134,11 @@ class Rotary(nn.Module):
             return heads
         q, k = heads.split([num_queries, heads.shape[2] - num_queries], dim=2)
         return torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
+
+    def add_step(self, x: Tensor, norm: RMSNorm, *rest: Any) -> Tensor:  # [B, 1, dim] -> the same
+        """x + step(norm(x)): the attention of a block in a decode step."""
+        attended: Tensor = self.step(norm(x), *rest)
+        return x + attended
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """Tables for positions [S]; fp32, or float64 for a float64 model."""

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,15 +79,21 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_signals() -> Iterator[None]:
-    """A run in the process of a test may end with SIGTERM ignored, and children inherit that."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    """A test leaves signals as they were: children of later tests would inherit what it ignores."""
+    before = _signal_state()
     yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, held)
-    for number, handler in before.items():
+    after = _signal_state()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before[1])
+    for number, handler in before[0].items():
         if signal.getsignal(number) != handler:
             signal.signal(number, handler)
+    assert after == before, "the test changed a signal handler or the mask of this process"
+
+
+def _signal_state() -> tuple[dict[int, Any], set[int]]:
+    """Handlers of the signals that runs use, and the mask."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    return {n: signal.getsignal(n) for n in numbers}, signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.fixture(autouse=True)

@@ -221,14 +221,14 @@ def test_a_stalled_hub_ends_the_run_in_time(hub: Hub, tmp_path: Path) -> None:
     hub.stalled = range(1, 1000)
     begin = time.perf_counter()
 
-    done = train(Path(sys.executable), hub, tmp_path / "run", "--loader-timeout", "3")
+    done = train(Path(sys.executable), hub, tmp_path / "run", "--loader-timeout", "1")
 
     assert done.code == 11
-    assert "did not arrive within 3 s" in done.err and "--loader-timeout" in done.err
+    assert "did not arrive within 1 s" in done.err and "--loader-timeout" in done.err
     assert "Traceback" not in done.err
     assert time.perf_counter() - begin < 60
     (error,) = messages(done.folder, "error")
-    assert "did not arrive within 3 s" in str(error["error"])
+    assert "did not arrive within 1 s" in str(error["error"])
 
 
 def test_a_stalled_hub_gives_random_tokens_only_when_asked(
@@ -237,13 +237,13 @@ def test_a_stalled_hub_gives_random_tokens_only_when_asked(
     hub.stalled = range(1, 1000)
 
     done = train(
-        nursery.python, hub, tmp_path / "run", "--loader-timeout", "3", "--synthetic-on-fail"
+        nursery.python, hub, tmp_path / "run", "--loader-timeout", "2", "--synthetic-on-fail"
     )
 
     assert done.code == 0, done.err
-    assert "RANDOM TOKENS" in done.out and "did not arrive within 3 s" in done.out
+    assert "RANDOM TOKENS" in done.out and "did not arrive within 2 s" in done.out
     metrics = read_metrics(done.folder)
-    assert "did not arrive within 3 s" in str(metrics.data_fallback)
+    assert "did not arrive within 2 s" in str(metrics.data_fallback)
     assert (metrics.status, metrics.step) == ("finished", STEPS)
     assert "dataset: synthetic" in (done.folder / "config.yaml").read_text()
     assert len(messages(done.folder, "error")) == 1

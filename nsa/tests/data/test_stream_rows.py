@@ -207,6 +207,17 @@ def test_any_order_works_and_the_last_batches_are_remembered(depth: int) -> None
     loader.close()
 
 
+def test_a_thread_that_waits_for_room_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa.data.loader.TICK_S", 60.0)
+    loader = Loader(stream(), depth=2)
+    loader.batch(0, 10)
+    wait_for(lambda: loader.num_ready == 2)
+    thread = loader._thread
+    began = time.monotonic()
+    loader.close()
+    assert thread is not None and not thread.is_alive() and time.monotonic() - began < 4.0
+
+
 def test_a_stride_takes_every_kth_batch() -> None:
     whole = stream().batch(0, 60)
     loader = Loader(stream(), depth=3, stride=6)

@@ -112,6 +112,8 @@ def test_nothing_of_a_run_that_was_ended_is_left(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_tensorboard("hangs", tmp_path / "packages", monkeypatch)
+    monkeypatch.setattr(trials, "END_S", 1.0)  # it ignores SIGTERM in its hang
+    monkeypatch.setattr(trials, "DUMP_S", 1.0)
     trial = Trial(
         config_path=str(config_file), overrides=(), folder=tmp_path, steps=1, timeout_s=6.0
     )

@@ -10,10 +10,17 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.decode import attend, merge, rope_and_gate, score
+from nsa.ops.triton import rope_and_gate
+from nsa.ops.triton.decode import attend, linear, merge, score
+from nsa.ops.triton.decode.linear import MAX_ROWS
 from nsa.ops.triton.decode.tiles import decode_tiles, reads_pass_l1
 from nsa.ops.triton.tiles import padded, parts_of
-from nsa.tests.support.compiling import MAX_SHARED_BYTES, compile_kernel, stack_bytes
+from nsa.tests.support.compiling import (
+    MAX_SHARED_BYTES,
+    compile_kernel,
+    compiling_until,
+    stack_bytes,
+)
 
 SPEC = BlockSpec()
 CASES = [  # heads, segments, compute capability: the pairs that occur, in few compilations
@@ -121,6 +128,20 @@ def test_decode_kernels_compile_and_fit(d_k, d_v, per_group, segments, capabilit
             assert "cp.async.cg" in compiled.asm["ptx"] and "cp.async.ca" not in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize(("width", "rows"), [(768, MAX_ROWS), (3072, 1)])
+def test_products_of_few_rows_read_the_matrix_before_they_wait(width, rows):
+    names = ("x", "norm", "w", "bias", "gate", "more", "out", "w2", "bias2", "out2")
+    constants = dict(WIDTH=width, ROWS=rows, SILU=False, EARLY=True, BK=padded(width))
+    constants |= dict(BN=linear.TILE // padded(width))
+    pointers = {f"p_{name}": "*bf16" for name in names}
+    options = dict(num_warps=linear.WARPS)
+    compiled = compile_kernel(linear.few_rows, 90, constants, pointers=pointers, **options)
+    before, after = compiled.asm["ptx"].split("griddepcontrol.wait", 1)
+    # 16 bytes at a time and past L1: of both matrices and the norm; nothing that kernels write.
+    assert set(re.findall(r"ld\.global[.\w:]*", before)) == {"ld.global.cg.v4.b32"}
+    assert "griddepcontrol.launch_dependents" in after and stack_bytes(compiled) == 0
+
+
 AHEAD = {  # Dk, Dv, dtype, l_sel, paged: whether all copies have 16 bytes
     (8, 8, "bf16", 64, False): True,  # Hkv * max_len * D need not be a multiple of 16
     (20, 12, "fp32", 64, False): True,
@@ -142,10 +163,11 @@ def test_decode_reads_ahead_exactly_where_the_compiler_reads_past_l1():
         kernels = constants_of(*heads, True, paged, dtypes[name], spec)
         constants, options = next(rest for k, *rest in kernels if k is attend.attend_tokens)
         pointers = {key: kind.replace("bf16", name) for key, kind in POINTERS.items()}
-        compiled = compile_kernel(
-            *(attend.attend_tokens, 90, constants, name), pointers=pointers, strides_aligned=False,
-            **options,
-        )  # fmt: skip
+        with compiling_until("ptx"):
+            compiled = compile_kernel(
+                *(attend.attend_tokens, 90, constants, name), pointers=pointers,
+                strides_aligned=False, **options,
+            )  # fmt: skip
         ptx = compiled.asm["ptx"]
         through_l1 = "cp.async.ca" in ptx or re.search(r"ld\.global[.\w:]*evict_first", ptx)
         assert bool(through_l1) != ahead, case
@@ -154,7 +176,7 @@ def test_decode_reads_ahead_exactly_where_the_compiler_reads_past_l1():
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("softmax", [True, False])
 def test_rotation_and_gates_compile(softmax, capability):
-    constants = dict(D=64, HALF_PAD=32, SOFTMAX=softmax)
+    constants = dict(D=64, HALF_PAD=32, SOFTMAX=softmax, EARLY=capability >= 90)
     pointers = POINTERS | {"p_logits": "*bf16"}
     compiled = compile_kernel(
         rope_and_gate.rotate_and_gate_kernel, capability, constants, pointers=pointers, num_warps=1

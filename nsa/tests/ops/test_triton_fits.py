@@ -1,7 +1,8 @@
 """Every shape finds tiles that fit the shared memory of every GPU, or another way that is counted.
 
 Kernels are compiled as the package launches them, for GPUs that are not here. The slow test sweeps
-over the shapes; the others take those that come closest to the limits.
+over the shapes, to the end; the others take those that come closest to the limits, until their
+memory is known.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from nsa.ops.triton.decode.launch import Caches, Decoder, Token
 from nsa.ops.triton.decode.tiles import Workspace, decode_obstacle, decode_tiles
 from nsa.ops.triton.operators import nsa_attention
 from nsa.ops.triton.replay import calls as replayed
-from nsa.tests.support.compiling import MAX_SHARED_BYTES, assert_fits, starting_on
+from nsa.tests.support.compiling import (
+    MAX_SHARED_BYTES,
+    assert_fits,
+    compiling_until,
+    starting_on,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GPUS = (80, 86, 89, 90, 100, 120)
@@ -131,12 +137,26 @@ CLOSEST: list[tuple[int, Shape, str, tuple[str, ...]]] = [
     ids=[f"sm_{cap}-{shape}-{call}" for cap, shape, call, _ in CLOSEST],
 )
 def test_what_comes_closest_to_a_gpus_memory_fits(capability, shape, call, kernels):
-    with starting_on(capability, kernels) as started:
+    with compiling_until("memory"), starting_on(capability, kernels) as started:
         getattr(shape, call)()
 
     compiled = [one for one in started if one.compiled is not None]
     assert {one.name for one in compiled} == set(kernels)
     for one in compiled:
+        assert_fits(one, capability)
+
+
+@pytest.mark.parametrize("capability", [86, 100, 120])
+def test_gpus_of_other_families_get_binaries(capability):
+    """Compiled to the end; test_triton_on_cpu.py has sm_80 and sm_90."""
+    kernels = ("query_forward", "block_backward")
+    with starting_on(capability, kernels) as started:
+        Shape(32, 32, group=64).attend_blocks()
+
+    compiled = [one for one in started if one.compiled is not None]
+    assert {one.name for one in compiled} == set(kernels)
+    for one in compiled:
+        assert one.compiled.asm["cubin"]
         assert_fits(one, capability)
 
 

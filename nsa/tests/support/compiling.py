@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import tempfile
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend, nvidia
 from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -118,11 +121,53 @@ def shared_addresses(compiled: Any) -> list[str]:
     ptxas 12.8 (in Triton 3.6 and 3.7) computes some of the second operand's descriptors from a
     register that does not hold the address: docs/log/kernels.md, "Wrong code".
     """
+    assert compiled.asm["ptx"], "compiled until the memory is laid out"
     layouts: dict[str, set[int]] = {}
     made = r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{10,});"
     for base, constant in re.findall(made, compiled.asm["ptx"]):
         layouts.setdefault(base, set()).add((int(constant) % (1 << 64)) >> 32)
     return [base for base, kinds in layouts.items() if len(kinds) > 1]
+
+
+@contextmanager
+def compiling_until(stage: str) -> Iterator[None]:
+    """Compilations within stop early; what they made is kept in a cache of its own.
+
+    At "ptx" they leave out ptxas. At "memory" they know shared and tensor memory, which Triton
+    lays out before it turns to LLVM; the later stages take four fifths of the time.
+    """
+    assert stage in ("memory", "ptx")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", f"{knobs.cache.dir}/until-{stage}")
+        patch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
+        if stage == "memory":
+            patch.setattr(CUDABackend, "make_llir", _lay_out_memory)
+            patch.setattr(CUDABackend, "make_ptx", lambda *_: "")
+        yield
+
+
+_make_llir = CUDABackend.make_llir
+
+
+def _lay_out_memory(
+    backend: CUDABackend, module: Any, metadata: dict[str, Any], options: Any, capability: int
+) -> str:
+    """The passes that Triton's make_llir puts before the step to LLVM, and what they found."""
+
+    class Done(Exception):
+        pass
+
+    def run_so_far(passes: Any, *_: Any) -> None:
+        passes.run(module, "memory")
+        raise Done
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Done):
+        patch.setattr(nvidia.passes.ttgpuir, "add_to_llvmir", run_so_far)
+        _make_llir(backend, module, metadata, options, capability)
+    metadata["shared"] = module.get_int_attr("ttg.shared")
+    metadata["tmem_size"] = module.get_int_attr("ttg.tensor_memory_size")
+    metadata["name"] = ""
+    return ""
 
 
 class Started(NamedTuple):
@@ -142,8 +187,9 @@ class _Driver:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
-    def get_current_device(self) -> int:
-        return self.capability  # compiled kernels are kept by device
+    def get_current_device(self) -> object:
+        # Compiled kernels are kept by device; those that stopped early are not for others.
+        return self.capability, knobs.cache.dir
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -74,7 +74,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 FIRST = "[stop] {} received: finishing step 2, then a checkpoint; repeat it to stop at once"
 AGAIN = "[stop] {} again: stopping at once; the last checkpoint stays"
 CASES = {
-    "once": Case(("hang", 6.0), [(TERM, 2.0)], [FIRST.format("SIGTERM")], "halted", [1, 2]),
+    "once": Case(("hang", 4.0), [(TERM, 2.0)], [FIRST.format("SIGTERM")], "halted", [1, 2]),
     # pkill -f reaches the rank and its launcher, which passes the signal on.
     "twice as one": Case(
         ("sleep", 3.0), [(TERM, 0.2), (TERM, 0.0)], [FIRST.format("SIGTERM")], "halted", [1, 2]

@@ -7,21 +7,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops.machine import interpreted
 from nsa.ops.triton.launcher import Launch, Memo, form, start
-from nsa.ops.triton.tiles import padded
+from nsa.ops.triton.tile import _let_next_come, _wait
+from nsa.ops.triton.tiles import capability_of, padded
 
 
 @triton.jit
 def rotate_and_gate_kernel(
     p_heads, p_cos, p_sin, p_logits, p_rotated, p_gates,
     NUM_HEADS, NUM_GATED, NUM_ROTATED, s_b, s_h, s_table, s_logits,
-    D: tl.constexpr, HALF_PAD: tl.constexpr, SOFTMAX: tl.constexpr,
+    D: tl.constexpr, HALF_PAD: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of [B, NUM_HEADS, D]; the first NUM_ROTATED are rotated, NUM_GATED have gates."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     half: tl.constexpr = D // 2
     o_d = tl.arange(0, HALF_PAD)
     m_d = o_d < half
+    _wait(EARLY)
+    _let_next_come(EARLY)
     # Both halves of the head, [D / 2] each: the half-split layout of nsa/model/rope.py.
     p_row = p_heads + i_b * s_b + i_h * s_h + o_d
     b_first = tl.load(p_row, mask=m_d, other=0.0).to(tl.float32)
@@ -75,17 +79,18 @@ def rotate_and_gate(
     wide = torch.float32 if heads.dtype == torch.bfloat16 else heads.dtype
     gates = torch.empty((batch, 1, num_gated, 3), dtype=wide, device=heads.device)
     cos, sin = tables
+    early = not interpreted() and capability_of(heads.device) >= (9, 0)
     start(
         _memo, (form(heads, cos, sin, logits), num_rotated, softmax), rotate_and_gate_kernel,
         (heads, cos, sin, logits, rotated, gates),
-        lambda: Launch.plain(
+        lambda: Launch(
             (num_heads, batch),
             (
                 num_heads, num_gated, num_rotated, heads.stride(0), heads.stride(2),
                 cos.stride(0), logits.stride(0),
             ),
-            {"D": dim, "HALF_PAD": padded(dim // 2), "SOFTMAX": softmax},
-            num_warps=1,
+            {"D": dim, "HALF_PAD": padded(dim // 2), "SOFTMAX": softmax, "EARLY": early},
+            {"num_warps": 1, "launch_pdl": early},
         ),
     )  # fmt: skip
     return rotated, gates
