@@ -11,6 +11,7 @@ Shape letters of the whole package:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -34,6 +35,8 @@ __all__ = [
     "sparse_attention",
 ]
 
+NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+"""The tensors of nsa_attention."""
 PATHS = {"reference": reference, "torch": torch_path}
 """Modules that implement nsa_attention, select_blocks and compress; Triton's is imported late. The
 oracle knows no flags."""
@@ -104,18 +107,17 @@ def nsa_attention(
     and top-n; no gradient flows through either. A row that sees a NaN is NaN. With `q_offset`,
     queries are at positions q_offset, q_offset + 1, ... of their document, and keys from 0 on.
     """
-    tensors = {
-        "q": q,
-        "k_cmp": k_cmp,
-        "v_cmp": v_cmp,
-        "k_sel": k_sel,
-        "v_sel": v_sel,
-        "k_win": k_win,
-        "v_win": v_win,
-        "gates": gates,
-    }
+    given = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     places = (q_offset, cu_seqlens, cu_seqlens_k)
-    out, chosen = _attend_checked(tensors, spec, scale, places, selection, backend)
+    form = None
+    # The usual call: whether it is allowed and what runs follow from the form of its tensors.
+    is_usual = all(x is None for x in (cu_seqlens, cu_seqlens_k, selection))
+    if is_usual and type(q_offset) is int and q_offset == 0:
+        form = _form("attention", given, spec, scale, backend, planning.switch_texts)
+        if form is not None and (done := _operators.repeat_attention(form, given)) is not None:
+            return done if return_selection else done[0]
+    tensors = dict(zip(NAMES, given, strict=True))
+    out, chosen = _attend_checked(tensors, spec, scale, places, selection, backend, form=form)
     return (out, chosen) if return_selection else out
 
 
@@ -137,9 +139,8 @@ def attend_far(
     Its kernels do not run on Triton. The other backends compute a window of one token times 0.
     """
     gates = torch.cat([gates[..., :2], torch.zeros_like(gates[..., 2:])], dim=-1)
-    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     given = (q, *cmp, *sel, *(x.detach() for x in sel), gates)
-    tensors = dict(zip(names, given, strict=True))
+    tensors = dict(zip(NAMES, given, strict=True))
     places = (q_offset, cu_seqlens, cu_seqlens_k)
     rest = (places, selection, backend)
     return _attend_checked(tensors, replace(spec, w=1), None, *rest, without="win")
@@ -166,9 +167,8 @@ def attend_near(
     gates = torch.cat([torch.zeros_like(gates[..., :2]), gates[..., 2:]], dim=-1)
     longer = spec.d << (k.shape[1] // spec.d).bit_length()
     near = replace(spec, l=longer, n_sel=1, num_first=0, num_local=1)
-    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     given = (q, k[:, :0], v[:, :0], k.detach(), v.detach(), k, v, gates)
-    tensors = dict(zip(names, given, strict=True))
+    tensors = dict(zip(NAMES, given, strict=True))
     places = (q_offset, cu_seqlens, cu_seqlens_k)
     return _attend_checked(tensors, near, None, places, selection, backend, without="sel")[0]
 
@@ -182,8 +182,12 @@ def _attend_checked(
     backend: str,
     *,
     without: str = "",
+    form: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and selection. Check, plan, run: only `checks` meets an input that was not checked."""
+    """Output and selection. Check, plan, run: only `checks` meets an input that was not checked.
+
+    `form` names calls that need neither the next time.
+    """
     q, v_sel = tensors["q"], tensors["v_sel"]
     q_offset, cu_seqlens, cu_seqlens_k = places
     layout = checks.check_attention(
@@ -199,7 +203,8 @@ def _attend_checked(
         backend = planning.plan_offset(plan, q.device, q.dtype, head_dims, per_group, spec)
     together = backend == "triton" and plan.selection != "reference" and not plan.flags.strict
     if not isinstance(layout.offset, Tensor) or packed or together:
-        return _attend(tensors, spec, scale, layout, selection, plan, backend)
+        form = None if plan.fallbacks else form  # every fallback is counted
+        return _attend(tensors, spec, scale, layout, selection, plan, backend, form)
     parts = [
         _attend(
             {name: x[i : i + 1] for name, x in tensors.items()},
@@ -224,6 +229,7 @@ def _attend(
     selection: Tensor | None,
     plan: Plan,
     backend: str,
+    form: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and selection; batch elements have offsets of their own on Triton alone."""
     q = tensors["q"]
@@ -243,6 +249,8 @@ def _attend(
     rest: dict[str, Any] = {"spec": spec, "scale": scale, "layout": layout}
     if backend != "reference":
         rest["flags"] = plan.flags
+    if backend == "triton":
+        rest["form"] = form
     out, chosen = _path(backend).nsa_attention(**tensors, **rest, selection=selection)
     return out, chosen
 
@@ -255,9 +263,15 @@ def compress(
     backend: str = "auto",
 ) -> Tensor:  # [B, N, H, D]
     """Compressed tokens by phi = avg: the mean of every complete block of l tokens, stride d."""
+    form = None
+    if cu_seqlens is None:
+        form = _form("compress", (x,), spec, None, backend)
+    if form is not None and (done := _operators.repeat_mean(form, x)) is not None:
+        return done
     doc_lens = checks.check_compress(x, spec, cu_seqlens)
     runs = _planner().plan_compression(x.device, x.dtype, backend, (x.shape[-1],))
-    return _path(runs).compress(x, spec, doc_lens=doc_lens)
+    rest = {"form": form} if runs == "triton" else {}
+    return _path(runs).compress(x, spec, doc_lens=doc_lens, **rest)
 
 
 def select_blocks(
@@ -345,6 +359,20 @@ def sparse_attention(
     return (out, lse) if return_lse else out
 
 
+def _form(
+    name: str,
+    tensors: tuple[Tensor, ...],
+    spec: BlockSpec,
+    scale: float | None,
+    backend: str,
+    *read: Callable[[], Any],  # what else decides, read where it is needed
+) -> tuple[Any, ...] | None:
+    """Key of calls that the Triton path may know; None: it does not."""
+    if _operators is None or checks.is_intercepted():
+        return None
+    return checks.form_of(name, tensors, spec, scale, backend, *(one() for one in read))
+
+
 def _planner() -> Any:
     """The module that plans a call; under torch.compile plans become constants of the graph."""
     if torch.compiler.is_compiling():
@@ -354,11 +382,17 @@ def _planner() -> Any:
     return planning
 
 
+_operators: Any = None
+"""The module of the Triton path, once it has run."""
+
+
 def _path(backend: str) -> Any:
     """The module of a backend; Triton is optional and imported on first use."""
+    global _operators
     if backend == "triton":
         from nsa.ops.triton import operators
 
+        _operators = operators
         return operators
     return PATHS[backend]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch import Tensor
 from nsa.config.schema import BLOCK_STEP, MAX_BLOCK
 from nsa.ops.spec import BlockSpec
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensor types without a dispatch of their own."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -71,6 +73,36 @@ class Layout(NamedTuple):
         if not isinstance(self.offset, Tensor):
             return self.offset
         return int(self.offset[document if len(self.query_lens) > 1 else batch])
+
+
+def form_of(
+    name: str,
+    tensors: tuple[Tensor, ...],
+    spec: BlockSpec,
+    scale: float | None,
+    backend: str,
+    *rest: Any,
+) -> tuple[Any, ...] | None:
+    """Key of calls that differ only in the values of their tensors: if one of them passes the
+    checks, all do. None: the call has to be checked itself.
+
+    `rest` is what else decides about the call.
+    """
+    if type(spec) is not BlockSpec or type(scale) not in SCALES or type(backend) is not str:
+        return None
+    for x in tensors:
+        if type(x) not in PLAIN:
+            return None
+    forms = ((x.dtype, x.device, x.shape, x.stride()) for x in tensors)
+    return (name, spec, scale, backend, *rest, *forms)
+
+
+SCALES = (float, int, type(None))
+
+
+def is_intercepted() -> bool:
+    """Whether a compiler or a dispatch mode has to see operators."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def check_attention(

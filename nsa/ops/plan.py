@@ -228,7 +228,12 @@ SWITCHES = (
 
 def read_switches() -> Switches:
     """The switches as the environment sets them now; equal texts are parsed once."""
-    return _parse_switches(texts(SWITCHES))
+    return _parse_switches(switch_texts())
+
+
+def switch_texts() -> tuple[str | None, ...]:
+    """The switches as they are written: plans of equal ones are equal."""
+    return texts(SWITCHES)
 
 
 @lru_cache(maxsize=64)

@@ -388,7 +388,9 @@ def backward_kv(
             tiles,
         ),
     )  # fmt: skip
-    return _sum_parts(problem, branch, dk, dv)
+    if parts == 1:
+        return dk.squeeze(1), dv.squeeze(1)
+    return sum_all(problem, branch, (dk, dv), parts, k, v)
 
 
 def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
@@ -408,21 +410,22 @@ def _parts(problem: Problem, branch: int, num_tiles: int, num_rows: int) -> tupl
     return per_group, slices
 
 
-def _sum_parts(problem: Problem, branch: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, parts, K, Hkv, D] -> [B, K, Hkv, D] in the dtype of the inputs."""
-    parts = dk.shape[1]
-    if parts == 1:
-        return dk.squeeze(1), dv.squeeze(1)
-    totals = (
-        problem.empty(problem.batch, *dk.shape[2:]),
-        problem.empty(problem.batch, *dv.shape[2:]),
-    )
-    sizes = (totals[0][0].numel(), totals[1][0].numel())
+def sum_all(
+    problem: Problem,
+    branch: int,
+    partial: tuple[Tensor, Tensor],  # [B, parts, K, Hkv, D] fp32
+    parts: int,
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor]:  # [B, K, Hkv, D]
+    """Gradients of k and v, in their dtype, by one launch; of one part they are only rounded."""
+    totals = problem.empty(*k.shape), problem.empty(*v.shape)
+    sizes = (totals[0].numel() // problem.batch, totals[1].numel() // problem.batch)
     start(
         problem.memo,
         ("sums", branch),
         sum_parts,
-        (dk, dv, *totals),
+        (*partial, *totals),
         lambda: Launch.plain(
             (sum(ceil_div(size, SUM_BLOCK) for size in sizes), problem.batch),
             (*sizes, parts),

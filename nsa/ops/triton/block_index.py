@@ -176,6 +176,18 @@ def list_choices(
         tl.debug_barrier()
 
 
+@triton.jit(do_not_specialize=("SIZE_X", "SIZE_Y"))
+def zero_two(p_x, p_y, SIZE_X, SIZE_Y, BLOCK: tl.constexpr):
+    """Set BLOCK numbers of x or y to 0; the first programs are those of x."""
+    i, num_x = tl.program_id(0).to(tl.int64), tl.cdiv(SIZE_X, BLOCK)
+    if i < num_x:
+        o = i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_x + o, tl.zeros([BLOCK], p_x.dtype.element_ty), mask=o < SIZE_X)
+    else:
+        o = (i - num_x) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_y + o, tl.zeros([BLOCK], p_y.dtype.element_ty), mask=o < SIZE_Y)
+
+
 # --- Device functions of both passes: how a program finds its item and its block ---
 
 
@@ -232,6 +244,8 @@ COUNTED = 1024
 """Choices that a program of count_choices takes."""
 LISTED = 32
 """Choices that list_choices compares in pairs: those of several queries, where they are few."""
+ZERO_BLOCK = 4096
+"""Numbers that a program of zero_two sets."""
 ADD_BLOCK = 8192
 """Counts that cut_bins adds up at a time."""
 CUT_BLOCKS = 1024
@@ -252,14 +266,16 @@ class QueryLists(NamedTuple):
 
 
 def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
-    """Three launches: count the choices, sum the counts and cut the bins, list the queries."""
+    """Four launches: no counts, count the choices, sum the counts and cut the bins, list the
+    queries."""
     lists = empty_lists(problem, sized=True)
     segments, num_chunks, num_items = lists.item_block.shape
     num_blocks, spec = problem.num_blocks, problem.spec
     chunk, sub = chunk_size(problem), sub_size(problem)
     subs, num_ids = chunk // sub, padded(spec.n_sel)
     given = chosen.ids, chosen.num_chosen, problem.row_block(chosen.ids)
-    counts = _zeros(problem, segments, num_chunks, num_blocks, subs)
+    counts = problem.empty(segments, num_chunks, num_blocks, subs, dtype=torch.int32)
+    fill_zeros(problem, "no counts", counts)
     sizes = (problem.seq_len, problem.num_groups, sub, subs, num_blocks, num_chunks)
     constants = {"N_SEL": spec.n_sel, "N_SEL_PAD": num_ids, "HAS_DOCS": problem.packed}
     counted, listed = (max(most // num_ids, 1) for most in (COUNTED, LISTED))
@@ -299,8 +315,18 @@ def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
     return lists
 
 
-def _zeros(problem: Problem, *size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32, device=problem.memory)
+def fill_zeros(problem: Problem, place: str, x: Tensor, y: Tensor | None = None) -> None:
+    """Set one or two contiguous tensors to 0 by one launch."""
+    sizes = (x.numel(), 0 if y is None else y.numel())
+    start(
+        problem.memo,
+        place,
+        zero_two,
+        (x, x if y is None else y),
+        lambda: Launch.plain(
+            (sum(ceil_div(size, ZERO_BLOCK) for size in sizes),), sizes, {"BLOCK": ZERO_BLOCK}
+        ),
+    )
 
 
 def empty_lists(problem: Problem, *, sized: bool = False) -> QueryLists:

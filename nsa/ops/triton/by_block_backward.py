@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops.triton.banded_backward import sum_all
 from nsa.ops.triton.block_index import (
     Group,
     QueryLists,
     _block_range,
     _item,
+    fill_zeros,
     fitted_tiles,
     group_chunks,
     item_constants,
@@ -215,7 +217,7 @@ def backward(
     Several programs add to those of k and v, atomically and in no fixed order. `ordered`: each
     writes to its own slot, and a second kernel sums the slots in order (deterministic).
     """
-    sums = _zeros(k), _zeros(v)
+    sums = _zeros(problem, k, v)
     dq = problem.empty(*q.shape, dtype=dtype)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
@@ -226,7 +228,7 @@ def backward(
         _sum_group(problem, group, part, chosen, dq)
         if slots:
             _sum_slots(problem, group, q, lists, slots, sums)
-    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
+    return dq, *sum_all(problem, 1, sums, 1, k, v)
 
 
 def backward_kv(
@@ -244,14 +246,14 @@ def backward_kv(
 
     On compute capability 9.0 a kernel in Gluon takes the items where it can (Problem.in_gluon).
     """
-    sums = _zeros(k), _zeros(v)
+    sums = _zeros(problem, k, v)
     groups = group_chunks(problem, lists, 0, ordered)
     slots = _slots(problem, lists, groups[0]) if ordered else None
     for group in groups:
         _backward_group(problem, group, q, k, v, dout, stats, lists, slots or sums, None, ordered)
         if slots:
             _sum_slots(problem, group, q, lists, slots, sums)
-    return sums[0].to(k.dtype), sums[1].to(v.dtype)
+    return sum_all(problem, 1, sums, 1, k, v)
 
 
 def _backward_group(
@@ -361,6 +363,8 @@ def _sum_slots_of(
     )  # fmt: skip
 
 
-def _zeros(x: Tensor) -> Tensor:
+def _zeros(problem: Problem, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 zeros, to which programs add."""
-    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    dk, dv = (problem.empty(*x.shape, dtype=torch.float32) for x in (k, v))
+    fill_zeros(problem, "no sums", dk, dv)
+    return dk, dv

@@ -11,14 +11,18 @@ compiled on threads, for tensors that may be on the meta device.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -28,6 +32,9 @@ from nsa.ops.triton.tiles import DIM_STEP, Tiles
 
 ALIGNMENT = 16
 """Bytes of the widest load. Triton compiles a kernel separately for pointers that are aligned."""
+
+BEFORE_TENSORS = 9
+"""Arguments of a launch before the kernel's own: grid, stream, function, metadata, hooks."""
 
 Memo = dict[Any, "CachedLaunch"]
 """Cached launches, by place in the code and by which addresses are misaligned."""
@@ -60,7 +67,7 @@ class Rows:
         "strides",
     )
 
-    def __init__(self, base: Tensor, num_rows: int, width: int, layout: Any = None) -> None:
+    def __init__(self, base: Any, num_rows: int, width: int, layout: Any = None) -> None:
         self.base = base
         self.shape: tuple[int, ...] = base.shape
         self.strides: tuple[int, ...] = base.stride()
@@ -76,6 +83,21 @@ class Rows:
         from triton.experimental.gluon.nvidia import hopper
 
         return hopper.TensorDescriptor(self.base, *sizes, self.layout)
+
+
+class Interpreted:
+    """A kernel in Triton's interpreter, launched like a compiled one."""
+
+    function = packed_metadata = None
+
+    def __init__(self, kernel: Any, one: Launch) -> None:
+        self.kernel, self.one = kernel, one
+
+    def run(self, *arguments: Any) -> None:
+        """Its arguments are those of CachedLaunch.run."""
+        one = self.one
+        tensors = arguments[BEFORE_TENSORS : -len(one.numbers) - len(one.constants)]
+        self.kernel[one.grid](*tensors, *one.numbers, **one.constants, **one.options)
 
 
 class Launch(NamedTuple):
@@ -112,6 +134,19 @@ def start(
 
     `launch` is called once, when the place is new to the memo.
     """
+    recorder: Any = getattr(_thread, "recorder", None)
+    if recorder is None:
+        _start(memo, place, kernel, tensors, launch)
+        return
+    with recorder.paused():
+        known = _start(memo, place, kernel, tensors, launch)
+    recorder.launched(known, tensors)
+
+
+def _start(
+    memo: Memo, place: Any, kernel: Any, tensors: tuple[Any, ...], launch: Callable[[], Launch]
+) -> CachedLaunch | None:
+    """What was launched; None if it was only compiled."""
     # Alignment is part of the key: the compiled kernel may use 16-byte loads.
     addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
     place = place, _misaligned(addresses)
@@ -119,12 +154,12 @@ def start(
     if known is not None:
         if known.compiled is not None:
             _launch_cached(known, tensors, addresses)
-        return
+        return known
     one = launch()
     ahead: CompileAhead | None = getattr(_thread, "ahead", None)
     if ahead is not None:
         ahead.add(kernel, tensors, one)
-        return
+        return None
     device = _device_of(tensors)
     first, second, third = (*one.grid, 1, 1)[:3]
     # First call: through Triton's dispatcher, which compiles. An empty grid launches nothing.
@@ -133,16 +168,21 @@ def start(
         checked = (x.checked() if isinstance(x, Rows) else x for x in tensors)
         with _current(device):
             compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
+    if interpreted() and 0 not in one.grid:
+        compiled = Interpreted(kernel, one)
+    rest = (*one.numbers, *one.constants.values())
+    run = None if compiled is None else compiled.run
+    known = CachedLaunch(compiled, run, (first, second, third), rest, device)
     if not interpreted():
-        rest = (*one.numbers, *one.constants.values())
-        run = None if compiled is None else compiled.run
-        memo[place] = CachedLaunch(compiled, run, (first, second, third), rest, device)
+        memo[place] = known
+    return known
 
 
 # --- Compiling ahead ---
 
 _thread = threading.local()
-"""Its `ahead` is the CompileAhead of the thread: other threads launch as usual meanwhile."""
+"""Its `ahead` is the CompileAhead of the thread, its `recorder` that of replay.py: other threads
+launch as usual meanwhile."""
 
 
 class CompileAhead:
@@ -308,3 +348,107 @@ def padded_head(x: Tensor) -> Tensor:
     """Pad the head dim with zeros to a multiple of DIM_STEP; that changes no product."""
     missing = -x.shape[-1] % DIM_STEP
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+# --- Launches that replay.py has recorded ---
+
+
+@contextmanager
+def recorded_by(recorder: Any) -> Iterator[None]:
+    """Within it, `start` tells the recorder of every launch of this thread."""
+    _thread.recorder = recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = None
+
+
+def is_compiling_ahead() -> bool:
+    """Whether this thread compiles, and launches nothing."""
+    return getattr(_thread, "ahead", None) is not None
+
+
+def is_watched() -> bool:
+    """Whether a profiler has registered hooks, which see the tensors of a launch."""
+    hooks = knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
+def launch_again(device: int, steps: list[Any], constants: list[Any], values: list[Any]) -> None:
+    """Launch the steps of a tape: functions, and what they pick from constants, stream, values."""
+    if interpreted() or not _is_current(device):
+        with _current(device):
+            _launch_steps(device, steps, constants, values)
+    else:
+        _launch_steps(device, steps, constants, values)
+
+
+def _launch_steps(device: int, steps: list[Any], constants: list[Any], values: list[Any]) -> None:
+    stream = 0 if interpreted() else torch._C._cuda_getCurrentRawStream(device)
+    values = [*constants, stream, *values]
+    for run, pick in steps:
+        run(*pick(values))
+
+
+class Caller(NamedTuple):
+    """How a kernel is launched again: run(*grid, stream, *head, *arguments, *rest)."""
+
+    run: Any
+    head: tuple[Any, ...]
+    metas: Sequence[Any] = ()
+    """How Triton encodes each descriptor; none: `run` encodes them itself, in every launch."""
+
+
+def caller_of(known: CachedLaunch) -> Caller:
+    """The C function of Triton 3.6 itself, or, of other versions, what calls theirs.
+
+    What is between takes 2 us, and 5 us for each descriptor.
+    """
+    compiled, run = known.compiled, known.run
+    hooks = (compiled.packed_metadata, None, None, None)
+    metas: list[Any] = []
+    launch = getattr(run, "launch", None)
+    if launch is None or not is_triton_3_6() or run.global_scratch_size or run.profile_scratch_size:
+        return Caller(run, (compiled.function, *hooks))
+    if inspect.isfunction(launch):  # a closure that encodes descriptors
+        found = inspect.getclosurevars(launch).nonlocals
+        launch, metas = found["launcher"], found["tensordesc_meta"]
+    if None in metas:
+        return Caller(run, (compiled.function, *hooks))
+    modes = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    return Caller(launch, (compiled.function, *modes, *hooks), metas)
+
+
+@cache
+def is_triton_3_6() -> bool:
+    return triton.__version__.startswith("3.6.")
+
+
+def encoded(rows: Rows, address: int, meta: Any) -> Any:
+    """The tiles of memory at an address as an argument: Triton's descriptor, or what it makes one
+    of."""
+    moved = moved_rows(rows, Address(address))
+    if meta is None:
+        return moved
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(moved, meta)[0]
+
+
+class Address:
+    """An address in the place of a tensor."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def moved_rows(rows: Rows, base: Any) -> Any:
+    """The same tiles of other memory: of an Address, or, in the interpreter, of a tensor."""
+    rows = copy.copy(rows)
+    rows.base = base
+    return rows.checked() if interpreted() else rows

@@ -13,66 +13,42 @@ plan. Static turns them into arguments of operators and back.
 
 For short sequences the dispatcher is a large part of a call. Where nothing intercepts operators (no
 compiler, no dispatch mode, no tensor subclass), `call_attention` and `call_mean` run the same
-functions as plain autograd functions. Below in the order of a call: public functions, operators,
-implementations, gradients; registration is last.
+functions as plain autograd functions. Implementations are in replay/calls.py. Below in the order
+of a call: public functions, operators, fake twins, gradients; registration is last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.ops.checks import Layout
+from nsa.ops.checks import PLAIN, Layout, is_intercepted
 from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import attention, banded_forward, select
-from nsa.ops.triton import compress as compression
+from nsa.ops.triton import banded_forward, select
 from nsa.ops.triton.attention import Inputs, Results, Saved
 from nsa.ops.triton.block_index import empty_lists
-from nsa.ops.triton.documents import CMP, QUERY, RAW, finite_only
 from nsa.ops.triton.launcher import describable, padded_head, positive_scale
 from nsa.ops.triton.problem import Problem, problem_of
+from nsa.ops.triton.replay import calls
+from nsa.ops.triton.replay.calls import (
+    NUM_INPUTS,
+    AttentionFunction,
+    MeanFunction,
+    Static,
+    on_device,
+    repeat_attention,
+    repeat_mean,
+)
 
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Tensor types without a dispatch of their own."""
-NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
+__all__ = ["compress", "nsa_attention", "repeat_attention", "repeat_mean", "select_blocks"]
+
 MAX_GRID = 65535
 """CUDA's limit of the second and third grid dimension, which hold batch * heads."""
-
-
-class Static(NamedTuple):
-    """The arguments of attention and selection that are not tensors."""
-
-    spec: BlockSpec
-    scale: float
-    doc_lens: list[int]
-    flags: Flags
-    query_lens: Sequence[int] = ()
-    """Queries of each document, where they are not all of its tokens."""
-    offsets: Sequence[int] = ()
-
-    def plain(self) -> tuple[list[int], float, list[int], list[bool], list[int], list[int]]:
-        """The arguments _STATIC of an operator."""
-        # No method of `flags`: a plan is a constant of the graph; Dynamo knows its fields alone.
-        flags = self.flags
-        bools = [flags.flash_cmp, flags.flash_win, flags.strict, flags.nvtx]
-        bools += [flags.no_sel, flags.no_win]
-        places = list(self.query_lens), list(self.offsets)
-        return self.spec.to_ints(), self.scale, self.doc_lens, bools, *places
-
-    @staticmethod
-    def of(
-        blocks: list[int], scale: float, doc_lens: list[int], flags: list[bool], *places: list[int]
-    ) -> Static:
-        """The inverse of `plain`."""
-        return Static(BlockSpec.from_ints(blocks), scale, doc_lens, Flags(*flags), *places)
-
-
 NO_GRADIENTS = (None,) * (1 + len(Static._fields))
 """Of the selection and of what is not a tensor."""
 
@@ -96,14 +72,22 @@ def nsa_attention(
     layout: Layout,
     selection: Tensor | None,  # [B, S, Hkv, n_sel] int32
     flags: Flags = NO_FLAGS,
+    form: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # [B, S, Hq, Dv], [B, S, Hkv, n_sel] int32
-    """Gated sum of the three branches, and the selection used."""
+    """Gated sum of the three branches, and the selection used.
+
+    `form` is a key of checks.form_of: `repeat_attention` knows calls of this form from now on.
+    """
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     if not layout.whole:
         return _attend_part(tensors, selection, Static(spec, scale, [], flags), layout)
     static, most = Static(spec, scale, layout.key_lens, flags), MAX_GRID // q.shape[2]
     if q.shape[0] <= most:
-        return _attend(tensors, selection, static)
+        out, used = _attend(tensors, selection, static)
+        if form is not None and selection is None:
+            rest = (None, *static.plain())
+            calls.remember(form, calls.forward_key(tensors, *rest), rest)
+        return out, used
     outs, chosen = [], []
     for first in range(0, q.shape[0], most):
         part = slice(first, first + most)
@@ -223,10 +207,18 @@ def _by_batches(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) ->
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
-def compress(x: Tensor, spec: BlockSpec, *, doc_lens: list[int]) -> Tensor:
-    """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D]."""
+def compress(
+    x: Tensor, spec: BlockSpec, *, doc_lens: list[int], form: tuple[Any, ...] | None = None
+) -> Tensor:
+    """Mean of every complete block of l tokens, stride d: [B, S, H, D] -> [B, N, H, D].
+
+    `form`: as of nsa_attention, for `repeat_mean`.
+    """
     batches = _batches(x, MAX_GRID // x.shape[2])
     done = [call_mean(part, spec, doc_lens) for part in batches]
+    if form is not None:
+        static = (spec.to_ints(), doc_lens)
+        calls.remember(form, calls.mean_key(x, *static), static)
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
@@ -243,115 +235,22 @@ def call_attention(*args: Any) -> tuple[Tensor, Tensor]:
     if _intercepted(args[:NUM_INPUTS]):
         out, ids, *_ = torch.ops.nsa.attention(*args)
         return out, ids
-    return _Attention.apply(*args)
+    return AttentionFunction.apply(None, args[NUM_INPUTS:], *args[:NUM_INPUTS])
 
 
 def call_mean(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     """nsa::mean."""
     if _intercepted((x,)):
         return torch.ops.nsa.mean(x, spec.to_ints(), doc_lens)
-    return _Mean.apply(x, spec.to_ints(), doc_lens)
+    return MeanFunction.apply(None, (spec.to_ints(), doc_lens), x)
 
 
 def _intercepted(tensors: tuple[Tensor, ...]) -> bool:
     """Whether a compiler, a dispatch mode or a tensor subclass has to see operators."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return not all(type(x) in PLAIN for x in tensors)
+    return is_intercepted() or not all(type(x) in PLAIN for x in tensors)
 
 
-class _Attention(torch.autograd.Function):
-    """nsa::attention without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        results = _attention(*args)
-        _attention_context(ctx, args, results)
-        ctx.mark_non_differentiable(results[1])
-        return results[0], results[1]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * NUM_INPUTS + NO_GRADIENTS
-        grads = _attention_backward(*ctx.saved_tensors, dout, *ctx.static)
-        return (*grads, *NO_GRADIENTS)
-
-
-class _Mean(torch.autograd.Function):
-    """nsa::mean without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        _mean_context(ctx, args)
-        return _mean(*args)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _mean_backward(dout, ctx.seq_len, *ctx.static), None, None
-
-
-# --- Implementations, and their fake twins, which only make shapes and dtypes ---
-
-
-def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the device of the first tensor current, as every allocation and launch expects."""
-
-    @wraps(function)
-    def run(*args: Any) -> Any:
-        with torch.cuda.device_of(args[0]):
-            return function(*args)
-
-    return run
-
-
-@_on_device
-def _attention(*args: Any) -> tuple[Tensor, ...]:
-    inputs = _inputs(args)
-    selection, *static = args[NUM_INPUTS:]
-    problem = problem_of(inputs, inputs.q, inputs.v_sel, *Static.of(*static))
-    _compile_once(problem, inputs, selection, any(x.requires_grad for x in args[:NUM_INPUTS]))
-    (inputs,) = _zero_non_finite(problem, inputs)
-    return tuple(attention.forward(problem, inputs, selection))
-
-
-def _compile_once(
-    problem: Problem,
-    inputs: Inputs,
-    selection: Tensor | None,
-    backward_too: bool,
-    forward_too: bool = True,
-) -> None:
-    """At the first call of a kind, compile its kernels on threads instead of one by one."""
-    new = forward_too and problem.is_first_of_kind("forward", selection is None)
-    if backward_too:
-        new = problem.is_first_of_kind("backward") or new
-    if new:
-        attention.compile_ahead(problem, inputs, selection, backward_too=backward_too)
-
-
-def _inputs(args: tuple[Any, ...]) -> Inputs:
-    """The inputs as the kernels need them: rows for descriptors, gates with a stride of 1."""
-    given = Inputs._make(args[:NUM_INPUTS])
-    gates = given.gates if given.gates.stride(-1) == 1 else given.gates.contiguous()
-    return Inputs._make([*(describable(x) for x in given[:-1]), gates])
-
-
-def _zero_non_finite(problem: Problem, inputs: Inputs, *more: Tensor) -> tuple[Any, ...]:
-    """Packed documents: replace non-finite values by 0, and mark their rows by a NaN gate.
-
-    A tile may hold two documents, and 0 * NaN would cross. A gate belongs to one query: its NaN
-    reaches only that query's output, and the gradients of what the query sees.
-    """
-    if len(problem.doc_lens) == 1:
-        return inputs, *more
-    assert problem.documents is not None
-    kinds = (QUERY, CMP, CMP, RAW, RAW, RAW, RAW, *(QUERY for _ in more))
-    clean, is_bad = finite_only(problem.documents, (*inputs[:-1], *more), kinds)
-    gates = inputs.gates.masked_fill(is_bad[None, :, None, None], torch.nan)
-    return Inputs._make([*clean[: NUM_INPUTS - 1], gates]), *clean[NUM_INPUTS - 1 :]
+# --- The choice of blocks, and fake twins of all, which only make shapes and dtypes ---
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -376,18 +275,6 @@ def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-@_on_device
-def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
-    inputs = _inputs(args)
-    saved = Saved(*args[NUM_INPUTS : NUM_INPUTS + NUM_SAVED])
-    dout, *static = args[NUM_INPUTS + NUM_SAVED :]
-    dout = describable(dout)
-    problem = problem_of((*inputs, dout), inputs.q, inputs.v_sel, *Static.of(*static))
-    _compile_once(problem, inputs, None, backward_too=True, forward_too=False)
-    inputs, dout = _zero_non_finite(problem, inputs, dout)
-    return tuple(attention.backward(problem, inputs, saved, dout))
-
-
 def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in args[:NUM_INPUTS])
 
@@ -398,7 +285,7 @@ class LargestProblem(Problem):
     largest = True
 
 
-@_on_device
+@on_device
 def _select(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
     *static, largest = rest
     q, k_cmp = describable(q), describable(k_cmp)
@@ -414,19 +301,9 @@ def _select_fake(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
     return torch.empty(size, dtype=torch.int32, device=q.device)
 
 
-@_on_device
-def _mean(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.forward(describable(x), BlockSpec.from_ints(blocks), doc_lens)
-
-
 def _mean_fake(x: Tensor, blocks: list[int], doc_lens: list[int]) -> Tensor:
     num_cmp = sum(BlockSpec.from_ints(blocks).num_cmp(length) for length in doc_lens)
     return x.new_empty(x.shape[0], num_cmp, *x.shape[2:])
-
-
-@_on_device
-def _mean_backward(dout: Tensor, seq_len: int, blocks: list[int], doc_lens: list[int]) -> Tensor:
-    return compression.backward(describable(dout), seq_len, BlockSpec.from_ints(blocks), doc_lens)
 
 
 def _mean_backward_fake(
@@ -438,12 +315,8 @@ def _mean_backward_fake(
 # --- Autograd: contexts and gradients ---
 
 
-def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    _attention_context(ctx, inputs, output)
-
-
 def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
     results = Results(*output)
     ctx.set_materialize_grads(False)  # only the output has a gradient
     ctx.save_for_backward(*inputs[:NUM_INPUTS], *(getattr(results, x) for x in Saved._fields))
@@ -457,7 +330,7 @@ def _attention_gradients(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tenso
     return (*grads, *NO_GRADIENTS)
 
 
-def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.seq_len = inputs[0].shape[1]
     ctx.static = inputs[1:]
 
@@ -502,17 +375,17 @@ for _name, _schema in SCHEMAS.items():
     torch.library.define(f"nsa::{_name}", _schema)
 
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "attention": (_attention, _attention_fake),
-    "attention_backward": (_attention_backward, _attention_backward_fake),
+    "attention": (calls.attention_forward, _attention_fake),
+    "attention_backward": (calls.attention_backward, _attention_backward_fake),
     "select": (_select, _select_fake),
-    "mean": (_mean, _mean_fake),
-    "mean_backward": (_mean_backward, _mean_backward_fake),
+    "mean": (calls.mean_forward, _mean_fake),
+    "mean_backward": (calls.mean_backward, _mean_backward_fake),
 }
 for _name, (_real, _fake) in IMPLEMENTATIONS.items():
     torch.library.impl(f"nsa::{_name}", EVERYWHERE, _real)
     torch.library.register_fake(f"nsa::{_name}", _fake)
 torch.library.register_autograd(
-    "nsa::attention", _attention_gradients, setup_context=_attention_setup
+    "nsa::attention", _attention_gradients, setup_context=_attention_context
 )
 torch.library.register_autograd("nsa::mean", _mean_gradients, setup_context=_mean_context)
 for _name in ("attention_backward", "mean_backward"):

@@ -65,22 +65,11 @@ AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
 AHEAD_BLOCKS = 2048
-GLUON: bool | None = None
-"""Where kernels in Gluon run: None where they were measured to be faster than those in Triton, True
-wherever they can, False nowhere."""
-GLUON_MEASURED = (128, 16)
-GLUON_FROM = 4096
-"""Head dim, heads in a group and tokens of a row for which that was measured."""
-GLUON_HEADS = (64, 128)
-GLUON_BLOCK = 64
-GLUON_STEP = 8
-"""Head dims, tokens of a block and step of the heads in a group that the Gluon kernel takes: rows
-of 8 heads of a query are the smallest piece that TMA can place into a tile."""
-MAX_CACHED = 256
-"""Cached problems; a full cache is cleared."""
+MAX_CACHED = 1024
+"""Cached problems and tapes; a full cache is cleared."""
 
 
-_kept: dict[tuple[Any, ...], Problem] = {}
+_kept: dict[tuple[Any, ...], Any] = {}
 _compiled: set[tuple[Any, ...]] = set()
 """Kinds of calls whose kernels have been compiled."""
 
@@ -467,12 +456,22 @@ def problem_of(
     if query_lens:
         # The index of the queries lies on the device: another stream could read it too early.
         key = (*key, *doc_lens, *query_lens, *offsets, win_first, _stream_of(q.device))
-    problem = _kept.get(key)
+    problem: Problem | None = kept(key)
     if problem is None:
-        if len(_kept) >= MAX_CACHED:
-            _kept.clear()
-        problem = _kept[key] = kind(*rest)
+        problem = kind(*rest)
+        keep(key, problem)
     return problem
+
+
+def kept(key: tuple[Any, ...] | None) -> Any:
+    """What was kept for calls of a form: a problem, or what was recorded; None: nothing."""
+    return None if key is None else _kept.get(key)
+
+
+def keep(key: tuple[Any, ...], value: Any) -> None:
+    if len(_kept) >= MAX_CACHED:
+        _kept.clear()
+    _kept[key] = value
 
 
 def _stream_of(device: torch.device) -> int:

@@ -29,9 +29,10 @@ from nsa.model.rope import document_positions
 from nsa.ops import triton as triton_path
 from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.machine import interpreted
-from nsa.ops.triton import attention, launcher, operators, problem
+from nsa.ops.triton import attention, launcher, problem
 from nsa.ops.triton.documents import index_documents
 from nsa.ops.triton.launcher import CachedLaunch, Launch
+from nsa.ops.triton.replay import calls as replayed
 from nsa.tests.conftest import REPOSITORY
 from nsa.tests.support.gpu import DEVICE, on_gpu
 from nsa.train import loss as loss_functions
@@ -255,7 +256,7 @@ def test_a_new_length_needs_no_code_that_the_first_call_has_not_compiled(
     seen: list[tuple[Any, ...]] = []
     calls: list[Any] = []
     monkeypatch.setattr(problem, "AHEAD_LENGTHS", tuple(1 << power for power in range(6, 18)))
-    monkeypatch.setattr(operators, "_compile_once", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(replayed, "_compile_once", lambda *args, **_: calls.append(args))
     # All are imported first: one that is imported later would keep the launcher of this test.
     found = pkgutil.iter_modules(triton_path.__path__, "nsa.ops.triton.")
     for module in [importlib.import_module(one.name) for one in found]:

@@ -22,8 +22,9 @@ from nsa.model.rope import RopeScaling
 from nsa.ops.eager import attention
 from nsa.ops.eager.attention import attend_cached, split_heads
 from nsa.ops.eager.rows import forward_rows
-from nsa.ops.triton import operators, select
+from nsa.ops.triton import select
 from nsa.ops.triton.decode.launch import Token
+from nsa.ops.triton.replay import calls as replayed
 from nsa.tests.support.gpu import DEVICE, TOLERANCE, on_gpu
 from nsa.tests.support.helpers import assert_near
 
@@ -335,7 +336,7 @@ def test_chunked_prefill_by_kernels_is_that_of_the_torch_path(shape, sizes, monk
         return made
 
     monkeypatch.setattr(select, "choose", recording)
-    monkeypatch.setattr(operators, "_compile_once", lambda *_, **__: None)  # recorded, too
+    monkeypatch.setattr(replayed, "_compile_once", lambda *_, **__: None)  # recorded, too
     outs = []
     for part in x.split(sizes, dim=1):
         outs.append(module.prefill(part, cache))

@@ -22,12 +22,13 @@ from nsa.ops import fallbacks, machine, plan
 from nsa.ops.checks import Layout
 from nsa.ops.eager.rows import KeyValues
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import attention, launcher, operators, problem
+from nsa.ops.triton import attention, launcher, problem
 from nsa.ops.triton import tiles as tables
 from nsa.ops.triton.attention import attend_continued
 from nsa.ops.triton.decode.launch import Caches, Decoder, Token
 from nsa.ops.triton.decode.tiles import Workspace, decode_obstacle, decode_tiles
 from nsa.ops.triton.operators import nsa_attention
+from nsa.ops.triton.replay import calls as replayed
 from nsa.tests.support.compiling import (
     MAX_SHARED_BYTES,
     assert_fits,
@@ -249,7 +250,7 @@ def test_what_is_compiled_ahead_is_what_the_call_launches(shape, seq_len, docs, 
     calls: list[Any] = []
     monkeypatch.setattr(launcher, "_compile", note)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(operators, "_compile_once", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(replayed, "_compile_once", lambda *args, **_: calls.append(args))
     indexed: list[Any] = []
     real = problem.index_documents
     monkeypatch.setattr(problem, "index_documents", lambda *a: indexed.append(a) or real(*a))

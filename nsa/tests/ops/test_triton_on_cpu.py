@@ -55,7 +55,7 @@ MAX_STACK_BYTES = {(64, 64): 160, (128, 128): 256, (192, 128): 512}
 
 
 INTERPRETED = {
-    "training": ["ops/test_triton.py", "ops/test_triton_sparse.py"],
+    "training": ["ops/test_triton.py", "ops/test_triton_sparse.py", "ops/test_replay.py"],
     "decode, loss and routes": [
         "ops/test_triton_decode.py",
         "ops/test_decode_ways.py",

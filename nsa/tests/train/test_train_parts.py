@@ -23,6 +23,7 @@ from nsa.model.stats import AttentionStats
 from nsa.records import GpuReading, TrainingRow
 from nsa.train import RunRefused, run
 from nsa.train import loss as loss_functions
+from nsa.train.build import build_step
 from nsa.train.errors import LONG_STEPS, refuse_waste
 from nsa.train.loss import Evaluation, evaluate, next_token_loss
 from nsa.train.optimizer import build_optimizer, clip_gradients, lr_at, set_lr
@@ -37,6 +38,7 @@ from nsa.train.progress import (
     step_numbers,
 )
 from nsa.train.runtime import resolve_runtime
+from nsa.train.step import MicroBatch
 
 
 class Terminal(io.StringIO):
@@ -131,6 +133,18 @@ def test_clipping_scales_down_only_and_reports_the_norm_before(
     layer.weight.grad = torch.tensor([[3.0], [4.0]])
     assert clip_gradients(layer, max_norm).item() == pytest.approx(5.0)
     assert layer.weight.grad.norm().item() == pytest.approx(after, abs=1e-5)
+
+
+def test_backward_runs_in_the_thread_of_the_step(tiny_config: Callable[..., Config]) -> None:
+    cfg = tiny_config()
+    model = tiny_model(cfg).train()
+    runtime = resolve_runtime(cfg.runtime, (8, 8), cfg.model.attention_kind)
+    step = build_step(cfg, model, runtime)
+    seen: list[bool] = []
+    parameter = next(iter(model.parameters()))
+    parameter.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
+    step([MicroBatch(torch.randint(256, (2, 33)))], 1e-3)
+    assert seen and not any(seen) and torch._C._is_multithreading_enabled()
 
 
 def test_long_run_without_checkpoints_is_refused(tiny_config: Callable[..., Config]) -> None:
