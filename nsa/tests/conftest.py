@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nsa.config import Config, load_config
 from nsa.tests.support import quick
@@ -47,7 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each xdist worker one thread: two workers with two threads each fight for two cores.
 
     Where the kernels are interpreted, make that faster."""
-    if hasattr(config, "workerinput"):
+    is_worker = hasattr(config, "workerinput")
+    if config.getoption("numprocesses", None) and not is_worker:
+        return  # it hands out tests and runs none: workers wait while it imports torch
+    import torch
+
+    if is_worker:
         torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
         from nsa.tests.support.interpreter import speed_up
@@ -63,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _tf32_as_before() -> Iterator[None]:
     """A training run on a GPU allows TF32 in its process; tests of exact kernels may come next."""
+    import torch
+
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     yield

@@ -103,7 +103,7 @@ EFFECTS: dict[str, tuple[str, str]] = {  # key: (another value, what it must cha
 MANY_STEPS = ("train.steps=12", "train.lr=1e-6")  # noise alone decides what is above the median
 MSA = ("model.rule=msa", "nsa.l_sel=16", "nsa.d_index=8")
 GIVEN: dict[str, tuple[str, ...]] = {
-    "runtime.gc_layers": ("runtime.gradient_checkpointing=true",),
+    "runtime.gc_layers": ("runtime.gradient_checkpointing=true", "model.n_layers=2"),
     "train.keep_last": ("train.save_every=1",),
     "train.decay_steps": ("train.lr_schedule=wsd",),
     "train.backup_dir": ("train.save_every=2",),

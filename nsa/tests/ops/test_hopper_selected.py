@@ -130,7 +130,7 @@ def test_it_is_compiled_ahead(monkeypatch):
     q, k = (torch.empty(1, 4100, h, 128, dtype=torch.bfloat16, device="meta") for h in (16, 1))
     with starting_on(90, ()) as started, launcher.compiling_ahead():
         launch(problem.Problem(q, k, FEW, 0.1, [4100]).on_meta(), q, k)
-    assert ahead == ["selected_dkv"] and not started
+    assert "selected_dkv" in ahead and "block_backward" not in ahead and not started
 
 
 def test_it_compiles_without_spills(monkeypatch):

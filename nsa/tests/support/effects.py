@@ -17,7 +17,7 @@ from nsa.records import TRAINING, VAL, read_metrics
 from nsa.train import run
 
 TINY = """\
-model: {dim: 16, n_layers: 2, n_heads: 4, n_kv_groups: 2, d_k: 8, d_v: 8}
+model: {dim: 16, n_layers: 1, n_heads: 4, n_kv_groups: 2, d_k: 8, d_v: 8}
 nsa: {l: 8, d: 4, l_sel: 8, n_sel: 3, w: 8}
 train:
   {steps: 4, seq_len: 64, batch_size: 2, lr: 0.01, log_every: 1, eval_every: 2, eval_batches: 1}

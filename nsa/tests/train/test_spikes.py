@@ -33,7 +33,7 @@ ROWS = 4
 SETTINGS = (
     *("train.steps=30", "train.lr=1e-2", "train.lr_schedule=constant", "train.eval_every=0"),
     *("train.save_every=8", "train.batch_size=2", "train.accumulate_grad_batches=2"),
-    *("train.spike_window=8", "train.log_every=7"),
+    *("train.spike_window=8", "train.log_every=7", "model.n_layers=1"),
 )
 SPIKE = 22
 """The update that reads noise where there is text otherwise; the checkpoint before is at 16."""
