@@ -224,9 +224,7 @@ class NSAAttention(Rotary):
 
         `rope` are the tables of the positions; None: computed here.
         """
-        check_one_token(x)
-        cache.check(x)
-        rope = rope or self.rope_of_each(cache.lengths, x.dtype)
+        rope = self._rope_of_token(x, cache, rope)
         if self.decodes_by_kernels(cache):
             with nvtx("projections+rope", self._nvtx):
                 token = self._project_token(self.qkv(x), self.gate(x), rope)
@@ -263,13 +261,17 @@ class NSAAttention(Rotary):
     ) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
         if not self.decodes_by_kernels(cache):
             return super().add_step(x, norm, cache, rope)
-        check_one_token(x)
-        cache.check(x)
-        rope = rope or self.rope_of_each(cache.lengths, x.dtype)
+        rope = self._rope_of_token(x, cache, rope)
         with nvtx("projections+rope", self._nvtx):
             token = self._project_token(*norm_and_project(x, norm, self.qkv, self.gate), rope)
         out = self._decode(*self._in_dtype(cache, *token), cache)
         return add_product(x, self.out, out.flatten(2))
+
+    def _rope_of_token(self, x: Tensor, cache: DecodedCache, rope: Rope | None) -> Rope:
+        """The tables of a step, given or not, after its checks."""
+        check_one_token(x)
+        cache.check(x)
+        return rope or self.rope_of_each(cache.lengths, x.dtype)
 
     def decodes_by_kernels(self, cache: DecodedCache) -> bool:
         """Whether decode steps with this cache run on the Triton kernels."""

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.block_index import Group, QueryLists, piece_size
+from nsa.ops.triton.hopper.parts import sync_warps
 from nsa.ops.triton.launcher import Launch, Rows, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.tile import COUNTS
@@ -36,9 +37,6 @@ STAGES = 4
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """Warps of a consumer, and registers of a thread on average over the three warpgroups: 240 for a
 consumer and 24 for the producer, whose warpgroup has one warp in use."""
-
-# gl.barrier is called gl.thread_barrier in Triton 3.6.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 class Item(NamedTuple):
@@ -167,7 +165,7 @@ def _run(
         mbarrier.init(swapped.index(i), count=1)
     # TMA reaches barriers by another way than the threads that initialised them.
     fence_async_shared()
-    _barrier()
+    sync_warps()
     bufs = Buffers(b_k, b_v, b_q, b_dout, b_stats, d_q, d_dout, d_stats)
     bars = Bars(kv_full, full, empty)
     gl.warp_specialize(
@@ -270,7 +268,7 @@ def _consume(
         swap.index(C).store(b_dv)
     else:
         swap.index(C).store(b_dk)
-    _barrier()
+    sync_warps()
     mbarrier.arrive(swapped.index(C))
     mbarrier.wait(swapped.index(1 - C), 0)
     b_more = swap.index(1 - C).load(OL)
@@ -322,7 +320,7 @@ def _tiles(
         b_dv, b_pa = warpgroup_mma_wait(1, deps=(b_dv, b_pa))
         b_dk, b_ds = warpgroup_mma_wait(0, deps=(b_dk, b_ds))
         # All four warps have read the tile before one thread gives its stage back.
-        _barrier()
+        sync_warps()
         mbarrier.arrive(bars.empty.index(stage))
     return b_dk, b_dv
 
