@@ -7,7 +7,10 @@ PY := $(VENV)/bin/python
 CANDIDATES := python3.11 python3.12 python3 python3.13 python3.14 python
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 # pip must never choose a torch by itself, so this is the only install line, and it names the pins.
-INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+# pip compiles 20,000 files to bytecode on one core. Here all cores do, without what few import; a file that only newer
+# Pythons understand stays as it is.
+COMPILE := $(PY) -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/py312_' $(VENV)/lib
 
 # Some images forbid bytecode: every process of a test would then compile the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -92,9 +95,11 @@ $(PY):
 # All that CI needs, by one call of pip.
 $(VENV)/.installed-ci: pyproject.toml constraints.txt | $(PY)
 	$(INSTALL) -e '.[dev,docs,browser]'
+	-$(COMPILE)
 	@touch $@ $(foreach extra,dev docs browser,$(VENV)/.installed-$(extra))
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
 	@echo "installing nsa[$*] into $(VENV)"
 	$(INSTALL) -e '.[$*]'
+	-$(COMPILE)
 	@touch $@
