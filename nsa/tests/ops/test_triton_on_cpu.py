@@ -351,8 +351,7 @@ def test_selection_and_index_are_linear_in_the_tokens(packed, monkeypatch):
         monkeypatch.setattr(module, "start", lambda *_: None)
     monkeypatch.setattr(problem, "capability_of", lambda _: (9, 0))
     counts = []
-    real = block_index._zeros
-    monkeypatch.setattr(block_index, "_zeros", lambda *size: counts.append(real(*size)))
+    monkeypatch.setattr(block_index, "fill_zeros", lambda *given: counts.append(given[2]))
     per_token = []
     for length in (1 << 16, 1 << 18, 1 << 20, 1 << 23):
         docs = [1 << 11] * (length >> 11) if packed else [length]
@@ -363,6 +362,7 @@ def test_selection_and_index_are_linear_in_the_tokens(packed, monkeypatch):
         one.__dict__["documents"] = None  # they are linear, and need memory
         chosen = scoring.given(one, ids, has_bits=one.masked)
         kept = [*chosen, *([] if packed else block_index.list_queries(one, chosen)), *counts]
+        assert len(counts) == (not packed)
         per_token.append(sum(x.nbytes for x in kept) / length)
         counts.clear()
     # Of a KV head and choice: an id, its query and place; half a count; a few bins.
