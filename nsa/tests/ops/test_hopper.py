@@ -28,7 +28,7 @@ from nsa.ops.triton import problem
 from nsa.ops.triton.operators import nsa_attention
 from nsa.ops.triton.problem import Hopper, Problem
 from nsa.tests.support import gpu
-from nsa.tests.support.compiling import MAX_SHARED_BYTES, starting_on
+from nsa.tests.support.compiling import MAX_SHARED_BYTES, compiling_until, starting_on
 from nsa.tests.support.gpu import device_dout, device_inputs, forward_backward, needs_gpu
 from nsa.tests.support.helpers import Case
 
@@ -175,7 +175,7 @@ def compiled() -> dict[str, Any]:
     """The kernels for D 128, which need the most registers and shared memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(problem, "FULL_ENOUGH", 0.0)
-        with starting_on(90, KERNELS) as started:
+        with compiling_until("ptx"), starting_on(90, KERNELS) as started:
             attend(300)
     return {one.name: one.compiled for one in started if one.compiled is not None}
 
