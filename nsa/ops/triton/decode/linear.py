@@ -153,10 +153,10 @@ def product(
 
     act is silu, or with `gate` y * silu(norm(x) gate).
     """
-    rows = x.flatten(0, 1)
+    rows = x.flatten(0, 1).contiguous()
     out = rows.new_empty(len(rows), len(first.weight))
     out2 = None if second is None else rows.new_empty(len(rows), len(second.weight))
-    added = None if more is None else more.flatten(0, 1)
+    added = None if more is None else more.flatten(0, 1).contiguous()
     tensors = (
         rows, norm and norm.weight, *first, gate, added, out, *(second or (None, None)), out2
     )  # fmt: skip
