@@ -41,6 +41,8 @@ class MLP(nn.Module):
 
     def add_step(self, x: Tensor, norm: RMSNorm) -> Tensor:  # [B, 1, dim] -> [B, 1, dim]
         """x + mlp(norm(x)), in a decode step."""
+        if type(self) is not MLP or self._forward_hooks or self._forward_pre_hooks:
+            return x + self(norm(x))
         return add_product(x, self.fc2, norm_and_activate(x, norm, self.fc1, self.gate))
 
 

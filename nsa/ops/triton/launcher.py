@@ -181,7 +181,7 @@ def _start(
 # --- Compiling ahead ---
 
 _thread = threading.local()
-"""Its `ahead` is the CompileAhead of the thread, its `recorder` that of replay.py: other threads
+"""Its `ahead` is the CompileAhead of the thread, its `recorder` that of replay/: other threads
 launch as usual meanwhile."""
 
 
@@ -350,7 +350,7 @@ def padded_head(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
-# --- Launches that replay.py has recorded ---
+# --- Launches that replay/ has recorded ---
 
 
 @contextmanager

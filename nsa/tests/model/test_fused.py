@@ -14,6 +14,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.model import fused
+from nsa.model.block import MLP
 from nsa.model.rope import RMSNorm
 from nsa.ops.triton.decode.linear import MAX_ROWS
 from nsa.tests.support.gpu import DEVICE
@@ -91,6 +92,10 @@ def test_layers_that_are_not_plain_are_called(launches) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
+    class DoubledMLP(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
     layers = Layers(1, 40, 70)
     wanted = layers.residual + 2 * layers.plain(layers.x)
     layers.plain.__class__ = Doubled
@@ -102,6 +107,15 @@ def test_layers_that_are_not_plain_are_called(launches) -> None:
     layers.first.register_forward_pre_hook(lambda module, *_: called.append(module))
     fused.norm_and_activate(layers.x, layers.norm, layers.first, None)
     assert not launches and called == [layers.norm, layers.first]
+
+    mlp = DoubledMLP(40, 16).to(DEVICE)
+    assert torch.allclose(
+        mlp.add_step(layers.x, layers.norm), layers.x + mlp(layers.norm(layers.x))
+    )
+    hooked = MLP(40, 16).to(DEVICE)
+    hooked.register_forward_hook(lambda module, *_: called.append(module))
+    hooked.add_step(layers.x, layers.norm)
+    assert not launches and called[-1] is hooked
 
     many = Layers(MAX_ROWS + 1, 40, 70)
     assert len(many.all_ways()) == 7 and not launches

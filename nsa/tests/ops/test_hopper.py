@@ -189,7 +189,7 @@ def test_the_kernels_fit_and_stay_asynchronous(compiled):
         report = ptxas_report(one.asm["ptx"])
         assert "serializ" not in report, (name, report)
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
-        assert spilled and max(spilled) <= 160, (name, report)  # outside of the inner loops
+        assert spilled and max(spilled) <= 160, (name, report)  # measured, not a wish
 
 
 def test_warps_meet_before_one_of_them_arrives_for_all(compiled):
