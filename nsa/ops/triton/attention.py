@@ -172,12 +172,13 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
         chosen = Selection(ids, saved.num_chosen, bits)
         rest = (q, *keys[1], dout, stats[1])
+        lists = QueryLists(*saved[-len(QueryLists._fields) :])
+        if not problem.has_lists:
+            lists = list_queries(reader, chosen)
         if problem.by_query:
             dq_sel = by_query.backward_q(reader, *rest, chosen)
-            lists = list_queries(reader, chosen)
             grads[1] = by_block_backward.backward_kv(reader, *rest, lists, ordered=ordered)
         else:
-            lists = QueryLists(*saved[-len(QueryLists._fields) :])
             dq_sel, *grads_kv = by_block_backward.backward(
                 reader, *rest, chosen, lists, ordered=ordered
             )
@@ -251,7 +252,7 @@ def _selected(
         o_sel = banded_forward.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
         return o_sel, empty_lists(problem)
     reader = problem.reader
-    if problem.by_query:
+    if not problem.has_lists:
         o_sel = by_query.forward(reader, q, k, v, chosen, lse, gated)
         return o_sel, empty_lists(problem)
     lists = list_queries(reader, chosen)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nsa.ops.triton.banded_forward import NOT_GATED, Gated, gate_strides
 from nsa.ops.triton.block_index import (
+    PART_BYTES,
     Group,
     QueryLists,
     _block_range,
@@ -34,7 +35,7 @@ from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tile import COUNTS, _dot, _dot_add, _load, _offsets, _rows, _store_gated
-from nsa.ops.triton.tiles import Tiles, padded
+from nsa.ops.triton.tiles import padded
 
 
 @triton.jit
@@ -132,12 +133,12 @@ def block_forward(
 @triton.jit(do_not_specialize=COUNTS)
 def merge_parts(
     p_part, p_part_lse, p_num_chosen, p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
-    first_row, num_rows, S, Hkv, G, s_gb, s_gs, s_gh,
+    first_row, num_rows, S, Hkv, G, first_seg, s_gb, s_gs, s_gh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
 ):  # fmt: skip
     """Selected output of one query and group from its partial outputs, and the gated sum where
-    there are gates."""
-    i_seg = tl.program_id(1).to(tl.int64)
+    there are gates; for the segments from first_seg on."""
+    i_seg = (first_seg + tl.program_id(1)).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = first_row + tl.program_id(0)
     o_h, o_d = tl.arange(0, G_PAD), tl.arange(0, DV_PAD)
@@ -145,7 +146,7 @@ def merge_parts(
     m_o = m_h[:, None] & (o_d < DV)[None, :]
     num_chosen = tl.load(p_num_chosen + i_seg * S + t)
     # First place of the query: part is [segments, num_rows, N_SEL, G, DV], part_lse without DV.
-    row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    row = (tl.program_id(1).to(tl.int64) * num_rows + tl.program_id(0)) * N_SEL * G + o_h
     # With lse_n of each place: top = max lse_n, weight_n = exp2(lse_n - top),
     # out = sum of weight_n * out_n / sum of weight_n, lse = top + log2(sum of weight_n).
     # Places are summed in order, so the result does not depend on who wrote them when.
@@ -191,20 +192,34 @@ def forward(
 ) -> Tensor:  # [B, S, Hq, Dv]
     """Output of the selected branch; also writes the gated sum, if there is one."""
     out = problem.empty(problem.batch, problem.seq_len, problem.num_heads, problem.d_v)
-    tiles = fitted_tiles(problem)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_v))
-    size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
+    slices = _slices(problem, groups[0].num_rows)
+    size = len(slices[0]) * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     part, part_lse = problem.empty(size, problem.d_v), problem.empty(size, dtype=torch.float32)
     for group in groups:
-        _forward_group(problem, group, tiles, q, k, v, lists, part, part_lse)
-        _merge_group(problem, group, part, part_lse, chosen, out, lse, gated)
+        for segments in slices:
+            _forward_group(problem, group, segments, q, k, v, lists, part, part_lse)
+            _merge_group(problem, group, segments, part, part_lse, chosen, out, lse, gated)
     return out
+
+
+def _slices(problem: Problem, num_rows: int) -> list[range]:
+    """The segments, as many at a time as fit the workspace with so many queries, or one.
+
+    block_forward takes all: the chunks of its problems are short enough.
+    """
+    total = problem.num_segments
+    if not problem.forward_in_gluon:
+        return [range(total)]
+    row_bytes = part_bytes(problem, problem.d_v) // total
+    together = max(PART_BYTES // (row_bytes * num_rows), 1)
+    return [range(first, min(first + together, total)) for first in range(0, total, together)]
 
 
 def _forward_group(
     problem: Problem,
     group: Group,
-    tiles: Tiles,
+    segments: range,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -212,6 +227,13 @@ def _forward_group(
     part: Tensor,
     part_lse: Tensor,
 ) -> None:
+    """On compute capability 9.0 a kernel in Gluon takes the items where it can."""
+    if problem.forward_in_gluon:
+        from nsa.ops.triton.hopper import selected_forward  # only there: see its docstring
+
+        selected_forward.forward_group(problem, group, segments, q, k, v, lists, part, part_lse)
+        return
+    tiles = fitted_tiles(problem)
     start(
         problem.memo,
         ("by block", group),
@@ -233,6 +255,7 @@ def _forward_group(
 def _merge_group(
     problem: Problem,
     group: Group,
+    segments: range,
     part: Tensor,
     part_lse: Tensor,
     chosen: Selection,
@@ -242,14 +265,14 @@ def _merge_group(
 ) -> None:
     start(
         problem.memo,
-        ("merge", group),
+        ("merge", group, segments),
         merge_parts,
         (part, part_lse, chosen.num_chosen, out, lse, *(gated or NOT_GATED)),
         lambda: Launch.plain(
-            (group.num_rows, problem.num_segments),
+            (group.num_rows, len(segments)),
             (
                 group.first_row, group.num_rows, problem.seq_len, problem.num_groups,
-                problem.per_group, *gate_strides(gated),
+                problem.per_group, segments.start, *gate_strides(gated),
             ),
             {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "N_SEL": problem.spec.n_sel}
             | {"G_PAD": 1 << (problem.per_group - 1).bit_length()},

@@ -218,7 +218,7 @@ def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, index: Tensor) -
     chosen = select.given(problem, index)
     size = (problem.batch, problem.num_heads, problem.seq_len)
     lse = problem.empty(*size, dtype=torch.float32)
-    if problem.by_query:
+    if not problem.has_lists:
         out = by_query.forward(problem, q, k, v, chosen, lse, None)
         return Results(out, lse, chosen, empty_lists(problem))
     lists = list_queries(problem, chosen)
@@ -246,7 +246,7 @@ def _backward(
             problem, *rest, chosen, saved.lists, ordered=ordered, dtype=q.dtype
         )
     dq = by_query.backward_q(problem, *rest, chosen, q.dtype) if has_dq else None
-    lists = list_queries(problem, chosen)
+    lists = saved.lists if problem.has_lists else list_queries(problem, chosen)
     return dq, *by_block_backward.backward_kv(problem, *rest, lists, ordered=ordered)
 
 
