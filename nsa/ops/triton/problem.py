@@ -59,7 +59,7 @@ FULL_ENOUGH = 0.75
 and with fewer the band kernels, whose programs are short, are faster."""
 SELECTED_MEASURED, SELECTED_FROM = (128, 16), 4096
 """Head dim and group, and the tokens from which the kernel of the selected branch was faster."""
-SELECTED_FORWARD: dict[tuple[int, int], int] = {}
+SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
 SELECTED_BLOCK, SELECTED_STEP = 64, 8
 """Tokens of the blocks that it takes, and the number of which its groups are multiples."""

@@ -144,6 +144,8 @@ def _run(
         b_s = warpgroup_mma(b_q, k_buf.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         b_q = _load_rows(item, t_next, i + 1, s_qs, s_qh, G, D, IO, SL)
+        # Without a barrier, ptxas delays these loads until the next product (it saves registers).
+        sync_warps()
         if i < num_masked:
             last = t
             if p_row_shift is not None:
