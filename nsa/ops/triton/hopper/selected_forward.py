@@ -33,7 +33,7 @@ from nsa.ops.triton.tile import COUNTS
 
 ROWS = gl.constexpr(64)
 """Rows of a tile, and keys of a block."""
-PROGRAMS = {64: 5, 128: 3}
+PROGRAMS = {64: 5, 128: 4}
 """Programs of an SM, by head dim: they decide how many registers a thread has."""
 
 
@@ -144,8 +144,10 @@ def _run(
         b_s = warpgroup_mma(b_q, k_buf.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         b_q = _load_rows(item, t_next, i + 1, s_qs, s_qh, G, D, IO, SL)
-        # Without a barrier, ptxas delays these loads until the next product (it saves registers).
-        sync_warps()
+        # Without a barrier, ptxas delays these loads until the next product, and needs more
+        # registers. At D 64 it is slower with one.
+        if D == 128:
+            sync_warps()
         if i < num_masked:
             last = t
             if p_row_shift is not None:
