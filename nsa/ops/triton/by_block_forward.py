@@ -37,6 +37,9 @@ from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tile import COUNTS, _dot, _dot_add, _load, _offsets, _rows, _store_gated
 from nsa.ops.triton.tiles import padded
 
+AT_ONCE = tl.constexpr(512)
+"""Log-sum-exps of a query, over its places and heads, that merge_parts holds in registers."""
+
 
 @triton.jit
 def _masked_stop(p_queries, first, stop, k0, PER_TILE, ALWAYS: tl.constexpr, BN: tl.constexpr):
@@ -134,7 +137,8 @@ def block_forward(
 def merge_parts(
     p_part, p_part_lse, p_num_chosen, p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
     first_row, num_rows, S, Hkv, G, first_seg, s_gb, s_gs, s_gh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
+    G_PAD: tl.constexpr,
 ):  # fmt: skip
     """Selected output of one query and group from its partial outputs, and the gated sum where
     there are gates; for the segments from first_seg on."""
@@ -150,21 +154,34 @@ def merge_parts(
     # With lse_n of each place: top = max lse_n, weight_n = exp2(lse_n - top),
     # out = sum of weight_n * out_n / sum of weight_n, lse = top + log2(sum of weight_n).
     # Places are summed in order, so the result does not depend on who wrote them when.
-    top = tl.full([G_PAD], float("-inf"), tl.float32)
-    for n in tl.range(0, num_chosen, loop_unroll_factor=8):
-        lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
-        top = tl.maximum(top, lse)
-    none = top == float("-inf")
-    safe_top = tl.where(none, 0.0, top)
     total = tl.zeros([G_PAD], tl.float32)
+    top = tl.full([G_PAD], float("-inf"), tl.float32)
+    if N_PAD * G_PAD <= AT_ONCE:
+        # Loaded without waiting for num_chosen: places that were not written are left out then.
+        o_n = tl.arange(0, N_PAD)
+        m_n = (o_n < N_SEL)[:, None] & m_h[None, :]
+        p_lses = p_part_lse + row[None, :] + o_n[:, None] * G
+        b_lse = tl.load(p_lses, mask=m_n, other=float("-inf"))
+        b_lse = tl.where((o_n < num_chosen)[:, None], b_lse, float("-inf"))
+        top = tl.max(b_lse, axis=0)
+        safe_top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.math.exp2(b_lse - safe_top[None, :]), axis=0)
+    else:
+        for n in tl.range(0, num_chosen, loop_unroll_factor=8):
+            lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
+            top = tl.maximum(top, lse)
+        safe_top = tl.where(top == float("-inf"), 0.0, top)
+        for n in tl.range(0, num_chosen, loop_unroll_factor=8):
+            lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
+            total += tl.math.exp2(lse - safe_top)
+    none = top == float("-inf")
     b_out = tl.zeros([G_PAD, DV_PAD], tl.float32)
-    # Second pass over the places. Unrolled, so that the loads of eight places overlap.
+    # Unrolled, so that the loads of eight places overlap.
     for n in tl.range(0, num_chosen, loop_unroll_factor=8):
         lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
-        b_part = tl.load(p_part + (row + n * G)[:, None] * DV + o_d[None, :], mask=m_o, other=0.0)
-        weight = tl.math.exp2(lse - safe_top)
-        total += weight
-        b_out += b_part.to(tl.float32) * weight[:, None]
+        p_rows = p_part + (row + n * G)[:, None] * DV + o_d[None, :]
+        b_part = tl.load(p_rows, mask=m_o, other=0.0, eviction_policy="evict_first")
+        b_out += b_part.to(tl.float32) * tl.math.exp2(lse - safe_top)[:, None]
     b_out = b_out * (1.0 / tl.where(none, 1.0, total))[:, None]
     lse = tl.where(none, float("inf"), top + tl.math.log2(total))
     # Store lse [B, Hq, S], the branch [G, DV] and the gated sum.
@@ -275,6 +292,7 @@ def _merge_group(
                 problem.per_group, segments.start, *gate_strides(gated),
             ),
             {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "N_SEL": problem.spec.n_sel}
+            | {"N_PAD": padded(problem.spec.n_sel)}
             | {"G_PAD": 1 << (problem.per_group - 1).bit_length()},
             num_warps=1,
         ),
