@@ -88,8 +88,9 @@ NARROW = Cut(512, 64, 512, 128, 64, 2, 3, token_warps=2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3, beside=True)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)
-NARROW_WHOLE = Cut(264, 64, 256, 256, 64, 2, 3, token_warps=2)
-WIDE_WHOLE = Cut(264, 64, 256, 512, 64, 4, 3)
+FEW_WHOLE = Cut(512, 64, 32, 128, 64, 4, 3)
+NARROW_WHOLE = Cut(264, 64, 512, 128, 64, 2, 3, token_warps=2)
+WIDE_WHOLE = Cut(264, 64, 512, 512, 64, 4, 3)
 """The fastest of those timed on an H200 (132 multiprocessors); docs/log/kernels.md has the others.
 
 Programs that fill the GPU once and end together are faster than several waves: two or three
@@ -240,7 +241,7 @@ def _strides_pad(spec: BlockSpec) -> int:
 
 def _cut_of(is_few: bool, is_long: bool, is_wide: bool, whole: bool) -> Cut:
     if is_few:
-        return FEW_LONG if is_long else FEW
+        return FEW_WHOLE if whole else FEW_LONG if is_long else FEW
     if whole:
         return WIDE_WHOLE if is_wide else NARROW_WHOLE
     if is_wide:
