@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.ops.triton.block_index import Group, QueryLists, item_constants, item_sizes
+from nsa.ops.triton.block_index import Group, QueryLists, item_sizes
 from nsa.ops.triton.hopper.parts import rounded, sync_warps
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
@@ -38,22 +38,15 @@ PROGRAMS = {64: 5, 128: 4}
 
 
 class Item(NamedTuple):
-    """Entries of an item, and the lists of its segment; N_SEL * G rows of part for each query, the
-    first of which is first_row."""
+    """Entries of an item, and where the segment's queries and results lie."""
 
     first: Any
     stop: Any
     p_queries: Any
     p_places: Any
-    first_row: Any
-
-
-class Rows(NamedTuple):
-    """Of each row of a tile: query, its own number of the block, and head."""
-
-    t: Any
-    place: Any
-    head: Any
+    p_q: Any
+    row0: Any
+    """Row of part that the first query of the segment would have, over N_SEL."""
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -63,10 +56,9 @@ def selected_forward(
     first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, MOST,
     Hkv, first_seg, scale_log2, s_qb, s_qs, s_qh, s_kb, s_ks, s_kh, s_vb, s_vs, s_vh,
     G: gl.constexpr, D: gl.constexpr, N_SEL: gl.constexpr, HAS_DOCS: gl.constexpr,
-    NARROW: gl.constexpr,
 ):  # fmt: skip
     """Partial outputs of one item; arguments and results as in block_forward (MOST: its PIECE), for
-    the segments from first_seg on. Strides of q count pairs of numbers."""
+    the segments from first_seg on."""
     i_item, i_seg = gl.program_id(0), (first_seg + gl.program_id(2)).to(gl.int64)
     list_row = i_seg * num_chunks + first_chunk + gl.program_id(1)
     block = gl.load(p_items + list_row * NUM_ITEMS + i_item)
@@ -82,18 +74,18 @@ def selected_forward(
             k_stop = gl.load(p_block_stop + block)
         i_b, i_g = i_seg // Hkv, i_seg % Hkv
         entries = i_seg * NUM_ENTRIES
-        item = Item(first, stop, p_queries + entries, p_places + entries, first_row)
+        item = Item(
+            first, stop, p_queries + entries, p_places + entries,
+            p_q + i_b * s_qb + i_g * G * s_qh, gl.program_id(2).to(gl.int64) * num_rows - first_row,
+        )  # fmt: skip
         k_buf = _load_block(p_k + i_b * s_kb + i_g * s_kh, s_ks, k0, k_stop, D)
         v_buf = _load_block(p_v + i_b * s_vb + i_g * s_vh, s_vs, k0, k_stop, D)
         # wgmma reads shared memory by another way than threads write it.
         fence_async_shared()
         sync_warps()
-        # Pairs of numbers in 32 bits; memory of this segment alone.
-        p_pairs = p_q.to(gl.pointer_type(gl.int32)) + i_b * s_qb + i_g * G * s_qh
-        part0 = gl.program_id(2).to(gl.int64) * num_rows * (N_SEL * G)
         _run(
-            item, k_buf, v_buf, p_pairs, p_part + part0 * D, p_part_lse + part0, p_row_shift,
-            k0, scale_log2, s_qs, s_qh, G, D, N_SEL, NARROW,
+            item, k_buf, v_buf, p_part, p_part_lse, p_row_shift, k0, scale_log2, s_qs, s_qh,
+            G, D, N_SEL,
         )  # fmt: skip
 
 
@@ -120,14 +112,14 @@ def _transposed(b, D: gl.constexpr):
 
 @gluon.jit
 def _run(
-    item, k_buf, v_buf, p_pairs, p_part, p_part_lse, p_row_shift, k0, scale_log2, s_qs, s_qh,
-    G: gl.constexpr, D: gl.constexpr, N_SEL: gl.constexpr, NARROW: gl.constexpr,
+    item, k_buf, v_buf, p_part, p_part_lse, p_row_shift, k0, scale_log2, s_qs, s_qh,
+    G: gl.constexpr, D: gl.constexpr, N_SEL: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of an item. Queries are loaded two tiles ahead, their rows of q one."""
+    """The tiles of an item. Queries are loaded two tiles ahead, their rows one."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
-    # The output as a thread holds it: 16 bytes of two rows, in every 32 columns.
+    # Rows of q and of the output as a thread holds them: 16 bytes of two rows, in every 32 columns.
     MORE: gl.constexpr = [[0, 32]] if D == 64 else [[0, 32], [0, 64]]
     IO: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]] + MORE,
@@ -136,33 +128,30 @@ def _run(
         [],
         [64, D],
     )
-    RL: gl.constexpr = gl.SliceLayout(1, IO)
     dtype: gl.constexpr = k_buf.dtype
     num = (item.stop - item.first) * G
+    num_tiles = (num + ROWS - 1) // ROWS
     num_masked = _num_masked(item, p_row_shift, k0, G)
     zero = gl.zeros([ROWS, ROWS], gl.float32, SL)
     none = gl.zeros([ROWS, D], gl.float32, OL)
-    o_r = gl.arange(0, ROWS, RL)
-    o_d = gl.arange(0, D, gl.SliceLayout(0, IO))
-    # Rows of q and of part: those of the next tile are known a tile ahead.
-    at, place = _places(_rows_of(item, o_r, G), item, s_qs, s_qh, G, N_SEL, NARROW)
-    pairs = _load_pairs(p_pairs, at, D)
-    at, next_place = _places(_rows_of(item, ROWS + o_r, G), item, s_qs, s_qh, G, N_SEL, NARROW)
-    for i in range((num + ROWS - 1) // ROWS):
-        coming = _rows_of(item, (i + 2) * ROWS + o_r, G)
+    t = gl.load(item.p_queries + _entries(item, 0, G, IO))
+    b_q = _load_rows(item, t, 0, s_qs, s_qh, G, D, IO, SL)
+    t_next = gl.load(item.p_queries + _entries(item, 1, G, IO))
+    for i in range(num_tiles):
+        t_after = gl.load(item.p_queries + _entries(item, i + 2, G, IO))
+        place = gl.load(item.p_places + _entries(item, i, G, IO)).to(gl.int32)
         # s = q k^T: [rows, keys].
-        b_q = _operand(pairs, D, dtype, SL)
         b_s = warpgroup_mma(b_q, k_buf.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        pairs = _load_pairs(p_pairs, at, D)
+        b_q = _load_rows(item, t_next, i + 1, s_qs, s_qh, G, D, IO, SL)
         # Without a barrier, ptxas delays these loads until the next product, and needs more
         # registers. At D 64 it is slower with one.
         if D == 128:
             sync_warps()
         if i < num_masked:
-            last = _rows_of(item, i * ROWS + o_r, G).t
+            last = t
             if p_row_shift is not None:
-                last += gl.load(p_row_shift + last)
+                last += gl.load(p_row_shift + t)
             last = gl.convert_layout(last, gl.SliceLayout(1, SL))
             o_k = k0 + gl.arange(0, ROWS, gl.SliceLayout(0, SL))
             b_s = gl.where(o_k[None, :] <= last[:, None], b_s, float("-inf"))
@@ -173,68 +162,19 @@ def _run(
         # out = p v / total: [rows, D].
         b_pa = gl.convert_layout(rounded(b_p, dtype), PL)
         b_o = warpgroup_mma(b_pa, v_buf, none, use_acc=False, is_async=True)
-        lse = gl.convert_layout(top + _approx("lg2", total), RL)
+        lse = gl.convert_layout(top + _approx("lg2", total), gl.SliceLayout(1, IO))
         share = gl.convert_layout(_approx("rcp", total), gl.SliceLayout(1, OL))
-        m_r = o_r < num - i * ROWS
-        gl.store(p_part_lse + place, lse, mask=m_r)
+        o_r = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
+        row = ((item.row0 + t) * N_SEL + place) * G + o_r % G
+        gl.store(p_part_lse + row, lse, mask=o_r < num)
         b_o, b_pa = warpgroup_mma_wait(0, deps=(b_o, b_pa))
-        b_out = gl.convert_layout(_transposed(rounded(b_o * share[:, None], dtype), D), IO)
-        p_rows = p_part + (place.to(gl.int64) * D)[:, None] + o_d[None, :]
-        gl.store(p_rows, b_out, mask=m_r[:, None] & (o_d < D)[None, :])
-        place = next_place
-        at, next_place = _places(coming, item, s_qs, s_qh, G, N_SEL, NARROW)
-
-
-@gluon.jit
-def _rows_of(item, o_r, G: gl.constexpr):
-    """Rows o_r of an item; past its end those of the last query again."""
-    nth = o_r // G
-    entry = gl.minimum(item.first + nth, item.stop - 1)
-    place = gl.load(item.p_places + entry).to(gl.int32)
-    return Rows(gl.load(item.p_queries + entry), place, o_r - nth * G)
-
-
-@gluon.jit
-def _places(rows, item, s_qs, s_qh, G: gl.constexpr, N_SEL: gl.constexpr, NARROW: gl.constexpr):
-    """Offset of rows in q, and their rows of part [num_rows, N_SEL, G]: fewer than 2^31."""
-    t = rows.t
-    if not NARROW:
-        t = t.to(gl.int64)
-    place = ((rows.t - item.first_row) * N_SEL + rows.place) * G + rows.head
-    return t * s_qs + rows.head * s_qh, place
-
-
-@gluon.jit
-def _load_pairs(p_pairs, at, D: gl.constexpr):
-    """Rows of q as pairs of numbers: [ROWS, D // 2] int32, 16 bytes in every 16 columns.
-
-    As single numbers, a loop would carry them in registers of their own.
-    """
-    MORE: gl.constexpr = [[0, 16]] if D == 64 else [[0, 16], [0, 32]]
-    LOADED: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]] + MORE,
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, D // 2],
-    )
-    at = gl.convert_layout(at, gl.SliceLayout(1, LOADED))
-    o_d = gl.arange(0, D // 2, gl.SliceLayout(0, LOADED))
-    return gl.load(p_pairs + at[:, None] + o_d[None, :])
-
-
-@gluon.jit
-def _operand(pairs, D: gl.constexpr, dtype: gl.constexpr, SL: gl.constexpr):
-    """Pairs of numbers as the left operand of wgmma, [ROWS, D] of `dtype`."""
-    low = _half("{.reg .b16 x; mov.b32 {$0, x}, $1;}", pairs)
-    high = _half("{.reg .b16 x; mov.b32 {x, $0}, $1;}", pairs)
-    b_q = gl.reshape(gl.join(low, high), [ROWS, D]).to(dtype, bitcast=True)
-    return gl.convert_layout(_transposed(b_q, D), gl.DotOperandLayout(0, SL, 2))
-
-
-@gluon.jit
-def _half(CODE: gl.constexpr, pairs):
-    return gl.inline_asm_elementwise(CODE, "=h,r", [pairs], dtype=gl.int16, is_pure=True, pack=1)
+        b_out = _transposed(rounded(b_o * share[:, None], dtype), D)
+        o_d = gl.arange(0, D, gl.SliceLayout(0, IO))
+        p_rows = p_part + (row * D)[:, None] + o_d[None, :]
+        mask = (o_r < num)[:, None] & (o_d < D)[None, :]
+        gl.store(p_rows, gl.convert_layout(b_out, IO), mask=mask)
+        t = t_next
+        t_next = t_after
 
 
 @gluon.jit
@@ -258,6 +198,25 @@ def _num_masked(item, p_row_shift, k0, G: gl.constexpr):
         last += gl.load(p_row_shift + last)
     num_partial = gl.sum(((o_e < item.stop) & (last < k0 + ROWS - 1)).to(gl.int32), 0)
     return (num_partial * G + ROWS - 1) // ROWS
+
+
+@gluon.jit
+def _entries(item, i, G: gl.constexpr, IO: gl.constexpr):
+    """Entry of each row of tile i; past the end of the item the last one again."""
+    o_r = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
+    return gl.minimum(item.first + o_r // G, item.stop - 1)
+
+
+@gluon.jit
+def _load_rows(
+    item, t, i, s_qs, s_qh, G: gl.constexpr, D: gl.constexpr, IO: gl.constexpr, SL: gl.constexpr
+):
+    """Rows of q of tile i as the left operand of wgmma, [ROWS, D]; t is the query of each."""
+    o_r = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, IO))
+    at = t.to(gl.int64) * s_qs + o_r % G * s_qh
+    b_q = gl.load(item.p_q + at[:, None] + o_d[None, :])
+    return gl.convert_layout(_transposed(b_q, D), gl.DotOperandLayout(0, SL, 2))
 
 
 # --- Launcher ---
@@ -289,10 +248,9 @@ def forward_group(
             (lists.item_block.shape[2], group.num_chunks, len(segments)),
             (
                 *sizes, num_groups, segments.start, problem.scale_log2,
-                *(stride // 2 for stride in q.stride()[:3]), *k.stride()[:3], *v.stride()[:3],
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             ),
-            {"G": per_group, "D": dim, "N_SEL": problem.spec.n_sel, "HAS_DOCS": problem.packed}
-            | {"NARROW": item_constants(problem, q)["NARROW"]},
+            {"G": per_group, "D": dim, "N_SEL": problem.spec.n_sel, "HAS_DOCS": problem.packed},
             {"num_warps": 4, "maxnreg": 65536 // (PROGRAMS[dim] * 128) // 8 * 8},
         ),
     )  # fmt: skip
