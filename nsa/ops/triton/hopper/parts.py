@@ -35,19 +35,37 @@ sync_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
+def num_rounds(num_items):
+    """Items of this program: one of each round, in which every program takes one."""
+    whole = num_items // gl.num_programs(0)
+    return whole + (item_of(whole) < num_items).to(gl.int32)
+
+
+@gluon.jit
+def item_of(n):
+    """Item of round n. Items get shorter: the order of the programs turns with every round, so that
+    all have about the same to do."""
+    i = gl.program_id(0)
+    last = gl.num_programs(0) - 1
+    return n * (last + 1) + gl.where(n % 2 == 0, i, last - i)
+
+
+@gluon.jit
 def place_of(item, sizes, NC: gl.constexpr, C: gl.constexpr):
     """Batch element, first query, group, and head of consumer C, of one item of work.
 
     The consumers hold NC heads of one group, on the same queries, and share its keys. Those of a
-    group follow each other, then the groups: programs that run at a time read the same keys.
+    group follow each other, then the groups: programs that run at a time read the same keys. Late
+    queries, which see the most keys, come first.
     """
-    num_items, num_tiles, Hkv, G, W = sizes
+    num_items, num_tiles, Hkv, G = sizes[0], sizes[1], sizes[2], sizes[3]
     shares = G // NC
+    batch = num_items // (num_tiles * Hkv * shares)
     rest = item // shares
     i_g = rest % Hkv
     rest = rest // Hkv
-    t0 = rest % num_tiles * TILE_ROWS
-    return rest // num_tiles, t0, i_g, i_g * G + item % shares * NC + C
+    t0 = (num_tiles - 1 - rest // batch) * TILE_ROWS
+    return rest % batch, t0, i_g, i_g * G + item % shares * NC + C
 
 
 @gluon.jit
@@ -58,6 +76,20 @@ def num_key_tiles(t0, W):
     """
     n = (t0 - gl.maximum(t0 - W + 1, 0) // TILE_ROWS * TILE_ROWS) // TILE_ROWS + 1
     return n, gl.maximum(gl.minimum(W // TILE_ROWS, n), 1)
+
+
+@gluon.jit
+def num_compressed(t, OFF, STEP):
+    """Compressed keys that query t sees: those up to floor((t - OFF) / STEP)."""
+    return gl.maximum(t - OFF + STEP, 0) // STEP
+
+
+@gluon.jit
+def compressed_tiles(t0, S, OFF, STEP):
+    """Tiles of compressed keys that the queries of a tile see; and how many all of them see whole,
+    so that only those after them need a mask."""
+    seen = num_compressed(gl.minimum(t0 + TILE_ROWS, S) - 1, OFF, STEP)
+    return (seen + TILE_ROWS - 1) // TILE_ROWS, num_compressed(t0, OFF, STEP) // TILE_ROWS
 
 
 @gluon.jit
