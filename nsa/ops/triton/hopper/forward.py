@@ -40,6 +40,8 @@ from nsa.ops.triton.hopper.parts import (
 from nsa.ops.triton.launcher import ceil_div, start
 from nsa.ops.triton.problem import Problem
 
+WIDE = 128
+"""Compressed keys of a tile, where there are many of them."""
 STAGES = 4
 """Tiles of keys, and as many of values, that are in flight or being read."""
 WINDOW, NARROW, COMPRESSED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -50,15 +52,15 @@ WINDOW, NARROW, COMPRESSED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 def band_attention(
     t_q, t_k, t_v, t_o, p_lse,
     S, NUM_ITEMS, NUM_TILES, Hkv, G, W, OFF, STEP, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2."""
+    """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2; KEYS: of a tile, 64 for windows."""
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_k.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_v.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], t_k.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], t_v.layout)
     o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_o.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
@@ -84,9 +86,9 @@ def band_attention(
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, KIND, NC)),
-                (_consume, (1, shared, D, STAGES, KIND, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, KEYS, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, KEYS, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, KEYS, NC)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -94,10 +96,10 @@ def band_attention(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, KIND, NC)),
-                (_consume, (1, shared, D, STAGES, KIND, NC)),
-                (_consume, (2, shared, D, STAGES, KIND, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, KEYS, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, KEYS, NC)),
+                (_consume, (2, shared, D, STAGES, KIND, KEYS, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, KEYS, NC)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -107,61 +109,61 @@ def band_attention(
 @gluon.jit
 def _produce(
     copied, bufs, bars, sizes,
-    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, NC: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of all items, in the order in which the consumers read them."""
     it = 0
     rounds = num_rounds(sizes[0])
     for n in range(rounds):
-        it = _copy_item(copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, KIND, NC)
+        it = _copy_item(copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, KIND, KEYS, NC)
     # The consumers begin one item more than there are, and do not end it.
     item = gl.program_id(0)
-    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, NC)
+    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, KEYS, NC)
 
 
 @gluon.jit
 def _copy_item(
     copied, bufs, bars, sizes, item, it, n,
     FIRST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    NC: gl.constexpr,
+    KEYS: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """Queries of all consumers, then tiles of keys and values; FIRST: only one of keys."""
     t_q, t_k, t_v = copied
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    SIZE: gl.constexpr = TILE_ROWS * D * 2
     for c in gl.static_range(NC):
         i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
         mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
-        mbarrier.expect(q_full.index(c), SIZE)
+        mbarrier.expect(q_full.index(c), TILE_ROWS * D * 2)
         copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
     i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
     num_tiles = 1
     if not FIRST:
-        num_tiles, _ = _key_tiles(t0, sizes, KIND)
+        num_tiles, _ = _key_tiles(t0, sizes, KIND, KEYS)
     for j in range(num_tiles):
         stage = it % STAGES
         phase = (it // STAGES & 1) ^ 1
         if KIND == COMPRESSED:
-            k0 = j * TILE_ROWS
+            k0 = j * KEYS
         else:
-            k0 = t0 - j * TILE_ROWS
+            k0 = t0 - j * KEYS
         mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), SIZE)
+        mbarrier.expect(k_full.index(stage), KEYS * D * 2)
         copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
         if not FIRST:
             mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), SIZE)
+            mbarrier.expect(v_full.index(stage), KEYS * D * 2)
             copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
         it += 1
     return it
 
 
 @gluon.jit
-def _key_tiles(t0, sizes, KIND: gl.constexpr):
+def _key_tiles(t0, sizes, KIND: gl.constexpr, KEYS: gl.constexpr):
     """Tiles of keys of an item, and the first of those after the first that needs a mask."""
     if KIND == COMPRESSED:
-        n, masked = compressed_tiles(t0, sizes[7], sizes[5], sizes[6])
+        n, masked = compressed_tiles(t0, sizes[7], sizes[5], sizes[6], KEYS)
         # Queries that see no key at all walk a tile, too.
         n, masked = gl.maximum(n, 1), gl.maximum(masked, 1)
     else:
@@ -172,17 +174,18 @@ def _key_tiles(t0, sizes, KIND: gl.constexpr):
 @gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, NC: gl.constexpr,
+    KIND: gl.constexpr, KEYS: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first scores are made beside the end of this one."""
     t_o, p_lse, bufs, bars, sizes, scale_log2 = shared
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     num_items, num_tiles, Hkv, G, W, OFF, STEP, S = sizes
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
+    none = gl.zeros([TILE_ROWS, KEYS], gl.float32, SL)
     # q is in registers: from shared memory, wgmma would wait for it.
     q = _take_queries(q_bufs, q_full, q_empty, 0, C, SL)
     mbarrier.wait(k_full.index(0), 0)
@@ -190,25 +193,25 @@ def _consume(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(0))
     i_b, t0, i_g, i_h = place_of(gl.program_id(0), sizes, NC, C)
-    p, top, total = _begin(s, t0, sizes, scale_log2, KIND, SL, OL, k_bufs.dtype)
+    p, top, total = _begin(s, t0, sizes, scale_log2, KIND, KEYS, SL, OL, k_bufs.dtype)
     it = 1
     rounds = num_rounds(num_items)
     for n in range(rounds):
         i_b, t0, i_g, i_h = place_of(item_of(n), sizes, NC, C)
-        num_seen, masked = _key_tiles(t0, sizes, KIND)
+        num_seen, masked = _key_tiles(t0, sizes, KIND, KEYS)
         o = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         for _ in range(1, masked):
             p, o, top, total = _step(
-                q, p, o, top, total, bufs, bars, it, 0, scale_log2, False, STAGES, KIND, SL, OL
+                q, p, o, top, total, bufs, bars, it, 0, scale_log2, False, STAGES, KIND, KEYS, SL, OL
             )
             it += 1
         for j in range(masked, num_seen):
             if KIND == COMPRESSED:
-                edge = num_compressed(t0 + o_t, OFF, STEP) - j * TILE_ROWS
+                edge = num_compressed(t0 + o_t, OFF, STEP) - j * KEYS
             else:
-                edge = o_t + (j * TILE_ROWS - W)
+                edge = o_t + (j * KEYS - W)
             p, o, top, total = _step(
-                q, p, o, top, total, bufs, bars, it, edge, scale_log2, True, STAGES, KIND, SL, OL
+                q, p, o, top, total, bufs, bars, it, edge, scale_log2, True, STAGES, KIND, KEYS, SL, OL
             )
             it += 1
         # The last tile's product with values, beside the scores of the next item's first one.
@@ -234,7 +237,7 @@ def _consume(
         mbarrier.arrive(k_empty.index(coming))
         following = gl.where(n + 1 < rounds, item_of(n + 1), gl.program_id(0))
         i_b, t0, i_g, i_h = place_of(following, sizes, NC, C)
-        p, top, total = _begin(s, t0, sizes, scale_log2, KIND, SL, OL, k_bufs.dtype)
+        p, top, total = _begin(s, t0, sizes, scale_log2, KIND, KEYS, SL, OL, k_bufs.dtype)
         it += 1
     tma.store_wait(0)
 
@@ -252,13 +255,13 @@ def _take_queries(q_bufs, q_full, q_empty, n, C: gl.constexpr, SL: gl.constexpr)
 
 @gluon.jit
 def _begin(
-    s, t0, sizes, scale_log2, KIND: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
-    dtype: gl.constexpr,
+    s, t0, sizes, scale_log2, KIND: gl.constexpr, KEYS: gl.constexpr,
+    SL: gl.constexpr, OL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Probabilities and running numbers of an item's first tile: the window's diagonal, or the
     first compressed keys."""
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-    o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
+    o_k = gl.arange(0, KEYS, gl.SliceLayout(0, SL))[None, :]
     if KIND == COMPRESSED:
         edge = num_compressed(t0 + o_t, sizes[5], sizes[6])
         s = gl.where(o_k < edge[:, None], s, float("-inf"))
@@ -283,8 +286,8 @@ def _finish(top, total, KIND: gl.constexpr):
     lse = top + gl.log2(total)
     share = 1.0 / total
     if KIND == COMPRESSED:
-        lse = gl.where(total > 0.0, lse, float("inf"))
-        share = gl.where(total > 0.0, share, 0.0)
+        lse = gl.where(total == 0.0, float("inf"), lse)
+        share = gl.where(total == 0.0, 0.0, share)
     return lse, share
 
 
@@ -302,7 +305,7 @@ def _softmax(s, top, total, scale_log2, OL: gl.constexpr, dtype: gl.constexpr):
 @gluon.jit
 def _step(
     q, p, o, top, total, bufs, bars, it, edge, scale_log2,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `it`, beside the product with the values of the tile before.
@@ -313,7 +316,7 @@ def _step(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     stage = it % STAGES
     before = (it - 1) % STAGES
-    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
+    none = gl.zeros([TILE_ROWS, KEYS], gl.float32, SL)
     mbarrier.wait(k_full.index(stage), it // STAGES & 1)
     s = warpgroup_mma(q, matrix(k_bufs, stage).permute((1, 0)), none, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (it - 1) // STAGES & 1)
@@ -321,7 +324,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage))
     if MASKED:
-        o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
+        o_k = gl.arange(0, KEYS, gl.SliceLayout(0, SL))[None, :]
         if KIND == COMPRESSED:
             s = gl.where(o_k < edge[:, None], s, float("-inf"))
         else:
@@ -343,6 +346,7 @@ def forward(
     k: Tensor,  # [B, K, Hkv, D], K > 0
     v: Tensor,  # [B, K, Hkv, D]
     lse: Tensor,  # [B, Hq, S] fp32, written
+    wide: bool = False,
 ) -> Tensor:  # [B, S, Hq, D]
     """Output of the compressed (0) or the window (2) branch."""
     out = problem.empty(*q.shape)
@@ -350,18 +354,19 @@ def forward(
     num_tiles = ceil_div(problem.seq_len, TILE)
     items = problem.batch * num_tiles * (problem.num_heads // consumers)
     kind = COMPRESSED if branch == 0 else NARROW if band.W < TILE else WINDOW
+    num_keys, stages = (WIDE, STAGES // 2) if branch == 0 and wide else (TILE, STAGES)
     start(
         problem.memo,
         ("attention", branch),
         band_attention,
-        (*(tile_rows(x) for x in (q, k, v, out)), lse),
+        (tile_rows(q), *(tile_rows(x, num_keys) for x in (k, v)), tile_rows(out), lse),
         lambda: launch(
             min(problem.processors, items),
             (
                 problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, band.W,
                 band.OFF, band.STEP, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "KIND": kind.value},
+            {"D": problem.d_k, "STAGES": stages, "KIND": kind.value, "KEYS": num_keys},
             consumers,
         ),
     )  # fmt: skip

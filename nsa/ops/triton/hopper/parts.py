@@ -85,11 +85,11 @@ def num_compressed(t, OFF, STEP):
 
 
 @gluon.jit
-def compressed_tiles(t0, S, OFF, STEP):
-    """Tiles of compressed keys that the queries of a tile see; and how many all of them see whole,
-    so that only those after them need a mask."""
+def compressed_tiles(t0, S, OFF, STEP, KEYS: gl.constexpr):
+    """Tiles of KEYS compressed keys that the queries of a tile see; and how many all of them see
+    whole, so that only those after them need a mask."""
     seen = num_compressed(gl.minimum(t0 + TILE_ROWS, S) - 1, OFF, STEP)
-    return (seen + TILE_ROWS - 1) // TILE_ROWS, num_compressed(t0, OFF, STEP) // TILE_ROWS
+    return (seen + KEYS - 1) // KEYS, num_compressed(t0, OFF, STEP) // KEYS
 
 
 @gluon.jit

@@ -43,6 +43,7 @@ from nsa.ops.triton.problem import Problem
 
 STAGES = 4
 """Tiles of keys, and as many of values, that are in flight or being read."""
+CONSUMERS = 2
 CLEAR, DIAGONAL, FAR, NEAR = (gl.constexpr(i) for i in range(4))
 """Tiles of which all queries see all keys; of the window, those on the diagonal, and those at its
 far end; of the compressed keys, the last ones."""
@@ -147,7 +148,7 @@ def _copy_item(
         _copy_keys(t_k, t_v, bufs, bars, i_b, t0 - j * TILE_ROWS, i_g, it, SIZE, STAGES)
         it += 1
     if not BEGIN and t_k_cmp is not None:
-        num_seen, _ = compressed_tiles(t0, sizes[7], sizes[5], sizes[6])
+        num_seen, _ = compressed_tiles(t0, sizes[7], sizes[5], sizes[6], TILE_ROWS)
         for j in range(num_seen):
             _copy_keys(t_k_cmp, t_v_cmp, bufs, bars, i_b, j * TILE_ROWS, i_g, it, SIZE, STAGES)
             it += 1
@@ -212,7 +213,7 @@ def _consume(
             it += 1
         if pointers[1] is not None:
             stats = _load_stats(pointers[1], row, t0, S, SL)
-            num_seen, masked = compressed_tiles(t0, S, OFF, STEP)
+            num_seen, masked = compressed_tiles(t0, S, OFF, STEP, TILE_ROWS)
             for _ in range(masked):
                 dq, ds = _step(
                     dq, ds, q, dout, stats, bufs, bars, it, 0, scale_log2,
@@ -379,7 +380,7 @@ def backward_q(
 ) -> Tensor:
     """Gradient of q: of the window and, if given, the compressed branch, and what others gave."""
     dq, spec = problem.empty(*q.shape), problem.spec
-    num_tiles, consumers = ceil_div(problem.seq_len, TILE), problem.consumers
+    num_tiles, consumers = ceil_div(problem.seq_len, TILE), CONSUMERS
     items = problem.batch * num_tiles * (problem.num_heads // consumers)
     start(
         problem.memo,
