@@ -235,10 +235,10 @@ def _band(
     if branch in routes:
         kernel = routes[branch]
         return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, kernel)
-    if branch == 2 and problem.hopper.forward:
+    if problem.hopper.cmp_forward if branch == 0 else problem.hopper.forward:
         from nsa.ops.triton.hopper import forward as hopper_forward
 
-        return hopper_forward.forward(problem, q, k, v, lse)
+        return hopper_forward.forward(problem, branch, q, k, v, lse)
     return banded_forward.forward(problem, branch, q, k, v, lse)
 
 
@@ -304,10 +304,10 @@ def _band_kv(
     bits: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the keys and values of the compressed or window branch."""
-    if branch == 2 and problem.hopper.keys:
+    if problem.hopper.cmp_keys if branch == 0 else problem.hopper.keys:
         from nsa.ops.triton.hopper import keys as hopper_keys
 
-        return hopper_keys.backward_kv(problem, q, *keys, dout, stats[2])
+        return hopper_keys.backward_kv(problem, branch, q, *keys, dout, stats)
     return banded_backward.backward_kv(problem, branch, q, *keys, dout, stats, bits)
 
 
@@ -324,15 +324,17 @@ def _backward_q(
 ) -> Tensor:
     """Gradient of q from the branches to walk, and what the other kernels gave.
 
-    On Hopper a kernel of its own walks the window and adds the others, if that is all there is to
-    walk. Together with the compressed branch, the band kernel is as fast (docs/log/kernels.md).
+    On Hopper a kernel in Gluon walks the window and the compressed branch and adds the others. It
+    does not walk the whole past of a masked selection, nor the compressed branch alone.
     """
     masked = 1 in walked and dq_sel is None
     compressed = 0 in walked and keys[0][0].shape[1] > 0
-    if 2 in walked and problem.hopper.queries and not (masked or compressed):
+    taken = problem.hopper.both_queries if compressed else problem.hopper.queries
+    if 2 in walked and taken and not masked:
         from nsa.ops.triton.hopper import queries
 
-        return queries.backward_q(problem, q, *keys[2], dout, stats[2], dq_sel, dq_more)
+        cmp = keys[0] if compressed else None
+        return queries.backward_q(problem, q, cmp, keys[2], dout, stats, dq_sel, dq_more)
     return banded_backward.backward_q(
         problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
     )

@@ -84,12 +84,18 @@ class Band(NamedTuple):
 
 
 class Hopper(NamedTuple):
-    """Which kernels of the window branch run in Gluon; the band kernels do the others."""
+    """Which kernels of the window and the compressed branch run in Gluon; the band kernels do the
+    others."""
 
     forward: bool = False
     keys: bool = False
     """Gradients of keys and values."""
     queries: bool = False
+    """Gradient of queries from the window alone."""
+    cmp_forward: bool = False
+    cmp_keys: bool = False
+    both_queries: bool = False
+    """Gradient of queries from both."""
 
 
 BANDS_ALONE = Hopper()
@@ -211,8 +217,8 @@ class Problem:
 
     @cached_property
     def hopper(self) -> Hopper:
-        """The kernels in hopper/ that run for the window: where they can, and where they were
-        measured to be faster (docs/log/kernels.md)."""
+        """The kernels in hopper/ that run for the window and the compressed branch: where they can,
+        and where they were measured to be faster (docs/log/kernels.md)."""
         if not self._takes_hopper or self.packed:
             return BANDS_ALONE
         # Consumers hold two heads of a group or, in the forward pass of narrow heads, three.
@@ -222,6 +228,13 @@ class Problem:
             and self._fills(tiles * (self.num_heads // self.consumers)),
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
             queries=whole and self.d_k == 128 and self._fills(tiles * (self.num_heads // 2)),
+            cmp_forward=self.num_cmp > 0
+            and (whole or self.consumers == 3)
+            and self._fills(tiles * (self.num_heads // self.consumers)),
+            cmp_keys=self.num_cmp > 0 and self._fills(tiles * self.num_heads),
+            both_queries=self.num_cmp > 0
+            and whole
+            and self._fills(tiles * (self.num_heads // 2)),
         )
 
     @property

@@ -49,7 +49,7 @@ WINDOW, NARROW, COMPRESSED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit(do_not_specialize=("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "G", "W", "OFF", "STEP"))
-def band_attention(
+def gluon_forward(
     t_q, t_k, t_v, t_o, p_lse,
     S, NUM_ITEMS, NUM_TILES, Hkv, G, W, OFF, STEP, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
@@ -116,7 +116,9 @@ def _produce(
     it = 0
     rounds = num_rounds(sizes[0])
     for n in range(rounds):
-        it = _copy_item(copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, KIND, KEYS, NC)
+        it = _copy_item(
+            copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, KIND, KEYS, NC
+        )
     # The consumers begin one item more than there are, and do not end it.
     item = gl.program_id(0)
     _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, KEYS, NC)
@@ -202,7 +204,22 @@ def _consume(
         o = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         for _ in range(1, masked):
             p, o, top, total = _step(
-                q, p, o, top, total, bufs, bars, it, 0, scale_log2, False, STAGES, KIND, KEYS, SL, OL
+                q,
+                p,
+                o,
+                top,
+                total,
+                bufs,
+                bars,
+                it,
+                0,
+                scale_log2,
+                False,
+                STAGES,
+                KIND,
+                KEYS,
+                SL,
+                OL,
             )
             it += 1
         for j in range(masked, num_seen):
@@ -211,7 +228,22 @@ def _consume(
             else:
                 edge = o_t + (j * KEYS - W)
             p, o, top, total = _step(
-                q, p, o, top, total, bufs, bars, it, edge, scale_log2, True, STAGES, KIND, KEYS, SL, OL
+                q,
+                p,
+                o,
+                top,
+                total,
+                bufs,
+                bars,
+                it,
+                edge,
+                scale_log2,
+                True,
+                STAGES,
+                KIND,
+                KEYS,
+                SL,
+                OL,
             )
             it += 1
         # The last tile's product with values, beside the scores of the next item's first one.
@@ -357,8 +389,8 @@ def forward(
     num_keys, stages = (WIDE, STAGES // 2) if branch == 0 and wide else (TILE, STAGES)
     start(
         problem.memo,
-        ("attention", branch),
-        band_attention,
+        "compressed forward" if branch == 0 else "window forward",
+        gluon_forward,
         (tile_rows(q), *(tile_rows(x, num_keys) for x in (k, v)), tile_rows(out), lse),
         lambda: launch(
             min(problem.processors, items),

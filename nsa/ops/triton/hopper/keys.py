@@ -51,10 +51,8 @@ CLEAR, DIAGONAL, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 far end of a window."""
 
 
-@gluon.jit(
-    do_not_specialize=("S", "K", "Hkv", "G", "W", "OFF", "STEP", "BATCH", "HEADS", "SLICES")
-)
-def band_keys(
+@gluon.jit(do_not_specialize=("S", "K", "Hkv", "G", "W", "OFF", "STEP", "BATCH", "HEADS", "SLICES"))
+def gluon_dkv(
     t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats, p_dk, p_dv,
     S, K, Hkv, G, W, OFF, STEP, BATCH, HEADS, SLICES, scale, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
@@ -313,7 +311,7 @@ def _walk(
             t0 = _query_tile(start, it - begin, COMPRESSED) * TILE_ROWS
             if EDGE == DIAGONAL:
                 p = gl.where(o_t >= ((k0 + o_k) * STEP + (OFF - t0))[:, None], p, 0.0)
-            if EDGE == FAR or NARROW and not COMPRESSED:
+            if EDGE == FAR or (NARROW and not COMPRESSED):
                 p = gl.where(o_t < (o_k + (k0 + W - t0))[:, None], p, 0.0)
         b_p = gl.convert_layout(rounded(p, q_bufs.dtype), PL)
         dv = warpgroup_mma(b_p, b_dout, dv, is_async=True)
@@ -370,8 +368,8 @@ def backward_kv(
         partial = tuple(problem.empty(*size, dtype=torch.float32) for _ in range(2))
     start(
         problem.memo,
-        ("keys", branch),
-        band_keys,
+        "compressed dkv" if branch == 0 else "window dkv",
+        gluon_dkv,
         (
             *(tile_rows(x) for x in (q, dout, k, v)),
             *(None if x is None else tile_rows(x) for x in (dk, dv)),
@@ -384,7 +382,8 @@ def backward_kv(
                 band.OFF, band.STEP, problem.batch, problem.per_group // shares, slices,
                 problem.scale, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE, "COMPRESSED": branch == 0},
+            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE}
+            | {"COMPRESSED": branch == 0},
             2,
         ),
     )  # fmt: skip

@@ -43,17 +43,16 @@ from nsa.ops.triton.problem import Problem
 
 STAGES = 4
 """Tiles of keys, and as many of values, that are in flight or being read."""
-CONSUMERS = 2
 CLEAR, DIAGONAL, FAR, NEAR = (gl.constexpr(i) for i in range(4))
 """Tiles of which all queries see all keys; of the window, those on the diagonal, and those at its
 far end; of the compressed keys, the last ones."""
 
 
 @gluon.jit(do_not_specialize=("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "G", "W", "OFF", "STEP"))
-def bands_dq(
+def gluon_dq(
     t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_dq, p_stats, p_stats_cmp, p_dq_sel, p_dq_more,
     S, NUM_ITEMS, NUM_TILES, Hkv, G, W, OFF, STEP, scale, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, SLOTS: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq [B, S, Hq, D] = window + compressed + dq_sel (fp32) + dq_more, where given.
@@ -62,18 +61,18 @@ def bands_dq(
     """
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
-    d_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_dout.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [NC * SLOTS, 1, TILE_ROWS, 1, D], t_q.layout)
+    d_bufs = gl.allocate_shared_memory(dtype, [NC * SLOTS, 1, TILE_ROWS, 1, D], t_dout.layout)
     o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_dq.layout)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_k.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_v.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(NC):
+    for i in gl.static_range(NC * SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -92,9 +91,9 @@ def bands_dq(
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, NARROW, NC)),
-                (_consume, (1, shared, D, STAGES, NARROW, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
+                (_consume, (0, shared, D, STAGES, NARROW, SLOTS, NC)),
+                (_consume, (1, shared, D, STAGES, NARROW, SLOTS, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, SLOTS, NC)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -102,10 +101,10 @@ def bands_dq(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, NARROW, NC)),
-                (_consume, (1, shared, D, STAGES, NARROW, NC)),
-                (_consume, (2, shared, D, STAGES, NARROW, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
+                (_consume, (0, shared, D, STAGES, NARROW, SLOTS, NC)),
+                (_consume, (1, shared, D, STAGES, NARROW, SLOTS, NC)),
+                (_consume, (2, shared, D, STAGES, NARROW, SLOTS, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, SLOTS, NC)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -113,21 +112,31 @@ def bands_dq(
 
 
 @gluon.jit
-def _produce(copied, bufs, bars, sizes, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr):
+def _produce(
+    copied,
+    bufs,
+    bars,
+    sizes,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    NC: gl.constexpr,
+):
     """Copy the tiles of all items, in the order in which the consumers read them."""
     it = 0
     rounds = num_rounds(sizes[0])
     for n in range(rounds):
-        it = _copy_item(copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, NC)
+        it = _copy_item(copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, SLOTS, NC)
     # The consumers begin one item more than there are, and do not end it.
     item = gl.program_id(0)
-    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, NC)
+    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, SLOTS, NC)
 
 
 @gluon.jit
 def _copy_item(
     copied, bufs, bars, sizes, item, it, n,
-    BEGIN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr,
+    BEGIN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """Queries and dout of all consumers, then tiles of keys and values; BEGIN: only the first."""
     t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp = copied
@@ -136,10 +145,11 @@ def _copy_item(
     SIZE: gl.constexpr = TILE_ROWS * D * 2
     for c in gl.static_range(NC):
         i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
-        mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
-        mbarrier.expect(q_full.index(c), 2 * SIZE)
-        copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
-        copy_in(t_dout, i_b, t0, i_h, q_full.index(c), d_bufs.index(c))
+        slot = _slot(n, c, SLOTS)
+        mbarrier.wait(q_empty.index(slot), (n // SLOTS & 1) ^ 1)
+        mbarrier.expect(q_full.index(slot), 2 * SIZE)
+        copy_in(t_q, i_b, t0, i_h, q_full.index(slot), q_bufs.index(slot))
+        copy_in(t_dout, i_b, t0, i_h, q_full.index(slot), d_bufs.index(slot))
     i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
     num_seen = 1
     if not BEGIN:
@@ -156,9 +166,13 @@ def _copy_item(
 
 
 @gluon.jit
-def _copy_keys(
-    t_k, t_v, bufs, bars, i_b, k0, i_g, it, SIZE: gl.constexpr, STAGES: gl.constexpr
-):
+def _slot(n, c, SLOTS: gl.constexpr):
+    """Where item n's queries of consumer c are."""
+    return c * SLOTS + n % SLOTS
+
+
+@gluon.jit
+def _copy_keys(t_k, t_v, bufs, bars, i_b, k0, i_g, it, SIZE: gl.constexpr, STAGES: gl.constexpr):
     """Tile `it` of keys and values, once its buffers are free."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -175,7 +189,7 @@ def _copy_keys(
 @gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr, NC: gl.constexpr,
+    NARROW: gl.constexpr, SLOTS: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first dS is made beside the end of this one."""
     t_dq, pointers, bufs, bars, sizes, scale, scale_log2 = shared
@@ -184,10 +198,9 @@ def _consume(
     num_items, num_tiles, Hkv, G, W, OFF, STEP, S = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    mbarrier.wait(q_full.index(C), 0)
-    q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    q = _take_queries(q_bufs, q_full, 0, C, SLOTS, SL)
     s = _start_scores(q, k_bufs, k_full, 0, STAGES, SL)
-    dout, stats = _take_rows(pointers, bufs, bars, sizes, gl.program_id(0), NC, C, SL)
+    dout, stats = _take_rows(pointers, bufs, bars, sizes, gl.program_id(0), 0, SLOTS, NC, C, SL)
     ds = _begin(s, dout, stats, bufs, bars, 0, W, scale_log2, STAGES, NARROW, SL, OL)
     it = 0
     rounds = num_rounds(num_items)
@@ -230,8 +243,11 @@ def _consume(
         # The last tile's product with keys, beside the first scores of the next item.
         last = (it - 1) % STAGES
         dq = warpgroup_mma(ds, matrix(k_bufs, last), dq, is_async=True)
-        mbarrier.wait(q_full.index(C), (n + 1) & 1)
-        q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+        if SLOTS > 1:
+            # All products with this item's queries and dout have ended.
+            sync_warps()
+            mbarrier.arrive(q_empty.index(_slot(n, C, SLOTS)))
+        q = _take_queries(q_bufs, q_full, n + 1, C, SLOTS, SL)
         s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
         dq, ds = warpgroup_mma_wait(1, deps=(dq, ds))
         mbarrier.arrive(k_empty.index(last))
@@ -241,7 +257,7 @@ def _consume(
         fence_async_shared()
         copy_out(t_dq, i_b, t0, i_h, o_bufs.index(C))
         following = gl.where(n + 1 < rounds, item_of(n + 1), gl.program_id(0))
-        dout, stats = _take_rows(pointers, bufs, bars, sizes, following, NC, C, SL)
+        dout, stats = _take_rows(pointers, bufs, bars, sizes, following, n + 1, SLOTS, NC, C, SL)
         ds = _begin(s, dout, stats, bufs, bars, it, W, scale_log2, STAGES, NARROW, SL, OL)
     tma.store_wait(0)
 
@@ -257,20 +273,37 @@ def _start_scores(left, right_bufs, full, it, STAGES: gl.constexpr, SL: gl.const
 
 
 @gluon.jit
+def _take_queries(q_bufs, q_full, n, C: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr):
+    """Item n's queries as a left operand: in registers or, of two slots, where they are."""
+    slot = _slot(n, C, SLOTS)
+    mbarrier.wait(q_full.index(slot), n // SLOTS & 1)
+    if SLOTS > 1:
+        q = matrix(q_bufs, slot)
+    else:
+        q = matrix(q_bufs, slot).load(gl.DotOperandLayout(0, SL, 2))
+    return q
+
+
+@gluon.jit
 def _take_rows(
-    pointers, bufs, bars, sizes, item, NC: gl.constexpr, C: gl.constexpr, SL: gl.constexpr
-):
-    """dout of an item, as a left operand, and its stats of the window; its buffers are free again,
-    those of the queries, too."""
+    pointers, bufs, bars, sizes, item, n,
+    SLOTS: gl.constexpr, NC: gl.constexpr, C: gl.constexpr, SL: gl.constexpr,
+):  # fmt: skip
+    """dout of item n, as a left operand, and its stats of the window; in registers, its buffers are
+    free again, those of the queries, too."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
     row = (i_b * sizes[2] * sizes[3] + i_h).to(gl.int64) * sizes[7]
     stats = _load_stats(pointers[0], row, t0, sizes[7], SL)
-    dout = matrix(d_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
-    fence_async_shared()
-    sync_warps()
-    mbarrier.arrive(q_empty.index(C))
+    slot = _slot(n, C, SLOTS)
+    if SLOTS > 1:
+        dout = matrix(d_bufs, slot)
+    else:
+        dout = matrix(d_bufs, slot).load(gl.DotOperandLayout(0, SL, 2))
+        fence_async_shared()
+        sync_warps()
+        mbarrier.arrive(q_empty.index(slot))
     return dout, stats
 
 
@@ -380,12 +413,12 @@ def backward_q(
 ) -> Tensor:
     """Gradient of q: of the window and, if given, the compressed branch, and what others gave."""
     dq, spec = problem.empty(*q.shape), problem.spec
-    num_tiles, consumers = ceil_div(problem.seq_len, TILE), CONSUMERS
+    num_tiles, (consumers, slots) = ceil_div(problem.seq_len, TILE), form_of(problem)
     items = problem.batch * num_tiles * (problem.num_heads // consumers)
     start(
         problem.memo,
-        ("bands dq", cmp is None, dq_sel is None, dq_more is None),
-        bands_dq,
+        ("window dq" if cmp is None else "both dq", dq_sel is None, dq_more is None),
+        gluon_dq,
         (
             *(tile_rows(x) for x in (q, dout, *win)),
             *((None, None) if cmp is None else (tile_rows(x) for x in cmp)),
@@ -397,8 +430,13 @@ def backward_q(
                 problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, spec.w,
                 spec.l - 1, spec.d, problem.scale, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "NARROW": spec.w < TILE},
+            {"D": problem.d_k, "STAGES": STAGES, "NARROW": spec.w < TILE, "SLOTS": slots},
             consumers,
         ),
     )  # fmt: skip
     return dq
+
+
+def form_of(problem: Problem) -> tuple[int, int]:
+    """Consumers, and slots of each for its queries and their dout."""
+    return 2, 1
