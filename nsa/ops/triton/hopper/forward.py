@@ -1,4 +1,4 @@
-"""Attention to a window or to compressed keys, forward, on Hopper: what banded_forward.forward gives.
+"""Attention to a window or to compressed keys, on Hopper: what banded_forward.forward gives.
 
 Programs are persistent: each takes items of work in turn, which are 64 queries of NC heads of one
 group. The window's tiles of keys go from the diagonal backwards, compressed ones from the first
@@ -34,6 +34,7 @@ from nsa.ops.triton.hopper.parts import (
     num_rounds,
     place_of,
     rounded,
+    slot_of,
     sync_warps,
     tile_rows,
 )
@@ -53,22 +54,22 @@ def gluon_forward(
     t_q, t_k, t_v, t_o, p_lse,
     S, NUM_ITEMS, NUM_TILES, Hkv, G, W, OFF, STEP, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
-    NC: gl.constexpr, REGISTERS: gl.constexpr,
+    SLOTS: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2; KEYS: of a tile, 64 for windows."""
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [NC * SLOTS, 1, TILE_ROWS, 1, D], t_q.layout)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], t_k.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], t_v.layout)
     o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_o.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(NC):
+    for i in gl.static_range(NC * SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -86,9 +87,9 @@ def gluon_forward(
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, KIND, KEYS, NC)),
-                (_consume, (1, shared, D, STAGES, KIND, KEYS, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, KEYS, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, KEYS, SLOTS, NC)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -96,10 +97,10 @@ def gluon_forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, KIND, KEYS, NC)),
-                (_consume, (1, shared, D, STAGES, KIND, KEYS, NC)),
-                (_consume, (2, shared, D, STAGES, KIND, KEYS, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, KEYS, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
+                (_consume, (2, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, KEYS, SLOTS, NC)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -110,25 +111,26 @@ def gluon_forward(
 def _produce(
     copied, bufs, bars, sizes,
     D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
-    NC: gl.constexpr,
+    SLOTS: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of all items, in the order in which the consumers read them."""
     it = 0
     rounds = num_rounds(sizes[0])
     for n in range(rounds):
+        item = item_of(n)
         it = _copy_item(
-            copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, KIND, KEYS, NC
+            copied, bufs, bars, sizes, item, it, n, False, D, STAGES, KIND, KEYS, SLOTS, NC
         )
     # The consumers begin one item more than there are, and do not end it.
     item = gl.program_id(0)
-    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, KEYS, NC)
+    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, KEYS, SLOTS, NC)
 
 
 @gluon.jit
 def _copy_item(
     copied, bufs, bars, sizes, item, it, n,
     FIRST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    KEYS: gl.constexpr, NC: gl.constexpr,
+    KEYS: gl.constexpr, SLOTS: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """Queries of all consumers, then tiles of keys and values; FIRST: only one of keys."""
     t_q, t_k, t_v = copied
@@ -136,9 +138,10 @@ def _copy_item(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     for c in gl.static_range(NC):
         i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
-        mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
-        mbarrier.expect(q_full.index(c), TILE_ROWS * D * 2)
-        copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
+        slot = slot_of(n, c, SLOTS)
+        mbarrier.wait(q_empty.index(slot), (n // SLOTS & 1) ^ 1)
+        mbarrier.expect(q_full.index(slot), TILE_ROWS * D * 2)
+        copy_in(t_q, i_b, t0, i_h, q_full.index(slot), q_bufs.index(slot))
     i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
     num_tiles = 1
     if not FIRST:
@@ -177,7 +180,7 @@ def _key_tiles(t0, sizes, KIND: gl.constexpr, KEYS: gl.constexpr):
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, KEYS: gl.constexpr,
-    NC: gl.constexpr,
+    SLOTS: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first scores are made beside the end of this one."""
     t_o, p_lse, bufs, bars, sizes, scale_log2 = shared
@@ -189,7 +192,7 @@ def _consume(
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
     none = gl.zeros([TILE_ROWS, KEYS], gl.float32, SL)
     # q is in registers: from shared memory, wgmma would wait for it.
-    q = _take_queries(q_bufs, q_full, q_empty, 0, C, SL)
+    q = _take_queries(q_bufs, q_full, q_empty, 0, C, SLOTS, SL)
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -249,7 +252,11 @@ def _consume(
         # The last tile's product with values, beside the scores of the next item's first one.
         last = (it - 1) % STAGES
         coming = it % STAGES
-        q = _take_queries(q_bufs, q_full, q_empty, n + 1, C, SL)
+        if SLOTS > 1:
+            # All products with this item's queries have ended.
+            sync_warps()
+            mbarrier.arrive(q_empty.index(slot_of(n, C, SLOTS)))
+        q = _take_queries(q_bufs, q_full, q_empty, n + 1, C, SLOTS, SL)
         mbarrier.wait(v_full.index(last), (it - 1) // STAGES & 1)
         mbarrier.wait(k_full.index(coming), it // STAGES & 1)
         o = warpgroup_mma(p, matrix(v_bufs, last), o, is_async=True)
@@ -275,13 +282,20 @@ def _consume(
 
 
 @gluon.jit
-def _take_queries(q_bufs, q_full, q_empty, n, C: gl.constexpr, SL: gl.constexpr):
-    """Item n's queries, as the left operand of a product; their buffer is free again."""
-    mbarrier.wait(q_full.index(C), n & 1)
-    q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
-    fence_async_shared()
-    sync_warps()
-    mbarrier.arrive(q_empty.index(C))
+def _take_queries(
+    q_bufs, q_full, q_empty, n, C: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr
+):
+    """Item n's queries, as the left operand of a product: of two slots where they are, or else in
+    registers, and their buffer is free again."""
+    slot = slot_of(n, C, SLOTS)
+    mbarrier.wait(q_full.index(slot), n // SLOTS & 1)
+    if SLOTS > 1:
+        q = matrix(q_bufs, slot)
+    else:
+        q = matrix(q_bufs, slot).load(gl.DotOperandLayout(0, SL, 2))
+        fence_async_shared()
+        sync_warps()
+        mbarrier.arrive(q_empty.index(slot))
     return q
 
 
@@ -379,6 +393,7 @@ def forward(
     v: Tensor,  # [B, K, Hkv, D]
     lse: Tensor,  # [B, Hq, S] fp32, written
     wide: bool = False,
+    slots: int = 1,
 ) -> Tensor:  # [B, S, Hq, D]
     """Output of the compressed (0) or the window (2) branch."""
     out = problem.empty(*q.shape)
@@ -398,7 +413,8 @@ def forward(
                 problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, band.W,
                 band.OFF, band.STEP, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": stages, "KIND": kind.value, "KEYS": num_keys},
+            {"D": problem.d_k, "STAGES": stages, "KIND": kind.value}
+            | {"KEYS": num_keys, "SLOTS": slots},
             consumers,
         ),
     )  # fmt: skip

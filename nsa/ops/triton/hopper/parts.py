@@ -69,6 +69,12 @@ def place_of(item, sizes, NC: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def slot_of(n, c, SLOTS: gl.constexpr):
+    """Buffer of the queries of consumer c of round n."""
+    return c * SLOTS + n % SLOTS
+
+
+@gluon.jit
 def num_key_tiles(t0, W):
     """Tiles of keys that the queries of a tile see. Tile 0 is on the diagonal, the others before.
 

@@ -35,6 +35,7 @@ from nsa.ops.triton.hopper.parts import (
     num_rounds,
     place_of,
     rounded,
+    slot_of,
     sync_warps,
     tile_rows,
 )
@@ -145,7 +146,7 @@ def _copy_item(
     SIZE: gl.constexpr = TILE_ROWS * D * 2
     for c in gl.static_range(NC):
         i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
-        slot = _slot(n, c, SLOTS)
+        slot = slot_of(n, c, SLOTS)
         mbarrier.wait(q_empty.index(slot), (n // SLOTS & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), 2 * SIZE)
         copy_in(t_q, i_b, t0, i_h, q_full.index(slot), q_bufs.index(slot))
@@ -163,12 +164,6 @@ def _copy_item(
             _copy_keys(t_k_cmp, t_v_cmp, bufs, bars, i_b, j * TILE_ROWS, i_g, it, SIZE, STAGES)
             it += 1
     return it
-
-
-@gluon.jit
-def _slot(n, c, SLOTS: gl.constexpr):
-    """Where item n's queries of consumer c are."""
-    return c * SLOTS + n % SLOTS
 
 
 @gluon.jit
@@ -246,7 +241,7 @@ def _consume(
         if SLOTS > 1:
             # All products with this item's queries and dout have ended.
             sync_warps()
-            mbarrier.arrive(q_empty.index(_slot(n, C, SLOTS)))
+            mbarrier.arrive(q_empty.index(slot_of(n, C, SLOTS)))
         q = _take_queries(q_bufs, q_full, n + 1, C, SLOTS, SL)
         s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
         dq, ds = warpgroup_mma_wait(1, deps=(dq, ds))
@@ -275,7 +270,7 @@ def _start_scores(left, right_bufs, full, it, STAGES: gl.constexpr, SL: gl.const
 @gluon.jit
 def _take_queries(q_bufs, q_full, n, C: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr):
     """Item n's queries as a left operand: in registers or, of two slots, where they are."""
-    slot = _slot(n, C, SLOTS)
+    slot = slot_of(n, C, SLOTS)
     mbarrier.wait(q_full.index(slot), n // SLOTS & 1)
     if SLOTS > 1:
         q = matrix(q_bufs, slot)
@@ -296,7 +291,7 @@ def _take_rows(
     i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
     row = (i_b * sizes[2] * sizes[3] + i_h).to(gl.int64) * sizes[7]
     stats = _load_stats(pointers[0], row, t0, sizes[7], SL)
-    slot = _slot(n, C, SLOTS)
+    slot = slot_of(n, C, SLOTS)
     if SLOTS > 1:
         dout = matrix(d_bufs, slot)
     else:
