@@ -46,6 +46,8 @@ from nsa.ops.triton.problem import Problem
 
 STAGES = 4
 """Tiles of queries, and as many of dout, that are in flight or being read."""
+HELD = True
+"""Whether keys and values are in registers, where there are enough of them: at D 64."""
 CLEAR, DIAGONAL, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Tiles of which all queries see all keys, those of which some lie before a key, and those at the
 far end of a window."""
@@ -56,7 +58,7 @@ def gluon_dkv(
     t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats, p_dk, p_dv,
     S, K, Hkv, G, W, OFF, STEP, BATCH, HEADS, SLICES, scale, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
-    NC: gl.constexpr, REGISTERS: gl.constexpr,
+    HELD: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, K, Hkv, D], or, in their place, partial sums p_dk, p_dv.
 
@@ -93,8 +95,8 @@ def gluon_dkv(
     shared = (given, bufs, bars, place, sizes, band, scale, scale_log2)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, D, STAGES, NARROW, COMPRESSED)),
-            (_consume, (1, shared, D, STAGES, NARROW, COMPRESSED)),
+            (_consume, (0, shared, D, STAGES, NARROW, COMPRESSED, HELD)),
+            (_consume, (1, shared, D, STAGES, NARROW, COMPRESSED, HELD)),
             (_produce, (copied, bufs, bars, place, sizes, D, STAGES, COMPRESSED, NC)),
         ],
         [4, 1],
@@ -179,7 +181,7 @@ def _query_tile(start, i, COMPRESSED: gl.constexpr):
 @gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
-    COMPRESSED: gl.constexpr,
+    COMPRESSED: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Gradients of 64 keys and values."""
     given, bufs, bars, place, sizes, band, scale, scale_log2 = shared
@@ -190,11 +192,13 @@ def _consume(
     dk = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     dv = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     mbarrier.wait(bars[0].index(C), 0)
+    b_k = _left(k_bufs, C, HELD)
+    b_v = _left(v_bufs, C, HELD)
     k0 = (tile + C) * TILE_ROWS
     first, clear, far, end = _spans(k0, place, sizes, band, C, COMPRESSED)
     for i in range(HEADS):
         begin = i * total
-        walked = (bufs, bars, begin, start, k0, band, scale_log2)
+        walked = (bufs, bars, b_k, b_v, begin, start, k0, band, scale_log2)
         if COMPRESSED:
             dk, dv = _walk(dk, dv, walked, begin, begin + far, C, CLEAR, D, STAGES, NARROW, True)
             dk, dv = _walk(
@@ -225,6 +229,17 @@ def _consume(
         copy_out(t_dk, i_b, k0, i_g, k_bufs.index(C))
         copy_out(t_dv, i_b, k0, i_g, v_bufs.index(C))
         tma.store_wait(0)
+
+
+@gluon.jit
+def _left(bufs, C: gl.constexpr, HELD: gl.constexpr):
+    """Keys or values as a left operand: in registers, or where they are."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    if HELD:
+        b = matrix(bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    else:
+        b = matrix(bufs, C)
+    return b
 
 
 @gluon.jit
@@ -280,7 +295,7 @@ def _walk(
     NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
 ):  # fmt: skip
     """What the tiles lo .. hi of queries add."""
-    bufs, bars, begin, start, k0, band, scale_log2 = walked
+    bufs, bars, b_k, b_v, begin, start, k0, band, scale_log2 = walked
     W, OFF, STEP = band
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
     k_full, full, empty = bars
@@ -293,12 +308,8 @@ def _walk(
         mbarrier.wait(full.index(stage), it // STAGES & 1)
         # s^T = k q^T and dP^T = v dout^T: [keys, queries].
         b_q, b_dout = matrix(q_bufs, stage), matrix(d_bufs, stage)
-        s = warpgroup_mma(
-            matrix(k_bufs, C), b_q.permute((1, 0)), none, use_acc=False, is_async=True
-        )
-        dp = warpgroup_mma(
-            matrix(v_bufs, C), b_dout.permute((1, 0)), none, use_acc=False, is_async=True
-        )
+        s = warpgroup_mma(b_k, b_q.permute((1, 0)), none, use_acc=False, is_async=True)
+        dp = warpgroup_mma(b_v, b_dout.permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         # P^T * gate, and its product with dout; queries beyond S have a gate of 0. The stats are
         # read when they are needed, twice: all of them together would not fit the registers.
@@ -383,7 +394,7 @@ def backward_kv(
                 problem.scale, problem.scale_log2,
             ),
             {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE}
-            | {"COMPRESSED": branch == 0},
+            | {"COMPRESSED": branch == 0, "HELD": HELD and problem.d_k == 64},
             2,
         ),
     )  # fmt: skip
