@@ -232,9 +232,7 @@ class Problem:
             and (whole or self.consumers == 3)
             and self._fills(tiles * (self.num_heads // self.consumers)),
             cmp_keys=self.num_cmp > 0 and self._fills(tiles * self.num_heads),
-            both_queries=self.num_cmp > 0
-            and whole
-            and self._fills(tiles * (self.num_heads // 2)),
+            both_queries=self.num_cmp > 0 and whole and self._fills(tiles * (self.num_heads // 2)),
         )
 
     @property

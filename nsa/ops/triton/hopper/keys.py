@@ -370,21 +370,19 @@ def backward_kv(
     """Gradients of k and v of the compressed (0) or the window (2) branch."""
     num_keys, window = k.shape[1], problem.spec.w
     shares, slices = parts_of_keys(problem) if branch == 0 else (1, 1)
-    parts = shares * slices
-    band = problem.bands[branch]
-    dk, dv = (problem.empty(*x.shape) for x in (k, v)) if parts == 1 else (None, None)
-    partial = None, None
-    if parts > 1:
-        size = (problem.batch, parts, *k.shape[1:])
-        partial = tuple(problem.empty(*size, dtype=torch.float32) for _ in range(2))
+    parts, band = shares * slices, problem.bands[branch]
+    size = k.shape if parts == 1 else (problem.batch, parts, *k.shape[1:])
+    dtype = problem.dtype if parts == 1 else torch.float32
+    dk, dv = problem.empty(*size, dtype=dtype), problem.empty(*size, dtype=dtype)
     start(
         problem.memo,
         "compressed dkv" if branch == 0 else "window dkv",
         gluon_dkv,
         (
             *(tile_rows(x) for x in (q, dout, k, v)),
-            *(None if x is None else tile_rows(x) for x in (dk, dv)),
-            stat_rows(stats[branch]), *partial,
+            *((tile_rows(dk), tile_rows(dv)) if parts == 1 else (None, None)),
+            stat_rows(stats[branch]),
+            *((None, None) if parts == 1 else (dk, dv)),
         ),
         lambda: launch(
             problem.num_segments * ceil_div(num_keys, 2 * TILE) * parts,
@@ -400,7 +398,7 @@ def backward_kv(
     )  # fmt: skip
     if parts == 1:
         return dk, dv
-    return sum_all(problem, branch, partial, parts, k, v)
+    return sum_all(problem, branch, (dk, dv), parts, k, v)
 
 
 def parts_of_keys(problem: Problem) -> tuple[int, int]:
@@ -418,6 +416,10 @@ PART_BYTES = 4 << 20
 """Bytes of partial sums that are written, read and added in the time of a tile."""
 
 
+MANY = 16
+"""Programs for each multiprocessor that are never too few."""
+
+
 @cache
 def _best_parts(
     num_keys: int, seq_len: int, segments: int, group: int, dim: int, off: int, step: int,
@@ -427,12 +429,14 @@ def _best_parts(
     best, least = (1, 1), float("inf")
     for shares in (n for n in range(1, group + 1) if group % n == 0):
         for slices in (1, 2, 3, 4, 6, 8):
+            parts = shares * slices
+            if parts > 1 and num_keys // (2 * TILE) * segments * parts > MANY * processors:
+                continue
             ends = [0.0] * processors
             for length in _lengths(num_keys, seq_len, off, step, slices):
                 work = BEGINNING + length * (group // shares)
                 for _ in range(segments * shares):
                     heapq.heapreplace(ends, ends[0] + work)
-            parts = shares * slices
             took = max(ends)
             if parts > 1:
                 took += parts * 2 * segments * num_keys * dim * 4 / PART_BYTES
