@@ -20,25 +20,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.hopper.parts import (
+    COUNTS,
     PRODUCER_REGISTERS,
     TILE,
     TILE_ROWS,
     compressed_tiles,
     copy_in,
     copy_out,
+    item_counts,
     item_of,
     launch,
     matrix,
     num_compressed,
     num_key_tiles,
+    num_programs,
     num_rounds,
+    place_after,
     place_of,
     rounded,
     slot_of,
     sync_warps,
     tile_rows,
 )
-from nsa.ops.triton.launcher import ceil_div, start
+from nsa.ops.triton.launcher import start
 from nsa.ops.triton.problem import Problem
 
 WIDE = 128
@@ -49,10 +53,10 @@ WINDOW, NARROW, COMPRESSED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Kinds of bands: a window, one of less than 64 tokens, and compressed keys."""
 
 
-@gluon.jit(do_not_specialize=("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "G", "W", "OFF", "STEP"))
+@gluon.jit(do_not_specialize=COUNTS)
 def gluon_forward(
     t_q, t_k, t_v, t_o, p_lse,
-    S, NUM_ITEMS, NUM_TILES, Hkv, G, W, OFF, STEP, scale_log2,
+    S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
     SLOTS: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -81,7 +85,7 @@ def gluon_forward(
     fence_async_shared()
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (NUM_ITEMS, NUM_TILES, Hkv, G, W, OFF, STEP, S)
+    sizes = (NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, S)
     shared = (t_o, p_lse, bufs, bars, sizes, scale_log2)
     copied = (t_q, t_k, t_v)
     if NC == 2:
@@ -136,13 +140,12 @@ def _copy_item(
     t_q, t_k, t_v = copied
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    i_b, t0, i_g, h0 = place_of(item, sizes, NC)
     for c in gl.static_range(NC):
-        i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
         slot = slot_of(n, c, SLOTS)
         mbarrier.wait(q_empty.index(slot), (n // SLOTS & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), TILE_ROWS * D * 2)
-        copy_in(t_q, i_b, t0, i_h, q_full.index(slot), q_bufs.index(slot))
-    i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
+        copy_in(t_q, i_b, t0, h0 + c, q_full.index(slot), q_bufs.index(slot))
     num_tiles = 1
     if not FIRST:
         num_tiles, _ = _key_tiles(t0, sizes, KIND, KEYS)
@@ -168,11 +171,11 @@ def _copy_item(
 def _key_tiles(t0, sizes, KIND: gl.constexpr, KEYS: gl.constexpr):
     """Tiles of keys of an item, and the first of those after the first that needs a mask."""
     if KIND == COMPRESSED:
-        n, masked = compressed_tiles(t0, sizes[7], sizes[5], sizes[6], KEYS)
+        n, masked = compressed_tiles(t0, sizes[8], sizes[6], sizes[7], KEYS)
         # Queries that see no key at all walk a tile, too.
         n, masked = gl.maximum(n, 1), gl.maximum(masked, 1)
     else:
-        n, masked = num_key_tiles(t0, sizes[4])
+        n, masked = num_key_tiles(t0, sizes[5])
     return n, masked
 
 
@@ -186,7 +189,7 @@ def _consume(
     t_o, p_lse, bufs, bars, sizes, scale_log2 = shared
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    num_items, num_tiles, Hkv, G, W, OFF, STEP, S = sizes
+    num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
@@ -197,12 +200,12 @@ def _consume(
     s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(0))
-    i_b, t0, i_g, i_h = place_of(gl.program_id(0), sizes, NC, C)
-    p, top, total = _begin(s, t0, sizes, scale_log2, KIND, KEYS, SL, OL, k_bufs.dtype)
+    i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
+    seen = _seen(t0, sizes, KIND, SL)
+    p, top, total = _begin(s, seen, W, scale_log2, KIND, KEYS, SL, OL, k_bufs.dtype)
     it = 1
     rounds = num_rounds(num_items)
     for n in range(rounds):
-        i_b, t0, i_g, i_h = place_of(item_of(n), sizes, NC, C)
         num_seen, masked = _key_tiles(t0, sizes, KIND, KEYS)
         o = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         for _ in range(1, masked):
@@ -227,7 +230,7 @@ def _consume(
             it += 1
         for j in range(masked, num_seen):
             if KIND == COMPRESSED:
-                edge = num_compressed(t0 + o_t, OFF, STEP) - j * KEYS
+                edge = seen - j * KEYS
             else:
                 edge = o_t + (j * KEYS - W)
             p, o, top, total = _step(
@@ -262,21 +265,22 @@ def _consume(
         o = warpgroup_mma(p, matrix(v_bufs, last), o, is_async=True)
         keys = matrix(k_bufs, coming).permute((1, 0))
         s = warpgroup_mma(q, keys, none, use_acc=False, is_async=True)
-        row = (i_b * Hkv * G + i_h).to(gl.int64) * S
+        at_b, at_t, at_h = i_b, t0, h0 + C
+        i_b, t0, i_g, h0 = place_after(n, rounds, sizes, NC)
+        seen = _seen(t0, sizes, KIND, SL)
+        row = (at_b * Hkv * SHARES * NC + at_h).to(gl.int64) * S
         lse, share = _finish(top, total, KIND)
-        gl.store(p_lse + row + (t0 + o_t), lse, mask=t0 + o_t < S)
+        gl.store(p_lse + row + (at_t + o_t), lse, mask=at_t + o_t < S)
         share = gl.convert_layout(share, gl.SliceLayout(1, OL))
         o, p = warpgroup_mma_wait(1, deps=(o, p))
         mbarrier.arrive(v_empty.index(last))
         tma.store_wait(0)  # the item before has left the buffer
         matrix(o_bufs, C).store(rounded(o * share[:, None], o_bufs.dtype))
         fence_async_shared()
-        copy_out(t_o, i_b, t0, i_h, o_bufs.index(C))
+        copy_out(t_o, at_b, at_t, at_h, o_bufs.index(C))
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(coming))
-        following = gl.where(n + 1 < rounds, item_of(n + 1), gl.program_id(0))
-        i_b, t0, i_g, i_h = place_of(following, sizes, NC, C)
-        p, top, total = _begin(s, t0, sizes, scale_log2, KIND, KEYS, SL, OL, k_bufs.dtype)
+        p, top, total = _begin(s, seen, W, scale_log2, KIND, KEYS, SL, OL, k_bufs.dtype)
         it += 1
     tma.store_wait(0)
 
@@ -300,26 +304,33 @@ def _take_queries(
 
 
 @gluon.jit
+def _seen(t0, sizes, KIND: gl.constexpr, SL: gl.constexpr):
+    """Keys that the rows see, of those from the first tile's first key on."""
+    o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+    if KIND == COMPRESSED:
+        seen = num_compressed(t0 + o_t, sizes[6], sizes[7])
+    else:
+        seen = o_t + 1
+    return seen
+
+
+@gluon.jit
 def _begin(
-    s, t0, sizes, scale_log2, KIND: gl.constexpr, KEYS: gl.constexpr,
+    s, seen, W, scale_log2, KIND: gl.constexpr, KEYS: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Probabilities and running numbers of an item's first tile: the window's diagonal, or the
     first compressed keys."""
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
     o_k = gl.arange(0, KEYS, gl.SliceLayout(0, SL))[None, :]
-    if KIND == COMPRESSED:
-        edge = num_compressed(t0 + o_t, sizes[5], sizes[6])
-        s = gl.where(o_k < edge[:, None], s, float("-inf"))
-    else:
-        s = gl.where(o_k <= o_t[:, None], s, float("-inf"))
+    s = gl.where(o_k < seen[:, None], s, float("-inf"))
     if KIND == NARROW:
-        s = gl.where(o_k > (o_t - sizes[4])[:, None], s, float("-inf"))
+        s = gl.where(o_k > (o_t - W)[:, None], s, float("-inf"))
     top = gl.max(s, 1) * scale_log2
     if KIND == COMPRESSED:
         # A row that sees nothing has a total of 0. It has no other tile: where one row sees no key,
         # the 63 after it see less than 64.
-        top = gl.where(edge > 0, top, 0.0)
+        top = gl.where(seen > 0, top, 0.0)
     p = gl.exp2(s * scale_log2 - top[:, None])
     total = gl.sum(p, 1)
     p = gl.convert_layout(rounded(p, dtype), gl.DotOperandLayout(0, OL, 2))
@@ -398,8 +409,6 @@ def forward(
     """Output of the compressed (0) or the window (2) branch."""
     out = problem.empty(*q.shape)
     consumers, band = problem.consumers, problem.bands[branch]
-    num_tiles = ceil_div(problem.seq_len, TILE)
-    items = problem.batch * num_tiles * (problem.num_heads // consumers)
     kind = COMPRESSED if branch == 0 else NARROW if band.W < TILE else WINDOW
     num_keys, stages = (WIDE, STAGES // 2) if branch == 0 and wide else (TILE, STAGES)
     start(
@@ -408,10 +417,9 @@ def forward(
         gluon_forward,
         (tile_rows(q), *(tile_rows(x, num_keys) for x in (k, v)), tile_rows(out), lse),
         lambda: launch(
-            min(problem.processors, items),
+            num_programs(problem, consumers),
             (
-                problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, band.W,
-                band.OFF, band.STEP, problem.scale_log2,
+                *item_counts(problem, consumers), band.W, band.OFF, band.STEP, problem.scale_log2,
             ),
             {"D": problem.d_k, "STAGES": stages, "KIND": kind.value}
             | {"KEYS": num_keys, "SLOTS": slots},

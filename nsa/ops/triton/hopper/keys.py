@@ -437,7 +437,8 @@ def _best_parts(
                 work = BEGINNING + length * (group // shares)
                 for _ in range(segments * shares):
                     heapq.heapreplace(ends, ends[0] + work)
-            took = max(ends)
+            # Of equally long ones, that with less work.
+            took = max(ends) + sum(ends) / processors / 16
             if parts > 1:
                 took += parts * 2 * segments * num_keys * dim * 4 / PART_BYTES
             if took < least:

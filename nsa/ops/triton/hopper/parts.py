@@ -22,12 +22,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from nsa.ops.triton.launcher import Launch, Rows
+from nsa.ops.triton.launcher import Launch, Rows, ceil_div
+from nsa.ops.triton.problem import Problem
 
 TILE = 64
 """Rows of every tile, of queries and of keys: what one wgmma takes."""
 TILE_ROWS = gl.constexpr(TILE)
 PRODUCER_REGISTERS = gl.constexpr(24)
+COUNTS = ("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "SHARES", "PER_TILE", "W", "OFF", "STEP")
+"""Numbers of forward.py and queries.py that change no code."""
 
 # Triton 3.7 has renamed it.
 sync_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -51,21 +54,26 @@ def item_of(n):
 
 
 @gluon.jit
-def place_of(item, sizes, NC: gl.constexpr, C: gl.constexpr):
-    """Batch element, first query, group, and head of consumer C, of one item of work.
+def place_of(item, sizes, NC: gl.constexpr):
+    """Batch element, first query, group, and first head of one item of work.
 
     The consumers hold NC heads of one group, on the same queries, and share its keys. Those of a
     group follow each other, then the groups: programs that run at a time read the same keys. Late
-    queries, which see the most keys, come first.
+    queries, which see the most keys, come first. Divisions take hundreds of cycles: few of them,
+    beside products.
     """
-    num_items, num_tiles, Hkv, G = sizes[0], sizes[1], sizes[2], sizes[3]
-    shares = G // NC
-    batch = num_items // (num_tiles * Hkv * shares)
-    rest = item // shares
-    i_g = rest % Hkv
-    rest = rest // Hkv
-    t0 = (num_tiles - 1 - rest // batch) * TILE_ROWS
-    return rest % batch, t0, i_g, i_g * G + item % shares * NC + C
+    num_tiles, Hkv, SHARES, PER_TILE = sizes[1], sizes[2], sizes[3], sizes[4]
+    tile = item // PER_TILE
+    rest = item - tile * PER_TILE
+    i_b = rest // (Hkv * SHARES)
+    rest -= i_b * (Hkv * SHARES)
+    return i_b, (num_tiles - 1 - tile) * TILE_ROWS, rest // SHARES, rest * NC
+
+
+@gluon.jit
+def place_after(n, rounds, sizes, NC: gl.constexpr):
+    """Place of the item after that of round n; after the last one, of the first."""
+    return place_of(gl.where(n + 1 < rounds, item_of(n + 1), gl.program_id(0)), sizes, NC)
 
 
 @gluon.jit
@@ -157,6 +165,18 @@ def layout_of(num_rows: int, width: int, dtype: torch.dtype) -> Any:
     """Layout of such a tile in shared memory, as wgmma reads it."""
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
     return gl.NVMMASharedLayout.get_default_for([1, num_rows, 1, width], kinds[dtype])
+
+
+def item_counts(problem: Problem, consumers: int) -> tuple[int, ...]:
+    """S, NUM_ITEMS, NUM_TILES, Hkv, SHARES and PER_TILE of forward.py and queries.py."""
+    num_tiles, shares = ceil_div(problem.seq_len, TILE), problem.per_group // consumers
+    per_tile = problem.num_segments * shares
+    return problem.seq_len, num_tiles * per_tile, num_tiles, problem.num_groups, shares, per_tile
+
+
+def num_programs(problem: Problem, consumers: int) -> int:
+    """Programs that stay for the whole launch."""
+    return min(problem.processors, item_counts(problem, consumers)[1])
 
 
 def launch(

@@ -21,25 +21,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.hopper.parts import (
+    COUNTS,
     PRODUCER_REGISTERS,
     TILE,
     TILE_ROWS,
     compressed_tiles,
     copy_in,
     copy_out,
+    item_counts,
     item_of,
     launch,
     matrix,
     num_compressed,
     num_key_tiles,
+    num_programs,
     num_rounds,
+    place_after,
     place_of,
     rounded,
     slot_of,
     sync_warps,
     tile_rows,
 )
-from nsa.ops.triton.launcher import ceil_div, start
+from nsa.ops.triton.launcher import start
 from nsa.ops.triton.problem import Problem
 
 STAGES = 4
@@ -49,10 +53,10 @@ CLEAR, DIAGONAL, FAR, NEAR = (gl.constexpr(i) for i in range(4))
 far end; of the compressed keys, the last ones."""
 
 
-@gluon.jit(do_not_specialize=("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "G", "W", "OFF", "STEP"))
+@gluon.jit(do_not_specialize=COUNTS)
 def gluon_dq(
     t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_dq, p_stats, p_stats_cmp, p_dq_sel, p_dq_more,
-    S, NUM_ITEMS, NUM_TILES, Hkv, G, W, OFF, STEP, scale, scale_log2,
+    S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, SLOTS: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -85,7 +89,7 @@ def gluon_dq(
     fence_async_shared()
     bufs = (q_bufs, d_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (NUM_ITEMS, NUM_TILES, Hkv, G, W, OFF, STEP, S)
+    sizes = (NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, S)
     copied = (t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp)
     pointers = (p_stats, p_stats_cmp, p_dq_sel, p_dq_more)
     shared = (t_dq, pointers, bufs, bars, sizes, scale, scale_log2)
@@ -144,22 +148,21 @@ def _copy_item(
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     SIZE: gl.constexpr = TILE_ROWS * D * 2
+    i_b, t0, i_g, h0 = place_of(item, sizes, NC)
     for c in gl.static_range(NC):
-        i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
         slot = slot_of(n, c, SLOTS)
         mbarrier.wait(q_empty.index(slot), (n // SLOTS & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), 2 * SIZE)
-        copy_in(t_q, i_b, t0, i_h, q_full.index(slot), q_bufs.index(slot))
-        copy_in(t_dout, i_b, t0, i_h, q_full.index(slot), d_bufs.index(slot))
-    i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
+        copy_in(t_q, i_b, t0, h0 + c, q_full.index(slot), q_bufs.index(slot))
+        copy_in(t_dout, i_b, t0, h0 + c, q_full.index(slot), d_bufs.index(slot))
     num_seen = 1
     if not BEGIN:
-        num_seen, _ = num_key_tiles(t0, sizes[4])
+        num_seen, _ = num_key_tiles(t0, sizes[5])
     for j in range(num_seen):
         _copy_keys(t_k, t_v, bufs, bars, i_b, t0 - j * TILE_ROWS, i_g, it, SIZE, STAGES)
         it += 1
     if not BEGIN and t_k_cmp is not None:
-        num_seen, _ = compressed_tiles(t0, sizes[7], sizes[5], sizes[6], TILE_ROWS)
+        num_seen, _ = compressed_tiles(t0, sizes[8], sizes[6], sizes[7], TILE_ROWS)
         for j in range(num_seen):
             _copy_keys(t_k_cmp, t_v_cmp, bufs, bars, i_b, j * TILE_ROWS, i_g, it, SIZE, STAGES)
             it += 1
@@ -190,17 +193,19 @@ def _consume(
     t_dq, pointers, bufs, bars, sizes, scale, scale_log2 = shared
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    num_items, num_tiles, Hkv, G, W, OFF, STEP, S = sizes
+    num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     q = _take_queries(q_bufs, q_full, 0, C, SLOTS, SL)
     s = _start_scores(q, k_bufs, k_full, 0, STAGES, SL)
-    dout, stats = _take_rows(pointers, bufs, bars, sizes, gl.program_id(0), 0, SLOTS, NC, C, SL)
+    i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
+    row = (i_b * Hkv * SHARES * NC + h0 + C).to(gl.int64) * S
+    stats = _load_stats(pointers[0], row, t0, S, SL)
+    dout = _take_dout(bufs, bars, 0, C, SLOTS, SL)
     ds = _begin(s, dout, stats, bufs, bars, 0, W, scale_log2, STAGES, NARROW, SL, OL)
     it = 0
     rounds = num_rounds(num_items)
     for n in range(rounds):
-        i_b, t0, i_g, i_h = place_of(item_of(n), sizes, NC, C)
         num_seen, masked = num_key_tiles(t0, W)
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         it += 1
@@ -210,8 +215,10 @@ def _consume(
                 CLEAR, STAGES, NARROW, SL, OL,
             )  # fmt: skip
             it += 1
-        row = (i_b * Hkv * G + i_h).to(gl.int64) * S
         o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+        if pointers[1] is not None:  # they come meanwhile
+            cmp_stats = _load_stats(pointers[1], row, t0, S, SL)
+            seen = num_compressed(t0 + o_t, OFF, STEP)
         for j in range(masked, num_seen):
             edge = o_t + (j * TILE_ROWS - W)
             dq, ds = _step(
@@ -220,18 +227,17 @@ def _consume(
             )  # fmt: skip
             it += 1
         if pointers[1] is not None:
-            stats = _load_stats(pointers[1], row, t0, S, SL)
             num_seen, masked = compressed_tiles(t0, S, OFF, STEP, TILE_ROWS)
             for _ in range(masked):
                 dq, ds = _step(
-                    dq, ds, q, dout, stats, bufs, bars, it, 0, scale_log2,
+                    dq, ds, q, dout, cmp_stats, bufs, bars, it, 0, scale_log2,
                     CLEAR, STAGES, NARROW, SL, OL,
                 )  # fmt: skip
                 it += 1
             for j in range(masked, num_seen):
-                edge = num_compressed(t0 + o_t, OFF, STEP) - j * TILE_ROWS
+                edge = seen - j * TILE_ROWS
                 dq, ds = _step(
-                    dq, ds, q, dout, stats, bufs, bars, it, edge, scale_log2,
+                    dq, ds, q, dout, cmp_stats, bufs, bars, it, edge, scale_log2,
                     NEAR, STAGES, NARROW, SL, OL,
                 )  # fmt: skip
                 it += 1
@@ -244,15 +250,19 @@ def _consume(
             mbarrier.arrive(q_empty.index(slot_of(n, C, SLOTS)))
         q = _take_queries(q_bufs, q_full, n + 1, C, SLOTS, SL)
         s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
+        # Meanwhile, where this item is written, and where the next one is.
+        at_b, at_t, at_h = i_b, t0, h0 + C
+        i_b, t0, i_g, h0 = place_after(n, rounds, sizes, NC)
+        row = (i_b * Hkv * SHARES * NC + h0 + C).to(gl.int64) * S
+        stats = _load_stats(pointers[0], row, t0, S, SL)
         dq, ds = warpgroup_mma_wait(1, deps=(dq, ds))
         mbarrier.arrive(k_empty.index(last))
-        dq = _add_others(dq * scale, pointers, i_b, t0, i_h, S, Hkv * G, D, OL)
+        dq = _add_others(dq * scale, pointers, at_b, at_t, at_h, S, Hkv * SHARES * NC, D, OL)
         tma.store_wait(0)  # the item before has left the buffer
         matrix(o_bufs, C).store(rounded(dq, o_bufs.dtype))
         fence_async_shared()
-        copy_out(t_dq, i_b, t0, i_h, o_bufs.index(C))
-        following = gl.where(n + 1 < rounds, item_of(n + 1), gl.program_id(0))
-        dout, stats = _take_rows(pointers, bufs, bars, sizes, following, n + 1, SLOTS, NC, C, SL)
+        copy_out(t_dq, at_b, at_t, at_h, o_bufs.index(C))
+        dout = _take_dout(bufs, bars, n + 1, C, SLOTS, SL)
         ds = _begin(s, dout, stats, bufs, bars, it, W, scale_log2, STAGES, NARROW, SL, OL)
     tma.store_wait(0)
 
@@ -280,17 +290,11 @@ def _take_queries(q_bufs, q_full, n, C: gl.constexpr, SLOTS: gl.constexpr, SL: g
 
 
 @gluon.jit
-def _take_rows(
-    pointers, bufs, bars, sizes, item, n,
-    SLOTS: gl.constexpr, NC: gl.constexpr, C: gl.constexpr, SL: gl.constexpr,
-):  # fmt: skip
-    """dout of item n, as a left operand, and its stats of the window; in registers, its buffers are
-    free again, those of the queries, too."""
+def _take_dout(bufs, bars, n, C: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr):
+    """dout of item n, as a left operand. In registers, its buffer is free again, and that of the
+    queries, which were taken before."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
-    row = (i_b * sizes[2] * sizes[3] + i_h).to(gl.int64) * sizes[7]
-    stats = _load_stats(pointers[0], row, t0, sizes[7], SL)
     slot = slot_of(n, C, SLOTS)
     if SLOTS > 1:
         dout = matrix(d_bufs, slot)
@@ -299,7 +303,7 @@ def _take_rows(
         fence_async_shared()
         sync_warps()
         mbarrier.arrive(q_empty.index(slot))
-    return dout, stats
+    return dout
 
 
 @gluon.jit
@@ -408,8 +412,7 @@ def backward_q(
 ) -> Tensor:
     """Gradient of q: of the window and, if given, the compressed branch, and what others gave."""
     dq, spec = problem.empty(*q.shape), problem.spec
-    num_tiles, (consumers, slots) = ceil_div(problem.seq_len, TILE), form_of(problem)
-    items = problem.batch * num_tiles * (problem.num_heads // consumers)
+    consumers, slots = form_of(problem)
     start(
         problem.memo,
         ("window dq" if cmp is None else "both dq", dq_sel is None, dq_more is None),
@@ -420,10 +423,10 @@ def backward_q(
             tile_rows(dq), stats[2], None if cmp is None else stats[0], dq_sel, dq_more,
         ),
         lambda: launch(
-            min(problem.processors, items),
+            num_programs(problem, consumers),
             (
-                problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, spec.w,
-                spec.l - 1, spec.d, problem.scale, problem.scale_log2,
+                *item_counts(problem, consumers), spec.w, spec.l - 1, spec.d,
+                problem.scale, problem.scale_log2,
             ),
             {"D": problem.d_k, "STAGES": STAGES, "NARROW": spec.w < TILE, "SLOTS": slots},
             consumers,
