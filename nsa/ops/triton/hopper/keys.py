@@ -427,7 +427,7 @@ def _best_parts(
 ) -> tuple[int, int]:  # fmt: skip
     """The division with the earliest end: programs start in their order, where one has ended."""
     best, least = (1, 1), float("inf")
-    for shares in (n for n in range(1, group + 1) if group % n == 0):
+    for shares in (n for n in range(group, 0, -1) if group % n == 0):
         for slices in (1, 2, 3, 4, 6, 8):
             parts = shares * slices
             if parts > 1 and num_keys // (2 * TILE) * segments * parts > MANY * processors:
@@ -437,8 +437,7 @@ def _best_parts(
                 work = BEGINNING + length * (group // shares)
                 for _ in range(segments * shares):
                     heapq.heapreplace(ends, ends[0] + work)
-            # Of equally long ones, that with less work.
-            took = max(ends) + sum(ends) / processors / 16
+            took = max(ends)
             if parts > 1:
                 took += parts * 2 * segments * num_keys * dim * 4 / PART_BYTES
             if took < least:
