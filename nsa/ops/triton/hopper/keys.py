@@ -311,9 +311,9 @@ def _walk(
         s = warpgroup_mma(b_k, b_q.permute((1, 0)), none, use_acc=False, is_async=True)
         dp = warpgroup_mma(b_v, b_dout.permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        # P^T * gate, and its product with dout; queries beyond S have a gate of 0. The stats are
-        # read when they are needed, twice: all of them together would not fit the registers.
-        lse, _, gate = _stats(stat_bufs, stage, SL)
+        # P^T * gate, and its product with dout; queries beyond S have a gate of 0. At D 128
+        # the stats are read when they are needed, twice: together they would not fit the registers.
+        lse, delta, gate = _stats(stat_bufs, stage, SL)
         p = gl.exp2(s * scale_log2 - lse[None, :]) * gate[None, :]
         if EDGE != CLEAR:
             # The first query that sees a key, and the one after its last, counted from the tile's.
@@ -328,7 +328,8 @@ def _walk(
         dv = warpgroup_mma(b_p, b_dout, dv, is_async=True)
         # dS^T = P^T * (dP^T - delta), and its product with q.
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        _, delta, _ = _stats(stat_bufs, stage, SL)
+        if D == 128:
+            _, delta, _ = _stats(stat_bufs, stage, SL)
         ds = gl.convert_layout(rounded(p * (dp - delta[None, :]), q_bufs.dtype), PL)
         dk = warpgroup_mma(ds, b_q, dk, is_async=True)
         dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
