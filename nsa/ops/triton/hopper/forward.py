@@ -206,6 +206,8 @@ def _consume(
     it = 1
     rounds = num_rounds(num_items)
     for n in range(rounds):
+        if SLOTS > 1:  # not carried by the loop
+            q = matrix(q_bufs, slot_of(n, C, SLOTS))
         num_seen, masked = _key_tiles(t0, sizes, KIND, KEYS)
         o = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         for _ in range(1, masked):

@@ -206,6 +206,9 @@ def _consume(
     it = 0
     rounds = num_rounds(num_items)
     for n in range(rounds):
+        if SLOTS > 1:  # not carried by the loop
+            q = matrix(q_bufs, slot_of(n, C, SLOTS))
+            dout = matrix(d_bufs, slot_of(n, C, SLOTS))
         num_seen, masked = num_key_tiles(t0, W)
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         it += 1
