@@ -38,15 +38,12 @@ from nsa.ops.triton.hopper.parts import (
     place_after,
     place_of,
     rounded,
-    slot_of,
     sync_warps,
     tile_rows,
 )
 from nsa.ops.triton.launcher import start
 from nsa.ops.triton.problem import Problem
 
-WIDE = 128
-"""Compressed keys of a tile, where there are many of them."""
 STAGES = 4
 """Tiles of keys, and as many of values, that are in flight or being read."""
 WINDOW, NARROW, COMPRESSED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -57,23 +54,23 @@ WINDOW, NARROW, COMPRESSED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 def gluon_forward(
     t_q, t_k, t_v, t_o, p_lse,
     S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
-    SLOTS: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2; KEYS: of a tile, 64 for windows."""
+    """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2."""
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_bufs = gl.allocate_shared_memory(dtype, [NC * SLOTS, 1, TILE_ROWS, 1, D], t_q.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], t_k.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], t_v.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_k.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_v.layout)
     o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_o.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(NC * SLOTS):
+    for i in gl.static_range(NC):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -91,9 +88,9 @@ def gluon_forward(
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
-                (_consume, (1, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, KEYS, SLOTS, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, NC)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -101,10 +98,10 @@ def gluon_forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
-                (_consume, (1, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
-                (_consume, (2, shared, D, STAGES, KIND, KEYS, SLOTS, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, KEYS, SLOTS, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, NC)),
+                (_consume, (2, shared, D, STAGES, KIND, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, NC)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -114,64 +111,62 @@ def gluon_forward(
 @gluon.jit
 def _produce(
     copied, bufs, bars, sizes,
-    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
-    SLOTS: gl.constexpr, NC: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of all items, in the order in which the consumers read them."""
     it = 0
     rounds = num_rounds(sizes[0])
     for n in range(rounds):
         item = item_of(n)
-        it = _copy_item(
-            copied, bufs, bars, sizes, item, it, n, False, D, STAGES, KIND, KEYS, SLOTS, NC
-        )
+        it = _copy_item(copied, bufs, bars, sizes, item, it, n, False, D, STAGES, KIND, NC)
     # The consumers begin one item more than there are, and do not end it.
     item = gl.program_id(0)
-    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, KEYS, SLOTS, NC)
+    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, NC)
 
 
 @gluon.jit
 def _copy_item(
     copied, bufs, bars, sizes, item, it, n,
     FIRST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    KEYS: gl.constexpr, SLOTS: gl.constexpr, NC: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """Queries of all consumers, then tiles of keys and values; FIRST: only one of keys."""
     t_q, t_k, t_v = copied
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    SIZE: gl.constexpr = TILE_ROWS * D * 2
     i_b, t0, i_g, h0 = place_of(item, sizes, NC)
     for c in gl.static_range(NC):
-        slot = slot_of(n, c, SLOTS)
-        mbarrier.wait(q_empty.index(slot), (n // SLOTS & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), TILE_ROWS * D * 2)
-        copy_in(t_q, i_b, t0, h0 + c, q_full.index(slot), q_bufs.index(slot))
+        mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
+        mbarrier.expect(q_full.index(c), SIZE)
+        copy_in(t_q, i_b, t0, h0 + c, q_full.index(c), q_bufs.index(c))
     num_tiles = 1
     if not FIRST:
-        num_tiles, _ = _key_tiles(t0, sizes, KIND, KEYS)
+        num_tiles, _ = _key_tiles(t0, sizes, KIND)
     for j in range(num_tiles):
         stage = it % STAGES
         phase = (it // STAGES & 1) ^ 1
         if KIND == COMPRESSED:
-            k0 = j * KEYS
+            k0 = j * TILE_ROWS
         else:
-            k0 = t0 - j * KEYS
+            k0 = t0 - j * TILE_ROWS
         mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), KEYS * D * 2)
+        mbarrier.expect(k_full.index(stage), SIZE)
         copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
         if not FIRST:
             mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), KEYS * D * 2)
+            mbarrier.expect(v_full.index(stage), SIZE)
             copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
         it += 1
     return it
 
 
 @gluon.jit
-def _key_tiles(t0, sizes, KIND: gl.constexpr, KEYS: gl.constexpr):
+def _key_tiles(t0, sizes, KIND: gl.constexpr):
     """Tiles of keys of an item, and the first of those after the first that needs a mask."""
     if KIND == COMPRESSED:
-        n, masked = compressed_tiles(t0, sizes[8], sizes[6], sizes[7], KEYS)
+        n, masked = compressed_tiles(t0, sizes[8], sizes[6], sizes[7])
         # Queries that see no key at all walk a tile, too.
         n, masked = gl.maximum(n, 1), gl.maximum(masked, 1)
     else:
@@ -182,86 +177,50 @@ def _key_tiles(t0, sizes, KIND: gl.constexpr, KEYS: gl.constexpr):
 @gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, KEYS: gl.constexpr,
-    SLOTS: gl.constexpr, NC: gl.constexpr,
+    KIND: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first scores are made beside the end of this one."""
     t_o, p_lse, bufs, bars, sizes, scale_log2 = shared
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-    none = gl.zeros([TILE_ROWS, KEYS], gl.float32, SL)
+    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
     # q is in registers: from shared memory, wgmma would wait for it.
-    q = _take_queries(q_bufs, q_full, q_empty, 0, C, SLOTS, SL)
+    q = _take_queries(q_bufs, q_full, q_empty, 0, C, SL)
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(0))
     i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
     seen = _seen(t0, sizes, KIND, SL)
-    p, top, total = _begin(s, seen, W, scale_log2, KIND, KEYS, SL, OL, k_bufs.dtype)
+    p, top, total = _begin(s, seen, W, scale_log2, KIND, SL, OL, k_bufs.dtype)
     it = 1
     rounds = num_rounds(num_items)
     for n in range(rounds):
-        if SLOTS > 1:  # not carried by the loop
-            q = matrix(q_bufs, slot_of(n, C, SLOTS))
-        num_seen, masked = _key_tiles(t0, sizes, KIND, KEYS)
+        num_seen, masked = _key_tiles(t0, sizes, KIND)
         o = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         for _ in range(1, masked):
             p, o, top, total = _step(
-                q,
-                p,
-                o,
-                top,
-                total,
-                bufs,
-                bars,
-                it,
-                0,
-                scale_log2,
-                False,
-                STAGES,
-                KIND,
-                KEYS,
-                SL,
-                OL,
+                q, p, o, top, total, bufs, bars, it, 0, scale_log2, False, STAGES, KIND, SL, OL
             )
             it += 1
         for j in range(masked, num_seen):
             if KIND == COMPRESSED:
-                edge = seen - j * KEYS
+                edge = seen - j * TILE_ROWS
             else:
-                edge = o_t + (j * KEYS - W)
+                edge = o_t + (j * TILE_ROWS - W)
             p, o, top, total = _step(
-                q,
-                p,
-                o,
-                top,
-                total,
-                bufs,
-                bars,
-                it,
-                edge,
-                scale_log2,
-                True,
-                STAGES,
-                KIND,
-                KEYS,
-                SL,
-                OL,
+                q, p, o, top, total, bufs, bars, it, edge, scale_log2, True, STAGES, KIND, SL, OL
             )
             it += 1
         # The last tile's product with values, beside the scores of the next item's first one.
         last = (it - 1) % STAGES
         coming = it % STAGES
-        if SLOTS > 1:
-            # All products with this item's queries have ended.
-            sync_warps()
-            mbarrier.arrive(q_empty.index(slot_of(n, C, SLOTS)))
-        q = _take_queries(q_bufs, q_full, q_empty, n + 1, C, SLOTS, SL)
+        q = _take_queries(q_bufs, q_full, q_empty, n + 1, C, SL)
         mbarrier.wait(v_full.index(last), (it - 1) // STAGES & 1)
         mbarrier.wait(k_full.index(coming), it // STAGES & 1)
         o = warpgroup_mma(p, matrix(v_bufs, last), o, is_async=True)
@@ -282,26 +241,19 @@ def _consume(
         copy_out(t_o, at_b, at_t, at_h, o_bufs.index(C))
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(coming))
-        p, top, total = _begin(s, seen, W, scale_log2, KIND, KEYS, SL, OL, k_bufs.dtype)
+        p, top, total = _begin(s, seen, W, scale_log2, KIND, SL, OL, k_bufs.dtype)
         it += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def _take_queries(
-    q_bufs, q_full, q_empty, n, C: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr
-):
-    """Item n's queries, as the left operand of a product: of two slots where they are, or else in
-    registers, and their buffer is free again."""
-    slot = slot_of(n, C, SLOTS)
-    mbarrier.wait(q_full.index(slot), n // SLOTS & 1)
-    if SLOTS > 1:
-        q = matrix(q_bufs, slot)
-    else:
-        q = matrix(q_bufs, slot).load(gl.DotOperandLayout(0, SL, 2))
-        fence_async_shared()
-        sync_warps()
-        mbarrier.arrive(q_empty.index(slot))
+def _take_queries(q_bufs, q_full, q_empty, n, C: gl.constexpr, SL: gl.constexpr):
+    """Item n's queries, as the left operand of a product; their buffer is free again."""
+    mbarrier.wait(q_full.index(C), n & 1)
+    q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    fence_async_shared()
+    sync_warps()
+    mbarrier.arrive(q_empty.index(C))
     return q
 
 
@@ -318,13 +270,13 @@ def _seen(t0, sizes, KIND: gl.constexpr, SL: gl.constexpr):
 
 @gluon.jit
 def _begin(
-    s, seen, W, scale_log2, KIND: gl.constexpr, KEYS: gl.constexpr,
+    s, seen, W, scale_log2, KIND: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Probabilities and running numbers of an item's first tile: the window's diagonal, or the
     first compressed keys."""
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-    o_k = gl.arange(0, KEYS, gl.SliceLayout(0, SL))[None, :]
+    o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
     s = gl.where(o_k < seen[:, None], s, float("-inf"))
     if KIND == NARROW:
         s = gl.where(o_k > (o_t - W)[:, None], s, float("-inf"))
@@ -364,7 +316,7 @@ def _softmax(s, top, total, scale_log2, OL: gl.constexpr, dtype: gl.constexpr):
 @gluon.jit
 def _step(
     q, p, o, top, total, bufs, bars, it, edge, scale_log2,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, KEYS: gl.constexpr,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `it`, beside the product with the values of the tile before.
@@ -375,7 +327,7 @@ def _step(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     stage = it % STAGES
     before = (it - 1) % STAGES
-    none = gl.zeros([TILE_ROWS, KEYS], gl.float32, SL)
+    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
     mbarrier.wait(k_full.index(stage), it // STAGES & 1)
     s = warpgroup_mma(q, matrix(k_bufs, stage).permute((1, 0)), none, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (it - 1) // STAGES & 1)
@@ -383,7 +335,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage))
     if MASKED:
-        o_k = gl.arange(0, KEYS, gl.SliceLayout(0, SL))[None, :]
+        o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
         if KIND == COMPRESSED:
             s = gl.where(o_k < edge[:, None], s, float("-inf"))
         else:
@@ -405,26 +357,22 @@ def forward(
     k: Tensor,  # [B, K, Hkv, D], K > 0
     v: Tensor,  # [B, K, Hkv, D]
     lse: Tensor,  # [B, Hq, S] fp32, written
-    wide: bool = False,
-    slots: int = 1,
 ) -> Tensor:  # [B, S, Hq, D]
     """Output of the compressed (0) or the window (2) branch."""
     out = problem.empty(*q.shape)
     consumers, band = problem.consumers, problem.bands[branch]
     kind = COMPRESSED if branch == 0 else NARROW if band.W < TILE else WINDOW
-    num_keys, stages = (WIDE, STAGES // 2) if branch == 0 and wide else (TILE, STAGES)
     start(
         problem.memo,
         "compressed forward" if branch == 0 else "window forward",
         gluon_forward,
-        (tile_rows(q), *(tile_rows(x, num_keys) for x in (k, v)), tile_rows(out), lse),
+        (*(tile_rows(x) for x in (q, k, v, out)), lse),
         lambda: launch(
             num_programs(problem, consumers),
             (
                 *item_counts(problem, consumers), band.W, band.OFF, band.STEP, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": stages, "KIND": kind.value}
-            | {"KEYS": num_keys, "SLOTS": slots},
+            {"D": problem.d_k, "STAGES": STAGES, "KIND": kind.value},
             consumers,
         ),
     )  # fmt: skip

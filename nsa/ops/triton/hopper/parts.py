@@ -77,12 +77,6 @@ def place_after(n, rounds, sizes, NC: gl.constexpr):
 
 
 @gluon.jit
-def slot_of(n, c, SLOTS: gl.constexpr):
-    """Buffer of the queries of consumer c of round n."""
-    return c * SLOTS + n % SLOTS
-
-
-@gluon.jit
 def num_key_tiles(t0, W):
     """Tiles of keys that the queries of a tile see. Tile 0 is on the diagonal, the others before.
 
@@ -99,11 +93,11 @@ def num_compressed(t, OFF, STEP):
 
 
 @gluon.jit
-def compressed_tiles(t0, S, OFF, STEP, KEYS: gl.constexpr):
-    """Tiles of KEYS compressed keys that the queries of a tile see; and how many all of them see
+def compressed_tiles(t0, S, OFF, STEP):
+    """Tiles of compressed keys that the queries of a tile see; and how many all of them see
     whole, so that only those after them need a mask."""
     seen = num_compressed(gl.minimum(t0 + TILE_ROWS, S) - 1, OFF, STEP)
-    return (seen + KEYS - 1) // KEYS, num_compressed(t0, OFF, STEP) // KEYS
+    return (seen + TILE_ROWS - 1) // TILE_ROWS, num_compressed(t0, OFF, STEP) // TILE_ROWS
 
 
 @gluon.jit

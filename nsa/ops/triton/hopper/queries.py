@@ -39,7 +39,6 @@ from nsa.ops.triton.hopper.parts import (
     place_after,
     place_of,
     rounded,
-    slot_of,
     sync_warps,
     tile_rows,
 )
@@ -48,6 +47,8 @@ from nsa.ops.triton.problem import Problem
 
 STAGES = 4
 """Tiles of keys, and as many of values, that are in flight or being read."""
+CONSUMERS = 2
+"""More would not find registers for q, dout and dq."""
 CLEAR, DIAGONAL, FAR, NEAR = (gl.constexpr(i) for i in range(4))
 """Tiles of which all queries see all keys; of the window, those on the diagonal, and those at its
 far end; of the compressed keys, the last ones."""
@@ -57,7 +58,7 @@ far end; of the compressed keys, the last ones."""
 def gluon_dq(
     t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_dq, p_stats, p_stats_cmp, p_dq_sel, p_dq_more,
     S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, SLOTS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq [B, S, Hq, D] = window + compressed + dq_sel (fp32) + dq_more, where given.
@@ -66,18 +67,18 @@ def gluon_dq(
     """
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_bufs = gl.allocate_shared_memory(dtype, [NC * SLOTS, 1, TILE_ROWS, 1, D], t_q.layout)
-    d_bufs = gl.allocate_shared_memory(dtype, [NC * SLOTS, 1, TILE_ROWS, 1, D], t_dout.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
+    d_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_dout.layout)
     o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_dq.layout)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_k.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_v.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(NC * SLOTS):
+    for i in gl.static_range(NC):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -93,54 +94,33 @@ def gluon_dq(
     copied = (t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp)
     pointers = (p_stats, p_stats_cmp, p_dq_sel, p_dq_more)
     shared = (t_dq, pointers, bufs, bars, sizes, scale, scale_log2)
-    if NC == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, D, STAGES, NARROW, SLOTS, NC)),
-                (_consume, (1, shared, D, STAGES, NARROW, SLOTS, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, SLOTS, NC)),
-            ],
-            [4, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, D, STAGES, NARROW, SLOTS, NC)),
-                (_consume, (1, shared, D, STAGES, NARROW, SLOTS, NC)),
-                (_consume, (2, shared, D, STAGES, NARROW, SLOTS, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, SLOTS, NC)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (0, shared, D, STAGES, NARROW, NC)),
+            (_consume, (1, shared, D, STAGES, NARROW, NC)),
+            (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
+        ],
+        [4, 1],
+        [REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 @gluon.jit
-def _produce(
-    copied,
-    bufs,
-    bars,
-    sizes,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    NC: gl.constexpr,
-):
+def _produce(copied, bufs, bars, sizes, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr):
     """Copy the tiles of all items, in the order in which the consumers read them."""
     it = 0
     rounds = num_rounds(sizes[0])
     for n in range(rounds):
-        it = _copy_item(copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, SLOTS, NC)
+        it = _copy_item(copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, NC)
     # The consumers begin one item more than there are, and do not end it.
     item = gl.program_id(0)
-    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, SLOTS, NC)
+    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, NC)
 
 
 @gluon.jit
 def _copy_item(
     copied, bufs, bars, sizes, item, it, n,
-    BEGIN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    BEGIN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     NC: gl.constexpr,
 ):  # fmt: skip
     """Queries and dout of all consumers, then tiles of keys and values; BEGIN: only the first."""
@@ -150,11 +130,10 @@ def _copy_item(
     SIZE: gl.constexpr = TILE_ROWS * D * 2
     i_b, t0, i_g, h0 = place_of(item, sizes, NC)
     for c in gl.static_range(NC):
-        slot = slot_of(n, c, SLOTS)
-        mbarrier.wait(q_empty.index(slot), (n // SLOTS & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), 2 * SIZE)
-        copy_in(t_q, i_b, t0, h0 + c, q_full.index(slot), q_bufs.index(slot))
-        copy_in(t_dout, i_b, t0, h0 + c, q_full.index(slot), d_bufs.index(slot))
+        mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
+        mbarrier.expect(q_full.index(c), 2 * SIZE)
+        copy_in(t_q, i_b, t0, h0 + c, q_full.index(c), q_bufs.index(c))
+        copy_in(t_dout, i_b, t0, h0 + c, q_full.index(c), d_bufs.index(c))
     num_seen = 1
     if not BEGIN:
         num_seen, _ = num_key_tiles(t0, sizes[5])
@@ -162,7 +141,7 @@ def _copy_item(
         _copy_keys(t_k, t_v, bufs, bars, i_b, t0 - j * TILE_ROWS, i_g, it, SIZE, STAGES)
         it += 1
     if not BEGIN and t_k_cmp is not None:
-        num_seen, _ = compressed_tiles(t0, sizes[8], sizes[6], sizes[7], TILE_ROWS)
+        num_seen, _ = compressed_tiles(t0, sizes[8], sizes[6], sizes[7])
         for j in range(num_seen):
             _copy_keys(t_k_cmp, t_v_cmp, bufs, bars, i_b, j * TILE_ROWS, i_g, it, SIZE, STAGES)
             it += 1
@@ -187,7 +166,7 @@ def _copy_keys(t_k, t_v, bufs, bars, i_b, k0, i_g, it, SIZE: gl.constexpr, STAGE
 @gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr, SLOTS: gl.constexpr, NC: gl.constexpr,
+    NARROW: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first dS is made beside the end of this one."""
     t_dq, pointers, bufs, bars, sizes, scale, scale_log2 = shared
@@ -196,19 +175,16 @@ def _consume(
     num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    q = _take_queries(q_bufs, q_full, 0, C, SLOTS, SL)
+    q = _take_queries(q_bufs, q_full, 0, C, SL)
     s = _start_scores(q, k_bufs, k_full, 0, STAGES, SL)
     i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
     row = (i_b * Hkv * SHARES * NC + h0 + C).to(gl.int64) * S
     stats = _load_stats(pointers[0], row, t0, S, SL)
-    dout = _take_dout(bufs, bars, 0, C, SLOTS, SL)
+    dout = _take_dout(bufs, bars, C, SL)
     ds = _begin(s, dout, stats, bufs, bars, 0, W, scale_log2, STAGES, NARROW, SL, OL)
     it = 0
     rounds = num_rounds(num_items)
     for n in range(rounds):
-        if SLOTS > 1:  # not carried by the loop
-            q = matrix(q_bufs, slot_of(n, C, SLOTS))
-            dout = matrix(d_bufs, slot_of(n, C, SLOTS))
         num_seen, masked = num_key_tiles(t0, W)
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         it += 1
@@ -230,7 +206,7 @@ def _consume(
             )  # fmt: skip
             it += 1
         if pointers[1] is not None:
-            num_seen, masked = compressed_tiles(t0, S, OFF, STEP, TILE_ROWS)
+            num_seen, masked = compressed_tiles(t0, S, OFF, STEP)
             for _ in range(masked):
                 dq, ds = _step(
                     dq, ds, q, dout, cmp_stats, bufs, bars, it, 0, scale_log2,
@@ -247,11 +223,7 @@ def _consume(
         # The last tile's product with keys, beside the first scores of the next item.
         last = (it - 1) % STAGES
         dq = warpgroup_mma(ds, matrix(k_bufs, last), dq, is_async=True)
-        if SLOTS > 1:
-            # All products with this item's queries and dout have ended.
-            sync_warps()
-            mbarrier.arrive(q_empty.index(slot_of(n, C, SLOTS)))
-        q = _take_queries(q_bufs, q_full, n + 1, C, SLOTS, SL)
+        q = _take_queries(q_bufs, q_full, n + 1, C, SL)
         s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
         # Meanwhile, where this item is written, and where the next one is.
         at_b, at_t, at_h = i_b, t0, h0 + C
@@ -265,7 +237,7 @@ def _consume(
         matrix(o_bufs, C).store(rounded(dq, o_bufs.dtype))
         fence_async_shared()
         copy_out(t_dq, at_b, at_t, at_h, o_bufs.index(C))
-        dout = _take_dout(bufs, bars, n + 1, C, SLOTS, SL)
+        dout = _take_dout(bufs, bars, C, SL)
         ds = _begin(s, dout, stats, bufs, bars, it, W, scale_log2, STAGES, NARROW, SL, OL)
     tma.store_wait(0)
 
@@ -281,31 +253,21 @@ def _start_scores(left, right_bufs, full, it, STAGES: gl.constexpr, SL: gl.const
 
 
 @gluon.jit
-def _take_queries(q_bufs, q_full, n, C: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr):
-    """Item n's queries as a left operand: in registers or, of two slots, where they are."""
-    slot = slot_of(n, C, SLOTS)
-    mbarrier.wait(q_full.index(slot), n // SLOTS & 1)
-    if SLOTS > 1:
-        q = matrix(q_bufs, slot)
-    else:
-        q = matrix(q_bufs, slot).load(gl.DotOperandLayout(0, SL, 2))
-    return q
+def _take_queries(q_bufs, q_full, n, C: gl.constexpr, SL: gl.constexpr):
+    """Item n's queries, as a left operand."""
+    mbarrier.wait(q_full.index(C), n & 1)
+    return matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
 
 
 @gluon.jit
-def _take_dout(bufs, bars, n, C: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr):
-    """dout of item n, as a left operand. In registers, its buffer is free again, and that of the
-    queries, which were taken before."""
+def _take_dout(bufs, bars, C: gl.constexpr, SL: gl.constexpr):
+    """dout of the queries that were taken, as a left operand; the buffers of both are free."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    slot = slot_of(n, C, SLOTS)
-    if SLOTS > 1:
-        dout = matrix(d_bufs, slot)
-    else:
-        dout = matrix(d_bufs, slot).load(gl.DotOperandLayout(0, SL, 2))
-        fence_async_shared()
-        sync_warps()
-        mbarrier.arrive(q_empty.index(slot))
+    dout = matrix(d_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    fence_async_shared()
+    sync_warps()
+    mbarrier.arrive(q_empty.index(C))
     return dout
 
 
@@ -415,7 +377,6 @@ def backward_q(
 ) -> Tensor:
     """Gradient of q: of the window and, if given, the compressed branch, and what others gave."""
     dq, spec = problem.empty(*q.shape), problem.spec
-    consumers, slots = form_of(problem)
     start(
         problem.memo,
         ("window dq" if cmp is None else "both dq", dq_sel is None, dq_more is None),
@@ -426,18 +387,13 @@ def backward_q(
             tile_rows(dq), stats[2], None if cmp is None else stats[0], dq_sel, dq_more,
         ),
         lambda: launch(
-            num_programs(problem, consumers),
+            num_programs(problem, CONSUMERS),
             (
-                *item_counts(problem, consumers), spec.w, spec.l - 1, spec.d,
+                *item_counts(problem, CONSUMERS), spec.w, spec.l - 1, spec.d,
                 problem.scale, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "NARROW": spec.w < TILE, "SLOTS": slots},
-            consumers,
+            {"D": problem.d_k, "STAGES": STAGES, "NARROW": spec.w < TILE},
+            CONSUMERS,
         ),
     )  # fmt: skip
     return dq
-
-
-def form_of(problem: Problem) -> tuple[int, int]:
-    """Consumers, and slots of each for its queries and their dout."""
-    return 2, 1
