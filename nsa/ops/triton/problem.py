@@ -57,6 +57,11 @@ H200_PROCESSORS = 132
 FULL_ENOUGH = 0.75
 """Share of the multiprocessors that the window's kernels must keep busy: their programs are long,
 and with fewer the band kernels, whose programs are short, are faster."""
+COMPRESSED_FROM, COMPRESSED_DIMS = 4096, (128,)
+"""Tokens from which the kernels of the compressed branch were faster, and head dims at which its
+forward and dq were; dk and dv are at both."""
+TILES_PER_PROGRAM = 6
+"""Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_MEASURED, SELECTED_FROM = (128, 16), 4096
 """Head dim and group, and the tokens from which the kernel of the selected branch was faster."""
 SELECTED_BLOCK, SELECTED_STEP = 64, 8
@@ -223,16 +228,19 @@ class Problem:
             return BANDS_ALONE
         # Consumers hold two heads of a group or, in the forward pass of narrow heads, three.
         tiles, whole = self.batch * ceil_div(self.seq_len, 64), self.per_group % 2 == 0
+        forward = (whole or self.consumers == 3) and self._fills(
+            tiles * (self.num_heads // self.consumers)
+        )
+        queries = whole and self._fills(tiles * (self.num_heads // 2))
+        has_cmp = self.num_cmp > 0 and self.seq_len >= COMPRESSED_FROM
+        programs = tiles * self.num_heads // TILES_PER_PROGRAM
         return Hopper(
-            forward=(whole or self.consumers == 3)
-            and self._fills(tiles * (self.num_heads // self.consumers)),
+            forward=forward,
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
-            queries=whole and self.d_k == 128 and self._fills(tiles * (self.num_heads // 2)),
-            cmp_forward=self.num_cmp > 0
-            and (whole or self.consumers == 3)
-            and self._fills(tiles * (self.num_heads // self.consumers)),
-            cmp_keys=self.num_cmp > 0 and self._fills(tiles * self.num_heads),
-            both_queries=self.num_cmp > 0 and whole and self._fills(tiles * (self.num_heads // 2)),
+            queries=queries and self.d_k == 128,
+            cmp_forward=has_cmp and forward and self.d_k in COMPRESSED_DIMS,
+            cmp_keys=has_cmp and programs >= FULL_ENOUGH * self.processors,
+            both_queries=has_cmp and queries and self.d_k in COMPRESSED_DIMS,
         )
 
     @property

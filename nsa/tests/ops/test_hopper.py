@@ -26,6 +26,7 @@ from nsa import BlockSpec
 from nsa.ops import machine
 from nsa.ops.checks import Layout
 from nsa.ops.triton import problem
+from nsa.ops.triton.hopper import division
 from nsa.ops.triton.operators import nsa_attention
 from nsa.ops.triton.problem import Hopper, Problem
 from nsa.tests.support import gpu
@@ -45,6 +46,13 @@ def forget_calls() -> Iterator[None]:
     problem._kept.clear()
     yield
     problem._kept.clear()
+
+
+def take_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """Short calls take the kernels, too, and at both head dims."""
+    patch.setattr(problem, "FULL_ENOUGH", 0.0)
+    patch.setattr(problem, "COMPRESSED_FROM", 0)
+    patch.setattr(problem, "COMPRESSED_DIMS", (64, 128))
 
 
 # --- which calls take the kernels ---
@@ -74,7 +82,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *facts: Any, **more: Any) -> None:
 def test_heads_of_64_and_128_in_16_bits_take_the_kernels(monkeypatch):
     pretend(monkeypatch, HOPPER)
     assert route() == route(dtype=torch.float16) == route(group=16, heads=4) == ALL
-    assert route(64, 6, 2) == ALL._replace(queries=False)
+    assert route(64, 6, 2) == Hopper(forward=True, keys=True, cmp_keys=True)
     for other in (
         *(route(dims) for dims in (32, 96, 192, 256, (128, 64), (64, 128))),
         route(dtype=torch.float32),
@@ -88,8 +96,7 @@ def test_odd_groups_take_the_kernel_of_keys_alone(monkeypatch):
     pretend(monkeypatch, HOPPER)
     keys = Hopper(keys=True, cmp_keys=True)
     assert route(group=1) == route(group=5) == route(64, 7) == keys
-    # Three heads at a time.
-    assert route(64, 3) == keys._replace(forward=True, cmp_forward=True)
+    assert route(64, 3) == keys._replace(forward=True)  # three heads at a time
 
 
 def test_without_compressed_keys_their_kernels_are_not_taken(monkeypatch):
@@ -106,7 +113,9 @@ def test_short_sequences_that_leave_processors_idle_take_the_band_kernels(monkey
     ]
     assert route(heads=2, seq_len=4096, batch=2).keys
     assert route(64, 6, 2, seq_len=1024) == NONE
-    assert route(64, 6, 2, seq_len=4096) == Hopper(forward=True)
+    assert route(64, 6, 2, seq_len=4096) == Hopper(forward=True, cmp_keys=True)
+    assert route(seq_len=4095) == Hopper(True, True, True)  # the compressed branch was not timed
+    assert not route(64, 1, 2, seq_len=8192).cmp_keys
     assert route(seq_len=1) == NONE
 
 
@@ -119,6 +128,15 @@ def test_other_gpus_other_versions_and_a_switch_take_the_band_kernels(monkeypatc
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(problem, "HOPPER", False)
     assert route() == NONE
+
+
+def test_keys_are_divided_until_all_processors_are_busy():
+    # Heads, groups, D and tokens; two tiles of compressed keys see 64 and 32 tiles of queries each.
+    assert division.lengths(255, 4096, 31, 16, 1) == [64, 32]
+    assert division.lengths(255, 4096, 31, 16, 2) == [32, 32, 0, 32]
+    assert division.earliest(255, 4096, 4, 16, 128, 31, 16, 132) == (16, 1)
+    assert division.earliest(255, 4096, 2, 6, 64, 31, 16, 132)[1] > 1
+    assert division.earliest(65535, 1 << 20, 8, 4, 64, 31, 16, 132) == (1, 1)
 
 
 SPARSE = BlockSpec(l=320, l_sel=16, n_sel=3)
@@ -143,7 +161,7 @@ BOTH = BlockSpec(l=16, d=4, l_sel=16, n_sel=3)
 
 
 def test_every_branch_is_computed_once(monkeypatch):
-    monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
+    take_everywhere(monkeypatch)
     with starting_on(90, ()) as started:
         attend(300)
     names = [one.name for one in started if one.name in KERNELS | BANDS]
@@ -193,7 +211,7 @@ def compiled() -> list[tuple[str, Any]]:
     the one with the most forms."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problem, "FULL_ENOUGH", 0.0)
+        take_everywhere(patch)
         for spec, dim, names in (
             (SPARSE, 128, {"gluon_dq"}),
             (BOTH, 128, KERNELS),
@@ -258,7 +276,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short calls take the kernels, too."""
     if gpu.DEVICE == "cuda" and torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("needs a GPU of compute capability 9.0")
-    monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
+    take_everywhere(monkeypatch)
 
 
 def launched() -> set[str]:

@@ -12,9 +12,6 @@ equations, parts.py the names.
 
 from __future__ import annotations
 
-import heapq
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.banded_backward import sum_all
+from nsa.ops.triton.hopper.division import divided
 from nsa.ops.triton.hopper.parts import (
     PRODUCER_REGISTERS,
     TILE,
@@ -370,7 +368,7 @@ def backward_kv(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v of the compressed (0) or the window (2) branch."""
     num_keys, window = k.shape[1], problem.spec.w
-    shares, slices = parts_of_keys(problem) if branch == 0 else (1, 1)
+    shares, slices = divided(problem) if branch == 0 else (1, 1)
     parts, band = shares * slices, problem.bands[branch]
     size = k.shape if parts == 1 else (problem.batch, parts, *k.shape[1:])
     dtype = problem.dtype if parts == 1 else torch.float32
@@ -400,59 +398,3 @@ def backward_kv(
     if parts == 1:
         return dk, dv
     return sum_all(problem, branch, (dk, dv), parts, k, v)
-
-
-def parts_of_keys(problem: Problem) -> tuple[int, int]:
-    """Programs for 128 compressed keys: those that share the heads of a group, and slices of
-    queries."""
-    return _best_parts(
-        problem.num_cmp, problem.seq_len, problem.num_segments, problem.per_group, problem.d_k,
-        problem.spec.l - 1, problem.spec.d, problem.processors,
-    )  # fmt: skip
-
-
-BEGINNING = 3
-"""What a program takes beside its tiles of queries, in tiles."""
-PART_BYTES = 4 << 20
-"""Bytes of partial sums that are written, read and added in the time of a tile."""
-
-
-MANY = 16
-"""Programs for each multiprocessor that are never too few."""
-
-
-@cache
-def _best_parts(
-    num_keys: int, seq_len: int, segments: int, group: int, dim: int, off: int, step: int,
-    processors: int,
-) -> tuple[int, int]:  # fmt: skip
-    """The division with the earliest end: programs start in their order, where one has ended."""
-    best, least = (1, 1), float("inf")
-    for shares in (n for n in range(group, 0, -1) if group % n == 0):
-        for slices in (1, 2, 3, 4, 6, 8):
-            parts = shares * slices
-            if parts > 1 and num_keys // (2 * TILE) * segments * parts > MANY * processors:
-                continue
-            ends = [0.0] * processors
-            for length in _lengths(num_keys, seq_len, off, step, slices):
-                work = BEGINNING + length * (group // shares)
-                for _ in range(segments * shares):
-                    heapq.heapreplace(ends, ends[0] + work)
-            took = max(ends)
-            if parts > 1:
-                took += parts * 2 * segments * num_keys * dim * 4 / PART_BYTES
-            if took < least:
-                best, least = (shares, slices), took
-    return best
-
-
-def _lengths(num_keys: int, seq_len: int, off: int, step: int, slices: int) -> list[int]:
-    """Tiles of queries of each program of a head, in the order in which they start."""
-    num_tiles = ceil_div(seq_len, TILE)
-    per_slice = ceil_div(num_tiles, slices)
-    found = []
-    for k0 in range(0, num_keys, 2 * TILE):
-        for i in range(slices):
-            first = max((k0 * step + off) // TILE, i * per_slice)
-            found.append(max(min((i + 1) * per_slice, num_tiles) - first, 0))
-    return found
