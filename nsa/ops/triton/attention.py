@@ -160,8 +160,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             )
             grads[branch] = grads_kv[0], grads_kv[1]
             dq_more = dq if dq_more is None else dq_more + dq
-    # Selected branch, in the order of work of the forward. By queries, dq and dk, dv are separate
-    # passes: one pass was slower for large groups (docs/log/kernels.md).
+    # Selected branch. By queries, dq and dk, dv are separate passes; the kernel in Gluon needs one
+    # for large groups, too.
     dq_sel: Tensor | None = None
     if problem.flags.no_sel:
         pass
@@ -172,12 +172,13 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
         chosen = Selection(ids, saved.num_chosen, bits)
         rest = (q, *keys[1], dout, stats[1])
+        lists = QueryLists(*saved[-len(QueryLists._fields) :])
         if problem.by_query:
-            dq_sel = by_query.backward_q(reader, *rest, chosen)
             lists = list_queries(reader, chosen)
+        if problem.by_query and not reader.in_gluon:
+            dq_sel = by_query.backward_q(reader, *rest, chosen)
             grads[1] = by_block_backward.backward_kv(reader, *rest, lists, ordered=ordered)
         else:
-            lists = QueryLists(*saved[-len(QueryLists._fields) :])
             dq_sel, *grads_kv = by_block_backward.backward(
                 reader, *rest, chosen, lists, ordered=ordered
             )

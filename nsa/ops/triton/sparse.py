@@ -237,16 +237,16 @@ def _backward(
     *,
     has_dq: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Gradients of q, k and v; in query order that of q has a kernel of its own, which is left out
-    where nobody asks for it."""
+    """Gradients of q, k and v; where that of q has a kernel of its own, it is left out if nobody
+    asks for it."""
     rest, chosen = (q, k, v, dout, stats), saved.chosen
     ordered = torch.are_deterministic_algorithms_enabled()
-    if not problem.by_query:
+    lists = list_queries(problem, chosen) if problem.by_query else saved.lists
+    if problem.in_gluon or not problem.by_query:
         return by_block_backward.backward(
-            problem, *rest, chosen, saved.lists, ordered=ordered, dtype=q.dtype
+            problem, *rest, chosen, lists, ordered=ordered, dtype=q.dtype
         )
     dq = by_query.backward_q(problem, *rest, chosen, q.dtype) if has_dq else None
-    lists = list_queries(problem, chosen)
     return dq, *by_block_backward.backward_kv(problem, *rest, lists, ordered=ordered)
 
 
