@@ -55,8 +55,8 @@ consumer and 24 for the four warps that copy."""
 
 
 class Item(NamedTuple):
-    """Segment, first key of the block, entries, tiles, of which the first ones are masked, and what
-    is added to a query to get its row of the partial results."""
+    """Segment, first key of the block, entries, tiles, and what is added to a query to get its row
+    of the partial results."""
 
     i_b: Any
     i_g: Any
@@ -64,7 +64,6 @@ class Item(NamedTuple):
     first: Any
     stop: Any
     num_tiles: Any
-    num_masked: Any
     shift: Any
 
 
@@ -111,9 +110,7 @@ def selected_backward(
 ):  # fmt: skip
     """Gradients of one item; arguments and results as in block_backward (MOST: queries of an item).
 
-    A tile has a mask only where one of its queries may not see the whole block. Those are the first
-    of a list, because it ascends and holds no query before the block. R is the rows of a query in a
-    tile, HIGH those of its stats.
+    R is the rows of a query in a tile, HIGH those of its stats.
     """
     i_item, i_seg = gl.program_id(0), gl.program_id(2)
     list_row = i_seg * num_chunks + first_chunk + gl.program_id(1)
@@ -130,16 +127,10 @@ def selected_backward(
         if HAS_DOCS:
             k0 = gl.load(p_block_start + block)
             k_stop = gl.load(p_block_stop + block)
-        # At most ROWS - 1 queries see a part of the block.
-        o_e = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-        t = gl.load(p_queries + first + o_e, mask=first + o_e < stop, other=S + ROWS)
-        num_partial = gl.sum((t < k0 + ROWS - 1).to(gl.int32), 0)
         num_tiles = ((stop - first) * R + ROWS - 1) // ROWS
-        num_masked = (num_partial * R + ROWS - 1) // ROWS
-        num_masked = gl.minimum((num_masked + 1) // 2 * 2, num_tiles)
         i_b, i_g = i_seg // Hkv, i_seg % Hkv
         shift = i_seg * num_rows - first_row
-        item = Item(i_b, i_g, k0, first, stop, num_tiles, num_masked, shift)
+        item = Item(i_b, i_g, k0, first, stop, num_tiles, shift)
         # Rows of this item's slot, or of the block's keys.
         if ORDERED:
             slot = (i_seg * gl.num_programs(1) + gl.program_id(1)).to(gl.int64) * NUM_ITEMS
@@ -192,7 +183,7 @@ def _run(
     # TMA reaches barriers by another way than the threads that initialised them.
     fence_async_shared()
     sync_warps()
-    sums = (p_dk, p_dv, place, scale, scale_log2)
+    sums = (p_dk, p_dv, place, p_queries, S, scale, scale_log2)
     loaded = (t_q, t_dout, t_k, t_v, t_stats, p_queries, S)
     stored = (t_part, p_queries, p_places)
     gl.warp_specialize(
@@ -283,19 +274,20 @@ def _consume(
     R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Sum this consumer's tiles; then consumer 0 writes dk of both, and consumer 1 dv."""
-    p_dk, p_dv, place, scale, scale_log2 = sums
+    p_dk, p_dv, place, p_queries, S, scale, scale_log2 = sums
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     SWAP: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     b_dk = gl.zeros([ROWS, D], gl.float32, OL)
     b_dv = gl.zeros([ROWS, D], gl.float32, OL)
+    num_masked = _num_masked(p_queries, item, S, R)
     mbarrier.wait(bars.kv_full, 0)
     b_dk, b_dv = _tiles(
-        b_dk, b_dv, bufs, bars, 0, item.num_masked, item.k0, scale, scale_log2,
+        b_dk, b_dv, bufs, bars, 0, num_masked, item.k0, scale, scale_log2,
         True, C, STAGES, R, SL, OL,
     )  # fmt: skip
     b_dk, b_dv = _tiles(
-        b_dk, b_dv, bufs, bars, item.num_masked, item.num_tiles, item.k0, scale, scale_log2,
+        b_dk, b_dv, bufs, bars, num_masked, item.num_tiles, item.k0, scale, scale_log2,
         False, C, STAGES, R, SL, OL,
     )  # fmt: skip
     # This consumer's stages are free: the other one finds there what it adds to its own.
@@ -316,6 +308,18 @@ def _consume(
         _give(p_dk + at, (b_dk + b_more) * scale, mask, ORDERED)
     else:
         _give(p_dv + at, b_more + b_dv, mask, ORDERED)
+
+
+@gluon.jit
+def _num_masked(p_queries, item, S, R: gl.constexpr):
+    """Tiles that need a mask: those with a query that may not see the whole block, up to an even
+    number. They are the first ones, because a list ascends and holds no query before the block."""
+    # At most ROWS - 1 queries see a part of the block. Each warp counts them.
+    o_e = item.first + gl.arange(0, ROWS, gl.BlockedLayout([2], [32], [4], [0]))
+    t = gl.load(p_queries + o_e, mask=o_e < item.stop, other=S + ROWS)
+    num_partial = gl.sum((t < item.k0 + ROWS - 1).to(gl.int32), 0)
+    num_masked = (num_partial * R + ROWS - 1) // ROWS
+    return gl.minimum((num_masked + 1) // 2 * 2, item.num_tiles)
 
 
 @gluon.jit
