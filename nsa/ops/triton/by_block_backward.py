@@ -225,6 +225,8 @@ def backward(
     dq = problem.empty(*q.shape, dtype=dtype)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
+    if problem.in_gluon:
+        size += problem.per_group  # a place for what belongs to no query
     part = problem.empty(size, problem.d_k)
     slots = _slots(problem, lists, groups[0]) if ordered else None
     for group in groups:

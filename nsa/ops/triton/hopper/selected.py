@@ -243,7 +243,7 @@ def _store(
     PANELS: gl.constexpr = D // ROWS
     pieces = pieces_of(bufs.dq, R)
     for i in range(C, item.num_tiles, 2):
-        rows = _places(p_queries, p_places, item, i, R, N_SEL)
+        rows = _places(t_part, p_queries, p_places, item, i, R, N_SEL)
         mbarrier.wait(bars.dq_full.index(C), i // 2 & 1)
         for j in gl.static_range(PIECES):
             for c in gl.static_range(PANELS):
@@ -255,15 +255,16 @@ def _store(
 
 
 @gluon.jit
-def _places(p_queries, p_places, item, i, R: gl.constexpr, N_SEL: gl.constexpr):
-    """Where dq of each query of tile i goes; past the end of the item -1, which TMA leaves out."""
+def _places(t_part, p_queries, p_places, item, i, R: gl.constexpr, N_SEL: gl.constexpr):
+    """Where dq of each query of tile i goes; past the end of the item the last place, which nobody
+    reads."""
     PIECES: gl.constexpr = ROWS // R
     rows = ()
     for j in gl.static_range(PIECES):
         entry = item.first + i * PIECES + j
         t = gl.load(p_queries + entry, mask=entry < item.stop, other=0)
         n = gl.load(p_places + entry, mask=entry < item.stop, other=0).to(gl.int32)
-        row = gl.where(entry < item.stop, (item.shift + t) * N_SEL + n, -1)
+        row = gl.where(entry < item.stop, (item.shift + t) * N_SEL + n, t_part.shape[0] - 1)
         rows = rows + (row,)  # type: ignore[assignment]
     return rows
 
@@ -424,7 +425,7 @@ def backward(
     stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
     lists: QueryLists,
     grads: tuple[Tensor, Tensor],  # of k and v: their sums, or the slots of the items
-    part: Tensor,  # [segments * rows of the group * n_sel * G, D]
+    part: Tensor,  # [segments * rows of the group * n_sel * G + G, D]
     *,
     ordered: bool,
 ) -> None:
