@@ -209,7 +209,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
+    stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch; in Gluon [B, S, Hq, 4]
     chosen: Selection,
     lists: QueryLists,
     *,

@@ -127,7 +127,7 @@ def compiled(group: int, dim: int, dtype: torch.dtype, ordered: bool, docs: list
 
 def launch(one: problem.Problem, q: torch.Tensor, k: torch.Tensor, ordered: bool = False) -> None:
     batch, seq_len, num_heads, _ = q.shape
-    stats = one.empty(batch, num_heads, seq_len, 4, dtype=torch.float32)
+    stats = one.empty(batch, seq_len, num_heads, 4, dtype=torch.float32)
     lists = block_index.empty_lists(one, sized=True)
     chosen = Selection(*(one.empty(batch, 2, seq_len, dtype=torch.int32) for _ in range(3)))
     by_block_backward.backward(one, q, k, k, q, stats, chosen, lists, ordered=ordered)

@@ -68,19 +68,19 @@ def piece_at(pieces, i):
 
 @gluon.jit
 def copy_stats(t_stats, i_b, i_g, queries, bar, pieces, stage, R: gl.constexpr):
-    """Start copying the stats of a tile, of [B, Hkv, G, S, 4]."""
+    """Start copying the stats of a tile, of [B, S, Hkv, G * 4]."""
     PIECES: gl.constexpr = ROWS // R
     for j in gl.static_range(PIECES):
-        at = [i_b, i_g, 0, queries[j], 0]
+        at = [i_b, queries[j], i_g, 0]
         tma.async_copy_global_to_shared(t_stats, at, bar, pieces.index(stage * PIECES + j))
 
 
 @gluon.jit
 def stat_pieces_of(b_stats, R: gl.constexpr):
     """The memory of stats [STAGES, pieces of a tile, rows of a piece, 4] as the pieces of TMA."""
-    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
-    HIGH: gl.constexpr = b_stats.shape[2]
-    return b_stats._reinterpret(gl.float32, [b_stats.numel // (HIGH * 4), HIGH, 4], PLAIN)
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
+    SIZE: gl.constexpr = b_stats.shape[2] * 4
+    return b_stats._reinterpret(gl.float32, [b_stats.numel // SIZE, SIZE], PLAIN)
 
 
 # --- Descriptors ---
@@ -109,13 +109,13 @@ def query_rows(x: Tensor, num_groups: int) -> Rows:
 
 
 def query_stats(stats: Tensor, num_groups: int) -> Rows:
-    """The stats of one query and group, of [B, Hq, S, 4]."""
-    batch, num_heads, seq_len, _ = stats.shape
+    """The stats of one query and group, of [B, S, Hq, 4]: one row."""
+    batch, seq_len, num_heads, _ = stats.shape
     per_group = num_heads // num_groups
-    rows = Rows(stats, 0, 0, gl.NVMMASharedLayout(0, 32, rank=5))
-    rows.shape = (batch, num_groups, per_group, seq_len, 4)
-    rows.strides = (num_heads * seq_len * 4, per_group * seq_len * 4, seq_len * 4, 4, 1)
-    rows.block_shape = (1, 1, tall_rows(per_group), 1, 4)
+    rows = Rows(stats, 0, 0, gl.NVMMASharedLayout(0, 32, rank=4))
+    rows.shape = (batch, seq_len, num_groups, per_group * 4)
+    rows.strides = (seq_len * num_heads * 4, num_heads * 4, per_group * 4, 1)
+    rows.block_shape = (1, 1, 1, 4 * tall_rows(per_group))
     return rows
 
 

@@ -422,7 +422,7 @@ def backward(
     k: Tensor,  # [B, S, Hkv, D]
     v: Tensor,  # [B, S, Hkv, D]
     dout: Tensor,  # [B, S, Hq, D]
-    stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
+    stats: Tensor,  # [B, S, Hq, 4] fp32, of this branch
     lists: QueryLists,
     grads: tuple[Tensor, Tensor],  # of k and v: their sums, or the slots of the items
     part: Tensor,  # [segments * rows of the group * n_sel * G + G, D]
