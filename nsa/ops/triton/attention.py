@@ -160,8 +160,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             )
             grads[branch] = grads_kv[0], grads_kv[1]
             dq_more = dq if dq_more is None else dq_more + dq
-    # Selected branch, in the order of work of the forward. By queries, dq and dk, dv are separate
-    # passes: one pass was slower for large groups (docs/log/kernels.md).
+    # Selected branch. By queries, dq and dk, dv are separate passes; the kernel in Gluon needs one
+    # for large groups, too.
     dq_sel: Tensor | None = None
     if problem.flags.no_sel:
         pass
@@ -171,13 +171,17 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         reader = problem.reader
         ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
         chosen = Selection(ids, saved.num_chosen, bits)
-        rest = (q, *keys[1], dout, stats[1])
+        stats_sel = stats[1]
+        if _is_by_token(problem):
+            stats_sel = stats_sel.view(problem.batch, problem.seq_len, problem.num_heads, 4)
+        rest = (q, *keys[1], dout, stats_sel)
+        lists = QueryLists(*saved[-len(QueryLists._fields) :])
         if problem.by_query:
-            dq_sel = by_query.backward_q(reader, *rest, chosen)
             lists = list_queries(reader, chosen)
+        if problem.by_query and not reader.in_gluon:
+            dq_sel = by_query.backward_q(reader, *rest, chosen)
             grads[1] = by_block_backward.backward_kv(reader, *rest, lists, ordered=ordered)
         else:
-            lists = QueryLists(*saved[-len(QueryLists._fields) :])
             dq_sel, *grads_kv = by_block_backward.backward(
                 reader, *rest, chosen, lists, ordered=ordered
             )
@@ -288,10 +292,16 @@ def _gate_backward(
                 num_rows, problem.num_heads, problem.seq_len,
                 *dout.stride()[:3], *gates.stride()[:3],
             ),
-            {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "ROWS": ROWS_PER_GATE_PROGRAM},
+            {"DV": problem.d_v, "DV_PAD": padded(problem.d_v)}
+            | {"BY_TOKEN": _is_by_token(problem), "ROWS": ROWS_PER_GATE_PROGRAM},
         ),
     )  # fmt: skip
     return dgates, stats, gated
+
+
+def _is_by_token(problem: Problem) -> bool:
+    """Whether the stats of the selected branch are [B, S, Hq, 4], for the kernel in Gluon."""
+    return not problem.masked and problem.reader.in_gluon
 
 
 def _band_kv(

@@ -367,10 +367,13 @@ def chunk_size(problem: Problem) -> int:
     cached = CACHE_BYTES // (problem.per_group * width)
     filled = ceil_div(problem.num_blocks * BIN_ROWS, problem.spec.n_sel * problem.per_group)
     rows = max(1 << cached.bit_length() - 1, 1 << (filled - 1).bit_length())
-    if not problem.by_query:
+    in_gluon = problem.in_gluon
+    if in_gluon:
+        rows = GLUON_CHUNK
+    if in_gluon or not problem.by_query:
         fitting = PART_BYTES // part_bytes(problem, max(problem.d_k, problem.d_v))
         rows = min(rows, 1 << max(fitting, 1).bit_length() - 1)
-    rows = GLUON_CHUNK if problem.in_gluon else min(max(rows, MIN_CHUNK), MAX_CHUNK)
+    rows = min(max(rows, MIN_CHUNK), MAX_CHUNK)
     length = 1 << (problem.seq_len - 1).bit_length()
     return min(max(rows, length // MAX_CHUNKS), length)
 

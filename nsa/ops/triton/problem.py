@@ -62,10 +62,10 @@ COMPRESSED_FROM, COMPRESSED_DIMS = 4096, (128,)
 forward and dq were; dk and dv are at both."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
-SELECTED_MEASURED, SELECTED_FROM = (128, 16), 4096
-"""Head dim and group, and the tokens from which the kernel of the selected branch was faster."""
-SELECTED_BLOCK, SELECTED_STEP = 64, 8
-"""Tokens of the blocks that it takes, and the number of which its groups are multiples."""
+SELECTED_FROM = {(128, 16): 4096}
+"""By head dim and group, the tokens from which the kernel of the selected branch was faster."""
+SELECTED_BLOCK, SELECTED_GROUP = 64, 64
+"""Tokens of the blocks that it takes, and heads of a group, at most."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
@@ -245,13 +245,13 @@ class Problem:
 
     @property
     def in_gluon(self) -> bool:
-        """Whether hopper/selected.py computes dk and dv of the selected branch, in query order."""
-        if not self._takes_hopper or self.shifted or not self.by_query:
+        """Whether hopper/selected.py computes the gradients of the selected branch."""
+        if not self._takes_hopper or self.shifted or self.masked:
             return False
-        if self.per_group % SELECTED_STEP or self.spec.l_sel != SELECTED_BLOCK:
+        if self.per_group > SELECTED_GROUP or self.spec.l_sel != SELECTED_BLOCK:
             return False
-        is_measured = (self.d_k, self.per_group) == SELECTED_MEASURED and not self.packed
-        return bool(HOPPER) or (is_measured and self.seq_len >= SELECTED_FROM)
+        tokens = SELECTED_FROM.get((self.d_k, self.per_group), MAX_TOKENS)
+        return bool(HOPPER) or (self.seq_len >= tokens and not self.packed)
 
     @property
     def _takes_hopper(self) -> bool:
@@ -395,7 +395,7 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        in_gluon = self.by_query and self.reader.in_gluon
+        in_gluon = not self.masked and self.reader.in_gluon
         return self.masked, self.by_query, self.long, self.num_cmp > 0, in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:

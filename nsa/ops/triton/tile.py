@@ -207,12 +207,13 @@ def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
 def gate_backward(
     p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, p_dcmp, p_dwin,
     p_row_shift, NUM_ROWS, Hq, S, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BY_TOKEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta = <dout, branch> of each row: the gradient of its gate, and what its softmax subtracts.
 
     dgates is [B, S, Hq, 3]. stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
-    of a row: log-sum-exp, delta, gate, and the key at its position. p_dcmp and p_dwin, where given,
+    of a row: log-sum-exp, delta, gate, and the key at its position; BY_TOKEN: those of the selected
+    branch are [B, S, Hq, 4], as hopper/selected.py gathers them. p_dcmp and p_dwin, where given,
     get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another library.
     """
     # [ROWS] rows of [B, S, Hq], in that order. int64: rows * DV may pass 2^31.
@@ -243,7 +244,10 @@ def gate_backward(
         # stats are by head, [B, Hq, S]: the kernels that read them take tiles of one head.
         row = branch * NUM_ROWS + (i_b * Hq + i_h) * S + i_s
         gate = tl.load(p_gate + branch, mask=m_r, other=0.0).to(tl.float32)
-        tl.store(p_stats + row * 4, tl.load(p_lse + row, mask=m_r, other=0.0), mask=m_r)
+        lse = tl.load(p_lse + row, mask=m_r, other=0.0)
+        if BY_TOKEN and branch == 1:
+            row = NUM_ROWS + o_r
+        tl.store(p_stats + row * 4, lse, mask=m_r)
         tl.store(p_stats + row * 4 + 1, delta, mask=m_r)
         tl.store(p_stats + row * 4 + 2, gate, mask=m_r)
         # The index as fp32 is exact up to 2^24 tokens (MAX_TOKENS in problem.py).

@@ -7,11 +7,8 @@ The kernels are in Gluon, which has no interpreter: without a GPU they are compi
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-import triton
 from torch import Tensor
 
 from nsa import BlockSpec
@@ -30,7 +26,13 @@ from nsa.ops.triton.hopper import division
 from nsa.ops.triton.operators import nsa_attention
 from nsa.ops.triton.problem import Hopper, Problem
 from nsa.tests.support import gpu
-from nsa.tests.support.compiling import MAX_SHARED_BYTES, compiling_until, starting_on
+from nsa.tests.support.compiling import (
+    MAX_SHARED_BYTES,
+    compiling_until,
+    ptxas_report,
+    spilled_bytes,
+    starting_on,
+)
 from nsa.tests.support.gpu import device_dout, device_inputs, forward_backward, needs_gpu
 from nsa.tests.support.helpers import Case
 
@@ -185,16 +187,6 @@ def test_every_branch_is_computed_once(monkeypatch):
 # --- compiled for sm_90 ---
 
 
-def ptxas_report(ptx: str) -> str:
-    """What ptxas has to say: spilled registers, and warnings that it serialized wgmma."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [str(tool), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
 SYNC = r"mbarrier\.try_wait|mbarrier\.arrive\.shared|bar\.sync|bulk\.wait_group"
 STORE = r"stmatrix|st\.shared|fence\.proxy\.async|bulk\.tensor\.4d\.global"
 
@@ -231,8 +223,7 @@ def test_the_kernels_fit_and_stay_asynchronous(compiled):
         assert "wgmma.mma_async" in one.asm["ptx"] and "cp.async.bulk.tensor" in one.asm["ptx"]
         report = ptxas_report(one.asm["ptx"])
         assert "serializ" not in report, (name, report)
-        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
-        assert spilled and max(spilled) <= 160, (name, report)  # measured, not a wish
+        assert spilled_bytes(report) <= 160, (name, report)  # measured, not a wish
 
 
 def test_warps_meet_before_one_of_them_arrives_for_all(compiled):

@@ -314,8 +314,11 @@ SMALL_KERNELS = [
     (block_index.list_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=4)),
     (banded_backward.sum_parts, dict(BLOCK=1024)),
     (cross_entropy.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
-    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
-    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
+    (
+        tile.gate_backward,
+        dict(DV=128, DV_PAD=128, BY_TOKEN=True, ROWS=16, p_dcmp=None, p_dwin=None),
+    ),
+    (tile.gate_backward, dict(DV=128, DV_PAD=128, BY_TOKEN=False, ROWS=16)),
     (documents.finite_rows, dict(D=80, D_PAD=128, ARE_KEYS=True, BM=16)),
     (compression.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
     (compression.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),

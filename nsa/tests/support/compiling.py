@@ -114,6 +114,21 @@ def stack_bytes(compiled: Any) -> int:
     return int(stack)
 
 
+def ptxas_report(ptx: str) -> str:
+    """What ptxas has to say: spilled registers, and warnings that it serialized wgmma."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(tool), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def spilled_bytes(report: str) -> int:
+    """The most bytes that ptxas stored to or loaded from a thread's stack for want of registers."""
+    return max(int(size) for size in re.findall(r"(\d+) bytes spill", report))
+
+
 def shared_addresses(compiled: Any) -> list[str]:
     """Addresses that wgmma operands of two layouts share, as registers of the PTX.
 
