@@ -223,9 +223,9 @@ BIN_ROWS = 1024
 """Lower bound of the rows (query, head) in an average bin, even beyond the L2 budget: every bin
 ends with a pass over the gradients of its block."""
 MIN_CHUNK, MAX_CHUNK = 1024, 16384
-GLUON_CHUNK, GLUON_PIECE = 16384, 512
-"""The same for the kernel in Gluon, whose programs have one SM each: short items would leave it
-idle at their beginning and end."""
+GLUON_CHUNK = 16384
+"""The chunk of the kernel in Gluon, if its partial results fit. A program has an SM for itself:
+short items would leave it idle at their beginning and end."""
 MAX_CHUNKS = 64
 """Chunks of a sequence: the bins of a longer one would grow with the square of its length."""
 PART_BYTES = 2 << 30
@@ -353,8 +353,7 @@ def empty_lists(problem: Problem, *, sized: bool = False) -> QueryLists:
 def piece_size(problem: Problem) -> int:
     """Queries of one item, at most: a power of two."""
     each = problem.num_segments * problem.seq_len * problem.spec.n_sel // ITEMS
-    most = GLUON_PIECE if problem.in_gluon else MAX_PIECE
-    return min(max(1 << max(each, 1).bit_length() - 1, MIN_PIECE), most)
+    return min(max(1 << max(each, 1).bit_length() - 1, MIN_PIECE), MAX_PIECE)
 
 
 def chunk_size(problem: Problem) -> int:
