@@ -176,7 +176,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             stats_sel = stats_sel.view(problem.batch, problem.seq_len, problem.num_heads, 4)
         rest = (q, *keys[1], dout, stats_sel)
         lists = QueryLists(*saved[-len(QueryLists._fields) :])
-        if problem.by_query:
+        if not problem.has_lists:
             lists = list_queries(reader, chosen)
         if problem.by_query and not reader.in_gluon:
             dq_sel = by_query.backward_q(reader, *rest, chosen)
@@ -255,7 +255,7 @@ def _selected(
         o_sel = banded_forward.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
         return o_sel, empty_lists(problem)
     reader = problem.reader
-    if problem.by_query:
+    if not problem.has_lists:
         o_sel = by_query.forward(reader, q, k, v, chosen, lse, gated)
         return o_sel, empty_lists(problem)
     lists = list_queries(reader, chosen)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nsa.ops.triton.banded_forward import NOT_GATED, Gated, gate_strides
 from nsa.ops.triton.block_index import (
+    PART_BYTES,
     Group,
     QueryLists,
     _block_range,
@@ -34,7 +35,10 @@ from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tile import COUNTS, _dot, _dot_add, _load, _offsets, _rows, _store_gated
-from nsa.ops.triton.tiles import Tiles, padded
+from nsa.ops.triton.tiles import padded
+
+AT_ONCE = tl.constexpr(512)
+"""Log-sum-exps of a query, over its places and heads, that merge_parts holds in registers."""
 
 
 @triton.jit
@@ -132,12 +136,13 @@ def block_forward(
 @triton.jit(do_not_specialize=COUNTS)
 def merge_parts(
     p_part, p_part_lse, p_num_chosen, p_o, p_lse, p_gates, p_o_cmp, p_o_win, p_out,
-    first_row, num_rows, S, Hkv, G, s_gb, s_gs, s_gh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
+    first_row, num_rows, S, Hkv, G, first_seg, s_gb, s_gs, s_gh,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr,
+    G_PAD: tl.constexpr,
 ):  # fmt: skip
     """Selected output of one query and group from its partial outputs, and the gated sum where
-    there are gates."""
-    i_seg = tl.program_id(1).to(tl.int64)
+    there are gates; for the segments from first_seg on."""
+    i_seg = (first_seg + tl.program_id(1)).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = first_row + tl.program_id(0)
     o_h, o_d = tl.arange(0, G_PAD), tl.arange(0, DV_PAD)
@@ -145,25 +150,38 @@ def merge_parts(
     m_o = m_h[:, None] & (o_d < DV)[None, :]
     num_chosen = tl.load(p_num_chosen + i_seg * S + t)
     # First place of the query: part is [segments, num_rows, N_SEL, G, DV], part_lse without DV.
-    row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    row = (tl.program_id(1).to(tl.int64) * num_rows + tl.program_id(0)) * N_SEL * G + o_h
     # With lse_n of each place: top = max lse_n, weight_n = exp2(lse_n - top),
     # out = sum of weight_n * out_n / sum of weight_n, lse = top + log2(sum of weight_n).
     # Places are summed in order, so the result does not depend on who wrote them when.
-    top = tl.full([G_PAD], float("-inf"), tl.float32)
-    for n in tl.range(0, num_chosen, loop_unroll_factor=8):
-        lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
-        top = tl.maximum(top, lse)
-    none = top == float("-inf")
-    safe_top = tl.where(none, 0.0, top)
     total = tl.zeros([G_PAD], tl.float32)
+    top = tl.full([G_PAD], float("-inf"), tl.float32)
+    if N_PAD * G_PAD <= AT_ONCE:
+        # Loaded without waiting for num_chosen: places that were not written are left out then.
+        o_n = tl.arange(0, N_PAD)
+        m_n = (o_n < N_SEL)[:, None] & m_h[None, :]
+        p_lses = p_part_lse + row[None, :] + o_n[:, None] * G
+        b_lse = tl.load(p_lses, mask=m_n, other=float("-inf"))
+        b_lse = tl.where((o_n < num_chosen)[:, None], b_lse, float("-inf"))
+        top = tl.max(b_lse, axis=0)
+        safe_top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.math.exp2(b_lse - safe_top[None, :]), axis=0)
+    else:
+        for n in tl.range(0, num_chosen, loop_unroll_factor=8):
+            lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
+            top = tl.maximum(top, lse)
+        safe_top = tl.where(top == float("-inf"), 0.0, top)
+        for n in tl.range(0, num_chosen, loop_unroll_factor=8):
+            lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
+            total += tl.math.exp2(lse - safe_top)
+    none = top == float("-inf")
     b_out = tl.zeros([G_PAD, DV_PAD], tl.float32)
-    # Second pass over the places. Unrolled, so that the loads of eight places overlap.
+    # Unrolled, so that the loads of eight places overlap.
     for n in tl.range(0, num_chosen, loop_unroll_factor=8):
         lse = tl.load(p_part_lse + row + n * G, mask=m_h, other=float("-inf"))
-        b_part = tl.load(p_part + (row + n * G)[:, None] * DV + o_d[None, :], mask=m_o, other=0.0)
-        weight = tl.math.exp2(lse - safe_top)
-        total += weight
-        b_out += b_part.to(tl.float32) * weight[:, None]
+        p_rows = p_part + (row + n * G)[:, None] * DV + o_d[None, :]
+        b_part = tl.load(p_rows, mask=m_o, other=0.0, eviction_policy="evict_first")
+        b_out += b_part.to(tl.float32) * tl.math.exp2(lse - safe_top)[:, None]
     b_out = b_out * (1.0 / tl.where(none, 1.0, total))[:, None]
     lse = tl.where(none, float("inf"), top + tl.math.log2(total))
     # Store lse [B, Hq, S], the branch [G, DV] and the gated sum.
@@ -191,20 +209,34 @@ def forward(
 ) -> Tensor:  # [B, S, Hq, Dv]
     """Output of the selected branch; also writes the gated sum, if there is one."""
     out = problem.empty(problem.batch, problem.seq_len, problem.num_heads, problem.d_v)
-    tiles = fitted_tiles(problem)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_v))
-    size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
+    slices = _slices(problem, groups[0].num_rows)
+    size = len(slices[0]) * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     part, part_lse = problem.empty(size, problem.d_v), problem.empty(size, dtype=torch.float32)
     for group in groups:
-        _forward_group(problem, group, tiles, q, k, v, lists, part, part_lse)
-        _merge_group(problem, group, part, part_lse, chosen, out, lse, gated)
+        for segments in slices:
+            _forward_group(problem, group, segments, q, k, v, lists, part, part_lse)
+            _merge_group(problem, group, segments, part, part_lse, chosen, out, lse, gated)
     return out
+
+
+def _slices(problem: Problem, num_rows: int) -> list[range]:
+    """The segments, as many at a time as fit the workspace with so many queries, or one.
+
+    block_forward takes all: the chunks of its problems are short enough.
+    """
+    total = problem.num_segments
+    if not problem.forward_in_gluon:
+        return [range(total)]
+    row_bytes = part_bytes(problem, problem.d_v) // total
+    together = max(PART_BYTES // (row_bytes * num_rows), 1)
+    return [range(first, min(first + together, total)) for first in range(0, total, together)]
 
 
 def _forward_group(
     problem: Problem,
     group: Group,
-    tiles: Tiles,
+    segments: range,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -212,6 +244,13 @@ def _forward_group(
     part: Tensor,
     part_lse: Tensor,
 ) -> None:
+    """On compute capability 9.0 a kernel in Gluon takes the items where it can."""
+    if problem.forward_in_gluon:
+        from nsa.ops.triton.hopper import selected_forward  # only there: see its docstring
+
+        selected_forward.forward_group(problem, group, segments, q, k, v, lists, part, part_lse)
+        return
+    tiles = fitted_tiles(problem)
     start(
         problem.memo,
         ("by block", group),
@@ -233,6 +272,7 @@ def _forward_group(
 def _merge_group(
     problem: Problem,
     group: Group,
+    segments: range,
     part: Tensor,
     part_lse: Tensor,
     chosen: Selection,
@@ -242,16 +282,17 @@ def _merge_group(
 ) -> None:
     start(
         problem.memo,
-        ("merge", group),
+        ("merge", group, segments),
         merge_parts,
         (part, part_lse, chosen.num_chosen, out, lse, *(gated or NOT_GATED)),
         lambda: Launch.plain(
-            (group.num_rows, problem.num_segments),
+            (group.num_rows, len(segments)),
             (
                 group.first_row, group.num_rows, problem.seq_len, problem.num_groups,
-                problem.per_group, *gate_strides(gated),
+                problem.per_group, segments.start, *gate_strides(gated),
             ),
             {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "N_SEL": problem.spec.n_sel}
+            | {"N_PAD": padded(problem.spec.n_sel)}
             | {"G_PAD": 1 << (problem.per_group - 1).bit_length()},
             num_warps=1,
         ),

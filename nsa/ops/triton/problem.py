@@ -64,6 +64,8 @@ TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_FROM = {(128, 16): 4096}
 """By head dim and group, the tokens from which the kernel of the selected branch was faster."""
+SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
+"""By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
 SELECTED_BLOCK, SELECTED_GROUP = 64, 64
 """Tokens of the blocks that it takes, and heads of a group, at most."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
@@ -254,6 +256,17 @@ class Problem:
         return bool(HOPPER) or (self.seq_len >= tokens and not self.packed)
 
     @property
+    def forward_in_gluon(self) -> bool:
+        """Whether hopper/selected_forward.py computes the outputs of the selected branch: in block
+        order, also where the backward pass is in query order."""
+        if not self._takes_hopper or self.masked or self.spec.l_sel != SELECTED_BLOCK:
+            return False
+        if self.shifted and self.by_query:  # few queries
+            return False
+        since = SELECTED_FORWARD.get((self.d_k, self.per_group), MAX_TOKENS + 1)
+        return bool(HOPPER) or (self.seq_len >= since and not self.packed)
+
+    @property
     def _takes_hopper(self) -> bool:
         """Whether the kernels in hopper/ take such heads on this machine: they were written for one
         GPU, and no other can run them."""
@@ -287,7 +300,8 @@ class Problem:
     @property
     def has_lists(self) -> bool:
         """Whether the forward pass lists the queries of each block."""
-        return not (self.masked or self.by_query or self.flags.no_sel)
+        in_blocks = not self.by_query or self.reader.forward_in_gluon
+        return in_blocks and not (self.masked or self.flags.no_sel)
 
     @property
     def _large(self) -> bool:
@@ -395,8 +409,8 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        in_gluon = not self.masked and self.reader.in_gluon
-        return self.masked, self.by_query, self.long, self.num_cmp > 0, in_gluon, *self.hopper
+        in_gluon = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
+        return self.masked, self.by_query, self.long, self.num_cmp > 0, *in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

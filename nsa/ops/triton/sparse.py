@@ -221,7 +221,7 @@ def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, index: Tensor) -
     chosen = select.given(problem, index)
     size = (problem.batch, problem.num_heads, problem.seq_len)
     lse = problem.empty(*size, dtype=torch.float32)
-    if problem.by_query:
+    if not problem.has_lists:
         out = by_query.forward(problem, q, k, v, chosen, lse, None)
         return Results(out, lse, chosen, empty_lists(problem))
     lists = list_queries(problem, chosen)
@@ -244,7 +244,7 @@ def _backward(
     asks for it."""
     rest, chosen = (q, k, v, dout, stats), saved.chosen
     ordered = torch.are_deterministic_algorithms_enabled()
-    lists = list_queries(problem, chosen) if problem.by_query else saved.lists
+    lists = saved.lists if problem.has_lists else list_queries(problem, chosen)
     if problem.in_gluon or not problem.by_query:
         return by_block_backward.backward(
             problem, *rest, chosen, lists, ordered=ordered, dtype=q.dtype

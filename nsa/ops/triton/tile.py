@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 COUNTS = (
     *("K", "N", "NUM_WORDS", "NUM_BLOCKS", "NUM_ITEMS", "num_chunks", "first_chunk"),
     *("PARTS", "HEADS", "SLICES", "S", "SUB", "first_row", "num_rows", "stop_row", "num_together"),
-    *("NUM_ROWS", "NUM_ENTRIES", "SUBS", "LOG_SUBS", "s_gb"),
+    *("NUM_ROWS", "NUM_ENTRIES", "SUBS", "LOG_SUBS", "s_gb", "first_seg"),
 )
 """Parameters that change with the length of a sequence and not the code of a kernel. Triton would
 compile anew when one of them becomes 1, or a multiple of 16."""
