@@ -302,7 +302,7 @@ SMALL_KERNELS = [
     (
         scoring.choose_blocks,
         dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
-        | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True),
+        | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True, BQ=1),
     ),
     (scoring.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
     (scoring.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
@@ -314,10 +314,13 @@ SMALL_KERNELS = [
     (block_index.list_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=4)),
     (banded_backward.sum_parts, dict(BLOCK=1024)),
     (cross_entropy.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
-    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
-    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
+    (
+        tile.gate_backward,
+        dict(DV=128, DV_PAD=128, BT=8, BH=4, p_dcmp=None, p_dwin=None),
+    ),
+    (tile.gate_backward, dict(DV=128, DV_PAD=128, BT=8, BH=4)),
     (documents.finite_rows, dict(D=80, D_PAD=128, ARE_KEYS=True, BM=16)),
-    (compression.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
+    (compression.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=4, TILE=32)),
     (compression.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),
 ]
 
