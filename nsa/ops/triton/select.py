@@ -291,7 +291,7 @@ def choose_blocks(
         # score[j] = sum over levels of part[level, j]. Visible tokens lie in the first num_written
         # blocks, and group_scores did not write the others. Loads are of four blocks. The ranked
         # blocks are all among the written ones where few tokens are not visible (SAFE).
-        SAFE: tl.constexpr = NUM_LOCAL > 0 and OVERLAP < STRIDES
+        SAFE: tl.constexpr = OVERLAP < STRIDES
         num_written = tl.cdiv(num_visible, STRIDES)
         scores = tl.zeros([BQ, ROUNDS, LANES, 4], tl.float32)
         for level in tl.static_range(LEVELS):

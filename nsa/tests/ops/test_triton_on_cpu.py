@@ -55,7 +55,12 @@ MAX_STACK_BYTES = {(64, 64): 160, (128, 128): 256, (192, 128): 512}
 
 
 INTERPRETED = {
-    "training": ["ops/test_triton.py", "ops/test_triton_sparse.py", "ops/test_replay.py"],
+    "training": [
+        "ops/test_triton.py",
+        "ops/test_choice.py",
+        "ops/test_triton_sparse.py",
+        "ops/test_replay.py",
+    ],
     "decode, loss and routes": [
         "ops/test_triton_decode.py",
         "ops/test_decode_ways.py",
@@ -337,7 +342,7 @@ def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
     """Of 262144 tokens, by scores that are folded into blocks; one warp would spill."""
     folded = dict(STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False, HAS_DOCS=True)
     chosen = dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NUM_FIRST=1, NUM_LOCAL=2, NB=4096, NW=128)
-    chosen |= dict(HAS_BITS=False)
+    chosen |= dict(HAS_BITS=False, BQ=1)
     warps = 4096 // scoring.BLOCKS_PER_WARP
     compiled = compile_kernel(scoring.choose_blocks, 90, chosen | folded, num_warps=warps)
     assert stack_bytes(compiled) == 0
