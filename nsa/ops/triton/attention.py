@@ -39,7 +39,7 @@ from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection, split_ids
 from nsa.ops.triton.tiles import padded
 
-GATE_TOKENS, GATE_HEADS = 8, 4
+GATE_TOKENS, GATE_HEADS = 2, 16
 """Tokens and heads of one program of gate_backward."""
 
 

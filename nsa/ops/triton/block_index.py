@@ -243,17 +243,17 @@ MIN_SUB, MIN_SUBS = 64, 8
 other, and of the parts of a chunk that is long enough."""
 COUNTED = 1024
 """Choices that a program of count_choices takes."""
-LISTED = 32
+LISTED = 64
 """Choices that list_choices compares in pairs: those of several queries, where they are few."""
-LISTED_PER_WARP = 128
+LISTED_PER_WARP = 32
 """Of these, choices of one warp."""
 ZERO_BLOCK = 4096
 """Numbers that a program of zero_two sets."""
-ADD_BLOCK = 8192
+ADD_BLOCK = 2048
 """Counts that cut_bins adds up at a time."""
-CUT_BLOCKS = 1024
+CUT_BLOCKS = 256
 """Bins that it cuts at a time."""
-CUT_WARPS = 16
+CUT_WARPS = 8
 
 
 class QueryLists(NamedTuple):
