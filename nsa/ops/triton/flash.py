@@ -192,9 +192,7 @@ def _compressed_backward(
     for i, calls in _calls(q, rows):
         keys = _repeated(k[i], v[i], slice(rows.before, rows.before + rows.num_keys), calls)
         for some, count in calls:
-            queries, part_out, given = (
-                rows.of_residues(x[i], some, count) for x in (q, out, dout)
-            )
+            queries, part_out, given = (rows.of_residues(x[i], some, count) for x in (q, out, dout))
             part_lse = rows.of_residues(natural[i].t(), some, count).transpose(1, 2).contiguous()
             shared = (x[: len(queries), :count] for x in keys)
             grads = kernel.backward(given, queries, *shared, part_out, part_lse, scale, None)

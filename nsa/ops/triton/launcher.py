@@ -81,8 +81,7 @@ class Rows:
         Triton drops those, and its products read such a tile as it lies in shared memory."""
         rows = cls(base, num_rows, width)
         rows.shape, rows.strides = (
-            (batch, head, row, column)
-            for batch, row, head, column in (rows.shape, rows.strides)
+            (batch, head, row, column) for batch, row, head, column in (rows.shape, rows.strides)
         )
         rows.block_shape = (1, 1, num_rows, width)
         return rows

@@ -77,7 +77,9 @@ def test_the_best_blocks_are_chosen_and_of_equal_ones_the_lower(name):
         ids, num_chosen = _run(spec, parts, first_row, padded_blocks, largest)
         found = [row[:count] for row, count in zip(ids.tolist(), num_chosen.tolist(), strict=True)]
         assert found == expected, make
-        assert all(set(row[len(best) :]) <= {-1} for row, best in zip(ids.tolist(), expected, strict=True))
+        assert all(
+            set(row[len(best) :]) <= {-1} for row, best in zip(ids.tolist(), expected, strict=True)
+        )
 
 
 def _parts(

@@ -325,7 +325,10 @@ SMALL_KERNELS = [
     ),
     (tile.gate_backward, dict(DV=128, DV_PAD=128, BT=8, BH=4)),
     (documents.finite_rows, dict(D=80, D_PAD=128, ARE_KEYS=True, BM=16)),
-    (compression.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=4, TILE=32)),
+    (
+        compression.mean_forward,
+        dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=4, TILE=32),
+    ),
     (compression.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),
 ]
 
