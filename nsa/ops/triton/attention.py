@@ -39,8 +39,8 @@ from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection, split_ids
 from nsa.ops.triton.tiles import padded
 
-ROWS_PER_GATE_PROGRAM = 16
-"""Rows of [B, S, Hq] that one program of gate_backward takes."""
+GATE_TOKENS, GATE_HEADS = 2, 16
+"""Tokens and heads of one program of gate_backward."""
 
 
 class Inputs(NamedTuple):
@@ -287,13 +287,17 @@ def _gate_backward(
             gated.get(0), gated.get(2), problem.row_shift,
         ),
         lambda: Launch.plain(
-            (ceil_div(num_rows, ROWS_PER_GATE_PROGRAM),),
+            (
+                ceil_div(problem.seq_len, GATE_TOKENS),
+                ceil_div(problem.num_heads, GATE_HEADS),
+                problem.batch,
+            ),
             (
                 num_rows, problem.num_heads, problem.seq_len,
                 *dout.stride()[:3], *gates.stride()[:3],
             ),
             {"DV": problem.d_v, "DV_PAD": padded(problem.d_v)}
-            | {"BY_TOKEN": _is_by_token(problem), "ROWS": ROWS_PER_GATE_PROGRAM},
+            | {"BY_TOKEN": _is_by_token(problem), "BT": GATE_TOKENS, "BH": GATE_HEADS},
         ),
     )  # fmt: skip
     return dgates, stats, gated

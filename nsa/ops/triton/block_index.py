@@ -160,12 +160,13 @@ def list_choices(
         if BQ > 1:
             # A query chooses a block once, so equal ones are of other queries: those before this
             # one have the entries before it, and the last of them says which entry is free then.
-            # Unsigned, a difference below `many` is that of an equal block, and then it is e.
+            # Unsigned, a difference below `many` is that of an equal block, and then it is e. A
+            # thread has one choice, in axis 1, and all that it is compared with.
             many: tl.constexpr = BQ * N_SEL_PAD
-            other = (block * many + o_e)[None, :] - (block * many)[:, None]
+            other = (block * many + o_e)[:, None] - (block * many)[None, :]
             other = other.to(tl.uint32, bitcast=True)
-            num_before = tl.sum((other < o_e[:, None].to(tl.uint32)).to(tl.int32), axis=1)
-            num_same = tl.sum((other < many).to(tl.int32), axis=1)
+            num_before = tl.sum((other < o_e[None, :].to(tl.uint32)).to(tl.int32), axis=0)
+            num_same = tl.sum((other < many).to(tl.int32), axis=0)
             entry += num_before
             is_last = is_used & (num_before + 1 == num_same)
         tl.store(p_queries + entry, t0 + o_e // N_SEL_PAD, mask=is_used)
@@ -242,14 +243,17 @@ MIN_SUB, MIN_SUBS = 64, 8
 other, and of the parts of a chunk that is long enough."""
 COUNTED = 1024
 """Choices that a program of count_choices takes."""
-LISTED = 32
+LISTED = 64
 """Choices that list_choices compares in pairs: those of several queries, where they are few."""
+LISTED_PER_WARP = 32
+"""Of these, choices of one warp."""
 ZERO_BLOCK = 4096
 """Numbers that a program of zero_two sets."""
-ADD_BLOCK = 8192
+ADD_BLOCK = 2048
 """Counts that cut_bins adds up at a time."""
-CUT_BLOCKS = 1024
+CUT_BLOCKS = 256
 """Bins that it cuts at a time."""
+CUT_WARPS = 8
 
 
 class QueryLists(NamedTuple):
@@ -297,7 +301,7 @@ def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
             (num_chunks, segments),
             (num_blocks, num_items, chunk * spec.n_sel, piece_size(problem), subs.bit_length() - 1),
             {"BLOCK": ADD_BLOCK, "NB": CUT_BLOCKS},
-            num_warps=16,
+            num_warps=CUT_WARPS,
         ),
     )
     start(
@@ -309,7 +313,7 @@ def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
             (ceil_div(problem.seq_len, sub), segments),
             (*sizes, lists.queries.shape[1]),
             {**constants, "BQ": listed},
-            num_warps=min(max(num_ids * listed // 128, 1), 8),
+            num_warps=min(max(num_ids * listed // LISTED_PER_WARP, 1), 8),
         ),
     )
     return lists

@@ -348,10 +348,12 @@ class Problem:
             "UPCAST": self.upcast,
         }
 
-    def rows_k(self, x: Tensor, num_rows: int) -> tuple[Rows, Rows | None]:
+    def rows_k(
+        self, x: Tensor, num_rows: int, *, by_head: bool = False
+    ) -> tuple[Rows, Rows | None]:
         """Tiles of q or of keys, for the two parts of a head; None: the head has no rest."""
-        main, rest = parts_of(self.d_k)
-        return Rows(x, num_rows, main), Rows(x, num_rows, rest) if rest else None
+        make, (main, rest) = Rows.by_head if by_head else Rows, parts_of(self.d_k)
+        return make(x, num_rows, main), make(x, num_rows, rest) if rest else None
 
     def rows_v(self, x: Tensor, num_rows: int) -> Rows:
         """Tiles of values or of the gradient of the output."""

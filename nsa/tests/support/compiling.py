@@ -93,13 +93,17 @@ def compile_kernel(
 
 
 def descriptor(name: str, constants: dict[str, object], dtype: str) -> str:
-    """Type of a tensor descriptor by its name: t_k2_win reads the second part of the keys."""
+    """Type of a tensor descriptor by its name: t_k2_win reads the second part of the keys.
+
+    t_q_heads reads a tensor whose heads come before its rows.
+    """
     what = name.split("_")[1]
     rows = constants["BM"] if what in ("q", "q2", "dout") else constants["BN"]
     width = {"2": "DK2", "v": "DV_PAD", "t": "DV_PAD"}.get(what[-1], "DK1")
     if not constants[width]:
         return "constexpr"
-    return f"tensordesc<{dtype}[1, {rows}, 1, {constants[width]}]>"
+    sizes = f"1, {rows}" if name.endswith("_heads") else f"{rows}, 1"
+    return f"tensordesc<{dtype}[1, {sizes}, {constants[width]}]>"
 
 
 def stack_bytes(compiled: Any) -> int:
