@@ -129,7 +129,7 @@ def _run(
     seq_len, parts = first_row + num_rows, parts.to(DEVICE).contiguous()
     ids = torch.full((seq_len, spec.n_sel), -7, dtype=torch.int32, device=DEVICE)
     num_chosen = ids.new_full((seq_len,), -7)
-    together = max(select.BLOCKS_TOGETHER // padded_blocks, 1)
+    together = min(max(select.BLOCKS_TOGETHER // padded_blocks, 1), select.MOST_TOGETHER)
     select.choose_blocks[-(-num_rows // together), 1](
         *(parts, ids, num_chosen, ids, ids, ids, first_row, num_rows, seq_len, 1, width),
         *(spec.l - 1, spec.d, 0),
@@ -147,6 +147,6 @@ def _run(
         HAS_DOCS=False,
         HAS_BITS=False,
         BQ=together,
-        num_warps=select._warps(padded_blocks),
+        **select._options(padded_blocks),
     )
     return ids[first_row:].cpu(), num_chosen[first_row:].cpu()
