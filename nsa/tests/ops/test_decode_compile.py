@@ -45,23 +45,26 @@ POINTERS = {
 """Those whose types are not those of the other kernels."""
 
 
-def tiles_of(d_k: int, d_v: int, per_group: int, segments: int, dtype=torch.bfloat16, spec=SPEC):
+def tiles_of(
+    d_k: int, d_v: int, per_group: int, segments: int, dtype=torch.bfloat16, spec=SPEC, whole=False
+):
     return decode_tiles(
         *(d_k, d_v, per_group, dtype),
         segments=segments,
         num_cmp=spec.num_cmp(65536),
         window=spec.w,
         spec=spec,
+        whole=whole,
     )
 
 
 def constants_of(
     d_k: int, d_v: int, per_group: int, segments: int, early: bool, paged: bool,
-    dtype=torch.bfloat16, spec=SPEC,
+    dtype=torch.bfloat16, spec=SPEC, whole=False,
 ):  # fmt: skip
     """By kernel: its constants and options."""
     num_cmp, num_blocks = spec.num_cmp(65536), spec.num_blocks(65536)
-    tiles = tiles_of(d_k, d_v, per_group, segments, dtype, spec)
+    tiles = tiles_of(d_k, d_v, per_group, segments, dtype, spec, whole)
     main, rest = parts_of(d_k)
     dims = dict(DK=d_k, DV=d_v, DK1=main, DK2=rest, DV_PAD=padded(d_v))
     blocks = dict(L=spec.l, STEP=spec.d, L_SEL=spec.l_sel)
@@ -89,7 +92,7 @@ def constants_of(
         dict(num_warps=4),
     )
     each = dict(PER_PAGE=spec.l_sel * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
-    each |= dict(NB=padded(num_blocks), AHEAD=True, UPCAST=False)
+    each |= dict(NB=padded(num_blocks), WHOLE=whole, AHEAD=True, UPCAST=False)
     yield (
         attend.attend_tokens,
         dims | blocks | choice | each | last | dict(BN=tiles.TOKENS),
@@ -126,6 +129,18 @@ def test_decode_kernels_compile_and_fit(d_k, d_v, per_group, segments, capabilit
             assert all(".cg" in load for load in loads), kernel.__name__
         if kernel is attend.attend_tokens:
             assert "cp.async.cg" in compiled.asm["ptx"] and "cp.async.ca" not in compiled.asm["ptx"]
+
+
+def test_where_every_block_is_read_the_kernel_waits_after_reading():
+    for segments in (4, 128):
+        kernels = constants_of(128, 128, 16, segments, True, segments > 4, whole=True)
+        constants, options = next(rest for k, *rest in kernels if k is attend.attend_tokens)
+        compiled = compile_kernel(attend.attend_tokens, 90, constants, pointers=POINTERS, **options)
+        assert stack_bytes(compiled) <= MAX_STACK_BYTES
+        ptx = compiled.asm["ptx"]
+        last_wait, lets_come = (ptx.rindex(f"griddepcontrol.{word}") for word in ORDER)
+        assert ptx.rindex("cp.async.cg") < last_wait < lets_come and "cp.async.ca" not in ptx
+        assert all(".cg" in load for load in re.findall(r"ld\.global[.\w:]*", ptx))
 
 
 @pytest.mark.parametrize(("width", "rows"), [(768, MAX_ROWS), (3072, 1)])

@@ -373,6 +373,7 @@ def test_decode_tiles_divide_their_parts_on_every_gpu():
                     found = decode_tiles(
                         *(d_k, d_k, group, dtype, gpu),
                         segments=segments, num_cmp=spec.num_cmp(65536), window=spec.w, spec=spec,
+                        whole=False,
                     )  # fmt: skip
                     assert found.CMP_PART % found.BN == 0 == found.WIN_PART % found.TOKENS
                     assert not found.SUMS or found.BN % (l_sel // spec.d) == 0

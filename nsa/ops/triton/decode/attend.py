@@ -16,6 +16,9 @@ through the L2 cache (.cg), since it is the wait that invalidates the L1 cache. 
 forced blocks need no score: they are read while the others are being scored or, BESIDE, already
 beside the end of the compressed branch. That branch stores the new token, so here it is taken from
 its source and never from the cache.
+
+WHOLE: a sequence has at most n_sel blocks, so every block is read. There is nothing to score, no
+block counts as forced, and attend_tokens follows the compressed branch at once.
 """
 
 from __future__ import annotations
@@ -294,8 +297,9 @@ def attend_tokens(
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, WHOLE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """A part of the window, or PER_PART of the forced or of the other blocks of a segment.
 
@@ -317,13 +321,17 @@ def attend_tokens(
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
-    # Parts that need no score read older data only and do not wait (module docstring).
-    if AHEAD:
-        if in_free:
-            _wait(EARLY)
-    else:
+    # Parts that need no score read older data only and do not wait (module docstring). WHOLE: the
+    # other blocks wait once they are read. merge_parts reads what the compressed branch wrote
+    # before its own wait, so it may start only after such a part has waited.
+    if not AHEAD:
         _wait(EARLY)
-    if in_free:
+    elif WHOLE:
+        if in_free & (length > MAX_LEN):
+            _wait(EARLY)
+    elif in_free:
+        _wait(EARLY)
+    if not WHOLE and in_free:
         _let_next_come(EARLY)
     if length > MAX_LEN:
         return
@@ -336,7 +344,7 @@ def attend_tokens(
     counts = (part == 0) & in_free
     # Every free part repeats the choice and stores the same ids: cheaper than a ticket, for which
     # one program would read in sequence what all read at once (docs/log/kernels.md).
-    if in_free:
+    if not WHOLE and in_free:
         p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
         _choose(
             p_own, p_ids, current, NUM_BLOCKS,
@@ -345,10 +353,16 @@ def attend_tokens(
         tl.debug_barrier()  # the ids are read by other threads than the ones that wrote them
     o_s, o_c, o_n = tl.arange(0, N_SEL_PAD), tl.arange(0, 4), tl.arange(0, BN)
     p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
-    ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
-    b_sums = tl.load(p_sums, mask=m_c, other=0)
+    if WHOLE:
+        ids = tl.where(o_s <= current, o_s, -1)
+        tl.store(p_ids + o_s, ids, mask=(o_s < N_SEL) & counts)
+    else:
+        ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
+    b_sums = tl.load(p_sums, mask=m_c, other=0, cache_modifier=".cg")
     # The new token opens the online softmax of its part: top = logit, total = 1, out = v.
-    has_new = (part == 0) & (tl.program_id(1) < AHEAD_PARTS)
+    has_new = part == 0
+    if not WHOLE:
+        has_new = has_new & (tl.program_id(1) < AHEAD_PARTS)
     p_k_new = tl.where(in_win, p_k_win_new, p_k_sel_new) + i_b * s_kb + i_g * s_kh
     p_v_new = tl.where(in_win, p_v_win_new, p_v_sel_new) + i_b * s_vb + i_g * s_vh
     top = tl.sum(b_q.to(tl.float32) * _new_row(p_k_new, has_new, 0, DK, DK1), axis=1)
@@ -375,8 +389,10 @@ def attend_tokens(
         # The ids are ascending: the forced blocks are the first ids and the last ones, the others
         # lie between, from id NUM_FIRST on.
         place = i // STEPS
-        block = tl.where(place < NUM_FIRST, place, current + 1 - num_forced + place)
-        block = tl.load(p_ids + NUM_FIRST + place, mask=in_free, other=block)
+        block = place
+        if not WHOLE:
+            block = tl.where(place < NUM_FIRST, place, current + 1 - num_forced + place)
+            block = tl.load(p_ids + NUM_FIRST + place, mask=in_free, other=block)
         in_block = i % STEPS * BN + o_n
         # [BN] tokens of the tile; the mask: within sequence and block, and not the new token.
         o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)
@@ -393,6 +409,9 @@ def attend_tokens(
             b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip
+    if WHOLE and in_free:
+        _wait(EARLY and AHEAD)
+        _let_next_come(EARLY)
     part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
     _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
     # Count what this step read: one part per segment adds to the running counters.

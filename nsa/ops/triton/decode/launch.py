@@ -1,5 +1,7 @@
 """Decoder: one decode step of a layer, one new token per sequence, in four launches.
 
+Three for sequences of at most n_sel blocks, all of which are read: there is nothing to score.
+
 No host sync, and no size depends on data: a step can be captured in a CUDA graph and replayed while
 the sequences grow, up to the length that their caches were allocated for.
 """
@@ -69,12 +71,15 @@ class Decoder:
         self.num_cmp = max(spec.num_cmp(max_len), 1)
         self.num_blocks = spec.num_blocks(max_len)
         self.window = caches.win.k.shape[2]
+        self.whole = self.num_blocks <= spec.n_sel
+        """Every block is read: none is scored, and none counts as forced."""
+        self.num_forced = 0 if self.whole else spec.num_forced
         self.tiles = self._tiles()
         # Parts of a segment, in the order in which they are stored and merged.
         self.cmp_parts = ceil_div(self.num_cmp, self.tiles.CMP_PART)
         self.win_parts = ceil_div(self.window, self.tiles.WIN_PART)
-        self.forced_parts = ceil_div(spec.num_forced, self.tiles.PER_PART)
-        num_free = min(spec.n_sel, self.num_blocks) - spec.num_forced
+        self.forced_parts = ceil_div(self.num_forced, self.tiles.PER_PART)
+        num_free = min(spec.n_sel, self.num_blocks) - self.num_forced
         # At least one, even where all blocks are forced: it counts the reads.
         self.free_parts = max(ceil_div(num_free, self.tiles.PER_PART), 1)
         self.token_parts = self.win_parts + self.forced_parts + self.free_parts
@@ -89,6 +94,7 @@ class Decoder:
         return decode_tiles(
             *(self.d_k, self.d_v, self.per_group, self.dtype, capability_of(self.device)),
             segments=self.segments, num_cmp=self.num_cmp, window=self.window, spec=self.spec,
+            whole=self.whole,
         )  # fmt: skip
 
     def _allocate(self, workspace: Workspace) -> None:
@@ -133,7 +139,8 @@ class Decoder:
         # Part of every launch key: the same decoder may see tensors of another form.
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
         self._attend_compressed(token, key)
-        self._score(key)
+        if not self.whole:
+            self._score(key)
         self._attend_tokens(token, key)
         if self.strict and not torch.cuda.is_current_stream_capturing():
             for i, length in enumerate(self.current):
@@ -215,10 +222,11 @@ class Decoder:
                 self._dims()
                 | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "N_SEL": spec.n_sel}
                 | {"N_SEL_PAD": padded(spec.n_sel)}
-                | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
+                | {"NUM_FIRST": 0 if self.whole else spec.num_first}
+                | {"NUM_LOCAL": 0 if self.whole else spec.num_local}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
-                | {"NB": padded(self.num_blocks), "AHEAD": self.reads_ahead}
+                | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "AHEAD": self.reads_ahead}
                 | {"EARLY": self.early, "UPCAST": interpreted()}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
                 self._options(tiles.tok_warps, tiles.tok_stages),
@@ -239,7 +247,7 @@ class Decoder:
                     gates.stride(0), gates.stride(2), out.stride(0), out.stride(2),
                 ),
                 {"DV": self.d_v, "DV_PAD": padded(self.d_v), "L": spec.l, "STEP": spec.d}
-                | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "FORCED": spec.num_forced}
+                | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "FORCED": self.num_forced}
                 | {"PER_PART": tiles.PER_PART}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
                 | {"PARTS": padded(self.num_parts), "EARLY": self.early, "ADVANCE": advance},

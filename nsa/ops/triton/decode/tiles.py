@@ -88,6 +88,9 @@ NARROW = Cut(512, 64, 512, 128, 64, 2, 3, token_warps=2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3, beside=True)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)
+FEW_WHOLE = Cut(512, 64, 32, 128, 64, 4, 3)
+NARROW_WHOLE = Cut(264, 64, 512, 128, 64, 2, 3, token_warps=2)
+WIDE_WHOLE = Cut(264, 64, 512, 512, 64, 4, 3)
 """The fastest of those timed on an H200 (132 multiprocessors); docs/log/kernels.md has the others.
 
 Programs that fill the GPU once and end together are faster than several waves: two or three
@@ -156,12 +159,16 @@ def decode_tiles(
     num_cmp: int,
     window: int,
     spec: BlockSpec,
+    whole: bool,
 ) -> DecodeTiles:
-    """Tiles of the decode kernels, for shapes that `decode_obstacle` accepts."""
+    """Tiles of the decode kernels, for shapes that `decode_obstacle` accepts.
+
+    `whole`: every block of a sequence is read, and none counts as forced.
+    """
     # Small tiles for fp32 and heads wider than 128.
     wide = max(sum(parts_of(d_k)), padded(d_v))
     fits = dtype != torch.float32 and wide <= 128
-    cut = _cut_of(segments < FEW_SEGMENTS, num_cmp > LONG, wide > 64)
+    cut = _cut_of(segments < FEW_SEGMENTS, num_cmp > LONG, wide > 64, whole)
     keys = min(cut.keys, 64) if fits else 32
     strides = spec.l_sel // spec.d
     # Sums by block need tiles that hold whole blocks.
@@ -172,13 +179,13 @@ def decode_tiles(
     # MAX_CMP_PARTS of them, and whole tiles.
     cmp_part = max(num_cmp // max(cut.cmp_programs // segments, 1), cut.shortest)
     cmp_part = _round_up(max(cmp_part, _round_up(num_cmp, MAX_CMP_PARTS) // MAX_CMP_PARTS), tile)
-    per_part = max(
-        1, -(-(spec.n_sel - spec.num_forced) // max(cut.sel_programs // segments - 1, 1))
-    )
+    num_forced = 0 if whole else spec.num_forced
+    parts = max(cut.sel_programs // segments - (0 if whole else 1), 1)
+    per_part = max(1, -(-(spec.n_sel - num_forced) // parts))
     win_part = max(keys, cut.win_part, _round_up(-(-window // MAX_WIN_PARTS), keys))
     # Parts of a head, which decide the warps of the merge.
     num_parts = -(-num_cmp // cmp_part) + -(-window // win_part)
-    num_parts += -(-spec.num_forced // per_part) + -(-(spec.n_sel - spec.num_forced) // per_part)
+    num_parts += -(-num_forced // per_part) + -(-(spec.n_sel - num_forced) // per_part)
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
     # Tiles are only ever halved to fit, so they still divide the parts.
     sizes = (d_k, d_v, dtype, capability)
@@ -232,9 +239,11 @@ def _strides_pad(spec: BlockSpec) -> int:
     return 1 << (spec.l_sel // spec.d - 1).bit_length()
 
 
-def _cut_of(is_few: bool, is_long: bool, is_wide: bool) -> Cut:
+def _cut_of(is_few: bool, is_long: bool, is_wide: bool, whole: bool) -> Cut:
     if is_few:
-        return FEW_LONG if is_long else FEW
+        return FEW_WHOLE if whole else FEW_LONG if is_long else FEW
+    if whole:
+        return WIDE_WHOLE if is_wide else NARROW_WHOLE
     if is_wide:
         return WIDE_LONG if is_long else WIDE
     return NARROW_LONG if is_long else NARROW
