@@ -47,8 +47,10 @@ def _equal_in_two_columns(size: tuple[int, ...]) -> Tensor:
     return scores
 
 
-SCORES = (_near, _far, _three_values, torch.zeros, _with_nan)
-SCORES += (_best_in_one_column, _equal_in_two_columns)
+SCORES: list[Callable[[tuple[int, ...]], Tensor]] = [
+    *(_near, _far, _three_values, torch.zeros, _with_nan),
+    *(_best_in_one_column, _equal_in_two_columns),
+]
 LONG_TOKENS, NO_OVERLAP = BlockSpec(l=128), BlockSpec(l=64, d=64)
 SHAPES = {
     "4 queries together": (BlockSpec(), 64, 60, False),
