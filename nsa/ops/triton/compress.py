@@ -92,9 +92,9 @@ def mean_backward(
 
 ROWS = 32
 """Tokens of one program of the backward pass."""
-LOADED, BLOCKS, WARPS = 32768, 8, 4
-"""Numbers that a program of the forward pass loads at once, blocks that it takes at most, and its
-warps."""
+LOADED, BLOCKS = 8192, 2
+"""Numbers that a program of the forward pass loads at once, and blocks that it takes at most. It is
+one warp: several would have to add up what each has read of a block."""
 MAX_CACHED = 1024
 """Cached launches; a full cache is cleared."""
 
@@ -124,7 +124,7 @@ def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
             (num_cmp, num_heads, *x.stride()[:3]),
             dict(L=spec.l, STRIDE=spec.d, D=dim, D_PAD=wide, HAS_DOCS=packed)
             | dict(BLOCKS=together, TILE=tokens),
-            num_warps=WARPS,
+            num_warps=1,
         ),
     )
     return out

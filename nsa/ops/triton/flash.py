@@ -174,9 +174,9 @@ def _compressed_backward(
     dq, dk, dv = q.new_empty(q.shape), *(torch.zeros_like(x, dtype=wide) for x in (k, v))
     if rows.before:
         seen = k[:, : rows.before], v[:, : rows.before]
-        early = (x[:, : rows.first] for x in (out, dout))
-        grads = _edge_gradients(q[:, : rows.first], *seen, *early, scale)
-        dq[:, : rows.first] = grads[0]
+        early = slice(0, rows.first)
+        grads = _edge_gradients(q[:, early], *seen, out[:, early], dout[:, early], scale)
+        dq[:, early] = grads[0]
         dk[:, : rows.before] += grads[1]
         dv[:, : rows.before] += grads[2]
     else:

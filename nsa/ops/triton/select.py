@@ -455,8 +455,11 @@ CHOICES = (64, 128, 256, 512, 1024)
 """Blocks of choose_blocks; beyond, powers of two, too."""
 BLOCKS_PER_WARP = 1024
 """Of choose_blocks: more do not fit the registers of a warp, and take half a minute to compile."""
-BLOCKS_TOGETHER = 256
-"""Of choose_blocks: queries with fewer share a program."""
+BLOCKS_TOGETHER, MOST_TOGETHER = 512, 4
+"""Of choose_blocks: queries with fewer blocks share a program, up to so many."""
+MANY_BLOCKS, REGISTERS = 1024, 96
+"""Of choose_blocks: blocks whose programs are held to so many registers, at the price of a few that
+are spilled: more of them run at a time."""
 TOKEN_TILES = 16
 """Tiles of queries that a program of token_scores takes with one block."""
 PACKED = 8192
@@ -594,13 +597,13 @@ def _choose(
     spec, has_bits = problem.spec, chosen.bits.numel() > 0
     num_blocks = spec.num_blocks(max(problem.doc_lens) if problem.packed else chunk.stop)
     num_blocks = _padded_blocks(num_blocks)
-    together = max(BLOCKS_TOGETHER // num_blocks, 1)
+    together = min(max(BLOCKS_TOGETHER // num_blocks, 1), MOST_TOGETHER)
     start(
         problem.memo,
         ("choose", chunk, has_bits),
         choose_blocks,
         (scores, *chosen, *problem.row_index(0, q)),
-        lambda: Launch.plain(
+        lambda: Launch(
             (ceil_div(chunk.stop - chunk.first, together), problem.num_segments),
             (
                 chunk.first, chunk.stop - chunk.first, problem.seq_len, problem.num_groups,
@@ -611,7 +614,7 @@ def _choose(
             | _strides(problem, levels)
             | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed}
             | {"HAS_BITS": has_bits, "BQ": together},
-            num_warps=_warps(num_blocks),
+            _options(num_blocks),
         ),
     )  # fmt: skip
 
@@ -659,7 +662,7 @@ def given(problem: Problem, selection: Tensor, *, has_bits: bool = False) -> Sel
 
 
 def _tiles(problem: Problem) -> Tiles:
-    return score_tiles(problem.d_k, problem.dtype, problem.capability)
+    return score_tiles(problem.d_k, problem.dtype, problem.capability, problem.per_group)
 
 
 def _strides(problem: Problem, levels: int) -> dict[str, int]:
@@ -700,9 +703,10 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
     ]
 
 
-def _warps(num_blocks: int) -> int:
-    """Warps of choose_blocks."""
-    return min(max(num_blocks // BLOCKS_PER_WARP, 1), 16)
+def _options(num_blocks: int) -> dict[str, int]:
+    """Warps of choose_blocks, and their registers."""
+    warps = {"num_warps": min(max(num_blocks // BLOCKS_PER_WARP, 1), 16)}
+    return warps | ({"maxnreg": REGISTERS} if num_blocks == MANY_BLOCKS else {})
 
 
 def _width(problem: Problem, stop: int) -> int:

@@ -47,8 +47,10 @@ def _equal_in_two_columns(size: tuple[int, ...]) -> Tensor:
     return scores
 
 
-SCORES = (_near, _far, _three_values, torch.zeros, _with_nan)
-SCORES += (_best_in_one_column, _equal_in_two_columns)
+SCORES: list[Callable[[tuple[int, ...]], Tensor]] = [
+    *(_near, _far, _three_values, torch.zeros, _with_nan),
+    *(_best_in_one_column, _equal_in_two_columns),
+]
 LONG_TOKENS, NO_OVERLAP = BlockSpec(l=128), BlockSpec(l=64, d=64)
 SHAPES = {
     "4 queries together": (BlockSpec(), 64, 60, False),
@@ -129,7 +131,7 @@ def _run(
     seq_len, parts = first_row + num_rows, parts.to(DEVICE).contiguous()
     ids = torch.full((seq_len, spec.n_sel), -7, dtype=torch.int32, device=DEVICE)
     num_chosen = ids.new_full((seq_len,), -7)
-    together = max(select.BLOCKS_TOGETHER // padded_blocks, 1)
+    together = min(max(select.BLOCKS_TOGETHER // padded_blocks, 1), select.MOST_TOGETHER)
     select.choose_blocks[-(-num_rows // together), 1](
         *(parts, ids, num_chosen, ids, ids, ids, first_row, num_rows, seq_len, 1, width),
         *(spec.l - 1, spec.d, 0),
@@ -147,6 +149,6 @@ def _run(
         HAS_DOCS=False,
         HAS_BITS=False,
         BQ=together,
-        num_warps=select._warps(padded_blocks),
+        **select._options(padded_blocks),
     )
     return ids[first_row:].cpu(), num_chosen[first_row:].cpu()
