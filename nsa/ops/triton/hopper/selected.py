@@ -151,14 +151,17 @@ def _run(
     """Shared memory, barriers and roles."""
     dtype: gl.constexpr = t_k.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    # In a layout of TMA, so that it is aligned to 128 bytes; read as the table that it is.
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
     TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    b_stats = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, 4], PLAIN)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     bufs = Buffers(
         gl.allocate_shared_memory(dtype, [ROWS, D], TILE),
         gl.allocate_shared_memory(dtype, [ROWS, D], TILE),
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE),
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, 4], TABLE),
+        b_stats._reinterpret(gl.float32, [STAGES, ROWS, 4], TABLE),
         gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], TILE),
         gl.allocate_shared_memory(dtype, [2, ROWS, D], TILE),
     )
