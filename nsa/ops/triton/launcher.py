@@ -54,14 +54,12 @@ class Rows:
     """Tiles of rows of one head of [B, S, H, D]: a tensor descriptor without Triton's checks.
 
     It has the attributes of TensorDescriptor that the launcher of a compiled kernel reads. `layout`
-    is that of a tile in shared memory, which only kernels in Gluon are told. `box` is what TMA
-    copies, where that is less than the block that Triton knows of.
+    is that of a tile in shared memory, which only kernels in Gluon are told.
     """
 
     __slots__ = (
         "base",
         "block_shape",
-        "box",
         "layout",
         "padding",
         "round_f32_to_tf32",
@@ -76,7 +74,6 @@ class Rows:
         self.block_shape: tuple[int, ...] = (1, num_rows, 1, width)
         self.padding, self.round_f32_to_tf32 = "zero", False
         self.layout = layout
-        self.box: tuple[int, ...] | None = None
 
     @classmethod
     def by_head(cls, base: Any, num_rows: int, width: int) -> Rows:
@@ -179,12 +176,8 @@ def _start(
     # First call: through Triton's dispatcher, which compiles. An empty grid launches nothing.
     compiled = None
     if 0 not in one.grid:
-        checked = [x.checked() if isinstance(x, Rows) else x for x in tensors]
+        checked = (x.checked() if isinstance(x, Rows) else x for x in tensors)
         with _current(device):
-            if any(_boxes(tensors)):
-                arguments = (*checked, *one.numbers)
-                boxed = kernel.warmup(*arguments, grid=one.grid, **one.constants, **one.options)
-                _set_boxes(boxed, tensors)
             compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
     if interpreted() and 0 not in one.grid:
         compiled = Interpreted(kernel, one)
@@ -194,20 +187,6 @@ def _start(
     if not interpreted():
         memo[place] = known
     return known
-
-
-def _boxes(tensors: tuple[Any, ...]) -> list[tuple[int, ...] | None]:
-    return [x.box for x in tensors if isinstance(x, Rows)]
-
-
-def _set_boxes(compiled: Any, tensors: tuple[Any, ...]) -> None:
-    """Let descriptors be encoded with their own boxes: the launcher of the compiled kernel reads
-    the sizes that are changed here. None: tests compile only."""
-    if compiled is None:
-        return
-    for box, meta in zip(_boxes(tensors), compiled.metadata.tensordesc_meta, strict=True):
-        if box is not None:
-            meta["block_size"] = list(box)
 
 
 # --- Compiling ahead ---

@@ -143,7 +143,7 @@ def test_it_is_compiled_ahead(monkeypatch):
     assert "selected_backward" in ahead and "block_backward" not in ahead and not started
 
 
-SPILLED = {128: 480, 64: 64}
+SPILLED = {128: 400, 64: 64}
 """By head dim, bytes: addresses of shared memory that the loops do not change, not sums."""
 
 
@@ -151,7 +151,6 @@ def test_it_fits_and_its_products_run_side_by_side(monkeypatch):
     monkeypatch.setattr(problem, "HOPPER", True)
     for group, dim, dtype, ordered, docs in (
         (16, 128, torch.bfloat16, False, [1100]),
-        (4, 128, torch.bfloat16, False, [1100]),
         (6, 64, torch.float16, True, [400, 700]),
     ):
         one = compiled(group, dim, dtype, ordered, docs)

@@ -1,11 +1,10 @@
-"""Tiles of rows (query, head) that chose a block, gathered by TMA: what both passes share.
+"""Tiles of rows (query, head) that chose a block, gathered by TMA.
 
-A query takes `group_rows` rows of a tile of 64: its group of heads, rounded up to a power of two.
-TMA copies the rows of one query at a time, in panels of 64 columns, because 128 bytes are what it
-swizzles. Heads beyond the group and queries beyond the list are outside of the tensor, and read
-as 0. The swizzle is a function of the address in shared memory, so that pieces of 4 rows compose
-the tile that wgmma reads, although the pattern repeats every 8 rows. Names as in tile.py; R is the
-rows of a query, STAGES how many tiles are in flight.
+A query takes `group_rows` rows of a tile of 64: its group of heads, rounded up to a power of two
+and at least to the 8 rows after which the pattern of the swizzle repeats. TMA copies the rows of
+one query at a time, in panels of 64 columns, because 128 bytes are what it swizzles. Heads beyond
+the group and queries beyond the list are outside of the tensor, and read as 0. Names as in
+tile.py; R is the rows of a query.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from nsa.ops.triton.launcher import Rows
 
 ROWS = gl.constexpr(64)
 """Rows of a tile, keys of a block, and columns of a panel."""
-LEAST_ROWS = 4
-"""Rows that a query takes at least: with fewer, a tile would take too many copies."""
-TALL = gl.constexpr(8)
-"""Rows of what Triton lets TMA copy, at least; those of stats are 128 bytes, TMA's alignment."""
+LEAST_ROWS = 8
+"""Rows that a query takes at least."""
 
 
 @gluon.jit
@@ -45,7 +42,7 @@ def copy_rows(t_x, i_b, i_g, queries, bar, pieces, stage, R: gl.constexpr, D: gl
         for c in gl.static_range(D // ROWS):
             panel = (stage * (D // ROWS) + c) * PIECES + j
             at = [i_b, queries[j], i_g, 0, c * ROWS]
-            tma.async_copy_global_to_shared(t_x, at, bar, piece_at(pieces, panel))
+            tma.async_copy_global_to_shared(t_x, at, bar, pieces.index(panel))
 
 
 @gluon.jit
@@ -54,16 +51,6 @@ def pieces_of(b_x, R: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     NUM: gl.constexpr = b_x.numel // (R * ROWS)
     return b_x._reinterpret(b_x.dtype, [NUM, R, ROWS], TILE)
-
-
-@gluon.jit
-def piece_at(pieces, i):
-    """Piece i as the operand of a copy. Triton wants it to have 8 rows; TMA copies R, its box."""
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    piece = pieces.index(i)
-    if piece.shape[0] < TALL:
-        piece = piece._reinterpret(piece.dtype, [TALL, ROWS], TILE)
-    return piece
 
 
 @gluon.jit
@@ -77,10 +64,9 @@ def copy_stats(t_stats, i_b, i_g, queries, bar, pieces, stage, R: gl.constexpr):
 
 @gluon.jit
 def stat_pieces_of(b_stats, R: gl.constexpr):
-    """The memory of stats [STAGES, pieces of a tile, rows of a piece, 4] as the pieces of TMA."""
+    """The memory of stats [STAGES, ROWS, 4] as the pieces of TMA, rows of R * 4 numbers."""
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
-    SIZE: gl.constexpr = b_stats.shape[2] * 4
-    return b_stats._reinterpret(gl.float32, [b_stats.numel // SIZE, SIZE], PLAIN)
+    return b_stats._reinterpret(gl.float32, [b_stats.numel // (R * 4), R * 4], PLAIN)
 
 
 # --- Descriptors ---
@@ -92,11 +78,6 @@ def group_rows(per_group: int) -> int:
     return max(1 << (per_group - 1).bit_length(), LEAST_ROWS)
 
 
-def tall_rows(per_group: int) -> int:
-    """The same, or 8: rows of a query's stats in shared memory, and what Triton knows of."""
-    return max(group_rows(per_group), TALL.value)
-
-
 def query_rows(x: Tensor, num_groups: int) -> Rows:
     """The rows of one query and group of x [B, S, Hq, D], a panel of columns at a time."""
     batch, seq_len, num_heads, dim = x.shape
@@ -105,7 +86,8 @@ def query_rows(x: Tensor, num_groups: int) -> Rows:
     rows = Rows(x, 0, 0, gl.NVMMASharedLayout(128, 8 * x.element_size(), rank=5))
     rows.shape = (batch, seq_len, num_groups, per_group, dim)
     rows.strides = (s_b, s_s, per_group * s_h, s_h, s_d)
-    return _boxed(rows, (1, 1, 1), per_group)
+    rows.block_shape = (1, 1, 1, group_rows(per_group), ROWS.value)
+    return rows
 
 
 def query_stats(stats: Tensor, num_groups: int) -> Rows:
@@ -115,7 +97,7 @@ def query_stats(stats: Tensor, num_groups: int) -> Rows:
     rows = Rows(stats, 0, 0, gl.NVMMASharedLayout(0, 32, rank=4))
     rows.shape = (batch, seq_len, num_groups, per_group * 4)
     rows.strides = (seq_len * num_heads * 4, num_heads * 4, per_group * 4, 1)
-    rows.block_shape = (1, 1, 1, 4 * tall_rows(per_group))
+    rows.block_shape = (1, 1, 1, 4 * group_rows(per_group))
     return rows
 
 
@@ -125,14 +107,7 @@ def place_rows(part: Tensor, per_group: int) -> Rows:
     rows = Rows(part, 0, 0, gl.NVMMASharedLayout(128, 8 * part.element_size(), rank=3))
     rows.shape = (num_rows // per_group, per_group, dim)
     rows.strides = (per_group * dim, dim, 1)
-    return _boxed(rows, (1,), per_group)
-
-
-def _boxed(rows: Rows, one: tuple[int, ...], per_group: int) -> Rows:
-    """With the block of one query and, if Triton's is higher, the box that TMA copies."""
-    high, higher = group_rows(per_group), tall_rows(per_group)
-    rows.block_shape = (*one, higher, ROWS.value)
-    rows.box = (*one, high, ROWS.value) if high < higher else None
+    rows.block_shape = (1, group_rows(per_group), ROWS.value)
     return rows
 
 

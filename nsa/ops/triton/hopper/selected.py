@@ -33,14 +33,12 @@ from nsa.ops.triton.hopper.gather import (
     copy_rows,
     copy_stats,
     group_rows,
-    piece_at,
     pieces_of,
     place_rows,
     queries_of,
     query_rows,
     query_stats,
     stat_pieces_of,
-    tall_rows,
 )
 from nsa.ops.triton.hopper.parts import rounded, sync_warps
 from nsa.ops.triton.launcher import Launch, start
@@ -105,12 +103,12 @@ def selected_backward(
     p_starts, p_block_start, p_block_stop,
     first_chunk, num_chunks, first_row, num_rows, S, NUM_ENTRIES, NUM_BLOCKS, NUM_ITEMS, MOST, Hkv,
     scale, scale_log2,
-    R: gl.constexpr, HIGH: gl.constexpr, D: gl.constexpr, N_SEL: gl.constexpr,
+    R: gl.constexpr, D: gl.constexpr, N_SEL: gl.constexpr,
     HAS_DOCS: gl.constexpr, ORDERED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of one item; arguments and results as in block_backward (MOST: queries of an item).
 
-    R is the rows of a query in a tile, HIGH those of its stats.
+    R is the rows of a query in a tile.
     """
     i_item, i_seg = gl.program_id(0), gl.program_id(2)
     list_row = i_seg * num_chunks + first_chunk + gl.program_id(1)
@@ -140,27 +138,30 @@ def selected_backward(
             place = Place(row, Hkv * D, k_stop)
         _run(
             t_q, t_dout, t_k, t_v, t_stats, t_part, p_dk, p_dv, p_queries, p_places, item, place,
-            S, scale, scale_log2, R, HIGH, D, N_SEL, STAGES, ORDERED,
+            S, scale, scale_log2, R, D, N_SEL, STAGES, ORDERED,
         )  # fmt: skip
 
 
 @gluon.jit
 def _run(
     t_q, t_dout, t_k, t_v, t_stats, t_part, p_dk, p_dv, p_queries, p_places, item, place,
-    S, scale, scale_log2, R: gl.constexpr, HIGH: gl.constexpr, D: gl.constexpr,
+    S, scale, scale_log2, R: gl.constexpr, D: gl.constexpr,
     N_SEL: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Shared memory, barriers and roles."""
     dtype: gl.constexpr = t_k.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    # In a layout of TMA, so that it is aligned to 128 bytes; read as the table that it is.
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
+    TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    b_stats = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, 4], PLAIN)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     bufs = Buffers(
         gl.allocate_shared_memory(dtype, [ROWS, D], TILE),
         gl.allocate_shared_memory(dtype, [ROWS, D], TILE),
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE),
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS // R, HIGH, 4], TABLE),
+        b_stats._reinterpret(gl.float32, [STAGES, ROWS, 4], TABLE),
         gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], TILE),
         gl.allocate_shared_memory(dtype, [2, ROWS, D], TILE),
     )
@@ -190,8 +191,8 @@ def _run(
         [
             (_consume, (0, sums, bufs, bars, item, R, D, STAGES, ORDERED)),
             (_consume, (1, sums, bufs, bars, item, R, D, STAGES, ORDERED)),
-            (_load, (0, loaded, bufs, bars, item, R, HIGH, D, STAGES)),
-            (_load, (1, loaded, bufs, bars, item, R, HIGH, D, STAGES)),
+            (_load, (0, loaded, bufs, bars, item, R, D, STAGES)),
+            (_load, (1, loaded, bufs, bars, item, R, D, STAGES)),
             (_store, (0, stored, bufs, bars, item, R, D, N_SEL)),
             (_store, (1, stored, bufs, bars, item, R, D, N_SEL)),
         ],
@@ -203,7 +204,7 @@ def _run(
 @gluon.jit
 def _load(
     C: gl.constexpr, loaded, bufs, bars, item,
-    R: gl.constexpr, HIGH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the block's keys and values (C = 0), then the rows of consumer C, tile by tile.
 
@@ -212,7 +213,7 @@ def _load(
     """
     t_q, t_dout, t_k, t_v, t_stats, p_queries, S = loaded
     HALF: gl.constexpr = STAGES // 2
-    SIZE: gl.constexpr = ROWS * D * 4 + ROWS // R * HIGH * 16
+    SIZE: gl.constexpr = ROWS * (2 * D * 2 + 16)
     if C == 0:
         mbarrier.expect(bars.kv_full, 2 * ROWS * D * 2)
         at = [item.i_b, item.k0, item.i_g, 0]
@@ -247,7 +248,7 @@ def _store(
         mbarrier.wait(bars.dq_full.index(C), i // 2 & 1)
         for j in gl.static_range(PIECES):
             for c in gl.static_range(PANELS):
-                piece = piece_at(pieces, (C * PANELS + c) * PIECES + j)
+                piece = pieces.index((C * PANELS + c) * PIECES + j)
                 tma.async_copy_shared_to_global(t_part, [rows[j], 0, c * ROWS], piece)
         tma.store_wait(0)
         sync_warps()
@@ -285,11 +286,11 @@ def _consume(
     mbarrier.wait(bars.kv_full, 0)
     b_dk, b_dv = _tiles(
         b_dk, b_dv, bufs, bars, 0, num_masked, item.k0, scale, scale_log2,
-        True, C, STAGES, R, SL, OL,
+        True, C, STAGES, SL, OL,
     )  # fmt: skip
     b_dk, b_dv = _tiles(
         b_dk, b_dv, bufs, bars, num_masked, item.num_tiles, item.k0, scale, scale_log2,
-        False, C, STAGES, R, SL, OL,
+        False, C, STAGES, SL, OL,
     )  # fmt: skip
     # This consumer's stages are free: the other one finds there what it adds to its own.
     swap = bufs.q._reinterpret(gl.float32, [STAGES // 2, ROWS, D], SWAP)
@@ -326,7 +327,7 @@ def _num_masked(p_queries, item, S, R: gl.constexpr):
 @gluon.jit
 def _tiles(
     b_dk, b_dv, bufs, bars, lo, hi, k0, scale, scale_log2,
-    MASKED: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, R: gl.constexpr,
+    MASKED: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """Add the tiles lo + C, lo + C + 2, ... below hi to the sums; lo is even, or hi."""
@@ -343,19 +344,19 @@ def _tiles(
         zero = gl.zeros([ROWS, ROWS], gl.float32, SL)
         b_s = warpgroup_mma(bufs.k, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_dp = warpgroup_mma(bufs.v, b_dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        lse = _column(b_stats, 0, R, SL)
+        lse = _column(b_stats, 0, SL)
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         # P^T = exp2(s'^T - lse), masked, times the gate. dV += P^T dout.
         b_p = gl.exp2(b_s * scale_log2 - lse[None, :])
         if MASKED:
-            token = _column(b_stats, 3, R, SL)
+            token = _column(b_stats, 3, SL)
             o_k = (k0 + gl.arange(0, ROWS, gl.SliceLayout(1, SL))).to(gl.float32)
             b_p = gl.where(o_k[:, None] <= token[None, :], b_p, 0.0)
-        b_p = b_p * _column(b_stats, 2, R, SL)[None, :]
+        b_p = b_p * _column(b_stats, 2, SL)[None, :]
         b_pa = gl.convert_layout(rounded(b_p, dtype), AL)
         b_dv = warpgroup_mma(b_pa, b_dout, b_dv, is_async=True)
         # dS^T = P^T * (dP^T - delta). dK += dS^T q.
-        delta = _column(b_stats, 1, R, SL)
+        delta = _column(b_stats, 1, SL)
         b_dp = warpgroup_mma_wait(1, deps=(b_dp,))
         b_ds = rounded(b_p * (b_dp - delta[None, :]), dtype)
         b_dsa = gl.convert_layout(b_ds, AL)
@@ -384,23 +385,17 @@ def _tiles(
 
 
 @gluon.jit
-def _column(b_stats, COLUMN: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr):
+def _column(b_stats, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
     """One of the four numbers of each row [ROWS], as the columns of a tile [keys, rows] have it."""
-    one = b_stats.slice(0, R, dim=1).slice(COLUMN, 1, dim=2)
-    b = gl.reshape(one.load(_column_layout(R)), [ROWS])
+    WIDE: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0]],
+        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [64, 1],
+    )
+    b = gl.reshape(b_stats.slice(COLUMN, 1, dim=1).load(WIDE), [ROWS])
     return gl.convert_layout(b, gl.SliceLayout(0, LAYOUT))
-
-
-@gluon.constexpr_function
-def _column_layout(R: Any) -> Any:
-    """Of [queries of a tile, R, 1]: what a thread of wgmma has of the columns of a tile."""
-
-    def bases(*rows: int) -> list[list[int]]:
-        return [[row // R, row % R, 0] for row in rows]
-
-    lanes = [*bases(2, 4), *[[0, 0, 0]] * 3]
-    shape = [64 // R, R, 1]
-    return gl.DistributedLinearLayout(bases(1, 8, 16, 32), lanes, [[0, 0, 0]] * 2, [], shape)
 
 
 @gluon.jit
@@ -449,8 +444,8 @@ def backward(
                 lists.item_block.shape[2], piece_size(problem), groups,
                 problem.scale, problem.scale_log2,
             ),
-            {"R": group_rows(size), "HIGH": tall_rows(size), "D": dim}
-            | {"N_SEL": problem.spec.n_sel, "HAS_DOCS": problem.packed, "ORDERED": ordered}
+            {"R": group_rows(size), "D": dim, "N_SEL": problem.spec.n_sel}
+            | {"HAS_DOCS": problem.packed, "ORDERED": ordered}
             | {"STAGES": STAGES[dim]},
             OPTIONS,
         ),
