@@ -59,7 +59,7 @@ FULL_ENOUGH = 0.75
 and with fewer the band kernels, whose programs are short, are faster."""
 COMPRESSED_FROM, COMPRESSED_DIMS = 4096, (128,)
 """Tokens from which the kernels of the compressed branch were faster, and head dims at which its
-forward and dq were; dk and dv are at both."""
+forward was; the others are at both, dk and dv at D 64 below LONG_FROM."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_FROM = {(128, 16): 4096}
@@ -241,8 +241,10 @@ class Problem:
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
             queries=queries and self.d_k == 128,
             cmp_forward=has_cmp and forward and self.d_k in COMPRESSED_DIMS,
-            cmp_keys=has_cmp and programs >= FULL_ENOUGH * self.processors,
-            both_queries=has_cmp and queries and self.d_k in COMPRESSED_DIMS,
+            cmp_keys=has_cmp
+            and programs >= FULL_ENOUGH * self.processors
+            and (self.d_k == 128 or self.seq_len < LONG_FROM),
+            both_queries=has_cmp and queries,
         )
 
     @property

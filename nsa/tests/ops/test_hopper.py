@@ -84,7 +84,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *facts: Any, **more: Any) -> None:
 def test_heads_of_64_and_128_in_16_bits_take_the_kernels(monkeypatch):
     pretend(monkeypatch, HOPPER)
     assert route() == route(dtype=torch.float16) == route(group=16, heads=4) == ALL
-    assert route(64, 6, 2) == Hopper(forward=True, keys=True, cmp_keys=True)
+    assert route(64, 6, 2) == ALL._replace(queries=False, cmp_forward=False)
+    assert not route(64, 6, 2, seq_len=65536).cmp_keys
     for other in (
         *(route(dims) for dims in (32, 96, 192, 256, (128, 64), (64, 128))),
         route(dtype=torch.float32),
@@ -115,7 +116,8 @@ def test_short_sequences_that_leave_processors_idle_take_the_band_kernels(monkey
     ]
     assert route(heads=2, seq_len=4096, batch=2).keys
     assert route(64, 6, 2, seq_len=1024) == NONE
-    assert route(64, 6, 2, seq_len=4096) == Hopper(forward=True, cmp_keys=True)
+    taken = Hopper(forward=True, cmp_keys=True, both_queries=True)
+    assert route(64, 6, 2, seq_len=4096) == taken
     assert route(seq_len=4095) == Hopper(True, True, True)  # the compressed branch was not timed
     assert not route(64, 1, 2, seq_len=8192).cmp_keys
     assert route(seq_len=1) == NONE
