@@ -17,11 +17,11 @@ from nsa.ops.machine import interpreted
 from nsa.ops.plan import NO_FLAGS
 from nsa.ops.triton import block_index, by_block_forward, launcher, problem
 from nsa.ops.triton.select import Selection
-from nsa.tests.ops.test_hopper import ptxas_report
 from nsa.tests.support.compiling import (
     MAX_SHARED_BYTES,
     Started,
     compiling_until,
+    ptxas_report,
     shared_addresses,
     starting_on,
 )
