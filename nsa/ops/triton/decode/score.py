@@ -163,8 +163,8 @@ def _chosen(
     """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
 
     The n-th best score is found by bisection of its bits: scores are not negative, so their bits
-    as integers have the same order. Of equal scores the lower block wins. select.py has the same for
-    many queries.
+    as integers have the same order. Of equal scores the lower block wins. select.py does
+    the same for many queries.
     """
     # The first and the local blocks are always read (Eq. 11 ranks the others).
     forced = (o_j < NUM_FIRST) | (o_j > current - NUM_LOCAL)
