@@ -39,8 +39,8 @@ from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.select import Selection, split_ids
 from nsa.ops.triton.tiles import padded
 
-ROWS_PER_GATE_PROGRAM = 16
-"""Rows of [B, S, Hq] that one program of gate_backward takes."""
+GATE_TOKENS, GATE_HEADS = 2, 16
+"""Tokens and heads of one program of gate_backward."""
 
 
 class Inputs(NamedTuple):
@@ -160,8 +160,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             )
             grads[branch] = grads_kv[0], grads_kv[1]
             dq_more = dq if dq_more is None else dq_more + dq
-    # Selected branch, in the order of work of the forward. By queries, dq and dk, dv are separate
-    # passes: one pass was slower for large groups (docs/log/kernels.md).
+    # Selected branch. By queries, dq and dk, dv are separate passes; the kernel in Gluon needs one
+    # for large groups, too.
     dq_sel: Tensor | None = None
     if problem.flags.no_sel:
         pass
@@ -171,11 +171,14 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         reader = problem.reader
         ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
         chosen = Selection(ids, saved.num_chosen, bits)
-        rest = (q, *keys[1], dout, stats[1])
+        stats_sel = stats[1]
+        if _is_by_token(problem):
+            stats_sel = stats_sel.view(problem.batch, problem.seq_len, problem.num_heads, 4)
+        rest = (q, *keys[1], dout, stats_sel)
         lists = QueryLists(*saved[-len(QueryLists._fields) :])
         if not problem.has_lists:
             lists = list_queries(reader, chosen)
-        if problem.by_query:
+        if problem.by_query and not reader.in_gluon:
             dq_sel = by_query.backward_q(reader, *rest, chosen)
             grads[1] = by_block_backward.backward_kv(reader, *rest, lists, ordered=ordered)
         else:
@@ -236,10 +239,10 @@ def _band(
     if branch in routes:
         kernel = routes[branch]
         return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, kernel)
-    if branch == 2 and problem.hopper.forward:
+    if problem.hopper.cmp_forward if branch == 0 else problem.hopper.forward:
         from nsa.ops.triton.hopper import forward as hopper_forward
 
-        return hopper_forward.forward(problem, q, k, v, lse)
+        return hopper_forward.forward(problem, branch, q, k, v, lse)
     return banded_forward.forward(problem, branch, q, k, v, lse)
 
 
@@ -284,15 +287,25 @@ def _gate_backward(
             gated.get(0), gated.get(2), problem.row_shift,
         ),
         lambda: Launch.plain(
-            (ceil_div(num_rows, ROWS_PER_GATE_PROGRAM),),
+            (
+                ceil_div(problem.seq_len, GATE_TOKENS),
+                ceil_div(problem.num_heads, GATE_HEADS),
+                problem.batch,
+            ),
             (
                 num_rows, problem.num_heads, problem.seq_len,
                 *dout.stride()[:3], *gates.stride()[:3],
             ),
-            {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "ROWS": ROWS_PER_GATE_PROGRAM},
+            {"DV": problem.d_v, "DV_PAD": padded(problem.d_v)}
+            | {"BY_TOKEN": _is_by_token(problem), "BT": GATE_TOKENS, "BH": GATE_HEADS},
         ),
     )  # fmt: skip
     return dgates, stats, gated
+
+
+def _is_by_token(problem: Problem) -> bool:
+    """Whether the stats of the selected branch are [B, S, Hq, 4], for the kernel in Gluon."""
+    return not problem.masked and problem.reader.in_gluon
 
 
 def _band_kv(
@@ -305,10 +318,10 @@ def _band_kv(
     bits: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the keys and values of the compressed or window branch."""
-    if branch == 2 and problem.hopper.keys:
+    if problem.hopper.cmp_keys if branch == 0 else problem.hopper.keys:
         from nsa.ops.triton.hopper import keys as hopper_keys
 
-        return hopper_keys.backward_kv(problem, q, *keys, dout, stats[2])
+        return hopper_keys.backward_kv(problem, branch, q, *keys, dout, stats)
     return banded_backward.backward_kv(problem, branch, q, *keys, dout, stats, bits)
 
 
@@ -325,15 +338,17 @@ def _backward_q(
 ) -> Tensor:
     """Gradient of q from the branches to walk, and what the other kernels gave.
 
-    On Hopper a kernel of its own walks the window and adds the others, if that is all there is to
-    walk. Together with the compressed branch, the band kernel is as fast (docs/log/kernels.md).
+    On Hopper a kernel in Gluon walks the window and the compressed branch and adds the others. It
+    does not walk the whole past of a masked selection, nor the compressed branch alone.
     """
     masked = 1 in walked and dq_sel is None
     compressed = 0 in walked and keys[0][0].shape[1] > 0
-    if 2 in walked and problem.hopper.queries and not (masked or compressed):
+    taken = problem.hopper.both_queries if compressed else problem.hopper.queries
+    if 2 in walked and taken and not masked:
         from nsa.ops.triton.hopper import queries
 
-        return queries.backward_q(problem, q, *keys[2], dout, stats[2], dq_sel, dq_more)
+        cmp = keys[0] if compressed else None
+        return queries.backward_q(problem, q, cmp, keys[2], dout, stats, dq_sel, dq_more)
     return banded_backward.backward_q(
         problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
     )

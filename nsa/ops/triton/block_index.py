@@ -160,12 +160,13 @@ def list_choices(
         if BQ > 1:
             # A query chooses a block once, so equal ones are of other queries: those before this
             # one have the entries before it, and the last of them says which entry is free then.
-            # Unsigned, a difference below `many` is that of an equal block, and then it is e.
+            # Unsigned, a difference below `many` is that of an equal block, and then it is e. A
+            # thread has one choice, in axis 1, and all that it is compared with.
             many: tl.constexpr = BQ * N_SEL_PAD
-            other = (block * many + o_e)[None, :] - (block * many)[:, None]
+            other = (block * many + o_e)[:, None] - (block * many)[None, :]
             other = other.to(tl.uint32, bitcast=True)
-            num_before = tl.sum((other < o_e[:, None].to(tl.uint32)).to(tl.int32), axis=1)
-            num_same = tl.sum((other < many).to(tl.int32), axis=1)
+            num_before = tl.sum((other < o_e[None, :].to(tl.uint32)).to(tl.int32), axis=0)
+            num_same = tl.sum((other < many).to(tl.int32), axis=0)
             entry += num_before
             is_last = is_used & (num_before + 1 == num_same)
         tl.store(p_queries + entry, t0 + o_e // N_SEL_PAD, mask=is_used)
@@ -223,9 +224,9 @@ BIN_ROWS = 1024
 """Lower bound of the rows (query, head) in an average bin, even beyond the L2 budget: every bin
 ends with a pass over the gradients of its block."""
 MIN_CHUNK, MAX_CHUNK = 1024, 16384
-GLUON_CHUNK, GLUON_PIECE = 16384, 512
-"""The same for the kernel in Gluon, whose programs have one SM each: short items would leave it
-idle at their beginning and end."""
+GLUON_CHUNK = 16384
+"""The chunk of the kernel in Gluon, if its partial results fit. A program has an SM for itself:
+short items would leave it idle at their beginning and end."""
 MAX_CHUNKS = 64
 """Chunks of a sequence: the bins of a longer one would grow with the square of its length."""
 PART_BYTES = 2 << 30
@@ -242,14 +243,17 @@ MIN_SUB, MIN_SUBS = 64, 8
 other, and of the parts of a chunk that is long enough."""
 COUNTED = 1024
 """Choices that a program of count_choices takes."""
-LISTED = 32
+LISTED = 64
 """Choices that list_choices compares in pairs: those of several queries, where they are few."""
+LISTED_PER_WARP = 32
+"""Of these, choices of one warp."""
 ZERO_BLOCK = 4096
 """Numbers that a program of zero_two sets."""
-ADD_BLOCK = 8192
+ADD_BLOCK = 2048
 """Counts that cut_bins adds up at a time."""
-CUT_BLOCKS = 1024
+CUT_BLOCKS = 256
 """Bins that it cuts at a time."""
+CUT_WARPS = 8
 
 
 class QueryLists(NamedTuple):
@@ -297,7 +301,7 @@ def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
             (num_chunks, segments),
             (num_blocks, num_items, chunk * spec.n_sel, piece_size(problem), subs.bit_length() - 1),
             {"BLOCK": ADD_BLOCK, "NB": CUT_BLOCKS},
-            num_warps=16,
+            num_warps=CUT_WARPS,
         ),
     )
     start(
@@ -309,7 +313,7 @@ def list_queries(problem: Problem, chosen: Selection) -> QueryLists:
             (ceil_div(problem.seq_len, sub), segments),
             (*sizes, lists.queries.shape[1]),
             {**constants, "BQ": listed},
-            num_warps=min(max(num_ids * listed // 128, 1), 8),
+            num_warps=min(max(num_ids * listed // LISTED_PER_WARP, 1), 8),
         ),
     )
     return lists
@@ -353,8 +357,7 @@ def empty_lists(problem: Problem, *, sized: bool = False) -> QueryLists:
 def piece_size(problem: Problem) -> int:
     """Queries of one item, at most: a power of two."""
     each = problem.num_segments * problem.seq_len * problem.spec.n_sel // ITEMS
-    most = GLUON_PIECE if problem.in_gluon else MAX_PIECE
-    return min(max(1 << max(each, 1).bit_length() - 1, MIN_PIECE), most)
+    return min(max(1 << max(each, 1).bit_length() - 1, MIN_PIECE), MAX_PIECE)
 
 
 def chunk_size(problem: Problem) -> int:
@@ -367,10 +370,13 @@ def chunk_size(problem: Problem) -> int:
     cached = CACHE_BYTES // (problem.per_group * width)
     filled = ceil_div(problem.num_blocks * BIN_ROWS, problem.spec.n_sel * problem.per_group)
     rows = max(1 << cached.bit_length() - 1, 1 << (filled - 1).bit_length())
-    if not problem.by_query:
+    in_gluon = problem.in_gluon
+    if in_gluon:
+        rows = GLUON_CHUNK
+    if in_gluon or not problem.by_query:
         fitting = PART_BYTES // part_bytes(problem, max(problem.d_k, problem.d_v))
         rows = min(rows, 1 << max(fitting, 1).bit_length() - 1)
-    rows = GLUON_CHUNK if problem.in_gluon else min(max(rows, MIN_CHUNK), MAX_CHUNK)
+    rows = min(max(rows, MIN_CHUNK), MAX_CHUNK)
     length = 1 << (problem.seq_len - 1).bit_length()
     return min(max(rows, length // MAX_CHUNKS), length)
 

@@ -2,8 +2,9 @@
 
 A program takes an item: a block and queries that chose it. It sums dk and dv of the block over its
 queries, and writes the part of dq that each query gets from this block to the query's own place.
-With large groups dq is computed in query order (by_query.py), and only dk and dv here. Names as in
-tile.py, segment, bin and item as in block_index.py.
+With large groups dq is computed in query order (by_query.py), and only dk and dv here. On compute
+capability 9.0 a kernel in Gluon (hopper/selected.py) takes the items of all groups where it was
+measured to be faster. Names as in tile.py, segment, bin and item as in block_index.py.
 """
 
 from __future__ import annotations
@@ -198,6 +199,9 @@ def sum_places(
 
 # --- Launchers: groups of chunks whose partial results fit the workspace ---
 
+SUMMED = 512
+"""Numbers of dq that a warp of sum_places adds up, of eight places at a time."""
+
 
 def backward(
     problem: Problem,
@@ -205,7 +209,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
+    stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch; in Gluon [B, S, Hq, 4]
     chosen: Selection,
     lists: QueryLists,
     *,
@@ -221,6 +225,8 @@ def backward(
     dq = problem.empty(*q.shape, dtype=dtype)
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
+    if problem.in_gluon:
+        size += problem.per_group  # a place for what belongs to no query
     part = problem.empty(size, problem.d_k)
     slots = _slots(problem, lists, groups[0]) if ordered else None
     for group in groups:
@@ -242,10 +248,7 @@ def backward_kv(
     *,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v alone; by_query.backward_q computes that of q.
-
-    On compute capability 9.0 a kernel in Gluon takes the items where it can (Problem.in_gluon).
-    """
+    """Gradients of k and v alone; by_query.backward_q computes that of q."""
     sums = _zeros(problem, k, v)
     groups = group_chunks(problem, lists, 0, ordered)
     slots = _slots(problem, lists, groups[0]) if ordered else None
@@ -269,10 +272,11 @@ def _backward_group(
     part: Tensor | None,  # partial gradients of q; None: none
     ordered: bool,
 ) -> None:
-    if part is None and problem.in_gluon:
+    if part is not None and problem.in_gluon:
         from nsa.ops.triton.hopper import selected  # only there: see its docstring
 
-        selected.backward_kv(problem, group, q, k, v, dout, stats, lists, grads, ordered=ordered)
+        rest = (q, k, v, dout, stats, lists, grads, part)
+        selected.backward(problem, group, *rest, ordered=ordered)
         return
     start(
         problem.memo,
@@ -296,6 +300,7 @@ def _backward_group(
 
 
 def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, dq: Tensor) -> None:
+    heads, width = 1 << (problem.per_group - 1).bit_length(), padded(problem.d_k)
     start(
         problem.memo,
         ("sum of places", group),
@@ -307,9 +312,8 @@ def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, 
                 group.first_row, group.num_rows, problem.seq_len, problem.num_groups,
                 problem.per_group,
             ),
-            {"DK": problem.d_k, "DK_PAD": padded(problem.d_k), "N_SEL": problem.spec.n_sel}
-            | {"G_PAD": 1 << (problem.per_group - 1).bit_length()},
-            num_warps=1,
+            {"DK": problem.d_k, "DK_PAD": width, "N_SEL": problem.spec.n_sel, "G_PAD": heads},
+            num_warps=min(max(heads * width // SUMMED, 1), 8),
         ),
     )  # fmt: skip
 

@@ -18,9 +18,13 @@ from nsa.ops.triton.tiles import padded
 def mean_forward(
     p_x, p_out, p_cmp_first, N, H, s_xb, s_xs, s_xh,
     L: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    HAS_DOCS: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Means of BLOCKS compression blocks of one head; out is contiguous [B, N, H, D]."""
+    """Means of BLOCKS compression blocks of one head; out is contiguous [B, N, H, D].
+
+    TILE tokens of each are loaded at once, all of them where a block is not long: with few programs
+    this waits once for memory.
+    """
     # int64: offsets of a batch element or a head may pass 2^31.
     i_b, i_h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     o_n = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
@@ -31,16 +35,19 @@ def mean_forward(
         start = tl.load(p_cmp_first + o_n, mask=m_n, other=L - 1) - (L - 1)
     else:
         start = o_n * STRIDE
-    o_d = tl.arange(0, D_PAD)
-    mask = m_n[:, None] & (o_d < D)[None, :]
-    p_head = p_x + i_b * s_xb + i_h * s_xh + o_d[None, :]
-    # out[n] = 1/L * sum over i < L of x[start(n) + i]: [BLOCKS, D_PAD], fp32 sums.
-    # Unrolled, so that the loads of eight tokens overlap: there are few programs.
+    o_i, o_d = tl.arange(0, TILE), tl.arange(0, D_PAD)
+    p_head = p_x + i_b * s_xb + i_h * s_xh + o_d[None, None, :]
+    # out[n] = 1/L * sum over i < L of x[start(n) + i]: [BLOCKS, TILE, D_PAD], fp32 sums.
     total = tl.zeros([BLOCKS, D_PAD], tl.float32)
-    for i in tl.range(0, L, loop_unroll_factor=8):
-        rows = (start + i).to(tl.int64)[:, None]
-        total += tl.load(p_head + rows * s_xs, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(0, L, TILE):
+        rows = (start[:, None] + i + o_i[None, :]).to(tl.int64)[:, :, None]
+        mask = m_n[:, None, None] & (o_d < D)[None, None, :]
+        if L % TILE:
+            mask = mask & (i + o_i < L)[None, :, None]
+        b_x = tl.load(p_head + rows * s_xs, mask=mask, other=0.0)
+        total += tl.sum(b_x.to(tl.float32), axis=1)
     p_rows = p_out + ((i_b * N + o_n[:, None]) * H + i_h) * D + o_d[None, :]
+    mask = m_n[:, None] & (o_d < D)[None, :]
     tl.store(p_rows, (total / L).to(p_out.dtype.element_ty), mask=mask)
 
 
@@ -84,7 +91,10 @@ def mean_backward(
 # --- Launchers ---
 
 ROWS = 32
-"""Blocks (forward) or tokens (backward) of one program."""
+"""Tokens of one program of the backward pass."""
+LOADED, BLOCKS = 8192, 2
+"""Numbers that a program of the forward pass loads at once, and blocks that it takes at most. It is
+one warp: several would have to add up what each has read of a block."""
 MAX_CACHED = 1024
 """Cached launches; a full cache is cleared."""
 
@@ -101,15 +111,20 @@ def forward(x: Tensor, spec: BlockSpec, doc_lens: list[int]) -> Tensor:
     out = torch.empty(batch, num_cmp, num_heads, dim, dtype=x.dtype, device=x.device)
     packed = len(doc_lens) > 1
     first = index_documents(doc_lens, spec, x.device).keys.cmp_first if packed else x
+    wide = padded(dim)
+    tokens = min(padded(spec.l), max(LOADED // wide, 1))
+    together = max(min(LOADED // (wide * tokens), BLOCKS), 1)
     start(
         _memo,
         (form(x), spec, tuple(doc_lens)),
         mean_forward,
         (x, out, first),
         lambda: Launch.plain(
-            (ceil_div(num_cmp, ROWS), batch * num_heads),
+            (ceil_div(num_cmp, together), batch * num_heads),
             (num_cmp, num_heads, *x.stride()[:3]),
-            dict(L=spec.l, STRIDE=spec.d, D=dim, D_PAD=padded(dim), HAS_DOCS=packed, BLOCKS=ROWS),
+            dict(L=spec.l, STRIDE=spec.d, D=dim, D_PAD=wide, HAS_DOCS=packed)
+            | dict(BLOCKS=together, TILE=tokens),
+            num_warps=1,
         ),
     )
     return out

@@ -3,8 +3,8 @@
 The window is a causal band, which those kernels support. The compressed branch is not: query t sees
 the compressed tokens i with i*d + l - 1 <= t. With u = t - (l - 1) that is i <= u // d, so among
 the queries of one residue u % d each sees one token more than the one before: a causal square. The
-residues become rows of the batch, as views of the tensors, and share the keys. The last queries,
-fewer than d, see every key: plain products.
+residues become rows of the batch, as views of the tensors, and share the keys. Where the number of
+queries is not a multiple of d, the first residues have one query more: calls of their own.
 
 Queries with an offset also see all compressed tokens before that square. In the backward pass those
 are a call of their own, without a mask, for which residues do not matter; dq is the sum of both. In
@@ -93,12 +93,15 @@ def _window(spec: BlockSpec, q: Tensor) -> int | None:
 
 
 class _Rows(NamedTuple):
-    """The queries of the compressed branch: some first ones, groups of d, and fewer than d last."""
+    """The queries of the compressed branch: some first ones, then groups of d, the last of which
+    may be incomplete."""
 
     first: int
     """Queries before the groups; they see the tokens `before`, which may be none."""
     num_groups: int
-    """Group g sees one token more than group g - 1, and g + 1 more than `before`."""
+    """Complete ones. Group g sees one token more than group g - 1, and g + 1 more than `before`."""
+    rest: int
+    """Queries of the incomplete group."""
     before: int
     """Compressed tokens that all of them see."""
     residues: int
@@ -108,28 +111,28 @@ class _Rows(NamedTuple):
         # Query r sees u // d + 1 tokens, where u = offset + r - (l - 1).
         start = offset - spec.l + 1
         first = -start if start < 0 else -start % spec.d
-        num_groups = max(num_queries - first, 0) // spec.d
-        return cls(min(first, num_queries), num_groups, (start + first) // spec.d, spec.d)
+        groups = divmod(max(num_queries - first, 0), spec.d)
+        return cls(min(first, num_queries), *groups, (start + first) // spec.d, spec.d)
 
     @property
-    def edges(self) -> list[tuple[slice, int]]:
-        """Queries outside of the groups, and how many tokens they see: plain products."""
-        found = [(slice(0, self.first), self.before)] if self.before else []
-        rest = self.first + self.num_groups * self.residues
-        return [*found, (slice(rest, None), self.before + self.num_groups + 1)]
+    def num_keys(self) -> int:
+        """Tokens that the last query sees beyond `before`."""
+        return self.num_groups + (self.rest > 0)
 
     def flat(self, row_bytes: int) -> list[slice]:
         """The queries in groups, in pieces within FLAT_BYTES; none where they see nothing before
         the square."""
-        stop = self.first + self.num_groups * self.residues
+        stop = self.first + self.num_groups * self.residues + self.rest
         step = max(FLAT_BYTES // row_bytes, 1)
         firsts = range(self.first, stop, step) if self.before else ()
         return [slice(first, min(first + step, stop)) for first in firsts]
 
-    def by_residue(self, x: Tensor) -> Tensor:
-        """[S, ...] -> [d, num_groups, ...]: a view of the queries in groups, by residue."""
-        rows = x[self.first : self.first + self.num_groups * self.residues]
-        return rows.unflatten(0, (self.num_groups, self.residues)).transpose(0, 1)
+    def of_residues(self, x: Tensor, some: slice, count: int) -> Tensor:
+        """[S, ...] -> [residues, count, ...]: a view of the first queries of some residues."""
+        step, *strides = x.stride()
+        size = (some.stop - some.start, count, *x.shape[1:])
+        place = x.storage_offset() + (self.first + some.start) * step
+        return x.as_strided(size, (step, step * self.residues, *strides), place)
 
 
 def _compressed_forward(
@@ -143,19 +146,15 @@ def _compressed_forward(
 ) -> Tensor:
     out, rows = q.new_empty(*q.shape[:3], v.shape[3]), _Rows.of(spec, q.shape[1], 0)
     out[:, : rows.first], lse[:, :, : rows.first] = 0.0, torch.inf
-    for i, some in _calls(q, rows):
-        queries = rows.by_residue(q[i])[some]
-        keys = _repeated(k[i, : rows.num_groups], v[i, : rows.num_groups], len(queries))
-        part, natural = kernel.forward(queries, *keys, scale, None)
-        _copy_rows(rows.by_residue(out[i])[some], part)
-        by_row = rows.by_residue(lse[i].t())[some]
-        by_row.transpose(1, 2).copy_(natural * LOG2_E)
-    for edge, num_seen in rows.edges:
-        logits = _logits(q[:, edge], k[:, :num_seen], scale)
-        lse[:, :, edge] = logits.logsumexp(dim=-1).flatten(1, 2) * LOG2_E
-        seen = v[:, :num_seen].to(logits.dtype)
-        last = torch.einsum("bhgtn,bnhd->bthgd", logits.softmax(dim=-1), seen)
-        out[:, edge] = last.flatten(2, 3)
+    for i, calls in _calls(q, rows):
+        keys = _repeated(k[i], v[i], slice(0, rows.num_keys), calls)
+        for some, count in calls:
+            queries = rows.of_residues(q[i], some, count)
+            shared = (x[: len(queries), :count] for x in keys)
+            part, natural = kernel.forward(queries, *shared, scale, None)
+            _copy_rows(rows.of_residues(out[i], some, count), part)
+            by_row = rows.of_residues(lse[i].t(), some, count)
+            torch.mul(natural, LOG2_E, out=by_row.transpose(1, 2))
     return out
 
 
@@ -173,14 +172,15 @@ def _compressed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, wide = _Rows.of(spec, q.shape[1], offset), torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = q.new_empty(q.shape), *(torch.zeros_like(x, dtype=wide) for x in (k, v))
-    if not rows.before:
+    if rows.before:
+        seen = k[:, : rows.before], v[:, : rows.before]
+        early = slice(0, rows.first)
+        grads = _edge_gradients(q[:, early], *seen, out[:, early], dout[:, early], scale)
+        dq[:, early] = grads[0]
+        dk[:, : rows.before] += grads[1]
+        dv[:, : rows.before] += grads[2]
+    else:
         dq[:, : rows.first] = 0.0  # they see nothing
-    for edge, num_seen in rows.edges:
-        seen = k[:, :num_seen], v[:, :num_seen]
-        grads = _edge_gradients(q[:, edge], *seen, out[:, edge], dout[:, edge], scale)
-        dq[:, edge] = grads[0]
-        dk[:, :num_seen] += grads[1]
-        dv[:, :num_seen] += grads[2]
     for i, piece in _pieces(q, rows):
         seen = k[i : i + 1, : rows.before], v[i : i + 1, : rows.before]
         given, queries, part_out = (x[i : i + 1, piece] for x in (dout, q, out))
@@ -189,17 +189,19 @@ def _compressed_backward(
         dq[i : i + 1, piece] = grads[0]
         dk[i, : rows.before] += grads[1][0]
         dv[i, : rows.before] += grads[2][0]
-    square = slice(rows.before, rows.before + rows.num_groups)
-    for i, some in _calls(q, rows):
-        queries, part_out, given = (rows.by_residue(x[i])[some] for x in (q, out, dout))
-        part_lse = rows.by_residue(natural[i].t())[some].transpose(1, 2).contiguous()
-        keys = _repeated(k[i, square], v[i, square], len(queries))
-        grads = kernel.backward(given, queries, *keys, part_out, part_lse, scale, None)
-        rows_dq = rows.by_residue(dq[i])[some]
-        _copy_rows(rows_dq, grads[0] + rows_dq if rows.before else grads[0])
-        # Residues share the keys, so their dk and dv are summed, in fp32 or wider.
-        dk[i, square] += grads[1].sum(dim=0, dtype=wide)
-        dv[i, square] += grads[2].sum(dim=0, dtype=wide)
+    for i, calls in _calls(q, rows):
+        keys = _repeated(k[i], v[i], slice(rows.before, rows.before + rows.num_keys), calls)
+        for some, count in calls:
+            queries, part_out, given = (rows.of_residues(x[i], some, count) for x in (q, out, dout))
+            part_lse = rows.of_residues(natural[i].t(), some, count).transpose(1, 2).contiguous()
+            shared = (x[: len(queries), :count] for x in keys)
+            grads = kernel.backward(given, queries, *shared, part_out, part_lse, scale, None)
+            rows_dq = rows.of_residues(dq[i], some, count)
+            _copy_rows(rows_dq, grads[0] + rows_dq if rows.before else grads[0])
+            # Residues share the keys, so their dk and dv are summed, in fp32 or wider.
+            square = slice(rows.before, rows.before + count)
+            dk[i, square] += grads[1].sum(dim=0, dtype=wide)
+            dv[i, square] += grads[2].sum(dim=0, dtype=wide)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -232,27 +234,39 @@ def _copy_rows(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
 
 
-def _calls(q: Tensor, rows: _Rows) -> Iterator[tuple[int, slice]]:
-    """Batch element and residues of every kernel call, within RESIDUE_BYTES.
+def _calls(q: Tensor, rows: _Rows) -> Iterator[tuple[int, list[tuple[slice, int]]]]:
+    """Every batch element, and the residues and queries of its kernel calls, within RESIDUE_BYTES.
 
     Gradients of keys are made for every head of the queries, so that keys count like queries.
     """
-    size = rows.num_groups * q.shape[2] * q.shape[3] * q.element_size()
-    together = max(min(RESIDUE_BYTES // max(size, 1), rows.residues), 1)
-    for i in range(q.shape[0] if rows.num_groups else 0):
-        for residue in range(0, rows.residues, together):
-            yield i, slice(residue, min(residue + together, rows.residues))
+    calls = []
+    longer = (0, rows.rest, rows.num_groups + 1)
+    for first, stop, count in (longer, (rows.rest, rows.residues, rows.num_groups)):
+        size = count * q.shape[2] * q.shape[3] * q.element_size()
+        together = max(RESIDUE_BYTES // max(size, 1), 1)
+        firsts = range(first, stop, together) if count else ()
+        calls += [(slice(at, min(at + together, stop)), count) for at in firsts]
+    yield from ((i, calls) for i in range(q.shape[0] if calls else 0))
 
 
 def _pieces(q: Tensor, rows: _Rows) -> Iterator[tuple[int, slice]]:
     """Batch element and queries of every call without a mask."""
-    for i in range(q.shape[0] if rows.num_groups else 0):
+    for i in range(q.shape[0]):
         yield from ((i, piece) for piece in rows.flat(q[0, 0].numel() * q.element_size()))
 
 
-def _repeated(k: Tensor, v: Tensor, count: int) -> Iterator[Tensor]:
-    """Keys and values for each residue of a call."""
-    return (x.expand(count, -1, -1, -1).contiguous() for x in (k, v))
+def _repeated(
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,
+    some: slice,
+    calls: list[tuple[slice, int]],
+) -> list[Tensor]:  # [residues, some, Hkv, D] each
+    """Some keys and values for each residue of the longest call."""
+    most = max(residues.stop - residues.start for residues, _ in calls)
+    pairs = [(x[some].new_empty(most, *x[some].shape), x[some]) for x in (k, v)]
+    for to, source in pairs:
+        _copy_rows(to, source.expand(to.shape))
+    return [to for to, _ in pairs]
 
 
 def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:  # [B, Hkv, G, S, N]

@@ -75,6 +75,17 @@ class Rows:
         self.padding, self.round_f32_to_tf32 = "zero", False
         self.layout = layout
 
+    @classmethod
+    def by_head(cls, base: Any, num_rows: int, width: int) -> Rows:
+        """The same tiles of [B, H, S, D], a view of the same memory. Their leading sizes are 1:
+        Triton drops those, and its products read such a tile as it lies in shared memory."""
+        rows = cls(base, num_rows, width)
+        rows.shape, rows.strides = (
+            (batch, head, row, column) for batch, row, head, column in (rows.shape, rows.strides)
+        )
+        rows.block_shape = (1, 1, num_rows, width)
+        return rows
+
     def checked(self) -> Any:
         """The descriptor with Triton's checks, for the call that compiles."""
         sizes = list(self.shape), list(self.strides), list(self.block_shape)

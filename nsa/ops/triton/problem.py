@@ -57,12 +57,17 @@ H200_PROCESSORS = 132
 FULL_ENOUGH = 0.75
 """Share of the multiprocessors that the window's kernels must keep busy: their programs are long,
 and with fewer the band kernels, whose programs are short, are faster."""
-SELECTED_MEASURED, SELECTED_FROM = (128, 16), 4096
-"""Head dim and group, and the tokens from which the kernel of the selected branch was faster."""
+COMPRESSED_FROM, COMPRESSED_DIMS = 4096, (128,)
+"""Tokens from which the kernels of the compressed branch were faster, and head dims at which its
+forward was; the others are at both, dk and dv at D 64 below LONG_FROM."""
+TILES_PER_PROGRAM = 6
+"""Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
+SELECTED_FROM = {(128, 16): 4096}
+"""By head dim and group, the tokens from which the kernel of the selected branch was faster."""
 SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
-SELECTED_BLOCK, SELECTED_STEP = 64, 8
-"""Tokens of the blocks that it takes, and the number of which its groups are multiples."""
+SELECTED_BLOCK, SELECTED_GROUP = 64, 64
+"""Tokens of the blocks that it takes, and heads of a group, at most."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
@@ -86,12 +91,18 @@ class Band(NamedTuple):
 
 
 class Hopper(NamedTuple):
-    """Which kernels of the window branch run in Gluon; the band kernels do the others."""
+    """Which kernels of the window and the compressed branch run in Gluon; the band kernels do the
+    others."""
 
     forward: bool = False
     keys: bool = False
     """Gradients of keys and values."""
     queries: bool = False
+    """Gradient of queries from the window alone."""
+    cmp_forward: bool = False
+    cmp_keys: bool = False
+    both_queries: bool = False
+    """Gradient of queries from both."""
 
 
 BANDS_ALONE = Hopper()
@@ -213,28 +224,38 @@ class Problem:
 
     @cached_property
     def hopper(self) -> Hopper:
-        """The kernels in hopper/ that run for the window: where they can, and where they were
-        measured to be faster (docs/log/kernels.md)."""
+        """The kernels in hopper/ that run for the window and the compressed branch: where they can,
+        and where they were measured to be faster (docs/log/kernels.md)."""
         if not self._takes_hopper or self.packed:
             return BANDS_ALONE
         # Consumers hold two heads of a group or, in the forward pass of narrow heads, three.
         tiles, whole = self.batch * ceil_div(self.seq_len, 64), self.per_group % 2 == 0
+        forward = (whole or self.consumers == 3) and self._fills(
+            tiles * (self.num_heads // self.consumers)
+        )
+        queries = whole and self._fills(tiles * (self.num_heads // 2))
+        has_cmp = self.num_cmp > 0 and self.seq_len >= COMPRESSED_FROM
+        programs = tiles * self.num_heads // TILES_PER_PROGRAM
         return Hopper(
-            forward=(whole or self.consumers == 3)
-            and self._fills(tiles * (self.num_heads // self.consumers)),
+            forward=forward,
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
-            queries=whole and self.d_k == 128 and self._fills(tiles * (self.num_heads // 2)),
+            queries=queries and self.d_k == 128,
+            cmp_forward=has_cmp and forward and self.d_k in COMPRESSED_DIMS,
+            cmp_keys=has_cmp
+            and programs >= FULL_ENOUGH * self.processors
+            and (self.d_k == 128 or self.seq_len < LONG_FROM),
+            both_queries=has_cmp and queries,
         )
 
     @property
     def in_gluon(self) -> bool:
-        """Whether hopper/selected.py computes dk and dv of the selected branch, in query order."""
-        if not self._takes_hopper or self.shifted or not self.by_query:
+        """Whether hopper/selected.py computes the gradients of the selected branch."""
+        if not self._takes_hopper or self.shifted or self.masked:
             return False
-        if self.per_group % SELECTED_STEP or self.spec.l_sel != SELECTED_BLOCK:
+        if self.per_group > SELECTED_GROUP or self.spec.l_sel != SELECTED_BLOCK:
             return False
-        is_measured = (self.d_k, self.per_group) == SELECTED_MEASURED and not self.packed
-        return bool(HOPPER) or (is_measured and self.seq_len >= SELECTED_FROM)
+        tokens = SELECTED_FROM.get((self.d_k, self.per_group), MAX_TOKENS)
+        return bool(HOPPER) or (self.seq_len >= tokens and not self.packed)
 
     @property
     def forward_in_gluon(self) -> bool:
@@ -329,10 +350,12 @@ class Problem:
             "UPCAST": self.upcast,
         }
 
-    def rows_k(self, x: Tensor, num_rows: int) -> tuple[Rows, Rows | None]:
+    def rows_k(
+        self, x: Tensor, num_rows: int, *, by_head: bool = False
+    ) -> tuple[Rows, Rows | None]:
         """Tiles of q or of keys, for the two parts of a head; None: the head has no rest."""
-        main, rest = parts_of(self.d_k)
-        return Rows(x, num_rows, main), Rows(x, num_rows, rest) if rest else None
+        make, (main, rest) = Rows.by_head if by_head else Rows, parts_of(self.d_k)
+        return make(x, num_rows, main), make(x, num_rows, rest) if rest else None
 
     def rows_v(self, x: Tensor, num_rows: int) -> Rows:
         """Tiles of values or of the gradient of the output."""
@@ -390,7 +413,7 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        in_gluon = (self.by_query and self.reader.in_gluon, self.reader.forward_in_gluon)
+        in_gluon = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
         return self.masked, self.by_query, self.long, self.num_cmp > 0, *in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:

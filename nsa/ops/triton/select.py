@@ -29,39 +29,21 @@ FEW_IDS = tl.constexpr(16)
 """Ids of a query that pack_selection compares in pairs: faster than by the bits of all blocks."""
 FIRST_GUESS = tl.constexpr(2 << 23)
 """2 in the exponent field of fp32: subtracted from the bits of a number, it divides by 4."""
+FEW_TOO_MANY = tl.constexpr(8)
+"""Keys above the bound and not needed, up to which it is raised key by key."""
 
 
 @triton.jit
-def _group_probs(
-    t_q, t_q2, b_k, b_k2, p_lse, i_b, t0, h0, o_t, m_t, visible, S, G, scale_log2,
-    DK1: tl.constexpr, DK2: tl.constexpr, UPCAST: tl.constexpr, EDGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """p_cmp of a tile, summed over the G heads from h0 on: [BM, BN]."""
-    b_sum = tl.zeros([BM, BN], tl.float32)
-    for g in range(0, G):
-        # p_cmp = exp2(q k^T * scale_log2 - lse): [BM, BN]. The keys stay, the heads change.
-        b_q = _rows(t_q, i_b, t0, h0 + g, 0, BM, DK1)
-        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
-        if DK2 > 0:
-            b_q2 = _rows(t_q2, i_b, t0, h0 + g, DK1, BM, DK2)
-            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
-        # int64: heads * S may pass 2^31.
-        p_lse_rows = p_lse + tl.cast(g, tl.int64) * S + o_t
-        # A constant: tiles that every query sees whole are compiled without a mask.
-        if EDGE:
-            lse = tl.load(p_lse_rows, mask=m_t, other=float("inf"))
-            b_p = tl.math.exp2(b_s * scale_log2 - lse[:, None])
-            b_sum += tl.where(visible, b_p, 0.0)
-        else:
-            lse = tl.load(p_lse_rows)
-            b_sum += tl.math.exp2(b_s * scale_log2 - lse[:, None])
-    return b_sum
+def _head_rows(t, i_b, i_h, row, column: tl.constexpr, BM: tl.constexpr, D: tl.constexpr):
+    """BM rows of one head, as tile._rows reads them, from a descriptor whose rows are one after
+    the other: such a tile is an operand without passing through registers."""
+    b = t.load([tl.cast(i_b, tl.int32), tl.cast(i_h, tl.int32), tl.cast(row, tl.int32), column])
+    return tl.reshape(b, [BM, D])
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def group_scores(
-    t_q, t_q2, t_k, t_k2, p_lse, p_scores, p_row_start, p_row_key,
+    t_q_heads, t_q2_heads, t_k, t_k2, p_lse, p_scores, p_row_start, p_row_key,
     first_row, stop_row, S, Hkv, G, WIDTH, scale_log2,
     OFF, STEP,
     DK1: tl.constexpr, DK2: tl.constexpr,
@@ -70,55 +52,59 @@ def group_scores(
 ):  # fmt: skip
     """Scores of BM queries and BN compressed tokens, for the rows first_row .. stop_row - 1.
 
-    LEVELS > 0: parts of the block scores, fp32 [B * Hkv, LEVELS, rows, WIDTH]. LEVELS = 0: the
-    probabilities, [B * Hkv, rows, WIDTH]. Tiles that no query sees are neither read nor written.
+    LEVELS > 0: parts of the block scores, fp32 [B * Hkv, LEVELS, rows, WIDTH]; the part of level k
+    that block j gets is number j of its row. LEVELS = 0: the probabilities, [B * Hkv, rows, WIDTH].
+    Tiles that no query sees are neither read nor written.
     """
     i_bg = tl.program_id(2).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
     r0 = tl.program_id(1) * BM
     o_m = tl.arange(0, BM)
-    o_t = first_row + r0 + o_m
+    t0 = first_row + r0
+    o_t = t0 + o_m
     m_t = o_t < stop_row
     k0 = tl.program_id(0) * BN
-    o_k = k0 + tl.arange(0, BN)
     # Last visible token of the first and of the last row, as scalars.
-    t = first_row + r0
-    begin, reach = _band(t, t < S, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
-    t = tl.minimum(first_row + r0 + BM, stop_row) - 1
+    begin, reach = _band(t0, t0 < S, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
+    t = tl.minimum(t0 + BM, stop_row) - 1
     _, last_reach = _band(t, t < S, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
     if (k0 > last_reach) | (k0 + BN <= begin):
         return  # no row sees these tokens, and choose_blocks does not read this part
     # k: [BN, DK1] and [BN, DK2], read once for all heads of the group.
     b_k = _rows(t_k, i_b, k0, i_g, 0, BN, DK1)
-    b_k2 = b_k
     if DK2 > 0:
         b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
-    p_lse += i_bg * G * S
-    t0, h0 = first_row + r0, i_g * G
-    # All rows exist and see all BN tokens: the mask is not needed.
-    inside = (k0 + BN - 1 <= reach) & (first_row + r0 + BM <= stop_row)
-    # Block scores are folded for one document alone; queries with an offset are packed, too.
-    if inside and (LEVELS > 0 or not HAS_DOCS):
-        b_sum = _group_probs(
-            t_q, t_q2, b_k, b_k2, p_lse, i_b, t0, h0, o_t, m_t, m_t, S, G, scale_log2,
-            DK1, DK2, UPCAST, False, BM, BN,
-        )  # fmt: skip
-    else:
+    p_lse += i_bg * G * S + o_t
+    b_sum = tl.zeros([BM, BN], tl.float32)
+    for g in range(0, G):
+        # p_cmp = exp2(q k^T * scale_log2 - lse): [BM, BN]. The keys stay, the heads change.
+        b_q = _head_rows(t_q_heads, i_b, i_g * G + g, t0, 0, BM, DK1)
+        lse = tl.load(p_lse, mask=m_t, other=float("inf"))
+        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+        if DK2 > 0:
+            b_q2 = _head_rows(t_q2_heads, i_b, i_g * G + g, t0, DK1, BM, DK2)
+            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        b_sum += tl.math.exp2(b_s * scale_log2 - lse[:, None])
+        p_lse += S
+    # What a query sees is the same for all heads, so that their sum is masked, and only where a
+    # query does not see all BN tokens. Block scores are folded for one document alone; queries with
+    # an offset are packed, too.
+    if k0 + BN - 1 > reach or (HAS_DOCS and LEVELS == 0):
         first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, 0, HAS_DOCS)
+        o_k = k0 + tl.arange(0, BN)
         visible = (o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None])
-        b_sum = _group_probs(
-            t_q, t_q2, b_k, b_k2, p_lse, i_b, t0, h0, o_t, m_t, visible, S, G, scale_log2,
-            DK1, DK2, UPCAST, True, BM, BN,
-        )  # fmt: skip
-    # Store [BM, BN] probabilities, or fold them into [BM, BLOCKS] for each level.
+        b_sum = tl.where(visible, b_sum, 0.0)
+    # Store [BM, BN] probabilities, or fold them into [BM, BLOCKS] for each level. Rows of a tile
+    # are near each other: int32 offsets.
     num_rows = stop_row - first_row
     if LEVELS == 0:
-        p_rows = p_scores + (i_bg * num_rows + r0 + o_m[:, None]) * WIDTH
-        tl.store(p_rows + o_k[None, :], b_sum, mask=m_t[:, None] & (o_k < WIDTH)[None, :])
+        o_k = k0 + tl.arange(0, BN)
+        p_scores += (i_bg * num_rows + r0) * WIDTH
+        at = o_m[:, None] * WIDTH + o_k[None, :]
+        tl.store(p_scores + at, b_sum, mask=m_t[:, None] & (o_k < WIDTH)[None, :])
     else:
         BLOCKS: tl.constexpr = BN // STRIDES
         o_s = tl.arange(0, STRIDES)
-        o_j = k0 // STRIDES + tl.arange(0, BLOCKS)
         # Eq. 9: the score of block j is the sum of p_cmp * overlap / d. In strides of d tokens, a
         # block is STRIDES long and a compressed token OVERLAP.
         b_tokens = tl.reshape(b_sum, [BM, BLOCKS, STRIDES])
@@ -131,49 +117,100 @@ def group_scores(
                 b_part = tl.max(tl.where((weight > 0.0)[None, None, :], b_tokens, 0.0), axis=2)
             else:
                 b_part = tl.sum(b_tokens * weight[None, None, :], axis=2)
-            p_rows = p_scores + ((i_bg * LEVELS + level) * num_rows + r0 + o_m[:, None]) * WIDTH
-            tl.store(p_rows + o_j[None, :], b_part, mask=m_t[:, None] & (o_j < WIDTH)[None, :])
+            p_rows = p_scores + ((i_bg * LEVELS + level) * num_rows + r0) * WIDTH
+            o_j = k0 // STRIDES + tl.arange(0, BLOCKS) + level
+            at = o_m[:, None] * WIDTH + o_j[None, :]
+            tl.store(p_rows + at, b_part, mask=m_t[:, None] & (o_j < WIDTH)[None, :])
 
 
 @triton.jit
-def _chosen(
-    scores, o_j, current,
-    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
-):  # fmt: skip
-    """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
+def _count(is_one):
+    """How many of [BQ, ROUNDS, LANES, 4] are true, for each query."""
+    return tl.sum(tl.sum(tl.sum(is_one.to(tl.int32), axis=3), axis=1), axis=1)
 
-    The n-th best score is found by bisection of its bits: scores are not negative, so their bits
-    as integers have the same order. Of equal scores the lower block wins.
+
+@triton.jit
+def _each(x):
+    """A number for each query, as [BQ, 1, 1, 1]."""
+    return x[:, None, None, None]
+
+
+@triton.jit
+def _bound(columns, need, low, high):
+    """The largest number found by bisection that at least `need` of the columns reach.
+
+    The n-th score is likely to lie above a quarter of the largest one, so that is the first guess.
+    An exact hit ends the loop early.
     """
-    # The first and the local blocks are always read (Eq. 11 ranks the others).
-    forced = (o_j < NUM_FIRST) | (o_j > current - NUM_LOCAL)
-    legal = o_j <= current
-    ranked = legal & (forced == 0)
-    scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
-    key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
-    # How many blocks are left to rank: n_sel minus the forced ones, or all there are.
-    num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
-    need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
-    # Bisection for the largest `low` that at least `need` keys reach. Where every candidate is
-    # taken, 0 is enough and the loop does not run. The n-th score is likely to lie above a quarter
-    # of the largest one, so that is the first guess. An exact hit ends the loop early.
-    low = 0
-    high = 0
-    if current + 1 > N_SEL:
-        high = tl.max(key, axis=0)
-    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
-    while low < high:
-        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
+    middle = tl.maximum(high - FIRST_GUESS, low + (high - low + 1) // 2)
+    while tl.max((low < high).to(tl.int32), axis=0) != 0:
+        reached = _count(columns >= _each(middle))
         low = tl.where(reached >= need, middle, low)
         high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
         middle = low + (high - low + 1) // 2
-    # Keys above `low` are taken; those equal to it share the places that are left.
-    above = key > low
-    equal = key == low
-    spare = need - tl.sum(above.to(tl.int32), axis=0)
-    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks win
-        equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
-    return ((forced & legal) | above | equal).to(tl.int32)
+    return low
+
+
+@triton.jit
+def _raised(key, need, low, high):
+    """`low`, which more than `need` keys may reach, raised until `need` do or all else are equal.
+
+    Few keys too many: the bound passes the least of them; else bisection.
+    """
+    reached = _count(key >= _each(low))
+    tied = need < 0
+    while tl.max(((reached > need) & (tied == 0)).to(tl.int32), axis=0) != 0:
+        is_open = (reached > need) & (tied == 0)
+        # Unsigned, keys below the bound are far above it.
+        above = (key - _each(low)).to(tl.uint32, bitcast=True)
+        least = low + tl.min(tl.min(tl.min(above, 3), 1), 1).to(tl.int32, bitcast=True)
+        half = tl.maximum(low + (high - low + 1) // 2, least + 1)
+        middle = tl.where(reached - need > FEW_TOO_MANY, half, least + 1)
+        now = _count(key >= _each(middle))
+        is_enough = now >= need
+        tied = tied | (is_open & (is_enough == 0) & (middle == least + 1))
+        high = tl.where(is_enough, high, middle - 1)
+        low = tl.where(is_open & is_enough, middle, tl.where(tied & is_open, least, low))
+        reached = tl.where(is_open & is_enough, now, reached)
+    return low
+
+
+@triton.jit
+def _taken(
+    key, o_j, need, is_all,
+    N_SEL: tl.constexpr, ROUNDS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Which of the keys [BQ, ROUNDS, LANES, 4] are among the `need` largest; keys < 0 never are.
+
+    Bisection for the largest bound that at least `need` keys reach; of equal keys the lower block
+    wins. With several rounds, the bound of their largest keys comes first: it is nearly the same,
+    and has fewer numbers to count. `is_all`: every candidate is taken.
+    """
+    columns = key
+    if ROUNDS > 1 and N_SEL <= LANES * 4:
+        columns = tl.max(key, axis=1, keep_dims=True)
+    top = tl.max(tl.max(tl.max(columns, 3), 1), 1)
+    least = tl.where(columns < 0, 0x7FFFFFFF, columns)
+    least = tl.minimum(tl.min(tl.min(tl.min(least, 3), 1), 1), tl.maximum(top, 0))
+    high = tl.where(is_all, 0, top)
+    low = _bound(columns, need, tl.where(is_all, 0, least), high)
+    if ROUNDS > 1 and N_SEL <= LANES * 4:
+        low = _raised(key, need, low, high)
+    taken = key >= _each(low)
+    reached = _count(taken)
+    if tl.max((reached > need).to(tl.int32), axis=0) != 0:
+        # A tie: bisection for the last block that is still taken.
+        equal = key == _each(low)
+        spare = need - _count(key > _each(low))
+        before, last = need * 0 - 1, need * 0 + ROUNDS * LANES * 4 - 1
+        while tl.max((before < last).to(tl.int32), axis=0) != 0:
+            middle = (before + last) >> 1
+            is_enough = _count(equal & (o_j <= _each(middle))) >= spare
+            before = tl.where(is_enough, before, middle + 1)
+            last = tl.where(is_enough, middle, last)
+        last = tl.where(reached > need, last, ROUNDS * LANES * 4)
+        taken = taken & ((equal == 0) | (o_j <= _each(last)))
+    return taken
 
 
 @triton.jit
@@ -182,6 +219,38 @@ def _joined(scores, b_part, LARGEST: tl.constexpr):
     if LARGEST:
         return tl.maximum(scores, b_part)
     return scores + b_part
+
+
+@triton.jit
+def _store_ids(p_rows, chosen, o_j, m_q, ROUNDS: tl.constexpr, LANES: tl.constexpr):
+    """Store the chosen of the blocks [BQ, ROUNDS, LANES, 4] in ascending order."""
+    if ROUNDS <= 8:
+        # The choices of a lane as bits of a word, and their number in each round as a byte.
+        o_r, o_4 = tl.arange(0, ROUNDS), tl.arange(0, 4)
+        bit = (o_r[:, None] * 4 + o_4[None, :])[None, :, None, :]
+        words = tl.sum(tl.sum(chosen << bit, axis=3), axis=1)
+        counts = tl.sum(chosen, axis=3).to(tl.int64) << (o_r * 8)[None, :, None]
+        counts = tl.sum(counts, axis=1)
+        # Chosen blocks before: those of lower lanes and, by the product, those of earlier rounds.
+        rounds = tl.sum(counts, axis=1) * 0x0101010101010100
+        place = tl.cumsum(counts, axis=1) - counts + rounds[:, None]
+        o_lane = tl.arange(0, LANES)[None, :] * 4
+        # Every lane stores its lowest block that is left; few have more than two.
+        while tl.max(tl.max((words != 0).to(tl.int32), axis=1), axis=0) != 0:
+            lowest = (words & -words).to(tl.uint32, bitcast=True).to(tl.float32)
+            at = tl.maximum((lowest.to(tl.int32, bitcast=True) >> 23) - 127, 0)
+            shift = (at >> 2) * 8
+            id = (at >> 2) * (LANES * 4) + o_lane + (at & 3)
+            here = ((place >> shift.to(tl.int64)) & 0xFF).to(tl.int32)
+            tl.store(p_rows[:, None] + here, id, mask=words != 0)
+            place += tl.full([1, 1], 1, tl.int64) << shift.to(tl.int64)
+            words = words & (words - 1)
+    else:
+        flat: tl.constexpr = ROUNDS * LANES * 4
+        chosen = tl.reshape(chosen, [chosen.shape[0], flat])
+        place = tl.cumsum(chosen, axis=1) - 1
+        o_b = tl.arange(0, flat)[None, :] + place * 0
+        tl.store(p_rows[:, None] + place, o_b, mask=chosen != 0)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -193,59 +262,84 @@ def choose_blocks(
     NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
     STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr, LARGEST: tl.constexpr,
     NB: tl.constexpr, NW: tl.constexpr, HAS_DOCS: tl.constexpr, HAS_BITS: tl.constexpr,
+    BQ: tl.constexpr,
 ):  # fmt: skip
-    """The choice of one query, as ids (ascending, then -1), their number, and, HAS_BITS, as bits.
+    """The choice of BQ queries, as ids (ascending, then -1), their number, and, HAS_BITS, as bits.
 
     STRIDES = l_sel / d and OVERLAP = l / d. LARGEST: a block's score is its largest part, not the
     sum. Ids and bits count from the first block of the row's document.
+    A warp reads four blocks for each lane at a time, so that blocks are [ROUNDS, LANES, 4].
     """
+    LANES: tl.constexpr = 32 if NB >= 128 else NB // 4
+    ROUNDS: tl.constexpr = NB // (LANES * 4)
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
-    t = first_row + tl.program_id(0)
-    # Position in the document, and first compressed token of the document.
-    position, base = t, 0
+    o_q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    m_q = o_q < num_rows
+    o_t = first_row + o_q
+    # Position in the document, and first compressed token of the document: [BQ].
+    position, base = o_t, o_t * 0
     if HAS_DOCS:
-        position = t - tl.load(p_row_start + t)
-        base = tl.load(p_row_key + t)
+        position = o_t - tl.load(p_row_start + o_t, mask=m_q, other=0)
+        base = tl.load(p_row_key + o_t, mask=m_q, other=0)
     # Compressed tokens that the query sees, the band of tile.py.
     num_visible = tl.maximum((position - OFF + STEP) // STEP, 0)
-    current = position // L_SEL
-    o_j = tl.arange(0, NB)
-    scores = tl.zeros([NB], tl.float32)
+    current = tl.where(m_q, position // L_SEL, -1)
+    o_j = tl.arange(0, ROUNDS)[:, None, None] * (LANES * 4) + tl.arange(0, LANES)[None, :, None] * 4
+    o_j = (o_j + tl.arange(0, 4)[None, None, :])[None, :, :, :]
     if LEVELS > 0:
-        # score[j] = sum over levels of part[level, j - level]. Visible tokens lie in the first
-        # num_written blocks; group_scores did not write the others.
+        # score[j] = sum over levels of part[level, j]. Visible tokens lie in the first num_written
+        # blocks, and group_scores did not write the others. Loads are of four blocks. The ranked
+        # blocks are all among the written ones where few tokens are not visible (SAFE).
+        SAFE: tl.constexpr = OVERLAP < STRIDES
         num_written = tl.cdiv(num_visible, STRIDES)
+        scores = tl.zeros([BQ, ROUNDS, LANES, 4], tl.float32)
         for level in tl.static_range(LEVELS):
-            p_row = p_scores + ((i_bg * LEVELS + level) * num_rows + tl.program_id(0)) * WIDTH
-            from_block = o_j - level
-            written = (from_block >= 0) & (from_block < num_written)
-            b_part = tl.load(p_row + from_block, mask=written, other=0.0)
-            scores = _joined(scores, b_part, LARGEST)
+            p_rows = p_scores + (i_bg * LEVELS + level) * num_rows * WIDTH
+            p_rows += _each(o_q.to(tl.int64) * WIDTH)
+            stop = (current + 1 if SAFE else num_written + level) + 3
+            near = o_j < _each(tl.where(m_q, stop, 0) // 4 * 4)
+            b_part = tl.load(p_rows + o_j, mask=near, other=0.0)
+            if not SAFE:
+                written = (o_j >= level) & (o_j - level < _each(num_written))
+                b_part = tl.where(written, b_part, 0.0)
+            scores = _joined(scores, b_part, LARGEST) if level > 0 else b_part
     else:
         # Eq. 9 token by token: i runs over the tokens that overlap each stride of the block.
-        p_row = p_scores + (i_bg * num_rows + tl.program_id(0)) * WIDTH + base
+        scores = tl.zeros([BQ, ROUNDS, LANES, 4], tl.float32)
+        p_rows = p_scores + _each((i_bg * num_rows + o_q) * WIDTH + base)
         for stride in range(0, STRIDES):
             for back in range(0, OVERLAP):
                 i = o_j * STRIDES + stride - back
-                b_part = tl.load(p_row + i, mask=(i >= 0) & (i < num_visible), other=0.0)
-                scores = _joined(scores, b_part, LARGEST)
-    chosen = _chosen(scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
+                seen = (i >= 0) & (i < _each(tl.where(m_q, num_visible, 0)))
+                scores = _joined(scores, tl.load(p_rows + i, mask=seen, other=0.0), LARGEST)
+    # The first and the local blocks are always read (Eq. 11 ranks the others). The bits of scores,
+    # which are not negative, have their order as integers; a NaN ranks last, as 0.
+    ranked = (o_j >= NUM_FIRST) & (o_j <= _each(current - NUM_LOCAL))
+    scores = tl.where(scores == scores, scores, 0.0)
+    key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
+    # How many blocks are left to rank: n_sel minus the forced ones, or all there are.
+    num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
+    need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
+    taken = _taken(key, o_j, need, current < N_SEL, N_SEL, ROUNDS, LANES)
+    forced = (o_j <= _each(current)) & ((o_j < NUM_FIRST) | (o_j > _each(current - NUM_LOCAL)))
+    chosen = (forced | taken).to(tl.int32)
 
     # ids [N_SEL]: the running count of chosen blocks is the place of each one; then -1.
-    row = (i_b * S + t) * Hkv + i_g
-    place = tl.cumsum(chosen, axis=0) - 1
-    tl.store(p_selection + row * N_SEL + place, o_j, mask=chosen != 0)
+    p_ids = p_selection + ((i_b * S + o_t) * Hkv + i_g) * N_SEL
+    _store_ids(p_ids, chosen, o_j, m_q, ROUNDS, LANES)
     o_n = tl.arange(0, N_SEL_PAD)
-    num_chosen = tl.sum(chosen, axis=0)
-    tl.store(p_num_chosen + i_bg * S + t, num_chosen)
-    unused = (o_n >= num_chosen) & (o_n < N_SEL)
-    tl.store(p_selection + row * N_SEL + o_n, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+    num_chosen = num_forced + need
+    tl.store(p_num_chosen + i_bg * S + o_t, num_chosen, mask=m_q)
+    unused = m_q[:, None] & (o_n[None, :] >= num_chosen[:, None]) & (o_n < N_SEL)[None, :]
+    fill = tl.full([BQ, N_SEL_PAD], -1, tl.int32)
+    tl.store(p_ids[:, None] + o_n[None, :], fill, mask=unused)
     if HAS_BITS:
-        # [NW] words; layout [words, S], so that a tile of queries loads rows.
+        # [BQ, NW] words; layout [words, S], so that a tile of queries loads rows.
         o_w = tl.arange(0, NW)
-        words = tl.sum(tl.reshape(chosen << (o_j % 32), [NW, 32]), axis=1)
-        tl.store(p_bits + (i_bg * NUM_WORDS + o_w) * S + t, words, mask=o_w < NUM_WORDS)
+        words = tl.sum(tl.reshape(chosen << (o_j % 32), [BQ, NW, 32]), axis=2)
+        p_words = p_bits + (i_bg * NUM_WORDS + o_w)[None, :] * S + o_t[:, None]
+        tl.store(p_words, words, mask=m_q[:, None] & (o_w < NUM_WORDS)[None, :])
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -357,10 +451,15 @@ def _words(ids, kept, o_w):
 
 SCORE_BYTES = 256 << 20
 """Limit of the workspace for scores; longer sequences are split into chunks of queries."""
-CHOICES = (64, 256, 1024)
-"""Blocks of choose_blocks; beyond, powers of two. Twice as many as needed cost little."""
+CHOICES = (64, 128, 256, 512, 1024)
+"""Blocks of choose_blocks; beyond, powers of two, too."""
 BLOCKS_PER_WARP = 1024
 """Of choose_blocks: more do not fit the registers of a warp, and take half a minute to compile."""
+BLOCKS_TOGETHER, MOST_TOGETHER = 512, 4
+"""Of choose_blocks: queries with fewer blocks share a program, up to so many."""
+MANY_BLOCKS, REGISTERS = 1024, 96
+"""Of choose_blocks: blocks whose programs are held to so many registers, at the price of a few that
+are spilled: more of them run at a time."""
 TOKEN_TILES = 16
 """Tiles of queries that a program of token_scores takes with one block."""
 PACKED = 8192
@@ -471,8 +570,8 @@ def _score(
         ("score", chunk),
         group_scores,
         (
-            *problem.rows_k(q, tiles.BM), *problem.rows_k(k_cmp, tiles.BN), lse, scores,
-            *problem.row_index(0, q),
+            *problem.rows_k(q, tiles.BM, by_head=True), *problem.rows_k(k_cmp, tiles.BN), lse,
+            scores, *problem.row_index(0, q),
         ),
         lambda: Launch.tiled(
             (
@@ -498,13 +597,14 @@ def _choose(
     spec, has_bits = problem.spec, chosen.bits.numel() > 0
     num_blocks = spec.num_blocks(max(problem.doc_lens) if problem.packed else chunk.stop)
     num_blocks = _padded_blocks(num_blocks)
+    together = min(max(BLOCKS_TOGETHER // num_blocks, 1), MOST_TOGETHER)
     start(
         problem.memo,
         ("choose", chunk, has_bits),
         choose_blocks,
         (scores, *chosen, *problem.row_index(0, q)),
-        lambda: Launch.plain(
-            (chunk.stop - chunk.first, problem.num_segments),
+        lambda: Launch(
+            (ceil_div(chunk.stop - chunk.first, together), problem.num_segments),
             (
                 chunk.first, chunk.stop - chunk.first, problem.seq_len, problem.num_groups,
                 chunk.width, *problem.bands[0][:2], problem.num_words,
@@ -513,8 +613,8 @@ def _choose(
             | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | _strides(problem, levels)
             | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed}
-            | {"HAS_BITS": has_bits},
-            num_warps=_warps(num_blocks),
+            | {"HAS_BITS": has_bits, "BQ": together},
+            _options(num_blocks),
         ),
     )  # fmt: skip
 
@@ -562,7 +662,7 @@ def given(problem: Problem, selection: Tensor, *, has_bits: bool = False) -> Sel
 
 
 def _tiles(problem: Problem) -> Tiles:
-    return score_tiles(problem.d_k, problem.dtype, problem.capability)
+    return score_tiles(problem.d_k, problem.dtype, problem.capability, problem.per_group)
 
 
 def _strides(problem: Problem, levels: int) -> dict[str, int]:
@@ -586,7 +686,8 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
     """Chunks of rows whose scores fit the workspace."""
     spec, seq_len = problem.spec, problem.seq_len
     num_cmp = sum(spec.num_cmp(length) for length in problem.doc_lens)
-    widest = spec.num_blocks(problem.doc_lens[0]) * levels if levels else num_cmp
+    # Parts of later levels are stored for the block that gets them, up to levels - 1 further on.
+    widest = (spec.num_blocks(problem.doc_lens[0]) + levels - 1) * levels if levels else num_cmp
     rows = SCORE_BYTES // (4 * problem.num_segments * max(widest, 1)) // ROWS * ROWS
     rows = max(rows, ROWS)
     stops = [*range(rows, seq_len, rows), seq_len]
@@ -595,16 +696,17 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
             max(stop - rows, 0) if stop < seq_len else (seq_len - 1) // rows * rows,
             stop,
             # Rows of a multiple of 16 numbers: aligned loads, and one form of the kernels.
-            ceil_div(_width(problem, stop) if levels else num_cmp, 16) * 16,
+            ceil_div(_width(problem, stop) + levels - 1 if levels else num_cmp, 16) * 16,
             num_cmp if problem.packed else spec.num_cmp(stop),
         )
         for stop in stops
     ]
 
 
-def _warps(num_blocks: int) -> int:
-    """Warps of choose_blocks."""
-    return min(max(num_blocks // BLOCKS_PER_WARP, 1), 16)
+def _options(num_blocks: int) -> dict[str, int]:
+    """Warps of choose_blocks, and their registers."""
+    warps = {"num_warps": min(max(num_blocks // BLOCKS_PER_WARP, 1), 16)}
+    return warps | ({"maxnreg": REGISTERS} if num_blocks == MANY_BLOCKS else {})
 
 
 def _width(problem: Problem, stop: int) -> int:

@@ -63,10 +63,10 @@ class Static(NamedTuple):
 @triton.jit(do_not_specialize=COUNTS)
 def row_stats(
     p_o, p_dout, p_lse, p_dlse, p_stats, p_row_shift, NUM_ROWS, Hq, S, s_ob, s_os, s_oh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BY_TOKEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """What the backward kernels read of a row, [B, Hq, S, 4] fp32: log-sum-exp, delta, 1, and the
-    key at its position.
+    key at its position. BY_TOKEN: [B, S, Hq, 4].
 
     dS = P * (dP - <dout, o> + d lse), so delta = <dout, o> - d lse.
     """
@@ -86,6 +86,8 @@ def row_stats(
         # A row that sees nothing has no gradient.
         sees_any = m_r & (lse != float("inf"))
         delta -= tl.load(p_dlse + o_r, mask=sees_any, other=0.0)
+    if BY_TOKEN:
+        at = o_r
     p_row = p_stats + at * 4
     tl.store(p_row, lse, mask=m_r)
     tl.store(p_row + 1, delta, mask=m_r)
@@ -196,7 +198,8 @@ class _Sparse(torch.autograd.Function):
             (q, k, v, dout), is_bad = _finite(problem, q, k, v, dout)
             stats = _stats(problem, out, dout, lse, dlse)
             if is_bad is not None:
-                stats[..., 2].masked_fill_(is_bad, math.nan)
+                bad_rows = is_bad[:, None] if problem.in_gluon else is_bad
+                stats[..., 2].masked_fill_(bad_rows, math.nan)
             has_dq = ctx.needs_input_grad[0]
             grads = _backward(problem, q, k, v, dout, stats, saved, has_dq=has_dq)
         return *grads, None, None
@@ -237,16 +240,16 @@ def _backward(
     *,
     has_dq: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Gradients of q, k and v; in query order that of q has a kernel of its own, which is left out
-    where nobody asks for it."""
+    """Gradients of q, k and v; where that of q has a kernel of its own, it is left out if nobody
+    asks for it."""
     rest, chosen = (q, k, v, dout, stats), saved.chosen
     ordered = torch.are_deterministic_algorithms_enabled()
-    if not problem.by_query:
+    lists = saved.lists if problem.has_lists else list_queries(problem, chosen)
+    if problem.in_gluon or not problem.by_query:
         return by_block_backward.backward(
-            problem, *rest, chosen, saved.lists, ordered=ordered, dtype=q.dtype
+            problem, *rest, chosen, lists, ordered=ordered, dtype=q.dtype
         )
     dq = by_query.backward_q(problem, *rest, chosen, q.dtype) if has_dq else None
-    lists = saved.lists if problem.has_lists else list_queries(problem, chosen)
     return dq, *by_block_backward.backward_kv(problem, *rest, lists, ordered=ordered)
 
 
@@ -285,8 +288,10 @@ def _finite(problem: Problem, *tensors: Tensor) -> tuple[list[Tensor], Tensor | 
 
 def _stats(
     problem: Problem, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None
-) -> Tensor:  # [B, Hq, S, 4] fp32
-    stats = problem.empty(*lse.shape, 4, dtype=torch.float32)
+) -> Tensor:  # [B, Hq, S, 4] fp32, or [B, S, Hq, 4] for the kernel in Gluon
+    by_token = problem.in_gluon
+    size = (problem.seq_len, problem.num_heads) if by_token else lse.shape[1:]
+    stats = problem.empty(problem.batch, *size, 4, dtype=torch.float32)
     num_rows = problem.batch * problem.seq_len * problem.num_heads
     given = None if dlse is None else dlse.float().contiguous()
     start(
@@ -297,7 +302,7 @@ def _stats(
         lambda: Launch.plain(
             (ceil_div(num_rows, ROWS),),
             (num_rows, problem.num_heads, problem.seq_len, *dout.stride()[:3]),
-            {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "ROWS": ROWS},
+            {"DV": problem.d_v, "DV_PAD": padded(problem.d_v), "BY_TOKEN": by_token, "ROWS": ROWS},
         ),
     )
     return stats

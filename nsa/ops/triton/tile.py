@@ -207,51 +207,69 @@ def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
 def gate_backward(
     p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, p_dcmp, p_dwin,
     p_row_shift, NUM_ROWS, Hq, S, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BY_TOKEN: tl.constexpr, BT: tl.constexpr,
+    BH: tl.constexpr,
 ):  # fmt: skip
     """delta = <dout, branch> of each row: the gradient of its gate, and what its softmax subtracts.
 
     dgates is [B, S, Hq, 3]. stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
-    of a row: log-sum-exp, delta, gate, and the key at its position. p_dcmp and p_dwin, where given,
+    of a row: log-sum-exp, delta, gate, and the key at its position; BY_TOKEN: those of the selected
+    branch are [B, S, Hq, 4], as hopper/selected.py gathers them. p_dcmp and p_dwin, where given,
     get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another library.
     """
-    # [ROWS] rows of [B, S, Hq], in that order. int64: rows * DV may pass 2^31.
-    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    m_r = o_r < NUM_ROWS
-    o_d = tl.arange(0, DV_PAD)
-    i_b, i_s, i_h = o_r // (Hq * S), o_r // Hq % S, o_r % Hq
+    # Rows of some heads of neighbouring tokens, whose stats are neighbours, too.
+    i_b, o_r = tl.program_id(2).to(tl.int64), tl.arange(0, BT * BH)
+    i_s = tl.program_id(0) * BT + o_r % BT
+    i_h = tl.program_id(1) * BH + o_r // BT
+    m_r = (i_s < S) & (i_h < Hq)
+    o_d, o_4 = tl.arange(0, DV_PAD), tl.arange(0, 4)
     mask = m_r[:, None] & (o_d < DV)[None, :]
-    # [ROWS, DV_PAD]: dout, read once for all three branches.
-    p_rows = p_dout + (i_b * s_ob + i_s * s_os + i_h * s_oh)[:, None] + o_d[None, :]
-    dout = tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
-    at = o_r[:, None] * DV + o_d[None, :]
-    p_gate = p_gates + i_b * s_gb + i_s * s_gs + i_h * s_gh
+    # [rows, DV_PAD]: dout, read once for all three branches. All loads come before all stores, of
+    # which the compiler cannot know that they write elsewhere. int64: rows * DV may pass 2^31.
+    rows = i_b * s_ob + i_s.to(tl.int64) * s_os + i_h * s_oh
+    dout = tl.load(p_dout + rows[:, None] + o_d[None, :], mask=mask, other=0.0)
+    row = (i_b * S + i_s) * Hq + i_h
+    at = row[:, None] * DV + o_d[None, :]
+    o_cmp = tl.load(p_o_cmp + at, mask=mask, other=0.0)
+    o_sel = tl.load(p_o_sel + at, mask=mask, other=0.0)
+    o_win = tl.load(p_o_win + at, mask=mask, other=0.0)
+    # Stats are by head, [B, Hq, S]: the kernels that read them take tiles of one head.
+    place = (i_b * Hq + i_h) * S + i_s
+    lse_cmp = tl.load(p_lse + place, mask=m_r, other=0.0)
+    lse_sel = tl.load(p_lse + NUM_ROWS + place, mask=m_r, other=0.0)
+    lse_win = tl.load(p_lse + NUM_ROWS * 2 + place, mask=m_r, other=0.0)
+    p_gates += i_b * s_gb + i_s.to(tl.int64) * s_gs + i_h * s_gh
+    gate_cmp = tl.load(p_gates, mask=m_r, other=0.0).to(tl.float32)
+    gate_sel = tl.load(p_gates + 1, mask=m_r, other=0.0).to(tl.float32)
+    gate_win = tl.load(p_gates + 2, mask=m_r, other=0.0).to(tl.float32)
+    # The index as fp32 is exact up to 2^24 tokens (MAX_TOKENS in problem.py).
     key = i_s
     if p_row_shift is not None:
         key += tl.load(p_row_shift + i_s, mask=m_r, other=0)
+    dout = dout.to(tl.float32)
     for branch in tl.static_range(3):
-        # static_range unrolls: `branch` is a constant, and the pointers stay three arguments.
+        # static_range unrolls: `branch` is a constant.
         if branch == 0:
-            p_o = p_o_cmp
+            b_o, lse, gate = o_cmp, lse_cmp, gate_cmp
         elif branch == 1:
-            p_o = p_o_sel
+            b_o, lse, gate = o_sel, lse_sel, gate_sel
         else:
-            p_o = p_o_win
+            b_o, lse, gate = o_win, lse_win, gate_win
         # d gate = <dout, o>. With dO = gate * dout, softmax's backward is
         # dS = gate * P * (dP - <dout, o>) with dP = dout V^T: the same number serves both.
-        delta = tl.sum(dout * tl.load(p_o + at, mask=mask, other=0.0).to(tl.float32), axis=1)
-        # stats are by head, [B, Hq, S]: the kernels that read them take tiles of one head.
-        row = branch * NUM_ROWS + (i_b * Hq + i_h) * S + i_s
-        gate = tl.load(p_gate + branch, mask=m_r, other=0.0).to(tl.float32)
-        tl.store(p_stats + row * 4, tl.load(p_lse + row, mask=m_r, other=0.0), mask=m_r)
-        tl.store(p_stats + row * 4 + 1, delta, mask=m_r)
-        tl.store(p_stats + row * 4 + 2, gate, mask=m_r)
-        # The index as fp32 is exact up to 2^24 tokens (MAX_TOKENS in problem.py).
-        tl.store(p_stats + row * 4 + 3, key.to(tl.float32), mask=m_r)
+        delta = tl.sum(dout * b_o.to(tl.float32), axis=1)
+        first = tl.where(o_4[None, :] == 0, lse[:, None], delta[:, None])
+        second = tl.where(o_4[None, :] == 2, gate[:, None], key.to(tl.float32)[:, None])
+        b_4 = tl.where(o_4[None, :] < 2, first, second)
+        if BY_TOKEN and branch == 1:
+            p_row = p_stats + (NUM_ROWS + row)[:, None] * 4
+        else:
+            p_row = p_stats + (branch * NUM_ROWS + place)[:, None] * 4
+        tl.store(p_row + o_4[None, :], b_4, mask=m_r[:, None])
         if branch == 0 and p_dcmp is not None:
             b_gated = (dout * gate[:, None]).to(p_dcmp.dtype.element_ty)
             tl.store(p_dcmp + at, b_gated, mask=mask)
         if branch == 2 and p_dwin is not None:
             b_gated = (dout * gate[:, None]).to(p_dwin.dtype.element_ty)
             tl.store(p_dwin + at, b_gated, mask=mask)
-        tl.store(p_dgates + o_r * 3 + branch, delta.to(p_dgates.dtype.element_ty), mask=m_r)
+        tl.store(p_dgates + row * 3 + branch, delta.to(p_dgates.dtype.element_ty), mask=m_r)

@@ -288,9 +288,15 @@ def _dq_tiles(d_k: int, d_v: int, dtype: torch.dtype) -> Tiles:
     return Tiles(128, 64, 8, 2) if wide <= 192 else Tiles(32, 32, 8, 2)
 
 
-def score_tiles(d_k: int, dtype: torch.dtype, capability: Capability = H200) -> Tiles:
-    """Tiles of group_scores."""
-    return _fitted_band_tiles("group_scores", _score_tiles(d_k, dtype), d_k, d_k, dtype, capability)
+def score_tiles(
+    d_k: int, dtype: torch.dtype, capability: Capability = H200, per_group: int = 1
+) -> Tiles:
+    """Tiles of group_scores. Programs of large groups are long: they have one stage more, and fewer
+    of them run at a time."""
+    tiles = _score_tiles(d_k, dtype)
+    if per_group >= BY_QUERY_FROM and tiles.max_registers:
+        tiles = tiles._replace(num_stages=3, max_registers=0)
+    return _fitted_band_tiles("group_scores", tiles, d_k, d_k, dtype, capability)
 
 
 def token_tiles(

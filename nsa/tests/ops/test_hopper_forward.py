@@ -17,11 +17,11 @@ from nsa.ops.machine import interpreted
 from nsa.ops.plan import NO_FLAGS
 from nsa.ops.triton import block_index, by_block_forward, launcher, problem
 from nsa.ops.triton.select import Selection
-from nsa.tests.ops.test_hopper import ptxas_report
 from nsa.tests.support.compiling import (
     MAX_SHARED_BYTES,
     Started,
     compiling_until,
+    ptxas_report,
     shared_addresses,
     starting_on,
 )
@@ -149,7 +149,7 @@ def test_it_is_compiled_ahead(monkeypatch):
     assert "selected_forward" in ahead and "block_forward" not in ahead and not started
 
 
-def test_it_compiles_without_spills_and_reads_16_bytes_at_a_time(monkeypatch):
+def test_it_compiles_with_few_spills_and_reads_16_bytes_at_a_time(monkeypatch):
     monkeypatch.setattr(problem, "HOPPER", True)
     for group, dim, dtype, docs in (
         (6, 64, torch.bfloat16, [1100]),
@@ -162,7 +162,8 @@ def test_it_compiles_without_spills_and_reads_16_bytes_at_a_time(monkeypatch):
         assert not shared_addresses(one)
         report = ptxas_report(ptx)
         assert "serializ" not in report, report
-        assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}, report
+        # Four programs share an SM at D 128: 24 bytes of 128 registers, faster than three without.
+        assert all(int(size) <= 24 for size in re.findall(r"(\d+) bytes spill", report)), report
         # k, v and two tiles of q, and the outputs: no smaller pieces of rows.
         pieces = ROWS * dim * 2 // (128 * 16)
         assert len(re.findall(r"ld\.global[.a-z]*\.v4\.b32", ptx)) == 4 * pieces

@@ -55,7 +55,12 @@ MAX_STACK_BYTES = {(64, 64): 160, (128, 128): 256, (192, 128): 512}
 
 
 INTERPRETED = {
-    "training": ["ops/test_triton.py", "ops/test_triton_sparse.py", "ops/test_replay.py"],
+    "training": [
+        "ops/test_triton.py",
+        "ops/test_choice.py",
+        "ops/test_triton_sparse.py",
+        "ops/test_replay.py",
+    ],
     "decode, loss and routes": [
         "ops/test_triton_decode.py",
         "ops/test_decode_ways.py",
@@ -302,7 +307,7 @@ SMALL_KERNELS = [
     (
         scoring.choose_blocks,
         dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
-        | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True),
+        | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True, BQ=1),
     ),
     (scoring.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
     (scoring.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
@@ -314,10 +319,16 @@ SMALL_KERNELS = [
     (block_index.list_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=4)),
     (banded_backward.sum_parts, dict(BLOCK=1024)),
     (cross_entropy.softmax_loss, dict(IGNORED=-100, BLOCK=4096, WITH_GRAD=True)),
-    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16, p_dcmp=None, p_dwin=None)),
-    (tile.gate_backward, dict(DV=128, DV_PAD=128, ROWS=16)),
+    (
+        tile.gate_backward,
+        dict(DV=128, DV_PAD=128, BY_TOKEN=True, BT=8, BH=4, p_dcmp=None, p_dwin=None),
+    ),
+    (tile.gate_backward, dict(DV=128, DV_PAD=128, BY_TOKEN=False, BT=8, BH=4)),
     (documents.finite_rows, dict(D=80, D_PAD=128, ARE_KEYS=True, BM=16)),
-    (compression.mean_forward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=32)),
+    (
+        compression.mean_forward,
+        dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, BLOCKS=4, TILE=32),
+    ),
     (compression.mean_backward, dict(L=32, STRIDE=16, D=128, D_PAD=128, HAS_DOCS=True, ROWS=32)),
 ]
 
@@ -334,7 +345,7 @@ def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
     """Of 262144 tokens, by scores that are folded into blocks; one warp would spill."""
     folded = dict(STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False, HAS_DOCS=True)
     chosen = dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NUM_FIRST=1, NUM_LOCAL=2, NB=4096, NW=128)
-    chosen |= dict(HAS_BITS=False)
+    chosen |= dict(HAS_BITS=False, BQ=1)
     warps = 4096 // scoring.BLOCKS_PER_WARP
     compiled = compile_kernel(scoring.choose_blocks, 90, chosen | folded, num_warps=warps)
     assert stack_bytes(compiled) == 0

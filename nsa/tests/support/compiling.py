@@ -93,13 +93,17 @@ def compile_kernel(
 
 
 def descriptor(name: str, constants: dict[str, object], dtype: str) -> str:
-    """Type of a tensor descriptor by its name: t_k2_win reads the second part of the keys."""
+    """Type of a tensor descriptor by its name: t_k2_win reads the second part of the keys.
+
+    t_q_heads reads a tensor whose heads come before its rows.
+    """
     what = name.split("_")[1]
     rows = constants["BM"] if what in ("q", "q2", "dout") else constants["BN"]
     width = {"2": "DK2", "v": "DV_PAD", "t": "DV_PAD"}.get(what[-1], "DK1")
     if not constants[width]:
         return "constexpr"
-    return f"tensordesc<{dtype}[1, {rows}, 1, {constants[width]}]>"
+    sizes = f"1, {rows}" if name.endswith("_heads") else f"{rows}, 1"
+    return f"tensordesc<{dtype}[1, {sizes}, {constants[width]}]>"
 
 
 def stack_bytes(compiled: Any) -> int:
@@ -112,6 +116,21 @@ def stack_bytes(compiled: Any) -> int:
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (stack,) = re.findall(r"STACK:(\d+)", output)
     return int(stack)
+
+
+def ptxas_report(ptx: str) -> str:
+    """What ptxas has to say: spilled registers, and warnings that it serialized wgmma."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(tool), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def spilled_bytes(report: str) -> int:
+    """The most bytes that ptxas stored to or loaded from a thread's stack for want of registers."""
+    return max(int(size) for size in re.findall(r"(\d+) bytes spill", report))
 
 
 def shared_addresses(compiled: Any) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.select import _chosen
+from nsa.ops.triton.select import FIRST_GUESS
 from nsa.ops.triton.tile import _let_next_come, _wait
 
 
@@ -153,6 +153,48 @@ def _choose(
     tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
     unused = (o_s > current) & (o_s < N_SEL)
     tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+
+
+@triton.jit
+def _chosen(
+    scores, o_j, current,
+    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
+
+    The n-th best score is found by bisection of its bits: scores are not negative, so their bits
+    as integers have the same order. Of equal scores the lower block wins. select.py does
+    the same for many queries.
+    """
+    # The first and the local blocks are always read (Eq. 11 ranks the others).
+    forced = (o_j < NUM_FIRST) | (o_j > current - NUM_LOCAL)
+    legal = o_j <= current
+    ranked = legal & (forced == 0)
+    scores = tl.where(scores == scores, scores, 0.0)  # a NaN ranks last
+    key = tl.where(ranked, scores.to(tl.int32, bitcast=True), -1)
+    # How many blocks are left to rank: n_sel minus the forced ones, or all there are.
+    num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
+    need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
+    # Bisection for the largest `low` that at least `need` keys reach. Where every candidate is
+    # taken, 0 is enough and the loop does not run. The n-th score is likely to lie above a quarter
+    # of the largest one, so that is the first guess. An exact hit ends the loop early.
+    low = 0
+    high = 0
+    if current + 1 > N_SEL:
+        high = tl.max(key, axis=0)
+    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
+    while low < high:
+        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
+        low = tl.where(reached >= need, middle, low)
+        high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
+        middle = low + (high - low + 1) // 2
+    # Keys above `low` are taken; those equal to it share the places that are left.
+    above = key > low
+    equal = key == low
+    spare = need - tl.sum(above.to(tl.int32), axis=0)
+    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks win
+        equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
+    return ((forced & legal) | above | equal).to(tl.int32)
 
 
 @triton.jit

@@ -190,8 +190,8 @@ def decode_tiles(
     # Tiles are only ever halved to fit, so they still divide the parts.
     sizes = (d_k, d_v, dtype, capability)
     cmp = Tiles(rows, tile, cut.warps if fits else 4, cut.stages if fits else 3)
-    whole = _fitting(cmp, *sizes, max(strides, SMALLEST)) if sums else None
-    cmp = whole or _fitting(cmp, *sizes, SMALLEST) or cmp
+    summed = _fitting(cmp, *sizes, max(strides, SMALLEST)) if sums else None
+    cmp = summed or _fitting(cmp, *sizes, SMALLEST) or cmp
     tokens = Tiles(rows, min(keys, padded(spec.l_sel)), cut.token_warps if fits else 4, 2)
     tokens = _fitting(tokens, *sizes, SMALLEST) or tokens
     logits = min(32 if segments < FEW_SEGMENTS else 64, MAX_SCORED // (rows * _strides_pad(spec)))
@@ -202,8 +202,8 @@ def decode_tiles(
         CMP_PART=cmp_part,
         WIN_PART=win_part,
         PER_PART=per_part,
-        BLOCKS=scored if whole else logits,
-        SUMS=whole is not None,
+        BLOCKS=scored if summed else logits,
+        SUMS=summed is not None,
         BESIDE=cut.beside,
         cmp_warps=cmp.num_warps,
         cmp_stages=cmp.num_stages,

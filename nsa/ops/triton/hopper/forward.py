@@ -1,8 +1,9 @@
-"""Attention to a window, forward, on Hopper: the output and log-sum-exp of banded_forward.forward.
+"""Attention to a window or to compressed keys, on Hopper: what banded_forward.forward gives.
 
-Programs are persistent: each takes every num_programs-th item of work, which is 64 queries of NC
-heads of one group. Tiles of keys go from the diagonal backwards, so that every row has seen a key
-after the first one. parts.py has the names.
+Programs are persistent: each takes items of work in turn, which are 64 queries of NC heads of one
+group. The window's tiles of keys go from the diagonal backwards, compressed ones from the first
+key on: so every row that sees a key at all has seen one after the first tile. parts.py has the
+names.
 """
 
 from __future__ import annotations
@@ -19,34 +20,44 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.hopper.parts import (
+    COUNTS,
     PRODUCER_REGISTERS,
     TILE,
     TILE_ROWS,
+    compressed_tiles,
     copy_in,
     copy_out,
+    item_counts,
+    item_of,
     launch,
     matrix,
+    num_compressed,
     num_key_tiles,
+    num_programs,
+    num_rounds,
+    place_after,
     place_of,
     rounded,
     sync_warps,
     tile_rows,
 )
-from nsa.ops.triton.launcher import ceil_div, start
+from nsa.ops.triton.launcher import start
 from nsa.ops.triton.problem import Problem
 
 STAGES = 4
 """Tiles of keys, and as many of values, that are in flight or being read."""
+WINDOW, NARROW, COMPRESSED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Kinds of bands: a window, one of less than 64 tokens, and compressed keys."""
 
 
-@gluon.jit(do_not_specialize=("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "G", "W"))
-def window_forward(
+@gluon.jit(do_not_specialize=COUNTS)
+def gluon_forward(
     t_q, t_k, t_v, t_o, p_lse,
-    S, NUM_ITEMS, NUM_TILES, Hkv, G, W, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale_log2,
+    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2. NARROW: W < 64."""
+    """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2."""
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
@@ -71,15 +82,15 @@ def window_forward(
     fence_async_shared()
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (NUM_ITEMS, NUM_TILES, Hkv, G, W)
-    shared = (t_o, p_lse, bufs, bars, sizes, S, scale_log2)
+    sizes = (NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, S)
+    shared = (t_o, p_lse, bufs, bars, sizes, scale_log2)
     copied = (t_q, t_k, t_v)
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, NARROW, NC)),
-                (_consume, (1, shared, D, STAGES, NARROW, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, NC)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -87,10 +98,10 @@ def window_forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, STAGES, NARROW, NC)),
-                (_consume, (1, shared, D, STAGES, NARROW, NC)),
-                (_consume, (2, shared, D, STAGES, NARROW, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, NC)),
+                (_consume, (2, shared, D, STAGES, KIND, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, NC)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -98,40 +109,48 @@ def window_forward(
 
 
 @gluon.jit
-def _produce(copied, bufs, bars, sizes, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr):
+def _produce(
+    copied, bufs, bars, sizes,
+    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    NC: gl.constexpr,
+):  # fmt: skip
     """Copy the tiles of all items, in the order in which the consumers read them."""
     it = 0
-    n = 0
-    for item in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
-        it = _copy_item(copied, bufs, bars, sizes, item, it, n, False, D, STAGES, NC)
-        n += 1
+    rounds = num_rounds(sizes[0])
+    for n in range(rounds):
+        item = item_of(n)
+        it = _copy_item(copied, bufs, bars, sizes, item, it, n, False, D, STAGES, KIND, NC)
     # The consumers begin one item more than there are, and do not end it.
-    _copy_item(copied, bufs, bars, sizes, gl.program_id(0), it, n, True, D, STAGES, NC)
+    item = gl.program_id(0)
+    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, NC)
 
 
 @gluon.jit
 def _copy_item(
     copied, bufs, bars, sizes, item, it, n,
-    FIRST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr,
+    FIRST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """Queries of all consumers, then tiles of keys and values; FIRST: only one of keys."""
     t_q, t_k, t_v = copied
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     SIZE: gl.constexpr = TILE_ROWS * D * 2
+    i_b, t0, i_g, h0 = place_of(item, sizes, NC)
     for c in gl.static_range(NC):
-        i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
         mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
         mbarrier.expect(q_full.index(c), SIZE)
-        copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
-    i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
+        copy_in(t_q, i_b, t0, h0 + c, q_full.index(c), q_bufs.index(c))
     num_tiles = 1
     if not FIRST:
-        num_tiles, _ = num_key_tiles(t0, sizes[4])
+        num_tiles, _ = _key_tiles(t0, sizes, KIND)
     for j in range(num_tiles):
         stage = it % STAGES
         phase = (it // STAGES & 1) ^ 1
-        k0 = t0 - j * TILE_ROWS
+        if KIND == COMPRESSED:
+            k0 = j * TILE_ROWS
+        else:
+            k0 = t0 - j * TILE_ROWS
         mbarrier.wait(k_empty.index(stage), phase)
         mbarrier.expect(k_full.index(stage), SIZE)
         copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
@@ -144,17 +163,31 @@ def _copy_item(
 
 
 @gluon.jit
+def _key_tiles(t0, sizes, KIND: gl.constexpr):
+    """Tiles of keys of an item, and the first of those after the first that needs a mask."""
+    if KIND == COMPRESSED:
+        n, masked = compressed_tiles(t0, sizes[8], sizes[6], sizes[7])
+        # Queries that see no key at all walk a tile, too.
+        n, masked = gl.maximum(n, 1), gl.maximum(masked, 1)
+    else:
+        n, masked = num_key_tiles(t0, sizes[5])
+    return n, masked
+
+
+@gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr, NC: gl.constexpr,
+    KIND: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first scores are made beside the end of this one."""
-    t_o, p_lse, bufs, bars, sizes, S, scale_log2 = shared
+    t_o, p_lse, bufs, bars, sizes, scale_log2 = shared
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    num_items, num_tiles, Hkv, G, W = sizes
+    num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
     none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
     # q is in registers: from shared memory, wgmma would wait for it.
     q = _take_queries(q_bufs, q_full, q_empty, 0, C, SL)
@@ -162,23 +195,27 @@ def _consume(
     s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(0))
-    p, top, total = _begin(s, W, scale_log2, NARROW, SL, OL, k_bufs.dtype)
+    i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
+    seen = _seen(t0, sizes, KIND, SL)
+    p, top, total = _begin(s, seen, W, scale_log2, KIND, SL, OL, k_bufs.dtype)
     it = 1
-    n = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
-        num_seen, masked = num_key_tiles(t0, W)
+    rounds = num_rounds(num_items)
+    for n in range(rounds):
+        num_seen, masked = _key_tiles(t0, sizes, KIND)
         o = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         for _ in range(1, masked):
             p, o, top, total = _step(
-                q, p, o, top, total, bufs, bars, it, 0, scale_log2, False, STAGES, SL, OL
+                q, p, o, top, total, bufs, bars, it, 0, scale_log2, False, STAGES, KIND, SL, OL
             )
             it += 1
         for j in range(masked, num_seen):
+            if KIND == COMPRESSED:
+                edge = seen - j * TILE_ROWS
+            else:
+                edge = o_t + (j * TILE_ROWS - W)
             p, o, top, total = _step(
-                q, p, o, top, total, bufs, bars, it, j * TILE_ROWS - W, scale_log2,
-                True, STAGES, SL, OL,
-            )  # fmt: skip
+                q, p, o, top, total, bufs, bars, it, edge, scale_log2, True, STAGES, KIND, SL, OL
+            )
             it += 1
         # The last tile's product with values, beside the scores of the next item's first one.
         last = (it - 1) % STAGES
@@ -189,21 +226,23 @@ def _consume(
         o = warpgroup_mma(p, matrix(v_bufs, last), o, is_async=True)
         keys = matrix(k_bufs, coming).permute((1, 0))
         s = warpgroup_mma(q, keys, none, use_acc=False, is_async=True)
-        o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-        row = (i_b * Hkv * G + i_h).to(gl.int64) * S
-        gl.store(p_lse + row + o_t, top + gl.log2(total), mask=o_t < S)
-        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OL))
+        at_b, at_t, at_h = i_b, t0, h0 + C
+        i_b, t0, i_g, h0 = place_after(n, rounds, sizes, NC)
+        seen = _seen(t0, sizes, KIND, SL)
+        row = (at_b * Hkv * SHARES * NC + at_h).to(gl.int64) * S
+        lse, share = _finish(top, total, KIND)
+        gl.store(p_lse + row + (at_t + o_t), lse, mask=at_t + o_t < S)
+        share = gl.convert_layout(share, gl.SliceLayout(1, OL))
         o, p = warpgroup_mma_wait(1, deps=(o, p))
         mbarrier.arrive(v_empty.index(last))
         tma.store_wait(0)  # the item before has left the buffer
         matrix(o_bufs, C).store(rounded(o * share[:, None], o_bufs.dtype))
         fence_async_shared()
-        copy_out(t_o, i_b, t0, i_h, o_bufs.index(C))
+        copy_out(t_o, at_b, at_t, at_h, o_bufs.index(C))
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(coming))
-        p, top, total = _begin(s, W, scale_log2, NARROW, SL, OL, k_bufs.dtype)
+        p, top, total = _begin(s, seen, W, scale_log2, KIND, SL, OL, k_bufs.dtype)
         it += 1
-        n += 1
     tma.store_wait(0)
 
 
@@ -219,19 +258,48 @@ def _take_queries(q_bufs, q_full, q_empty, n, C: gl.constexpr, SL: gl.constexpr)
 
 
 @gluon.jit
+def _seen(t0, sizes, KIND: gl.constexpr, SL: gl.constexpr):
+    """Keys that the rows see, of those from the first tile's first key on."""
+    o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+    if KIND == COMPRESSED:
+        seen = num_compressed(t0 + o_t, sizes[6], sizes[7])
+    else:
+        seen = o_t + 1
+    return seen
+
+
+@gluon.jit
 def _begin(
-    s, W, scale_log2, NARROW: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, dtype: gl.constexpr
-):
-    """Probabilities and running numbers of an item's first tile, which is on the diagonal."""
-    o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))[:, None]
+    s, seen, W, scale_log2, KIND: gl.constexpr,
+    SL: gl.constexpr, OL: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Probabilities and running numbers of an item's first tile: the window's diagonal, or the
+    first compressed keys."""
+    o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
     o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
-    s = gl.where(o_k <= o_t, s, float("-inf"))
-    if NARROW:
-        s = gl.where(o_k > o_t - W, s, float("-inf"))
-    top = gl.full([TILE_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SL))
-    total = gl.zeros([TILE_ROWS], gl.float32, gl.SliceLayout(1, SL))
-    p, top, total, _ = _softmax(s, top, total, scale_log2, OL, dtype)
+    s = gl.where(o_k < seen[:, None], s, float("-inf"))
+    if KIND == NARROW:
+        s = gl.where(o_k > (o_t - W)[:, None], s, float("-inf"))
+    top = gl.max(s, 1) * scale_log2
+    if KIND == COMPRESSED:
+        # A row that sees nothing has a total of 0. It has no other tile: where one row sees no key,
+        # the 63 after it see less than 64.
+        top = gl.where(seen > 0, top, 0.0)
+    p = gl.exp2(s * scale_log2 - top[:, None])
+    total = gl.sum(p, 1)
+    p = gl.convert_layout(rounded(p, dtype), gl.DotOperandLayout(0, OL, 2))
     return p, top, total
+
+
+@gluon.jit
+def _finish(top, total, KIND: gl.constexpr):
+    """Log-sum-exp of the rows, and what their sums are multiplied by; of no key: +inf and 0."""
+    lse = top + gl.log2(total)
+    share = 1.0 / total
+    if KIND == COMPRESSED:
+        lse = gl.where(total == 0.0, float("inf"), lse)
+        share = gl.where(total == 0.0, 0.0, share)
+    return lse, share
 
 
 @gluon.jit
@@ -248,11 +316,12 @@ def _softmax(s, top, total, scale_log2, OL: gl.constexpr, dtype: gl.constexpr):
 @gluon.jit
 def _step(
     q, p, o, top, total, bufs, bars, it, edge, scale_log2,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `it`, beside the product with the values of the tile before.
 
-    MASKED: row t of the tile sees the keys after t + edge.
+    MASKED: a row of the tile sees the keys after its edge or, of compressed keys, before it.
     """
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -266,9 +335,11 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage))
     if MASKED:
-        first = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL)) + edge
-        o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))
-        s = gl.where(o_k[None, :] > first[:, None], s, float("-inf"))
+        o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
+        if KIND == COMPRESSED:
+            s = gl.where(o_k < edge[:, None], s, float("-inf"))
+        else:
+            s = gl.where(o_k > edge[:, None], s, float("-inf"))
     new_p, top, total, shrink = _softmax(s, top, total, scale_log2, OL, k_bufs.dtype)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     mbarrier.arrive(v_empty.index(before))
@@ -281,28 +352,27 @@ def _step(
 
 def forward(
     problem: Problem,
+    branch: int,
     q: Tensor,  # [B, S, Hq, D]
-    k: Tensor,  # [B, S, Hkv, D]
-    v: Tensor,  # [B, S, Hkv, D]
+    k: Tensor,  # [B, K, Hkv, D], K > 0
+    v: Tensor,  # [B, K, Hkv, D]
     lse: Tensor,  # [B, Hq, S] fp32, written
 ) -> Tensor:  # [B, S, Hq, D]
-    """Output of the window branch."""
+    """Output of the compressed (0) or the window (2) branch."""
     out = problem.empty(*q.shape)
-    consumers, window = problem.consumers, problem.spec.w
-    num_tiles = ceil_div(problem.seq_len, TILE)
-    items = problem.batch * num_tiles * (problem.num_heads // consumers)
+    consumers, band = problem.consumers, problem.bands[branch]
+    kind = COMPRESSED if branch == 0 else NARROW if band.W < TILE else WINDOW
     start(
         problem.memo,
-        "window forward",
-        window_forward,
+        "compressed forward" if branch == 0 else "window forward",
+        gluon_forward,
         (*(tile_rows(x) for x in (q, k, v, out)), lse),
         lambda: launch(
-            min(problem.processors, items),
+            num_programs(problem, consumers),
             (
-                problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, window,
-                problem.scale_log2,
+                *item_counts(problem, consumers), band.W, band.OFF, band.STEP, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE},
+            {"D": problem.d_k, "STAGES": STAGES, "KIND": kind.value},
             consumers,
         ),
     )  # fmt: skip

@@ -1,14 +1,18 @@
-"""Attention to a window, gradients of keys and values, on Hopper: banded_backward.backward_kv.
+"""Gradients of keys and values on Hopper, of the window and of the compressed branch: what
+banded_backward.backward_kv computes.
 
 A program takes 128 keys of a group, 64 for each of two consumers, and walks the queries that see
 them, one head after the other: so programs with neighbouring keys read the same tiles of queries at
-about the same time, while the L2 cache has them. Both consumers read the same tiles. Scores are
-[keys, queries]: P and dS are left operands as they are. Every sum has one fixed order.
-banded_backward.py has the equations, parts.py the names.
+about the same time, while the L2 cache has them. Both consumers read the same tiles. Compressed
+keys are few, and many queries see each: there the heads of a group and slices of the queries are
+divided between programs, and sum_parts adds up what they found. Scores are [keys, queries]: P and
+dS are left operands as they are. Every sum has one fixed order. banded_backward.py has the
+equations, parts.py the names.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa.ops.triton.banded_backward import sum_all
+from nsa.ops.triton.hopper.division import divided
 from nsa.ops.triton.hopper.parts import (
     PRODUCER_REGISTERS,
     TILE,
@@ -38,18 +44,25 @@ from nsa.ops.triton.problem import Problem
 
 STAGES = 4
 """Tiles of queries, and as many of dout, that are in flight or being read."""
+HELD = True
+"""Whether keys and values are in registers, where there are enough of them: at D 64."""
 CLEAR, DIAGONAL, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Tiles that the window covers whole, those on the diagonal, and those at its far end."""
+"""Tiles of which all queries see all keys, those of which some lie before a key, and those at the
+far end of a window."""
 
 
-@gluon.jit(do_not_specialize=("NUM_TILES", "Hkv", "G", "W"))
-def window_dkv(
-    t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats,
-    NUM_TILES, Hkv, G, W, scale, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
-    NC: gl.constexpr, REGISTERS: gl.constexpr,
+@gluon.jit(do_not_specialize=("S", "K", "Hkv", "G", "W", "OFF", "STEP", "BATCH", "HEADS", "SLICES"))
+def gluon_dkv(
+    t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats, p_dk, p_dv,
+    S, K, Hkv, G, W, OFF, STEP, BATCH, HEADS, SLICES, scale, scale_log2,
+    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
+    HELD: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv [B, S, Hkv, D]; stats are [B * Hq, S, 4], as in tile.py. NARROW: W < 64."""
+    """dk, dv [B, K, Hkv, D], or, in their place, partial sums p_dk, p_dv.
+
+    Those are [B, parts, K, Hkv, D] fp32, with parts = G / HEADS * SLICES. stats are [B * Hq, S, 4],
+    as in tile.py. NARROW: W < 64.
+    """
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     k_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_k.layout)
@@ -69,21 +82,20 @@ def window_dkv(
     fence_async_shared()
     bufs = (k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs)
     bars = (k_full, full, empty)
-    # First tile of keys of the program, and the tiles of queries that it walks: of a tile of keys
-    # the window covers this many, and the second consumer's begin one later.
-    pairs = (NUM_TILES + 1) // 2
-    rest = gl.program_id(0) // Hkv
-    i_b, i_g, tile = rest // pairs, gl.program_id(0) % Hkv, rest % pairs * 2
-    seen = (W + TILE_ROWS - 2) // TILE_ROWS + 1
-    place = (i_b, i_g, tile, gl.minimum(seen + 1, NUM_TILES - tile))
-    sizes = (NUM_TILES, Hkv, G, W, seen)
+    band = (W, OFF, STEP)
+    if COMPRESSED:
+        place = _compressed_place(S, Hkv, G, OFF, STEP, BATCH, HEADS, SLICES)
+    else:
+        place = _window_place(S, Hkv, W)
+    sizes = (S, K, Hkv, G, HEADS, G // HEADS * SLICES)
     copied = (t_q, t_dout, t_k, t_v, t_stats)
-    shared = (t_dk, t_dv, bufs, bars, place, sizes, scale, scale_log2)
+    given = (t_dk, t_dv, p_dk, p_dv)
+    shared = (given, bufs, bars, place, sizes, band, scale, scale_log2)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, D, STAGES, NARROW)),
-            (_consume, (1, shared, D, STAGES, NARROW)),
-            (_produce, (copied, bufs, bars, place, sizes, D, STAGES, NC)),
+            (_consume, (0, shared, D, STAGES, NARROW, COMPRESSED, HELD)),
+            (_consume, (1, shared, D, STAGES, NARROW, COMPRESSED, HELD)),
+            (_produce, (copied, bufs, bars, place, sizes, D, STAGES, COMPRESSED, NC)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -91,25 +103,60 @@ def window_dkv(
 
 
 @gluon.jit
+def _window_place(S, Hkv, W):
+    """Batch element, group, first tile of keys, part, first head of it; first of the tiles of
+    queries that the program walks for each head, and their number.
+
+    Of a tile of keys the window covers so many; the second consumer's begin one later.
+    """
+    num_tiles = (S + TILE_ROWS - 1) // TILE_ROWS
+    pairs = (num_tiles + 1) // 2
+    rest = gl.program_id(0) // Hkv
+    i_b, i_g, tile = rest // pairs, gl.program_id(0) % Hkv, rest % pairs * 2
+    seen = (W + TILE_ROWS - 2) // TILE_ROWS + 1
+    return i_b, i_g, tile, 0, 0, tile, gl.minimum(seen + 1, num_tiles - tile)
+
+
+@gluon.jit
+def _compressed_place(S, Hkv, G, OFF, STEP, BATCH, HEADS, SLICES):
+    """The same; early keys, which the most queries see, come first. Queries are walked from the
+    last to the first: programs with other keys then read the same ones at the same time."""
+    parts = G // HEADS * SLICES
+    each = BATCH * Hkv * parts
+    tile = gl.program_id(0) // each * 2
+    rest = gl.program_id(0) % each
+    i_part = rest % parts
+    i_slice = i_part % SLICES
+    num_tiles = (S + TILE_ROWS - 1) // TILE_ROWS
+    per_slice = (num_tiles + SLICES - 1) // SLICES
+    stop = gl.minimum((i_slice + 1) * per_slice, num_tiles)
+    first = gl.maximum((tile * TILE_ROWS * STEP + OFF) // TILE_ROWS, i_slice * per_slice)
+    rest = rest // parts
+    total = gl.maximum(stop - first, 0)
+    return rest // Hkv, rest % Hkv, tile, i_part, i_part // SLICES * HEADS, stop - 1, total
+
+
+@gluon.jit
 def _produce(
-    copied, bufs, bars, place, sizes, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr
-):
+    copied, bufs, bars, place, sizes,
+    D: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, NC: gl.constexpr,
+):  # fmt: skip
     """Copy the keys and values of the consumers, then all tiles of queries, dout and stats."""
     t_q, t_dout, t_k, t_v, t_stats = copied
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
     k_full, full, empty = bars
-    i_b, i_g, tile, total = place
-    num_tiles, Hkv, G, W, seen = sizes
+    i_b, i_g, tile, i_part, h0, start, total = place
+    S, K, Hkv, G, HEADS, parts = sizes
     SIZE: gl.constexpr = TILE_ROWS * D * 2
     for c in gl.static_range(NC):
         k0 = (tile + c) * TILE_ROWS
         mbarrier.expect(k_full.index(c), 2 * SIZE)
         copy_in(t_k, i_b, k0, i_g, k_full.index(c), k_bufs.index(c))
         copy_in(t_v, i_b, k0, i_g, k_full.index(c), v_bufs.index(c))
-    for it in range(total * G):
+    for it in range(total * HEADS):
         stage = it % STAGES
-        i_h = i_g * G + it // total
-        t0 = (tile + it % total) * TILE_ROWS
+        i_h = i_g * G + h0 + it // total
+        t0 = _query_tile(start, it % total, COMPRESSED) * TILE_ROWS
         mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, 2 * SIZE + TILE_ROWS * 16)
@@ -120,38 +167,111 @@ def _produce(
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr):
+def _query_tile(start, i, COMPRESSED: gl.constexpr):
+    """The tile of queries that is walked as number i for a head."""
+    if COMPRESSED:
+        tile = start - i
+    else:
+        tile = start + i
+    return tile
+
+
+@gluon.jit
+def _consume(
+    C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    COMPRESSED: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
     """Gradients of 64 keys and values."""
-    t_dk, t_dv, bufs, bars, place, sizes, scale, scale_log2 = shared
+    given, bufs, bars, place, sizes, band, scale, scale_log2 = shared
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
-    i_b, i_g, tile, total = place
-    num_tiles, Hkv, G, W, seen = sizes
+    i_b, i_g, tile, i_part, h0, start, total = place
+    S, K, Hkv, G, HEADS, parts = sizes
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     dv = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     mbarrier.wait(bars[0].index(C), 0)
-    own = gl.maximum(gl.minimum(seen, num_tiles - tile - C), 0)
-    covered = gl.maximum(W // TILE_ROWS, 1)
-    for i in range(G):
-        # Tiles of queries of a head: one before the keys of the second consumer, one on the
-        # diagonal, those that see all keys, those at the far end of the window, and one that only
-        # the other consumer reads.
+    b_k = _left(k_bufs, C, HELD)
+    b_v = _left(v_bufs, C, HELD)
+    k0 = (tile + C) * TILE_ROWS
+    first, clear, far, end = _spans(k0, place, sizes, band, C, COMPRESSED)
+    for i in range(HEADS):
         begin = i * total
-        first = begin + C
-        clear, far, end = first + gl.minimum(1, own), first + gl.minimum(covered, own), first + own
-        walked = (bufs, bars, first, W, scale_log2)
-        _skip(bars, begin, first, STAGES)
-        dk, dv = _walk(dk, dv, walked, first, clear, C, DIAGONAL, D, STAGES, NARROW)
-        dk, dv = _walk(dk, dv, walked, clear, far, C, CLEAR, D, STAGES, NARROW)
-        dk, dv = _walk(dk, dv, walked, far, end, C, FAR, D, STAGES, NARROW)
-        _skip(bars, end, begin + total, STAGES)
-    # The keys and values were read for the last time: their buffers take the gradients.
-    matrix(k_bufs, C).store(rounded(dk * scale, k_bufs.dtype))
-    matrix(v_bufs, C).store(rounded(dv, v_bufs.dtype))
-    fence_async_shared()
-    copy_out(t_dk, i_b, (tile + C) * TILE_ROWS, i_g, k_bufs.index(C))
-    copy_out(t_dv, i_b, (tile + C) * TILE_ROWS, i_g, v_bufs.index(C))
-    tma.store_wait(0)
+        walked = (bufs, bars, b_k, b_v, begin, start, k0, band, scale_log2)
+        if COMPRESSED:
+            dk, dv = _walk(dk, dv, walked, begin, begin + far, C, CLEAR, D, STAGES, NARROW, True)
+            dk, dv = _walk(
+                dk, dv, walked, begin + far, begin + end, C, DIAGONAL, D, STAGES, NARROW, True
+            )
+        else:
+            _skip(bars, begin, begin + first, STAGES)
+            dk, dv = _walk(
+                dk, dv, walked, begin + first, begin + clear, C, DIAGONAL, D, STAGES, NARROW, False
+            )
+            dk, dv = _walk(
+                dk, dv, walked, begin + clear, begin + far, C, CLEAR, D, STAGES, NARROW, False
+            )
+            dk, dv = _walk(
+                dk, dv, walked, begin + far, begin + end, C, FAR, D, STAGES, NARROW, False
+            )
+        _skip(bars, begin + end, begin + total, STAGES)
+    t_dk, t_dv, p_dk, p_dv = given
+    if p_dk is not None:
+        row = (i_b * parts + i_part).to(gl.int64) * K
+        _store_part(p_dk, dk * scale, row, k0, K, Hkv, i_g, D, OL)
+        _store_part(p_dv, dv, row, k0, K, Hkv, i_g, D, OL)
+    else:
+        # The keys and values were read for the last time: their buffers take the gradients.
+        matrix(k_bufs, C).store(rounded(dk * scale, k_bufs.dtype))
+        matrix(v_bufs, C).store(rounded(dv, v_bufs.dtype))
+        fence_async_shared()
+        copy_out(t_dk, i_b, k0, i_g, k_bufs.index(C))
+        copy_out(t_dv, i_b, k0, i_g, v_bufs.index(C))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _left(bufs, C: gl.constexpr, HELD: gl.constexpr):
+    """Keys or values as a left operand: in registers, or where they are."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    if HELD:
+        b = matrix(bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    else:
+        b = matrix(bufs, C)
+    return b
+
+
+@gluon.jit
+def _spans(k0, place, sizes, band, C: gl.constexpr, COMPRESSED: gl.constexpr):
+    """Where a consumer's tiles of queries begin, of those walked for a head, where those that see
+    all keys do, where these end, and where all end."""
+    start, total = place[5], place[6]
+    W, OFF, STEP = band
+    if COMPRESSED:
+        # Backwards: the first tile that sees all keys, and the first that sees any.
+        clear = ((k0 + TILE_ROWS - 1) * STEP + OFF + TILE_ROWS - 1) // TILE_ROWS
+        seen = (k0 * STEP + OFF) // TILE_ROWS
+        first = 0
+        far = gl.maximum(gl.minimum(start - clear + 1, total), 0)
+        end = gl.maximum(gl.minimum(start - seen + 1, total), 0)
+        span = (first, first, far, end)
+    else:
+        # One tile before the keys of the second consumer, one on the diagonal, those that see all
+        # keys, those at the far end, and one that only the other consumer reads.
+        num_tiles = (sizes[0] + TILE_ROWS - 1) // TILE_ROWS
+        own = (W + TILE_ROWS - 2) // TILE_ROWS + 1
+        own = gl.maximum(gl.minimum(own, num_tiles - place[2] - C), 0)
+        covered = gl.maximum(W // TILE_ROWS, 1)
+        span = (C, C + gl.minimum(1, own), C + gl.minimum(covered, own), C + own)
+    return span
+
+
+@gluon.jit
+def _store_part(p, b, row, k0, K, Hkv, i_g, D: gl.constexpr, OL: gl.constexpr):
+    """Rows of a partial sum of [.., K, Hkv, D]."""
+    o_k = k0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, OL))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, OL))
+    at = ((row + o_k) * Hkv + i_g)[:, None] * D + o_d[None, :]
+    gl.store(p + at, b, mask=(o_k < K)[:, None])
 
 
 @gluon.jit
@@ -170,10 +290,11 @@ def _skip(bars, lo, hi, STAGES: gl.constexpr):
 def _walk(
     dk, dv, walked, lo, hi,
     C: gl.constexpr, EDGE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr,
+    NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
 ):  # fmt: skip
     """What the tiles lo .. hi of queries add."""
-    bufs, bars, first, W, scale_log2 = walked
+    bufs, bars, b_k, b_v, begin, start, k0, band, scale_log2 = walked
+    W, OFF, STEP = band
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
     k_full, full, empty = bars
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
@@ -185,29 +306,28 @@ def _walk(
         mbarrier.wait(full.index(stage), it // STAGES & 1)
         # s^T = k q^T and dP^T = v dout^T: [keys, queries].
         b_q, b_dout = matrix(q_bufs, stage), matrix(d_bufs, stage)
-        s = warpgroup_mma(
-            matrix(k_bufs, C), b_q.permute((1, 0)), none, use_acc=False, is_async=True
-        )
-        dp = warpgroup_mma(
-            matrix(v_bufs, C), b_dout.permute((1, 0)), none, use_acc=False, is_async=True
-        )
+        s = warpgroup_mma(b_k, b_q.permute((1, 0)), none, use_acc=False, is_async=True)
+        dp = warpgroup_mma(b_v, b_dout.permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        # P^T * gate, and its product with dout; queries beyond S have a gate of 0. The stats are
-        # read when they are needed, twice: all of them together would not fit the registers.
-        lse, _, gate = _stats(stat_bufs, stage, SL)
+        # P^T * gate, and its product with dout; queries beyond S have a gate of 0. At D 128
+        # the stats are read when they are needed, twice: together they would not fit the registers.
+        lse, delta, gate = _stats(stat_bufs, stage, SL)
         p = gl.exp2(s * scale_log2 - lse[None, :]) * gate[None, :]
         if EDGE != CLEAR:
-            o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))[:, None]
+            # The first query that sees a key, and the one after its last, counted from the tile's.
+            o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
             o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
+            t0 = _query_tile(start, it - begin, COMPRESSED) * TILE_ROWS
             if EDGE == DIAGONAL:
-                p = gl.where(o_k <= o_t, p, 0.0)
-            if EDGE == FAR or NARROW:
-                p = gl.where(o_k > o_t + ((it - first) * TILE_ROWS - W), p, 0.0)
+                p = gl.where(o_t >= ((k0 + o_k) * STEP + (OFF - t0))[:, None], p, 0.0)
+            if EDGE == FAR or (NARROW and not COMPRESSED):
+                p = gl.where(o_t < (o_k + (k0 + W - t0))[:, None], p, 0.0)
         b_p = gl.convert_layout(rounded(p, q_bufs.dtype), PL)
         dv = warpgroup_mma(b_p, b_dout, dv, is_async=True)
         # dS^T = P^T * (dP^T - delta), and its product with q.
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        _, delta, _ = _stats(stat_bufs, stage, SL)
+        if D == 128:
+            _, delta, _ = _stats(stat_bufs, stage, SL)
         ds = gl.convert_layout(rounded(p * (dp - delta[None, :]), q_bufs.dtype), PL)
         dk = warpgroup_mma(ds, b_q, dk, is_async=True)
         dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
@@ -239,28 +359,42 @@ def _stats(stat_bufs, stage, SL: gl.constexpr):
 
 def backward_kv(
     problem: Problem,
+    branch: int,
     q: Tensor,  # [B, S, Hq, D]
-    k: Tensor,  # [B, S, Hkv, D]
-    v: Tensor,  # [B, S, Hkv, D]
+    k: Tensor,  # [B, K, Hkv, D], K > 0
+    v: Tensor,  # [B, K, Hkv, D]
     dout: Tensor,  # [B, S, Hq, D]
-    stats: Tensor,  # [B, Hq, S, 4] fp32, of the window branch
+    stats: Tensor,  # [3, B, Hq, S, 4] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v of the window branch."""
-    dk, dv = problem.empty(*k.shape), problem.empty(*v.shape)
-    num_tiles, window = ceil_div(problem.seq_len, TILE), problem.spec.w
+    """Gradients of k and v of the compressed (0) or the window (2) branch."""
+    num_keys, window = k.shape[1], problem.spec.w
+    shares, slices = divided(problem) if branch == 0 else (1, 1)
+    parts, band = shares * slices, problem.bands[branch]
+    size = k.shape if parts == 1 else (problem.batch, parts, *k.shape[1:])
+    dtype = problem.dtype if parts == 1 else torch.float32
+    dk, dv = problem.empty(*size, dtype=dtype), problem.empty(*size, dtype=dtype)
     start(
         problem.memo,
-        "window dkv",
-        window_dkv,
-        (*(tile_rows(x) for x in (q, dout, k, v, dk, dv)), stat_rows(stats)),
+        "compressed dkv" if branch == 0 else "window dkv",
+        gluon_dkv,
+        (
+            *(tile_rows(x) for x in (q, dout, k, v)),
+            *((tile_rows(dk), tile_rows(dv)) if parts == 1 else (None, None)),
+            stat_rows(stats[branch]),
+            *((None, None) if parts == 1 else (dk, dv)),
+        ),
         lambda: launch(
-            problem.num_segments * ceil_div(num_tiles, 2),
+            problem.num_segments * ceil_div(num_keys, 2 * TILE) * parts,
             (
-                num_tiles, problem.num_groups, problem.per_group, window,
+                problem.seq_len, num_keys, problem.num_groups, problem.per_group, window,
+                band.OFF, band.STEP, problem.batch, problem.per_group // shares, slices,
                 problem.scale, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE},
+            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE}
+            | {"COMPRESSED": branch == 0, "HELD": HELD and problem.d_k == 64},
             2,
         ),
     )  # fmt: skip
-    return dk, dv
+    if parts == 1:
+        return dk, dv
+    return sum_all(problem, branch, (dk, dv), parts, k, v)

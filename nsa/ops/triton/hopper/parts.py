@@ -22,12 +22,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from nsa.ops.triton.launcher import Launch, Rows
+from nsa.ops.triton.launcher import Launch, Rows, ceil_div
+from nsa.ops.triton.problem import Problem
 
 TILE = 64
 """Rows of every tile, of queries and of keys: what one wgmma takes."""
 TILE_ROWS = gl.constexpr(TILE)
 PRODUCER_REGISTERS = gl.constexpr(24)
+COUNTS = ("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "SHARES", "PER_TILE", "W", "OFF", "STEP")
+"""Numbers of forward.py and queries.py that change no code."""
 
 # Triton 3.7 has renamed it.
 sync_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -35,19 +38,42 @@ sync_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def place_of(item, sizes, NC: gl.constexpr, C: gl.constexpr):
-    """Batch element, first query, group, and head of consumer C, of one item of work.
+def num_rounds(num_items):
+    """Items of this program: one of each round, in which every program takes one."""
+    whole = num_items // gl.num_programs(0)
+    return whole + (item_of(whole) < num_items).to(gl.int32)
+
+
+@gluon.jit
+def item_of(n):
+    """Item of round n. Items get shorter: the order of the programs turns with every round, so that
+    all have about the same to do."""
+    i = gl.program_id(0)
+    last = gl.num_programs(0) - 1
+    return n * (last + 1) + gl.where(n % 2 == 0, i, last - i)
+
+
+@gluon.jit
+def place_of(item, sizes, NC: gl.constexpr):
+    """Batch element, first query, group, and first head of one item of work.
 
     The consumers hold NC heads of one group, on the same queries, and share its keys. Those of a
-    group follow each other, then the groups: programs that run at a time read the same keys.
+    group follow each other, then the groups: programs that run at a time read the same keys. Late
+    queries, which see the most keys, come first. Divisions take hundreds of cycles: few of them,
+    beside products.
     """
-    num_items, num_tiles, Hkv, G, W = sizes
-    shares = G // NC
-    rest = item // shares
-    i_g = rest % Hkv
-    rest = rest // Hkv
-    t0 = rest % num_tiles * TILE_ROWS
-    return rest // num_tiles, t0, i_g, i_g * G + item % shares * NC + C
+    num_tiles, Hkv, SHARES, PER_TILE = sizes[1], sizes[2], sizes[3], sizes[4]
+    tile = item // PER_TILE
+    rest = item - tile * PER_TILE
+    i_b = rest // (Hkv * SHARES)
+    rest -= i_b * (Hkv * SHARES)
+    return i_b, (num_tiles - 1 - tile) * TILE_ROWS, rest // SHARES, rest * NC
+
+
+@gluon.jit
+def place_after(n, rounds, sizes, NC: gl.constexpr):
+    """Place of the item after that of round n; after the last one, of the first."""
+    return place_of(gl.where(n + 1 < rounds, item_of(n + 1), gl.program_id(0)), sizes, NC)
 
 
 @gluon.jit
@@ -58,6 +84,20 @@ def num_key_tiles(t0, W):
     """
     n = (t0 - gl.maximum(t0 - W + 1, 0) // TILE_ROWS * TILE_ROWS) // TILE_ROWS + 1
     return n, gl.maximum(gl.minimum(W // TILE_ROWS, n), 1)
+
+
+@gluon.jit
+def num_compressed(t, OFF, STEP):
+    """Compressed keys that query t sees: those up to floor((t - OFF) / STEP)."""
+    return gl.maximum(t - OFF + STEP, 0) // STEP
+
+
+@gluon.jit
+def compressed_tiles(t0, S, OFF, STEP):
+    """Tiles of compressed keys that the queries of a tile see; and how many all of them see
+    whole, so that only those after them need a mask."""
+    seen = num_compressed(gl.minimum(t0 + TILE_ROWS, S) - 1, OFF, STEP)
+    return (seen + TILE_ROWS - 1) // TILE_ROWS, num_compressed(t0, OFF, STEP) // TILE_ROWS
 
 
 @gluon.jit
@@ -119,6 +159,18 @@ def layout_of(num_rows: int, width: int, dtype: torch.dtype) -> Any:
     """Layout of such a tile in shared memory, as wgmma reads it."""
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
     return gl.NVMMASharedLayout.get_default_for([1, num_rows, 1, width], kinds[dtype])
+
+
+def item_counts(problem: Problem, consumers: int) -> tuple[int, ...]:
+    """S, NUM_ITEMS, NUM_TILES, Hkv, SHARES and PER_TILE of forward.py and queries.py."""
+    num_tiles, shares = ceil_div(problem.seq_len, TILE), problem.per_group // consumers
+    per_tile = problem.num_segments * shares
+    return problem.seq_len, num_tiles * per_tile, num_tiles, problem.num_groups, shares, per_tile
+
+
+def num_programs(problem: Problem, consumers: int) -> int:
+    """Programs that stay for the whole launch."""
+    return min(problem.processors, item_counts(problem, consumers)[1])
 
 
 def launch(

@@ -1,8 +1,10 @@
-"""Attention to a window, gradient of queries, on Hopper: the last kernel of the backward pass.
+"""Gradient of queries on Hopper, of the window and the compressed branch: the last kernel of the
+backward pass.
 
-The order of work is that of forward.py: an item is 64 queries of NC heads of a group. The kernel
-also adds what the other branches gave, and writes the final gradient. banded_backward.py has the
-equations, parts.py the names.
+The order of work is that of forward.py: an item is 64 queries of NC heads of a group. They walk the
+tiles of their window, then, where compressed keys are given, those. The kernel also adds what the
+other branches gave, and writes the final gradient. banded_backward.py has the equations, parts.py
+the names.
 """
 
 from __future__ import annotations
@@ -19,38 +21,49 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.hopper.parts import (
+    COUNTS,
     PRODUCER_REGISTERS,
     TILE,
     TILE_ROWS,
+    compressed_tiles,
     copy_in,
     copy_out,
+    item_counts,
+    item_of,
     launch,
     matrix,
+    num_compressed,
     num_key_tiles,
+    num_programs,
+    num_rounds,
+    place_after,
     place_of,
     rounded,
     sync_warps,
     tile_rows,
 )
-from nsa.ops.triton.launcher import ceil_div, start
+from nsa.ops.triton.launcher import start
 from nsa.ops.triton.problem import Problem
 
 STAGES = 4
 """Tiles of keys, and as many of values, that are in flight or being read."""
-CLEAR, DIAGONAL, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Tiles that the window covers whole, those on the diagonal, and those at its far end."""
+CONSUMERS = 2
+"""More would not find registers for q, dout and dq."""
+CLEAR, DIAGONAL, FAR, NEAR = (gl.constexpr(i) for i in range(4))
+"""Tiles of which all queries see all keys; of the window, those on the diagonal, and those at its
+far end; of the compressed keys, the last ones."""
 
 
-@gluon.jit(do_not_specialize=("S", "NUM_ITEMS", "NUM_TILES", "Hkv", "G", "W"))
-def window_dq(
-    t_q, t_dout, t_k, t_v, t_dq, p_stats, p_dq_sel, p_dq_more,
-    S, NUM_ITEMS, NUM_TILES, Hkv, G, W, scale, scale_log2,
+@gluon.jit(do_not_specialize=COUNTS)
+def gluon_dq(
+    t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_dq, p_stats, p_stats_cmp, p_dq_sel, p_dq_more,
+    S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dq [B, S, Hq, D] = window + dq_sel (fp32) + dq_more, where given; all are contiguous.
+    """dq [B, S, Hq, D] = window + compressed + dq_sel (fp32) + dq_more, where given.
 
-    stats are [B, Hq, S, 4], as in tile.py. NARROW: W < 64.
+    dq, dq_sel and dq_more are contiguous. stats are [B, Hq, S, 4], as in tile.py. NARROW: W < 64.
     """
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -77,10 +90,10 @@ def window_dq(
     fence_async_shared()
     bufs = (q_bufs, d_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (NUM_ITEMS, NUM_TILES, Hkv, G, W)
-    copied = (t_q, t_dout, t_k, t_v)
-    pointers = (p_stats, p_dq_sel, p_dq_more)
-    shared = (t_dq, pointers, bufs, bars, sizes, S, scale, scale_log2)
+    sizes = (NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, S)
+    copied = (t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp)
+    pointers = (p_stats, p_stats_cmp, p_dq_sel, p_dq_more)
+    shared = (t_dq, pointers, bufs, bars, sizes, scale, scale_log2)
     gl.warp_specialize(
         [
             (_consume, (0, shared, D, STAGES, NARROW, NC)),
@@ -96,46 +109,58 @@ def window_dq(
 def _produce(copied, bufs, bars, sizes, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr):
     """Copy the tiles of all items, in the order in which the consumers read them."""
     it = 0
-    n = 0
-    for item in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
-        it = _copy_item(copied, bufs, bars, sizes, item, it, n, False, D, STAGES, NC)
-        n += 1
+    rounds = num_rounds(sizes[0])
+    for n in range(rounds):
+        it = _copy_item(copied, bufs, bars, sizes, item_of(n), it, n, False, D, STAGES, NC)
     # The consumers begin one item more than there are, and do not end it.
-    _copy_item(copied, bufs, bars, sizes, gl.program_id(0), it, n, True, D, STAGES, NC)
+    item = gl.program_id(0)
+    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, NC)
 
 
 @gluon.jit
 def _copy_item(
     copied, bufs, bars, sizes, item, it, n,
-    BEGIN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr,
+    BEGIN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """Queries and dout of all consumers, then tiles of keys and values; BEGIN: only the first."""
-    t_q, t_dout, t_k, t_v = copied
+    t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp = copied
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     SIZE: gl.constexpr = TILE_ROWS * D * 2
+    i_b, t0, i_g, h0 = place_of(item, sizes, NC)
     for c in gl.static_range(NC):
-        i_b, t0, i_g, i_h = place_of(item, sizes, NC, c)
         mbarrier.wait(q_empty.index(c), (n & 1) ^ 1)
         mbarrier.expect(q_full.index(c), 2 * SIZE)
-        copy_in(t_q, i_b, t0, i_h, q_full.index(c), q_bufs.index(c))
-        copy_in(t_dout, i_b, t0, i_h, q_full.index(c), d_bufs.index(c))
-    i_b, t0, i_g, i_h = place_of(item, sizes, NC, 0)
+        copy_in(t_q, i_b, t0, h0 + c, q_full.index(c), q_bufs.index(c))
+        copy_in(t_dout, i_b, t0, h0 + c, q_full.index(c), d_bufs.index(c))
     num_seen = 1
     if not BEGIN:
-        num_seen, _ = num_key_tiles(t0, sizes[4])
+        num_seen, _ = num_key_tiles(t0, sizes[5])
     for j in range(num_seen):
-        stage = it % STAGES
-        phase = (it // STAGES & 1) ^ 1
-        k0 = t0 - j * TILE_ROWS
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), SIZE)
-        copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
-        mbarrier.wait(v_empty.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), SIZE)
-        copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
+        _copy_keys(t_k, t_v, bufs, bars, i_b, t0 - j * TILE_ROWS, i_g, it, SIZE, STAGES)
         it += 1
+    if not BEGIN and t_k_cmp is not None:
+        num_seen, _ = compressed_tiles(t0, sizes[8], sizes[6], sizes[7])
+        for j in range(num_seen):
+            _copy_keys(t_k_cmp, t_v_cmp, bufs, bars, i_b, j * TILE_ROWS, i_g, it, SIZE, STAGES)
+            it += 1
     return it
+
+
+@gluon.jit
+def _copy_keys(t_k, t_v, bufs, bars, i_b, k0, i_g, it, SIZE: gl.constexpr, STAGES: gl.constexpr):
+    """Tile `it` of keys and values, once its buffers are free."""
+    q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    stage = it % STAGES
+    phase = (it // STAGES & 1) ^ 1
+    mbarrier.wait(k_empty.index(stage), phase)
+    mbarrier.expect(k_full.index(stage), SIZE)
+    copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase)
+    mbarrier.expect(v_full.index(stage), SIZE)
+    copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
 
 
 @gluon.jit
@@ -144,56 +169,76 @@ def _consume(
     NARROW: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first dS is made beside the end of this one."""
-    t_dq, pointers, bufs, bars, sizes, S, scale, scale_log2 = shared
+    t_dq, pointers, bufs, bars, sizes, scale, scale_log2 = shared
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    num_items, num_tiles, Hkv, G, W = sizes
+    num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    mbarrier.wait(q_full.index(C), 0)
-    q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+    q = _take_queries(q_bufs, q_full, 0, C, SL)
     s = _start_scores(q, k_bufs, k_full, 0, STAGES, SL)
-    row = _take_rows(q, pointers, bufs, bars, sizes, gl.program_id(0), S, NC, C, SL)
-    ds = _begin(s, row, bufs, bars, 0, W, scale_log2, STAGES, NARROW, SL, OL)
+    i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
+    row = (i_b * Hkv * SHARES * NC + h0 + C).to(gl.int64) * S
+    stats = _load_stats(pointers[0], row, t0, S, SL)
+    dout = _take_dout(bufs, bars, C, SL)
+    ds = _begin(s, dout, stats, bufs, bars, 0, W, scale_log2, STAGES, NARROW, SL, OL)
     it = 0
-    n = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
+    rounds = num_rounds(num_items)
+    for n in range(rounds):
         num_seen, masked = num_key_tiles(t0, W)
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         it += 1
         for _ in range(1, masked):
             dq, ds = _step(
-                dq, ds, row, bufs, bars, it, 0, scale_log2, CLEAR, STAGES, NARROW, SL, OL
-            )
+                dq, ds, q, dout, stats, bufs, bars, it, 0, scale_log2,
+                CLEAR, STAGES, NARROW, SL, OL,
+            )  # fmt: skip
             it += 1
+        o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+        if pointers[1] is not None:  # they come meanwhile
+            cmp_stats = _load_stats(pointers[1], row, t0, S, SL)
+            seen = num_compressed(t0 + o_t, OFF, STEP)
         for j in range(masked, num_seen):
-            edge = j * TILE_ROWS - W
+            edge = o_t + (j * TILE_ROWS - W)
             dq, ds = _step(
-                dq, ds, row, bufs, bars, it, edge, scale_log2, FAR, STAGES, NARROW, SL, OL
-            )
+                dq, ds, q, dout, stats, bufs, bars, it, edge, scale_log2,
+                FAR, STAGES, NARROW, SL, OL,
+            )  # fmt: skip
             it += 1
+        if pointers[1] is not None:
+            num_seen, masked = compressed_tiles(t0, S, OFF, STEP)
+            for _ in range(masked):
+                dq, ds = _step(
+                    dq, ds, q, dout, cmp_stats, bufs, bars, it, 0, scale_log2,
+                    CLEAR, STAGES, NARROW, SL, OL,
+                )  # fmt: skip
+                it += 1
+            for j in range(masked, num_seen):
+                edge = seen - j * TILE_ROWS
+                dq, ds = _step(
+                    dq, ds, q, dout, cmp_stats, bufs, bars, it, edge, scale_log2,
+                    NEAR, STAGES, NARROW, SL, OL,
+                )  # fmt: skip
+                it += 1
         # The last tile's product with keys, beside the first scores of the next item.
         last = (it - 1) % STAGES
         dq = warpgroup_mma(ds, matrix(k_bufs, last), dq, is_async=True)
-        n += 1
-        mbarrier.wait(q_full.index(C), n & 1)
-        q = matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+        q = _take_queries(q_bufs, q_full, n + 1, C, SL)
         s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
-        o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, OL))
-        stats = pointers[0] + ((i_b * Hkv * G + i_h).to(gl.int64) * S + o_t) * 4
-        gate = gl.load(stats + 2, mask=o_t < S, other=0.0) * scale
+        # Meanwhile, where this item is written, and where the next one is.
+        at_b, at_t, at_h = i_b, t0, h0 + C
+        i_b, t0, i_g, h0 = place_after(n, rounds, sizes, NC)
+        row = (i_b * Hkv * SHARES * NC + h0 + C).to(gl.int64) * S
+        stats = _load_stats(pointers[0], row, t0, S, SL)
         dq, ds = warpgroup_mma_wait(1, deps=(dq, ds))
         mbarrier.arrive(k_empty.index(last))
-        dq = _add_others(dq * gate[:, None], pointers, i_b, t0, i_h, S, Hkv * G, D, OL)
+        dq = _add_others(dq * scale, pointers, at_b, at_t, at_h, S, Hkv * SHARES * NC, D, OL)
         tma.store_wait(0)  # the item before has left the buffer
         matrix(o_bufs, C).store(rounded(dq, o_bufs.dtype))
         fence_async_shared()
-        copy_out(t_dq, i_b, t0, i_h, o_bufs.index(C))
-        following = item + gl.num_programs(0)
-        following = gl.where(following < num_items, following, gl.program_id(0))
-        row = _take_rows(q, pointers, bufs, bars, sizes, following, S, NC, C, SL)
-        ds = _begin(s, row, bufs, bars, it, W, scale_log2, STAGES, NARROW, SL, OL)
+        copy_out(t_dq, at_b, at_t, at_h, o_bufs.index(C))
+        dout = _take_dout(bufs, bars, C, SL)
+        ds = _begin(s, dout, stats, bufs, bars, it, W, scale_log2, STAGES, NARROW, SL, OL)
     tma.store_wait(0)
 
 
@@ -208,60 +253,69 @@ def _start_scores(left, right_bufs, full, it, STAGES: gl.constexpr, SL: gl.const
 
 
 @gluon.jit
-def _take_rows(
-    q, pointers, bufs, bars, sizes, item, S, NC: gl.constexpr, C: gl.constexpr, SL: gl.constexpr
-):
-    """q with dout, as left operands, lse and delta of an item; its buffers are free again."""
+def _take_queries(q_bufs, q_full, n, C: gl.constexpr, SL: gl.constexpr):
+    """Item n's queries, as a left operand."""
+    mbarrier.wait(q_full.index(C), n & 1)
+    return matrix(q_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
+
+
+@gluon.jit
+def _take_dout(bufs, bars, C: gl.constexpr, SL: gl.constexpr):
+    """dout of the queries that were taken, as a left operand; the buffers of both are free."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    i_b, t0, i_g, i_h = place_of(item, sizes, NC, C)
-    o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-    stats = pointers[0] + ((i_b * sizes[2] * sizes[3] + i_h).to(gl.int64) * S + o_t) * 4
-    lse = gl.load(stats, mask=o_t < S, other=0.0)
-    delta = gl.load(stats + 1, mask=o_t < S, other=0.0)
     dout = matrix(d_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
     fence_async_shared()
     sync_warps()
     mbarrier.arrive(q_empty.index(C))
-    return q, dout, lse, delta
+    return dout
+
+
+@gluon.jit
+def _load_stats(p_stats, row, t0, S, SL: gl.constexpr):
+    """Log-sum-exp, gate, and gate * delta of a branch, of the queries of a tile."""
+    o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+    p = p_stats + (row + o_t) * 4
+    lse = gl.load(p, mask=o_t < S, other=0.0)
+    gate = gl.load(p + 2, mask=o_t < S, other=0.0)
+    return lse, gate, gl.load(p + 1, mask=o_t < S, other=0.0) * gate
 
 
 @gluon.jit
 def _begin(
-    s, row, bufs, bars, it, W, scale_log2,
+    s, dout, stats, bufs, bars, it, W, scale_log2,
     STAGES: gl.constexpr, NARROW: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """dS of an item's first tile, which is on the diagonal; its scores were started before."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q, dout, lse, delta = row
     dp = _start_scores(dout, v_bufs, v_full, it, STAGES, SL)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p = _probabilities(s, lse, -W, scale_log2, DIAGONAL, NARROW, SL)
+    edge = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL)) - W
+    p = _probabilities(s, stats[0], edge, scale_log2, DIAGONAL, NARROW, SL)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(v_empty.index(it % STAGES))
-    return _left(p * (dp - delta[:, None]), k_bufs.dtype, OL)
+    return _left(p, dp, stats, k_bufs.dtype, OL)
 
 
 @gluon.jit
 def _step(
-    dq, ds, row, bufs, bars, it, edge, scale_log2,
+    dq, ds, q, dout, stats, bufs, bars, it, edge, scale_log2,
     EDGE: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """dS of tile `it`, beside the product of the dS before with its keys, which dq gets."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q, dout, lse, delta = row
     before = (it - 1) % STAGES
     s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
     dp = _start_scores(dout, v_bufs, v_full, it, STAGES, SL)
     dq = warpgroup_mma(ds, matrix(k_bufs, before), dq, is_async=True)
     s = warpgroup_mma_wait(2, deps=(s,))
-    p = _probabilities(s, lse, edge, scale_log2, EDGE, NARROW, SL)
+    p = _probabilities(s, stats[0], edge, scale_log2, EDGE, NARROW, SL)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     mbarrier.arrive(v_empty.index(it % STAGES))
-    new_ds = _left(p * (dp - delta[:, None]), k_bufs.dtype, OL)
+    new_ds = _left(p, dp, stats, k_bufs.dtype, OL)
     dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
     mbarrier.arrive(k_empty.index(before))
     return dq, new_ds
@@ -271,28 +325,32 @@ def _step(
 def _probabilities(
     s, lse, edge, scale_log2, EDGE: gl.constexpr, NARROW: gl.constexpr, SL: gl.constexpr
 ):
-    """P of a tile; row t sees keys up to t on the diagonal, and after t + edge at the far end."""
+    """P of a tile. A query sees the keys up to its own on the diagonal, those after `edge` at the
+    far end of the window, and those before `edge` of the last compressed ones."""
     p = gl.exp2(s * scale_log2 - lse[:, None])
-    if EDGE != CLEAR:
+    o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
+    if EDGE == DIAGONAL:
         o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-        o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
-        if EDGE == DIAGONAL:
-            p = gl.where(o_k <= o_t[:, None], p, 0.0)
-        if EDGE == FAR or NARROW:
-            p = gl.where(o_k > (o_t + edge)[:, None], p, 0.0)
+        p = gl.where(o_k <= o_t[:, None], p, 0.0)
+    if EDGE == FAR or (EDGE == DIAGONAL and NARROW):
+        p = gl.where(o_k > edge[:, None], p, 0.0)
+    if EDGE == NEAR:
+        p = gl.where(o_k < edge[:, None], p, 0.0)
     return p
 
 
 @gluon.jit
-def _left(ds, dtype: gl.constexpr, OL: gl.constexpr):
-    """dS as the left operand of the product with keys."""
+def _left(p, dp, stats, dtype: gl.constexpr, OL: gl.constexpr):
+    """dS = P * gate * (dP - delta), as the left operand of the product with keys."""
+    lse, gate, gated_delta = stats
+    ds = p * (dp * gate[:, None] - gated_delta[:, None])
     return gl.convert_layout(rounded(ds, dtype), gl.DotOperandLayout(0, OL, 2))
 
 
 @gluon.jit
 def _add_others(dq, pointers, i_b, t0, i_h, S, Hq, D: gl.constexpr, OL: gl.constexpr):
     """dq and what the other branches gave, of [B, S, Hq, D]."""
-    p_stats, p_dq_sel, p_dq_more = pointers
+    p_stats, p_stats_cmp, p_dq_sel, p_dq_more = pointers
     o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, OL))
     o_d = gl.arange(0, D, gl.SliceLayout(0, OL))
     at = ((i_b.to(gl.int64) * S + o_t) * Hq + i_h)[:, None] * D + o_d[None, :]
@@ -310,30 +368,32 @@ def _add_others(dq, pointers, i_b, t0, i_h, S, Hq, D: gl.constexpr, OL: gl.const
 def backward_q(
     problem: Problem,
     q: Tensor,  # [B, S, Hq, D]
-    k: Tensor,  # [B, S, Hkv, D]
-    v: Tensor,  # [B, S, Hkv, D]
+    cmp: tuple[Tensor, Tensor] | None,  # [B, N, Hkv, D], N > 0
+    win: tuple[Tensor, Tensor],  # [B, S, Hkv, D]
     dout: Tensor,  # [B, S, Hq, D]
-    stats: Tensor,  # [B, Hq, S, 4] fp32, of the window branch
+    stats: Tensor,  # [3, B, Hq, S, 4] fp32
     dq_sel: Tensor | None,  # [B, S, Hq, D] fp32
     dq_more: Tensor | None,  # [B, S, Hq, D]
 ) -> Tensor:
-    """Gradient of q: of the window branch, and the sum with what the others gave."""
-    dq, window = problem.empty(*q.shape), problem.spec.w
-    num_tiles = ceil_div(problem.seq_len, TILE)
-    items = problem.batch * num_tiles * (problem.num_heads // 2)
+    """Gradient of q: of the window and, if given, the compressed branch, and what others gave."""
+    dq, spec = problem.empty(*q.shape), problem.spec
     start(
         problem.memo,
-        ("window dq", dq_sel is None, dq_more is None),
-        window_dq,
-        (*(tile_rows(x) for x in (q, dout, k, v, dq)), stats, dq_sel, dq_more),
+        ("window dq" if cmp is None else "both dq", dq_sel is None, dq_more is None),
+        gluon_dq,
+        (
+            *(tile_rows(x) for x in (q, dout, *win)),
+            *((None, None) if cmp is None else (tile_rows(x) for x in cmp)),
+            tile_rows(dq), stats[2], None if cmp is None else stats[0], dq_sel, dq_more,
+        ),
         lambda: launch(
-            min(problem.processors, items),
+            num_programs(problem, CONSUMERS),
             (
-                problem.seq_len, items, num_tiles, problem.num_groups, problem.per_group, window,
+                *item_counts(problem, CONSUMERS), spec.w, spec.l - 1, spec.d,
                 problem.scale, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE},
-            2,
+            {"D": problem.d_k, "STAGES": STAGES, "NARROW": spec.w < TILE},
+            CONSUMERS,
         ),
     )  # fmt: skip
     return dq
