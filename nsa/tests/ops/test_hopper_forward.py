@@ -200,7 +200,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[range]]:
     real = selected_forward.forward_group
 
     def noted(*args: Any) -> None:
-        seen.append(args[2])
+        if not args[3].is_meta:  # such a call compiles ahead
+            seen.append(args[2])
         real(*args)
 
     monkeypatch.setattr(selected_forward, "forward_group", noted)
