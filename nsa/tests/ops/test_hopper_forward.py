@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa import BlockSpec, compress, nsa_attention, sparse_attention
 from nsa.ops import machine
 from nsa.ops.machine import interpreted
-from nsa.ops.plan import NO_FLAGS
 from nsa.ops.triton import block_index, by_block_forward, launcher, problem
 from nsa.ops.triton.select import Selection
 from nsa.tests.support.compiling import (
@@ -25,11 +25,10 @@ from nsa.tests.support.compiling import (
     shared_addresses,
     starting_on,
 )
-from nsa.tests.support.gpu import DEVICE, compare, device_inputs, needs_gpu, on_device
+from nsa.tests.support.gpu import DEVICE, compare, device_inputs, on_device
 from nsa.tests.support.helpers import Case, run
+from nsa.tests.support.hopper import DTYPES, FEW, marked, problem_of
 
-FEW = BlockSpec(n_sel=4)
-"""Few blocks, so that short sequences are beyond the masked order."""
 if interpreted():
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
@@ -37,23 +36,7 @@ if interpreted():
 # --- Where it runs ---
 
 
-def problem_on(
-    capability: int = 90,
-    S: int = 4100,
-    G: int = 6,
-    dims: tuple[int, int] = (64, 64),
-    dtype: torch.dtype = torch.bfloat16,
-    spec: BlockSpec = FEW,
-    docs: tuple[int, ...] = (),
-    offset: int = 0,
-) -> problem.Problem:
-    """A problem on a GPU that is not here."""
-    q = torch.empty(1, S, 2 * G, dims[0], dtype=dtype, device="meta")
-    v = torch.empty(1, S, 2, dims[1], dtype=dtype, device="meta")
-    places = ([S], [offset]) if offset else ((), ())
-    made = problem.Problem(q, v, spec, 0.1, list(docs) or [S + offset], NO_FLAGS, *places)
-    made.__dict__["capability"] = divmod(capability, 10)
-    return made
+problem_on = partial(problem_of, S=4100, G=6, dims=(64, 64))
 
 
 WIDE = (128, 128)
@@ -225,16 +208,6 @@ CASES = {
         Case(FEW, S=1500, Hkv=1, G=16, Dk=128, Dv=128, docs=(700, 63, 65, 672)),
     ),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-on_sm_90 = pytest.mark.skipif(
-    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernel is for compute capability 9.0",
-)
-
-
-def marked(*cases: Any) -> list[Any]:
-    """Parameters of tests that need such a GPU."""
-    return [pytest.param(case, marks=[*needs_gpu, on_sm_90]) for case in cases]
 
 
 @pytest.mark.parametrize("name", marked(*CASES))

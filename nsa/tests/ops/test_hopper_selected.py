@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops import machine
 from nsa.ops.machine import interpreted
-from nsa.ops.plan import NO_FLAGS
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import block_index, by_block_backward, launcher, problem
 from nsa.ops.triton.select import Selection
@@ -33,13 +33,11 @@ from nsa.tests.support.gpu import (
     device_dout,
     device_inputs,
     forward_backward,
-    needs_gpu,
     on_device,
 )
 from nsa.tests.support.helpers import Case
+from nsa.tests.support.hopper import DTYPES, FEW, marked, problem_of
 
-FEW = BlockSpec(n_sel=4)
-"""Blocks of few tokens, so that short sequences are beyond the masked order."""
 if interpreted():
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
@@ -47,23 +45,7 @@ if interpreted():
 # --- Where it runs ---
 
 
-def problem_on(
-    capability: int,
-    S: int = 1100,
-    G: int = 16,
-    dims: tuple[int, int] = (128, 128),
-    dtype: torch.dtype = torch.bfloat16,
-    spec: BlockSpec = FEW,
-    docs: tuple[int, ...] = (),
-    offset: int = 0,
-) -> problem.Problem:
-    """A problem on a GPU that is not here."""
-    q = torch.empty(1, S, 2 * G, dims[0], dtype=dtype, device="meta")
-    v = torch.empty(1, S, 2, dims[1], dtype=dtype, device="meta")
-    places = ([S], [offset]) if offset else ((), ())
-    made = problem.Problem(q, v, spec, 0.1, list(docs) or [S + offset], NO_FLAGS, *places)
-    made.__dict__["capability"] = divmod(capability, 10)
-    return made
+problem_on = partial(problem_of, S=1100, G=16, dims=(128, 128))
 
 
 MEASURED: list[dict[str, Any]] = [dict(S=4096), dict(S=65536), dict(S=5001, dtype=torch.float16)]
@@ -212,16 +194,6 @@ CASES = {
     "10 heads": ("fp16", Case(FEW, S=900, Hkv=1, G=10, Dk=64, Dv=64)),
     "1 head": ("bf16", Case(FEW, S=900, Hkv=3, G=1, Dk=128, Dv=128)),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-on_sm_90 = pytest.mark.skipif(
-    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernel is for compute capability 9.0",
-)
-
-
-def marked(*cases: Any) -> list[Any]:
-    """Parameters of tests that need such a GPU."""
-    return [pytest.param(case, marks=[*needs_gpu, on_sm_90]) for case in cases]
 
 
 @pytest.mark.parametrize("name", marked(*CASES))
