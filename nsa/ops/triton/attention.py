@@ -239,7 +239,8 @@ def _band(
     if branch in routes:
         kernel = routes[branch]
         return flash.forward(branch, q, k, v, problem.spec, problem.scale, lse, kernel)
-    if problem.hopper.cmp_forward if branch == 0 else problem.hopper.forward:
+    in_gluon = problem.hopper.cmp_forward if branch == 0 else problem.hopper.forward
+    if in_gluon:
         from nsa.ops.triton.hopper import forward as hopper_forward
 
         return hopper_forward.forward(problem, branch, q, k, v, lse)
@@ -318,7 +319,8 @@ def _band_kv(
     bits: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the keys and values of the compressed or window branch."""
-    if problem.hopper.cmp_keys if branch == 0 else problem.hopper.keys:
+    in_gluon = problem.hopper.cmp_keys if branch == 0 else problem.hopper.keys
+    if in_gluon:
         from nsa.ops.triton.hopper import keys as hopper_keys
 
         return hopper_keys.backward_kv(problem, branch, q, *keys, dout, stats)
@@ -343,8 +345,8 @@ def _backward_q(
     """
     masked = 1 in walked and dq_sel is None
     compressed = 0 in walked and keys[0][0].shape[1] > 0
-    taken = problem.hopper.both_queries if compressed else problem.hopper.queries
-    if 2 in walked and taken and not masked:
+    in_gluon = problem.hopper.both_queries if compressed else problem.hopper.queries
+    if in_gluon and 2 in walked and not masked:
         from nsa.ops.triton.hopper import queries
 
         cmp = keys[0] if compressed else None
