@@ -125,14 +125,14 @@ def group_scores(
 
 @triton.jit
 def _count(is_one):
-    """How many of [BQ, ROUNDS, LANES, 4] are true, for each query."""
-    return tl.sum(tl.sum(tl.sum(is_one.to(tl.int32), axis=3), axis=1), axis=1)
+    """How many of [BQ, ROUNDS, COLUMNS] are true, for each query."""
+    return tl.sum(tl.sum(is_one.to(tl.int32), axis=1), axis=1)
 
 
 @triton.jit
 def _each(x):
-    """A number for each query, as [BQ, 1, 1, 1]."""
-    return x[:, None, None, None]
+    """A number for each query, as [BQ, 1, 1]."""
+    return x[:, None, None]
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _raised(key, need, low, high):
         is_open = (reached > need) & (tied == 0)
         # Unsigned, keys below the bound are far above it.
         above = (key - _each(low)).to(tl.uint32, bitcast=True)
-        least = low + tl.min(tl.min(tl.min(above, 3), 1), 1).to(tl.int32, bitcast=True)
+        least = low + tl.min(tl.min(above, 1), 1).to(tl.int32, bitcast=True)
         half = tl.maximum(low + (high - low + 1) // 2, least + 1)
         middle = tl.where(reached - need > FEW_TOO_MANY, half, least + 1)
         now = _count(key >= _each(middle))
@@ -178,23 +178,23 @@ def _raised(key, need, low, high):
 @triton.jit
 def _taken(
     key, o_j, need, is_all,
-    N_SEL: tl.constexpr, ROUNDS: tl.constexpr, LANES: tl.constexpr,
+    N_SEL: tl.constexpr, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Which of the keys [BQ, ROUNDS, LANES, 4] are among the `need` largest; keys < 0 never are.
+    """Which of the keys [BQ, ROUNDS, COLUMNS] are among the `need` largest; keys < 0 never are.
 
     Bisection for the largest bound that at least `need` keys reach; of equal keys the lower block
     wins. With several rounds, the bound of their largest keys comes first: it is nearly the same,
     and has fewer numbers to count. `is_all`: every candidate is taken.
     """
     columns = key
-    if ROUNDS > 1 and N_SEL <= LANES * 4:
+    if ROUNDS > 1 and N_SEL <= COLUMNS:
         columns = tl.max(key, axis=1, keep_dims=True)
-    top = tl.max(tl.max(tl.max(columns, 3), 1), 1)
+    top = tl.max(tl.max(columns, 1), 1)
     least = tl.where(columns < 0, 0x7FFFFFFF, columns)
-    least = tl.minimum(tl.min(tl.min(tl.min(least, 3), 1), 1), tl.maximum(top, 0))
+    least = tl.minimum(tl.min(tl.min(least, 1), 1), tl.maximum(top, 0))
     high = tl.where(is_all, 0, top)
     low = _bound(columns, need, tl.where(is_all, 0, least), high)
-    if ROUNDS > 1 and N_SEL <= LANES * 4:
+    if ROUNDS > 1 and N_SEL <= COLUMNS:
         low = _raised(key, need, low, high)
     taken = key >= _each(low)
     reached = _count(taken)
@@ -202,13 +202,13 @@ def _taken(
         # A tie: bisection for the last block that is still taken.
         equal = key == _each(low)
         spare = need - _count(key > _each(low))
-        before, last = need * 0 - 1, need * 0 + ROUNDS * LANES * 4 - 1
+        before, last = need * 0 - 1, need * 0 + ROUNDS * COLUMNS - 1
         while tl.max((before < last).to(tl.int32), axis=0) != 0:
             middle = (before + last) >> 1
             is_enough = _count(equal & (o_j <= _each(middle))) >= spare
             before = tl.where(is_enough, before, middle + 1)
             last = tl.where(is_enough, middle, last)
-        last = tl.where(reached > need, last, ROUNDS * LANES * 4)
+        last = tl.where(reached > need, last, ROUNDS * COLUMNS)
         taken = taken & ((equal == 0) | (o_j <= _each(last)))
     return taken
 
@@ -223,26 +223,32 @@ def _joined(scores, b_part, LARGEST: tl.constexpr):
 
 @triton.jit
 def _with_edges(
-    scores, p_scores, i_bg, o_q, num_rows, WIDTH, last,
-    EDGE: tl.constexpr, ROUNDS: tl.constexpr, LANES: tl.constexpr,
+    scores, p_scores, i_bg, o_q, num_rows, WIDTH, current,
+    EDGE: tl.constexpr, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BQ, ROUNDS, LANES, 4] and what hopper/scores.py has stored apart for every EDGE-th
+    """Scores [BQ, ROUNDS, COLUMNS] and what hopper/scores.py has stored apart for every EDGE-th
     block, behind the scores of all segments."""
     edges = WIDTH // (EDGE // 2)
     p_edges = p_scores + tl.num_programs(1).to(tl.int64) * num_rows * WIDTH
-    p_edges += ((i_bg * num_rows + o_q) * edges)[:, None, None]
-    o_j = tl.arange(0, ROUNDS)[:, None] * (LANES * 4) + tl.arange(0, LANES)[None, :] * 4
+    p_edges += _each((i_bg * num_rows + o_q) * edges)
+    # Of the four blocks that a lane holds, the first: [BQ, ROUNDS, COLUMNS / 4].
+    LANES: tl.constexpr = COLUMNS // 4
+    o_j = tl.arange(0, ROUNDS)[:, None] * COLUMNS + tl.arange(0, LANES)[None, :] * 4
     o_j = o_j[None, :, :]
-    here = (o_j % EDGE == 0) & (o_j > 0) & (o_j <= last[:, None, None])
+    here = (o_j % EDGE == 0) & (o_j > 0) & (o_j <= _each(current))
     b_edge = tl.load(p_edges + o_j // EDGE, mask=here, other=0.0)
     is_first = (tl.arange(0, 4) == 0)[None, None, None, :]
-    return scores + tl.where(is_first, b_edge[:, :, :, None], 0.0)
+    parts = tl.reshape(scores, [scores.shape[0], ROUNDS, LANES, 4])
+    parts += tl.where(is_first, b_edge[:, :, :, None], 0.0)
+    return tl.reshape(parts, [scores.shape[0], ROUNDS, COLUMNS])
 
 
 @triton.jit
-def _store_ids(p_rows, chosen, o_j, m_q, ROUNDS: tl.constexpr, LANES: tl.constexpr):
-    """Store the chosen of the blocks [BQ, ROUNDS, LANES, 4] in ascending order."""
+def _store_ids(p_rows, chosen, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store the chosen of the blocks [BQ, ROUNDS, COLUMNS] in ascending order."""
     if ROUNDS <= 8:
+        LANES: tl.constexpr = COLUMNS // 4
+        chosen = tl.reshape(chosen, [chosen.shape[0], ROUNDS, LANES, 4])
         # The choices of a lane as bits of a word, and their number in each round as a byte.
         o_r, o_4 = tl.arange(0, ROUNDS), tl.arange(0, 4)
         bit = (o_r[:, None] * 4 + o_4[None, :])[None, :, None, :]
@@ -258,13 +264,13 @@ def _store_ids(p_rows, chosen, o_j, m_q, ROUNDS: tl.constexpr, LANES: tl.constex
             lowest = (words & -words).to(tl.uint32, bitcast=True).to(tl.float32)
             at = tl.maximum((lowest.to(tl.int32, bitcast=True) >> 23) - 127, 0)
             shift = (at >> 2) * 8
-            id = (at >> 2) * (LANES * 4) + o_lane + (at & 3)
+            id = (at >> 2) * COLUMNS + o_lane + (at & 3)
             here = ((place >> shift.to(tl.int64)) & 0xFF).to(tl.int32)
             tl.store(p_rows[:, None] + here, id, mask=words != 0)
             place += tl.full([1, 1], 1, tl.int64) << shift.to(tl.int64)
             words = words & (words - 1)
     else:
-        flat: tl.constexpr = ROUNDS * LANES * 4
+        flat: tl.constexpr = ROUNDS * COLUMNS
         chosen = tl.reshape(chosen, [chosen.shape[0], flat])
         place = tl.cumsum(chosen, axis=1) - 1
         o_b = tl.arange(0, flat)[None, :] + place * 0
@@ -287,10 +293,12 @@ def choose_blocks(
 
     STRIDES = l_sel / d and OVERLAP = l / d. LARGEST: a block's score is its largest part, not the
     sum. Ids and bits count from the first block of the row's document.
-    A warp reads four blocks for each lane at a time, so that blocks are [ROUNDS, LANES, 4].
+    A warp reads four blocks for each lane at a time, so that blocks are [ROUNDS, COLUMNS]. Not
+    [ROUNDS, lanes, 4]: Triton would spread the rounds over the lanes, and every count of blocks
+    would take 26 shuffles instead of 5.
     """
-    LANES: tl.constexpr = 32 if NB >= 128 else NB // 4
-    ROUNDS: tl.constexpr = NB // (LANES * 4)
+    COLUMNS: tl.constexpr = 128 if NB >= 128 else NB
+    ROUNDS: tl.constexpr = NB // COLUMNS
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
     o_q = tl.program_id(0) * BQ + tl.arange(0, BQ)
@@ -304,15 +312,15 @@ def choose_blocks(
     # Compressed tokens that the query sees, the band of tile.py.
     num_visible = tl.maximum((position - OFF + STEP) // STEP, 0)
     current = tl.where(m_q, position // L_SEL, -1)
-    o_j = tl.arange(0, ROUNDS)[:, None, None] * (LANES * 4) + tl.arange(0, LANES)[None, :, None] * 4
-    o_j = (o_j + tl.arange(0, 4)[None, None, :])[None, :, :, :]
+    o_j = tl.arange(0, ROUNDS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    o_j = o_j[None, :, :]
     if LEVELS > 0:
         # score[j] = sum over levels of part[level, j]. Visible tokens lie in the first num_written
         # blocks, and group_scores did not write the others. Loads are of four blocks. The ranked
         # blocks are all among the written ones where few tokens are not visible (SAFE).
         SAFE: tl.constexpr = OVERLAP < STRIDES
         num_written = tl.cdiv(num_visible, STRIDES)
-        scores = tl.zeros([BQ, ROUNDS, LANES, 4], tl.float32)
+        scores = tl.zeros([BQ, ROUNDS, COLUMNS], tl.float32)
         for level in tl.static_range(LEVELS):
             p_rows = p_scores + (i_bg * LEVELS + level) * num_rows * WIDTH
             p_rows += _each(o_q.to(tl.int64) * WIDTH)
@@ -325,12 +333,11 @@ def choose_blocks(
             scores = _joined(scores, b_part, LARGEST) if level > 0 else b_part
         if EDGE > 0:
             scores = _with_edges(
-                scores, p_scores, i_bg, o_q, num_rows, WIDTH,
-                tl.where(m_q, current, -1), EDGE, ROUNDS, LANES,
-            )  # fmt: skip
+                scores, p_scores, i_bg, o_q, num_rows, WIDTH, current, EDGE, ROUNDS, COLUMNS
+            )
     else:
         # Eq. 9 token by token: i runs over the tokens that overlap each stride of the block.
-        scores = tl.zeros([BQ, ROUNDS, LANES, 4], tl.float32)
+        scores = tl.zeros([BQ, ROUNDS, COLUMNS], tl.float32)
         p_rows = p_scores + _each((i_bg * num_rows + o_q) * WIDTH + base)
         for stride in range(0, STRIDES):
             for back in range(0, OVERLAP):
@@ -345,13 +352,13 @@ def choose_blocks(
     # How many blocks are left to rank: n_sel minus the forced ones, or all there are.
     num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
     need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
-    taken = _taken(key, o_j, need, current < N_SEL, N_SEL, ROUNDS, LANES)
+    taken = _taken(key, o_j, need, current < N_SEL, N_SEL, ROUNDS, COLUMNS)
     forced = (o_j <= _each(current)) & ((o_j < NUM_FIRST) | (o_j > _each(current - NUM_LOCAL)))
     chosen = (forced | taken).to(tl.int32)
 
     # ids [N_SEL]: the running count of chosen blocks is the place of each one; then -1.
     p_ids = p_selection + ((i_b * S + o_t) * Hkv + i_g) * N_SEL
-    _store_ids(p_ids, chosen, o_j, m_q, ROUNDS, LANES)
+    _store_ids(p_ids, chosen, ROUNDS, COLUMNS)
     o_n = tl.arange(0, N_SEL_PAD)
     num_chosen = num_forced + need
     tl.store(p_num_chosen + i_bg * S + o_t, num_chosen, mask=m_q)
