@@ -283,7 +283,8 @@ class Problem:
             return False
         if self.per_group % 2 or self.per_group > SCORED_GROUP:
             return False
-        return self.seq_len >= SCORED_FROM.get((self.d_k, self.per_group), MAX_TOKENS + 1)
+        since = SCORED_FROM.get((self.d_k, self.per_group), MAX_TOKENS + 1)
+        return bool(HOPPER) or self.seq_len >= since
 
     @property
     def _takes_hopper(self) -> bool:
