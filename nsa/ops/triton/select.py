@@ -153,7 +153,8 @@ def _bound(columns, need, low, high):
 
 @triton.jit
 def _raised(key, need, low, high):
-    """`low`, which more than `need` keys may reach, raised until `need` do or all else are equal.
+    """`low`, which more than `need` keys may reach, raised until `need` do or all else are equal;
+    and how many do.
 
     Few keys too many: the bound passes the least of them; else bisection.
     """
@@ -172,7 +173,7 @@ def _raised(key, need, low, high):
         high = tl.where(is_enough, high, middle - 1)
         low = tl.where(is_open & is_enough, middle, tl.where(tied & is_open, least, low))
         reached = tl.where(is_open & is_enough, now, reached)
-    return low
+    return low, reached
 
 
 @triton.jit
@@ -195,9 +196,10 @@ def _taken(
     high = tl.where(is_all, 0, top)
     low = _bound(columns, need, tl.where(is_all, 0, least), high)
     if ROUNDS > 1 and N_SEL <= COLUMNS:
-        low = _raised(key, need, low, high)
+        low, reached = _raised(key, need, low, high)
+    else:
+        reached = _count(key >= _each(low))
     taken = key >= _each(low)
-    reached = _count(taken)
     if tl.max((reached > need).to(tl.int32), axis=0) != 0:
         # A tie: bisection for the last block that is still taken.
         equal = key == _each(low)
@@ -239,7 +241,7 @@ def _with_edges(
     b_edge = tl.load(p_edges + o_j // EDGE, mask=here, other=0.0)
     is_first = (tl.arange(0, 4) == 0)[None, None, None, :]
     parts = tl.reshape(scores, [scores.shape[0], ROUNDS, LANES, 4])
-    parts += tl.where(is_first, b_edge[:, :, :, None], 0.0)
+    parts = tl.where(is_first, parts + b_edge[:, :, :, None], parts)
     return tl.reshape(parts, [scores.shape[0], ROUNDS, COLUMNS])
 
 
@@ -249,12 +251,17 @@ def _store_ids(p_rows, chosen, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr):
     if ROUNDS <= 8:
         LANES: tl.constexpr = COLUMNS // 4
         chosen = tl.reshape(chosen, [chosen.shape[0], ROUNDS, LANES, 4])
-        # The choices of a lane as bits of a word, and their number in each round as a byte.
+        # The choices of a lane as bits of a word, four for each round, and their number in each
+        # round as a byte: first of two bits, then of four, which are then moved apart.
         o_r, o_4 = tl.arange(0, ROUNDS), tl.arange(0, 4)
         bit = (o_r[:, None] * 4 + o_4[None, :])[None, :, None, :]
         words = tl.sum(tl.sum(chosen << bit, axis=3), axis=1)
-        counts = tl.sum(chosen, axis=3).to(tl.int64) << (o_r * 8)[None, :, None]
-        counts = tl.sum(counts, axis=1)
+        pairs = words.to(tl.uint32, bitcast=True)
+        pairs -= (pairs >> 1) & 0x55555555
+        counts = ((pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)).to(tl.int64)
+        counts = (counts | (counts << 16)) & 0x0000FFFF0000FFFF
+        counts = (counts | (counts << 8)) & 0x00FF00FF00FF00FF
+        counts = (counts | (counts << 4)) & 0x0F0F0F0F0F0F0F0F
         # Chosen blocks before: those of lower lanes and, by the product, those of earlier rounds.
         rounds = tl.sum(counts, axis=1) * 0x0101010101010100
         place = tl.cumsum(counts, axis=1) - counts + rounds[:, None]
