@@ -29,6 +29,8 @@ FEW_IDS = tl.constexpr(16)
 """Ids of a query that pack_selection compares in pairs: faster than by the bits of all blocks."""
 FIRST_GUESS = tl.constexpr(2 << 23)
 """2 in the exponent field of fp32: subtracted from the bits of a number, it divides by 4."""
+FEW_COLUMNS = tl.constexpr(4)
+"""Columns of the blocks where they are few: a row is then what one lane holds."""
 FEW_TOO_MANY = tl.constexpr(8)
 """Keys above the bound and not needed, up to which it is raised key by key."""
 
@@ -125,8 +127,23 @@ def group_scores(
 
 @triton.jit
 def _count(is_one):
-    """How many of [BQ, ROUNDS, COLUMNS] are true, for each query."""
-    return tl.sum(tl.sum(is_one.to(tl.int32), axis=1), axis=1)
+    """How many of [BQ, ROUNDS, COLUMNS] are true, for each query; first those of a lane."""
+    OWN: tl.constexpr = 2 if is_one.shape[2] == FEW_COLUMNS else 1
+    return tl.sum(tl.sum(is_one.to(tl.int32), axis=OWN), axis=1)
+
+
+@triton.jit
+def _least(x):
+    """The least of [BQ, ROUNDS, COLUMNS], for each query."""
+    OWN: tl.constexpr = 2 if x.shape[2] == FEW_COLUMNS else 1
+    return tl.min(tl.min(x, OWN), 1)
+
+
+@triton.jit
+def _largest(x):
+    """The largest of [BQ, ROUNDS, COLUMNS], for each query."""
+    OWN: tl.constexpr = 2 if x.shape[2] == FEW_COLUMNS else 1
+    return tl.max(tl.max(x, OWN), 1)
 
 
 @triton.jit
@@ -164,7 +181,7 @@ def _raised(key, need, low, high):
         is_open = (reached > need) & (tied == 0)
         # Unsigned, keys below the bound are far above it.
         above = (key - _each(low)).to(tl.uint32, bitcast=True)
-        least = low + tl.min(tl.min(above, 1), 1).to(tl.int32, bitcast=True)
+        least = low + _least(above).to(tl.int32, bitcast=True)
         half = tl.maximum(low + (high - low + 1) // 2, least + 1)
         middle = tl.where(reached - need > FEW_TOO_MANY, half, least + 1)
         now = _count(key >= _each(middle))
@@ -188,14 +205,14 @@ def _taken(
     and has fewer numbers to count. `is_all`: every candidate is taken.
     """
     columns = key
-    if ROUNDS > 1 and N_SEL <= COLUMNS:
+    if COLUMNS > FEW_COLUMNS and N_SEL <= COLUMNS:
         columns = tl.max(key, axis=1, keep_dims=True)
-    top = tl.max(tl.max(columns, 1), 1)
+    top = _largest(columns)
     least = tl.where(columns < 0, 0x7FFFFFFF, columns)
-    least = tl.minimum(tl.min(tl.min(least, 1), 1), tl.maximum(top, 0))
+    least = tl.minimum(_least(least), tl.maximum(top, 0))
     high = tl.where(is_all, 0, top)
     low = _bound(columns, need, tl.where(is_all, 0, least), high)
-    if ROUNDS > 1 and N_SEL <= COLUMNS:
+    if COLUMNS > FEW_COLUMNS and N_SEL <= COLUMNS:
         low, reached = _raised(key, need, low, high)
     else:
         reached = _count(key >= _each(low))
@@ -246,10 +263,11 @@ def _with_edges(
 
 
 @triton.jit
-def _store_ids(p_rows, chosen, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store the chosen of the blocks [BQ, ROUNDS, COLUMNS] in ascending order."""
+def _store_ids(p_rows, chosen, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store the chosen of the blocks [BQ, ROWS, COLUMNS] in ascending order."""
+    ROUNDS: tl.constexpr = ROWS if COLUMNS > FEW_COLUMNS else 1
     if ROUNDS <= 8:
-        LANES: tl.constexpr = COLUMNS // 4
+        LANES: tl.constexpr = ROWS * COLUMNS // ROUNDS // 4
         chosen = tl.reshape(chosen, [chosen.shape[0], ROUNDS, LANES, 4])
         # The choices of a lane as bits of a word, four for each round, and their number in each
         # round as a byte: first of two bits, then of four, which are then moved apart.
@@ -271,7 +289,7 @@ def _store_ids(p_rows, chosen, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr):
             lowest = (words & -words).to(tl.uint32, bitcast=True).to(tl.float32)
             at = tl.maximum((lowest.to(tl.int32, bitcast=True) >> 23) - 127, 0)
             shift = (at >> 2) * 8
-            id = (at >> 2) * COLUMNS + o_lane + (at & 3)
+            id = (at >> 2) * (LANES * 4) + o_lane + (at & 3)
             here = ((place >> shift.to(tl.int64)) & 0xFF).to(tl.int32)
             tl.store(p_rows[:, None] + here, id, mask=words != 0)
             place += tl.full([1, 1], 1, tl.int64) << shift.to(tl.int64)
@@ -300,11 +318,11 @@ def choose_blocks(
 
     STRIDES = l_sel / d and OVERLAP = l / d. LARGEST: a block's score is its largest part, not the
     sum. Ids and bits count from the first block of the row's document.
-    A warp reads four blocks for each lane at a time, so that blocks are [ROUNDS, COLUMNS]. Not
-    [ROUNDS, lanes, 4]: Triton would spread the rounds over the lanes, and every count of blocks
-    would take 26 shuffles instead of 5.
+    A lane reads four blocks at a time. Many blocks are [ROUNDS, 128], the columns over the lanes of
+    a warp, so that a round is a register and a count one instruction for all lanes. Up to 128 are
+    [lanes, 4], and Triton gives the lanes to different queries first.
     """
-    COLUMNS: tl.constexpr = 128 if NB >= 128 else NB
+    COLUMNS: tl.constexpr = 128 if NB > 128 else FEW_COLUMNS
     ROUNDS: tl.constexpr = NB // COLUMNS
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
