@@ -35,19 +35,21 @@ STAGES = 4
 """Tiles of queries, one head each, that are in flight or being read."""
 KEYS = 128
 """Compressed tokens of a consumer."""
+MODE = 3
+"""Experiment: 1 turns, 2 guarded, 4 single."""
 EDGE = 32
 """Blocks of a consumer."""
 EDGE_BLOCKS, EDGE_SHARE = gl.constexpr(EDGE), gl.constexpr(EDGE // 2)
 KEY_ROWS, PAIR = gl.constexpr(KEYS), gl.constexpr(2 * KEYS)
-COUNTS = ("FIRST", "STOP", "S", "NUM_ITEMS", "NUM_TILES", "SEGMENTS", "Hkv", "OFF", "STEP")
+COUNTS = ("FIRST", "STOP", "S", "NUM_ITEMS", "NUM_TILES", "SEGMENTS", "Hkv", "OFF", "STEP", "ONE")
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def gluon_scores(
     t_q, t_k, p_lse, p_scores,
-    FIRST, STOP, S, NUM_ITEMS, NUM_TILES, SEGMENTS, Hkv, WIDTH, OFF, STEP, scale_log2,
+    FIRST, STOP, S, NUM_ITEMS, NUM_TILES, SEGMENTS, Hkv, WIDTH, OFF, STEP, ONE, scale_log2,
     D: gl.constexpr, G: gl.constexpr,
-    STRIDES: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
+    STRIDES: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Block scores of the rows FIRST .. STOP - 1, fp32 [B * Hkv, rows, WIDTH], but for what a block
@@ -64,23 +66,25 @@ def gluon_scores(
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=NC)
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
+        mbarrier.init(turns.index(i), count=1)
     # The copies are asynchronous, and must see the barriers as they were just written.
     fence_async_shared()
     bufs = (q_bufs, k_bufs)
-    bars = (q_full, q_empty, k_full, k_empty)
+    bars = (q_full, q_empty, k_full, k_empty, turns)
     sizes = (FIRST, NUM_ITEMS, NUM_TILES, SEGMENTS, Hkv, OFF, STEP)
-    shared = (p_lse, p_scores, bufs, bars, sizes, STOP, S, WIDTH, scale_log2)
+    shared = (p_lse, p_scores, bufs, bars, sizes, STOP, S, WIDTH, ONE, scale_log2)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, D, G, STRIDES, OVERLAP, STAGES)),
-            (_consume, (1, shared, D, G, STRIDES, OVERLAP, STAGES)),
-            (_produce, ((t_q, t_k), bufs, bars, sizes, D, G, STAGES)),
+            (_consume, (0, shared, D, G, STRIDES, OVERLAP, STAGES, MODE)),
+            (_consume, (1, shared, D, G, STRIDES, OVERLAP, STAGES, MODE)),
+            (_produce, ((t_q, t_k), bufs, bars, sizes, D, G, STAGES, MODE)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -126,7 +130,8 @@ def _num_rounds(num_items):
 
 @gluon.jit
 def _produce(
-    copied, bufs, bars, sizes, D: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr
+    copied, bufs, bars, sizes, D: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    MODE: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of all items, in the order in which the consumers read them."""
     it = 0
@@ -135,7 +140,8 @@ def _produce(
         item = n * gl.num_programs(0) + gl.program_id(0)
         it = _copy_item(copied, bufs, bars, sizes, item, it, n, G, D, G, STAGES)
     # The consumers begin one item more than there are, and do not end it.
-    _copy_item(copied, bufs, bars, sizes, gl.program_id(0), it, rounds, 1, D, G, STAGES)
+    if MODE < 4:
+        _copy_item(copied, bufs, bars, sizes, gl.program_id(0), it, rounds, 1, D, G, STAGES)
 
 
 @gluon.jit
@@ -146,7 +152,7 @@ def _copy_item(
     """The keys of both consumers, then the queries head by head."""
     t_q, t_k = copied
     q_bufs, k_bufs = bufs
-    q_full, q_empty, k_full, k_empty = bars
+    q_full, q_empty, k_full, k_empty, turns = bars
     segment, t0, k0 = _place_of(item, sizes)
     i_b = segment // sizes[4]
     i_g = segment - i_b * sizes[4]
@@ -168,44 +174,60 @@ def _copy_item(
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr,
     G: gl.constexpr,
-    STRIDES: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
+    STRIDES: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """KEYS tokens of every item.
 
     p_cmp = exp2(q k^T * scale_log2 - lse), summed over the heads.
     """
-    p_lse, p_scores, bufs, bars, sizes, STOP, S, WIDTH, scale_log2 = shared
-    q_full, q_empty, k_full, k_empty = bars
+    p_lse, p_scores, bufs, bars, sizes, STOP, S, WIDTH, ONE, scale_log2 = shared
+    q_full, q_empty, k_full, k_empty, turns = bars
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_ROWS, 16])
     o_m = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
     rounds = _num_rounds(sizes[1])
     segment, t0, k0 = _place_of(gl.program_id(0), sizes)
-    mbarrier.wait(k_full.index(0), 0)
-    s = _product(bufs, bars, 0, 0, C, SL, STAGES)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(q_empty.index(0))
+    s = gl.zeros([TILE_ROWS, KEY_ROWS], gl.float32, SL)
+    if MODE < 4:
+        mbarrier.wait(k_full.index(0), 0)
+        s = _product(bufs, bars, 0, 0, C, SL, STAGES, MODE)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(q_empty.index(0))
     it = 0
     for n in range(rounds):
         p_row = p_lse + (segment.to(gl.int64) * (G * S) + gl.minimum(t0 + o_m, S - 1))
         total = gl.zeros([TILE_ROWS, KEY_ROWS], gl.float32, SL)
-        total, s = _add_heads(
-            total, s, p_row, bufs, bars, it, n, S, scale_log2, C, SL, G, STAGES
-        )
-        it += G
+        if MODE < 4:
+            total, s = _add_heads(
+                total, s, p_row, bufs, bars, it, n, S, ONE, scale_log2, C, SL, G, STAGES, MODE
+            )
+            it += G
+        else:
+            mbarrier.wait(k_full.index(n % 2), n // 2 & 1)
+            lse = gl.load(p_row)
+            for g in range(G):
+                one = _product(bufs, bars, it, n, C, SL, STAGES, MODE)
+                p_row += gl.where(g + 1 < G, S, 0)
+                next_lse = gl.load(p_row)
+                one = warpgroup_mma_wait(0, deps=(one,))
+                mbarrier.arrive(q_empty.index(it % STAGES))
+                total += gl.exp2(one * scale_log2 - lse[:, None])
+                lse = next_lse
+                it += 1
         mbarrier.arrive(k_empty.index(n % 2))
         at = k0 + C * KEY_ROWS
         _store(total, p_scores, segment, t0, at, sizes, STOP, WIDTH, SL, STRIDES, OVERLAP)
         # After the last item, the first one is begun again.
         item = gl.where(n + 1 < rounds, (n + 1) * gl.num_programs(0), 0) + gl.program_id(0)
         segment, t0, k0 = _place_of(item, sizes)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(q_empty.index(it % STAGES))
+        if MODE < 4:
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(q_empty.index(it % STAGES))
 
 
 @gluon.jit
 def _add_heads(
-    total, s, p_row, bufs, bars, it, n, S, scale_log2,
-    C: gl.constexpr, SL: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    total, s, p_row, bufs, bars, it, n, S, ONE, scale_log2,
+    C: gl.constexpr, SL: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Add the probabilities of all heads of item n. s is the product of the first one, and then, in
     flight, that of the next item's first one.
@@ -220,25 +242,38 @@ def _add_heads(
     for g in gl.static_range(G):
         if g == G - 1:
             mbarrier.wait(bars[2].index((n + 1) % 2), (n + 1) // 2 & 1)  # the next item's keys
-        product = _product(bufs, bars, it + g + 1, n + g // (G - 1), C, SL, STAGES)
+        product = _product(bufs, bars, it + g + 1, n + g // (G - 1), C, SL, STAGES, MODE)
         next_lse = gl.load(p_row + (g + 1) % G * S)
         if g % 2 == 0:
             odd = product
             if g > 0:
                 even = warpgroup_mma_wait(1, deps=(even,))
                 mbarrier.arrive(q_empty.index((it + g) % STAGES))
-            total += gl.exp2(even * scale_log2 - lse[:, None])
+            total = _added(total, even, lse, ONE, scale_log2, MODE)
         else:
             even = product
             odd = warpgroup_mma_wait(1, deps=(odd,))
             mbarrier.arrive(q_empty.index((it + g) % STAGES))
-            total += gl.exp2(odd * scale_log2 - lse[:, None])
+            total = _added(total, odd, lse, ONE, scale_log2, MODE)
         lse = next_lse
     return total, even
 
 
 @gluon.jit
-def _product(bufs, bars, it, n, C: gl.constexpr, SL: gl.constexpr, STAGES: gl.constexpr):
+def _added(total, s, lse, ONE, scale_log2, MODE: gl.constexpr):
+    if MODE % 4 >= 2:
+        if ONE > 0:
+            total += gl.exp2(s * scale_log2 - lse[:, None])
+    else:
+        total += gl.exp2(s * scale_log2 - lse[:, None])
+    return total
+
+
+@gluon.jit
+def _product(
+    bufs, bars, it, n,
+    C: gl.constexpr, SL: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
     """Begin q k^T of tile `it`, with the keys of item n, which are there."""
     q_bufs, k_bufs = bufs
     q_full = bars[0]
@@ -246,7 +281,12 @@ def _product(bufs, bars, it, n, C: gl.constexpr, SL: gl.constexpr, STAGES: gl.co
     mbarrier.wait(q_full.index(stage), it // STAGES & 1)
     none = gl.zeros([TILE_ROWS, KEY_ROWS], gl.float32, SL)
     keys = matrix(k_bufs, n % 2 * 2 + C).permute((1, 0))
-    return warpgroup_mma(matrix(q_bufs, stage), keys, none, use_acc=False, is_async=True)
+    if MODE % 2 == 1:
+        mbarrier.wait(bars[4].index(C), (it & 1) ^ (1 - C))
+    s = warpgroup_mma(matrix(q_bufs, stage), keys, none, use_acc=False, is_async=True)
+    if MODE % 2 == 1:
+        mbarrier.arrive(bars[4].index(1 - C))
+    return s
 
 
 @gluon.jit
@@ -322,11 +362,11 @@ def score(
             min(problem.processors, items),
             (
                 first, stop, problem.seq_len, items, tiles, problem.num_segments,
-                problem.num_groups, width, *problem.bands[0][:2],
+                problem.num_groups, width, *problem.bands[0][:2], 1,
                 problem.scale_log2,
             ),
             {"D": problem.d_k, "G": problem.per_group, "STRIDES": spec.l_sel // spec.d, "OVERLAP": spec.l // spec.d}
-            | {"STAGES": STAGES},
+            | {"STAGES": STAGES, "MODE": MODE},
             2,
         ),
     )  # fmt: skip
