@@ -208,8 +208,6 @@ def _tiles(
         turn = i // NC
         stage = C * OWN + turn % OWN
         b_q, b_dout, b_stats = bufs.q.index(stage), bufs.dout.index(stage), bufs.stats.index(stage)
-        if parts is not None:
-            t, n = _queries_of(sums, parts, item, i, R)
         mbarrier.wait(bars.full.index(stage), turn // OWN & 1)
         if parts is not None:  # threads wrote the tile, which wgmma reads by another way
             fence_async_shared()
@@ -229,12 +227,18 @@ def _tiles(
             o_k = (item.k0 + gl.arange(0, ROWS, gl.SliceLayout(1, SL))).to(gl.float32)
             b_p = gl.where(o_k[:, None] <= token[None, :], b_p, 0.0)
         b_p = b_p * _column(b_stats, 2, SL)[None, :]
-        b_pa = gl.convert_layout(rounded(b_p, dtype), AL)
-        b_dv = warpgroup_mma(b_pa, b_dout, b_dv, is_async=True)
+        if parts is None:
+            b_pa = gl.convert_layout(rounded(b_p, dtype), AL)
+            b_dv = warpgroup_mma(b_pa, b_dout, b_dv, is_async=True)
+            b_dp = warpgroup_mma_wait(1, deps=(b_dp,))
+        else:
+            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
         # dS^T = P^T * (dP^T - delta). dK += dS^T q.
         delta = _column(b_stats, 1, SL)
-        b_dp = warpgroup_mma_wait(1, deps=(b_dp,))
         b_ds = rounded(b_p * (b_dp - delta[None, :]), dtype)
+        if parts is not None:  # not before: registers
+            b_pa = gl.convert_layout(rounded(b_p, dtype), AL)
+            b_dv = warpgroup_mma(b_pa, b_dout, b_dv, is_async=True)
         b_dsa = gl.convert_layout(b_ds, AL)
         b_dk = warpgroup_mma(b_dsa, b_q, b_dk, is_async=True)
         # dq = scale * dS k, [rows, D]. For that dS^T goes through shared memory: its rows there are
@@ -252,6 +256,8 @@ def _tiles(
         else:  # 64 columns at a time: there are registers for no more
             b_dq = warpgroup_mma(b_t, panels.index(0), zero, use_acc=False, is_async=True)
         b_dk, b_dsa = warpgroup_mma_wait(1, deps=(b_dk, b_dsa))
+        if parts is not None:
+            t, n = _queries_of(sums, parts, item, i, R)
         # All four warps have read the tile before one thread gives its stage back.
         sync_warps()
         mbarrier.arrive(bars.empty.index(stage))
