@@ -68,10 +68,6 @@ SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
 SELECTED_BLOCK, SELECTED_GROUP = 64, 64
 """Tokens of the blocks that it takes, and heads of a group, at most."""
-SCORED_FROM = {(128, 16): 4096, (128, 4): 4096, (64, 6): 4096}
-"""By head dim and group, the tokens from which the block scores in Gluon were faster."""
-SCORED_STRIDES, SCORED_GROUP = 4, 16
-"""Strides of a block that they take, and heads of a group, at most: a consumer has 32 blocks."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
@@ -274,20 +270,6 @@ class Problem:
         return bool(HOPPER) or (self.seq_len >= since and not self.packed)
 
     @property
-    def scores_in_gluon(self) -> bool:
-        """Whether hopper/scores.py computes the block scores."""
-        spec = self.spec
-        strides, overlap = spec.l_sel // spec.d, spec.l // spec.d
-        if not self._takes_hopper or self.packed or self.largest or self.num_cmp == 0:
-            return False
-        if strides != SCORED_STRIDES or not 1 < overlap < strides:
-            return False
-        if self.per_group % 2 or self.per_group > SCORED_GROUP:
-            return False
-        since = SCORED_FROM.get((self.d_k, self.per_group), MAX_TOKENS + 1)
-        return bool(HOPPER) or self.seq_len >= since
-
-    @property
     def _takes_hopper(self) -> bool:
         """Whether the kernels in hopper/ take such heads on this machine: they were written for one
         GPU, and no other can run them."""
@@ -432,11 +414,7 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        in_gluon = (
-            not self.masked and self.reader.in_gluon,
-            self.reader.forward_in_gluon,
-            self.scores_in_gluon,
-        )
+        in_gluon = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
         return self.masked, self.by_query, self.long, self.num_cmp > 0, *in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:

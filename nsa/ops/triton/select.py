@@ -241,28 +241,6 @@ def _joined(scores, b_part, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _with_edges(
-    scores, p_scores, i_bg, o_q, num_rows, WIDTH, current,
-    EDGE: tl.constexpr, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Scores [BQ, ROUNDS, COLUMNS] and what hopper/scores.py has stored apart for every EDGE-th
-    block, behind the scores of all segments."""
-    edges = WIDTH // (EDGE // 2)
-    p_edges = p_scores + tl.num_programs(1).to(tl.int64) * num_rows * WIDTH
-    p_edges += _each((i_bg * num_rows + o_q) * edges)
-    # Of the four blocks that a lane holds, the first: [BQ, ROUNDS, COLUMNS / 4].
-    LANES: tl.constexpr = COLUMNS // 4
-    o_j = tl.arange(0, ROUNDS)[:, None] * COLUMNS + tl.arange(0, LANES)[None, :] * 4
-    o_j = o_j[None, :, :]
-    here = (o_j % EDGE == 0) & (o_j > 0) & (o_j <= _each(current))
-    b_edge = tl.load(p_edges + o_j // EDGE, mask=here, other=0.0)
-    is_first = (tl.arange(0, 4) == 0)[None, None, None, :]
-    parts = tl.reshape(scores, [scores.shape[0], ROUNDS, LANES, 4])
-    parts = tl.where(is_first, parts + b_edge[:, :, :, None], parts)
-    return tl.reshape(parts, [scores.shape[0], ROUNDS, COLUMNS])
-
-
-@triton.jit
 def _store_ids(p_rows, chosen, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Store the chosen of the blocks [BQ, ROWS, COLUMNS] in ascending order."""
     ROUNDS: tl.constexpr = ROWS if COLUMNS > FEW_COLUMNS else 1
@@ -310,7 +288,6 @@ def choose_blocks(
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
     STRIDES: tl.constexpr, OVERLAP: tl.constexpr, LEVELS: tl.constexpr, LARGEST: tl.constexpr,
-    EDGE: tl.constexpr,
     NB: tl.constexpr, NW: tl.constexpr, HAS_DOCS: tl.constexpr, HAS_BITS: tl.constexpr,
     BQ: tl.constexpr,
 ):  # fmt: skip
@@ -356,10 +333,6 @@ def choose_blocks(
                 written = (o_j >= level) & (o_j - level < _each(num_written))
                 b_part = tl.where(written, b_part, 0.0)
             scores = _joined(scores, b_part, LARGEST) if level > 0 else b_part
-        if EDGE > 0:
-            scores = _with_edges(
-                scores, p_scores, i_bg, o_q, num_rows, WIDTH, current, EDGE, ROUNDS, COLUMNS
-            )
     else:
         # Eq. 9 token by token: i runs over the tokens that overlap each stride of the block.
         scores = tl.zeros([BQ, ROUNDS, COLUMNS], tl.float32)
@@ -513,13 +486,9 @@ BLOCKS_PER_WARP = 1024
 """Of choose_blocks: more do not fit the registers of a warp, and take half a minute to compile."""
 BLOCKS_TOGETHER, MOST_TOGETHER = 512, 4
 """Of choose_blocks: queries with fewer blocks share a program, up to so many."""
-SCORE_SHARE = 1
-"""x"""
 MANY_BLOCKS, REGISTERS = 1024, 96
 """Of choose_blocks: blocks whose programs are held to so many registers, at the price of a few that
 are spilled: more of them run at a time."""
-EDGE = 32
-"""Blocks of a tile of hopper/scores.py."""
 TOKEN_TILES = 16
 """Tiles of queries that a program of token_scores takes with one block."""
 PACKED = 8192
@@ -558,9 +527,8 @@ def choose(
     levels = _num_levels(problem)
     chunks = _chunks(problem, levels)
     chosen = _empty(problem, has_bits=has_bits, zero=len(chunks) > 1)
-    size = max((chunk.stop - chunk.first) * chunk.width for chunk in chunks) * max(levels, 1)
-    size += ceil_div(size, 16) if problem.scores_in_gluon else 0  # edges
-    scores = problem.empty(problem.num_segments * size, dtype=torch.float32)
+    size = max((chunk.stop - chunk.first) * chunk.width for chunk in chunks)
+    scores = problem.empty(problem.num_segments * size * max(levels, 1), dtype=torch.float32)
     for chunk in chunks:
         if chunk.num_cmp:
             with nvtx("map_pcmp_to_pslc", problem.flags.nvtx):
@@ -625,11 +593,6 @@ def _score(
     chunk: Chunk,
     levels: int,
 ) -> None:
-    if problem.scores_in_gluon:
-        from nsa.ops.triton.hopper import scores as hopper_scores
-
-        hopper_scores.score(problem, q, k_cmp, lse, scores, chunk[:2], chunk.width)
-        return
     tiles = _tiles(problem)
     start(
         problem.memo,
@@ -678,7 +641,6 @@ def _choose(
             {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
             | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | _strides(problem, levels)
-            | {"EDGE": EDGE if problem.scores_in_gluon else 0}
             | {"NB": num_blocks, "NW": num_blocks // 32, "HAS_DOCS": problem.packed}
             | {"HAS_BITS": has_bits, "BQ": together},
             _options(num_blocks),
@@ -744,8 +706,6 @@ def _num_levels(problem: Problem) -> int:
     Folding needs blocks that are aligned with the tiles, which those of packed documents are not.
     """
     spec = problem.spec
-    if problem.scores_in_gluon:  # adds them up
-        return 1
     strides, overlap = spec.l_sel // spec.d, spec.l // spec.d
     in_step = strides & (strides - 1) == 0 and strides <= _tiles(problem).BN
     return 1 + ceil_div(overlap - 1, strides) if in_step and problem.aligned else 0
@@ -757,8 +717,6 @@ def _chunks(problem: Problem, levels: int) -> list[Chunk]:
     num_cmp = sum(spec.num_cmp(length) for length in problem.doc_lens)
     # Parts of later levels are stored for the block that gets them, up to levels - 1 further on.
     widest = (spec.num_blocks(problem.doc_lens[0]) + levels - 1) * levels if levels else num_cmp
-    if problem.scores_in_gluon:
-        widest *= SCORE_SHARE
     rows = SCORE_BYTES // (4 * problem.num_segments * max(widest, 1)) // ROWS * ROWS
     rows = max(rows, ROWS)
     stops = [*range(rows, seq_len, rows), seq_len]

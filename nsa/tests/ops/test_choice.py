@@ -76,18 +76,12 @@ def test_the_best_blocks_are_chosen_and_of_equal_ones_the_lower(name):
         expected = [
             _best(row.tolist(), (first_row + i) // spec.l_sel, spec) for i, row in enumerate(scores)
         ]
-        forms = [(parts, 0)]
-        if len(parts) == 2 and spec.l < spec.l_sel:
-            forms.append((_added(parts), TILE_BLOCKS))
-        for form, edge in forms:
-            ids, num_chosen = _run(spec, form, first_row, padded_blocks, largest, edge)
-            pairs = zip(ids.tolist(), num_chosen.tolist(), strict=True)
-            found = [row[:count] for row, count in pairs]
-            assert found == expected, (make, edge)
-            assert all(
-                set(row[len(best) :]) <= {-1}
-                for row, best in zip(ids.tolist(), expected, strict=True)
-            )
+        ids, num_chosen = _run(spec, parts, first_row, padded_blocks, largest)
+        found = [row[:count] for row, count in zip(ids.tolist(), num_chosen.tolist(), strict=True)]
+        assert found == expected, make
+        assert all(
+            set(row[len(best) :]) <= {-1} for row, best in zip(ids.tolist(), expected, strict=True)
+        )
 
 
 def _parts(
@@ -117,19 +111,6 @@ def _parts(
     return parts, summed
 
 
-def _added(parts: Tensor) -> Tensor:
-    """The two levels as hopper/scores.py leaves them: added up but for the first block of every
-    tile, whose second part is in the edges behind the scores, [rows, width / 16]."""
-    _, num_rows, width = parts.shape
-    first = torch.arange(width) % TILE_BLOCKS == 0
-    scores = parts[0] + parts[1].masked_fill(first, 0.0)
-    edges = torch.full((num_rows, width // 16), torch.nan)
-    edges[:, : int(first.sum())] = parts[1][:, first]
-    added = torch.full((2, num_rows, width), torch.nan)  # one level, and room for the edges
-    added.view(-1)[: scores.numel() + edges.numel()] = torch.cat([scores.view(-1), edges.view(-1)])
-    return added
-
-
 def _best(scores: list[float], current: int, spec: BlockSpec) -> list[int]:
     """The choice of a query in block `current`, by a sort."""
     legal = range(current + 1)
@@ -143,7 +124,7 @@ def _rank(score: float) -> float:
 
 
 def _run(
-    spec: BlockSpec, parts: Tensor, first_row: int, padded_blocks: int, largest: bool, edge: int
+    spec: BlockSpec, parts: Tensor, first_row: int, padded_blocks: int, largest: bool
 ) -> tuple[Tensor, Tensor]:
     """Ids [rows, n_sel] and their number [rows], by the kernel."""
     levels, num_rows, width = parts.shape
@@ -161,9 +142,8 @@ def _run(
         NUM_LOCAL=spec.num_local,
         STRIDES=spec.l_sel // spec.d,
         OVERLAP=spec.l // spec.d,
-        LEVELS=1 if edge else levels,
+        LEVELS=levels,
         LARGEST=largest,
-        EDGE=edge,
         NB=padded_blocks,
         NW=padded_blocks // 32,
         HAS_DOCS=False,

@@ -307,7 +307,7 @@ SMALL_KERNELS = [
     (
         scoring.choose_blocks,
         dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
-        | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True, EDGE=0, BQ=1),
+        | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True, BQ=1),
     ),
     (scoring.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
     (scoring.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
@@ -345,7 +345,7 @@ def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
     """Of 262144 tokens, by scores that are folded into blocks; one warp would spill."""
     folded = dict(STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False, HAS_DOCS=True)
     chosen = dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NUM_FIRST=1, NUM_LOCAL=2, NB=4096, NW=128)
-    chosen |= dict(HAS_BITS=False, EDGE=0, BQ=1)
+    chosen |= dict(HAS_BITS=False, BQ=1)
     warps = 4096 // scoring.BLOCKS_PER_WARP
     compiled = compile_kernel(scoring.choose_blocks, 90, chosen | folded, num_warps=warps)
     assert stack_bytes(compiled) == 0
