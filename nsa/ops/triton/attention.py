@@ -99,7 +99,8 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
     if problem.flags.no_win:
         lse[2] = 0.0
-    routes, marked = {} if problem.shifted else _routes(problem), problem.flags.nvtx
+    routes = {} if problem.shifted else _routes(problem, problem.long)
+    marked = problem.flags.nvtx
     with nvtx("pcmp_all", marked):
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
     if selection is not None and problem.flags.no_sel:
@@ -134,7 +135,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     """
     q, bits = inputs.q, saved.bits
     ordered = torch.are_deterministic_algorithms_enabled()
-    routes = {} if ordered else _routes(problem)
+    routes = {} if ordered else _routes(problem, problem.long_gradients)
     # Gates first: their gradient and the row statistics, which all other kernels read.
     dgates, stats, gated = _gate_backward(problem, saved, dout, inputs.gates, routes)
     keys = ((inputs[1], inputs[2]), (inputs[3], inputs[4]), (inputs[5], inputs[6]))
@@ -212,13 +213,13 @@ def compile_ahead(
                 backward(twin, given, saved, twin.empty(*results.out.shape))
 
 
-def _routes(problem: Problem) -> dict[int, flash.Kernel]:
+def _routes(problem: Problem, long: bool) -> dict[int, flash.Kernel]:
     """The branches that kernels of another library compute, and which kernels.
 
     The plan sends branches to torch's flash kernels (NSA_USE_FA2). By default
     cuDNN computes the compressed branch of long sequences, where it is faster than our kernels.
     """
-    routes = {0: flash.CUDNN} if problem.long else {}
+    routes = {0: flash.CUDNN} if long else {}
     asked = {0: problem.flags.flash_cmp, 2: problem.flags.flash_win}
     routes |= {branch: flash.TORCH for branch in asked if asked[branch]}
     if problem.num_cmp == 0:

@@ -41,6 +41,9 @@ BY_BLOCK_BEYOND = 2
 reads the selected blocks only (docs/kernels.md)."""
 LONG_FROM = 49152
 """Keys from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
+LONG_GRADIENTS = {16: 131072}
+"""By group, the keys from which cuDNN computes its gradients, too, where the kernels in hopper/ run
+instead; other groups: always."""
 MANY_QUERIES = 4096
 """Queries with an offset from which cuDNN computes its backward pass: their residues must fill its
 tiles."""
@@ -212,6 +215,13 @@ class Problem:
         if self.shifted and self.seq_len < MANY_QUERIES:
             return False
         return cudnn_runs(self.device, self.dtype, self.d_k, self.d_v)
+
+    @property
+    def long_gradients(self) -> bool:
+        """Whether cuDNN computes the gradients of the compressed branch."""
+        ours = self.hopper.cmp_keys and self.hopper.both_queries
+        since = LONG_GRADIENTS.get(self.per_group, 0) if ours else 0
+        return self.long and sum(self.doc_lens) >= since
 
     @cached_property
     def by_query(self) -> bool:
@@ -415,7 +425,8 @@ class Problem:
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
         in_gluon = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
-        return self.masked, self.by_query, self.long, self.num_cmp > 0, *in_gluon, *self.hopper
+        long = (self.long, self.long_gradients)
+        return self.masked, self.by_query, *long, self.num_cmp > 0, *in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

@@ -135,6 +135,26 @@ def test_other_gpus_other_versions_and_a_switch_take_the_band_kernels(monkeypatc
     assert route() == NONE
 
 
+def test_large_groups_leave_the_gradients_of_long_rows_to_cudnn_later(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
+
+    def runs(seq_len: int, group: int) -> tuple[bool, bool]:
+        q, v = (
+            torch.empty(1, seq_len, heads, 128, dtype=torch.bfloat16, device="meta")
+            for heads in (4 * group, 4)
+        )
+        one = Problem(q, v, BlockSpec(), 0.1, [seq_len])
+        return one.long, one.long_gradients
+
+    assert runs(32768, 16) == (False, False)
+    assert runs(65536, 16) == (True, False)
+    assert runs(131072, 16) == (True, True)
+    assert runs(65536, 4) == runs(65536, 8) == (True, True)
+    monkeypatch.setattr(problem, "HOPPER", False)
+    assert runs(65536, 16) == (True, True)
+
+
 def test_keys_are_divided_until_all_processors_are_busy():
     # Heads, groups, D and tokens; two tiles of compressed keys see 64 and 32 tiles of queries each.
     assert division.lengths(255, 4096, 31, 16, 1) == [64, 32]
