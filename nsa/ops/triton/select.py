@@ -296,8 +296,9 @@ def choose_blocks(
     STRIDES = l_sel / d and OVERLAP = l / d. LARGEST: a block's score is its largest part, not the
     sum. Ids and bits count from the first block of the row's document.
     A lane reads four blocks at a time. Many blocks are [ROUNDS, 128], the columns over the lanes of
-    a warp, so that a round is a register and a count one instruction for all lanes. Up to 128 are
-    [lanes, 4], and Triton gives the lanes to different queries first.
+    a warp, so that a round is a register and a count ends with one reduction. As [ROUNDS, lanes, 4]
+    Triton 3.6 spreads the rounds over the lanes: 26 shuffles for a count. Up to 128 blocks are
+    [lanes, 4], and the lanes go to different queries first.
     """
     COLUMNS: tl.constexpr = 128 if NB > 128 else FEW_COLUMNS
     ROUNDS: tl.constexpr = NB // COLUMNS
