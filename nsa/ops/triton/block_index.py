@@ -182,20 +182,11 @@ def zero_two(p_x, p_y, SIZE_X, SIZE_Y, BLOCK: tl.constexpr):
     """Set BLOCK numbers of x or y to 0; the first programs are those of x."""
     i, num_x = tl.program_id(0).to(tl.int64), tl.cdiv(SIZE_X, BLOCK)
     if i < num_x:
-        _zero(p_x, i, SIZE_X, BLOCK)
+        o = i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_x + o, tl.zeros([BLOCK], p_x.dtype.element_ty), mask=o < SIZE_X)
     else:
-        _zero(p_y, i - num_x, SIZE_Y, BLOCK)
-
-
-@triton.jit
-def _zero(p, i, SIZE, BLOCK: tl.constexpr):
-    """Set the BLOCK numbers of program i to 0; without a mask 16 bytes at a time."""
-    o = i * BLOCK + tl.arange(0, BLOCK)
-    zeros = tl.zeros([BLOCK], p.dtype.element_ty)
-    if (i + 1) * BLOCK <= SIZE:
-        tl.store(p + o, zeros)
-    else:
-        tl.store(p + o, zeros, mask=o < SIZE)
+        o = (i - num_x) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_y + o, tl.zeros([BLOCK], p_y.dtype.element_ty), mask=o < SIZE_Y)
 
 
 # --- Device functions of both passes: how a program finds its item and its block ---

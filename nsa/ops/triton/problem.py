@@ -41,9 +41,9 @@ BY_BLOCK_BEYOND = 2
 reads the selected blocks only (docs/kernels.md)."""
 LONG_FROM = 49152
 """Keys from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
-LONG_GRADIENTS = {16: 131072}
-"""By group, the keys from which cuDNN computes its gradients, too, where the kernels in hopper/ run
-instead; other groups: always."""
+LONG_GRADIENTS = 131072
+"""Keys from which it computes the gradients, too, where the kernels in hopper/ could; where they
+cannot run, it does from LONG_FROM on."""
 MANY_QUERIES = 4096
 """Queries with an offset from which cuDNN computes its backward pass: their residues must fill its
 tiles."""
@@ -220,8 +220,7 @@ class Problem:
     def long_gradients(self) -> bool:
         """Whether cuDNN computes the gradients of the compressed branch."""
         ours = self.hopper.cmp_keys and self.hopper.both_queries
-        since = LONG_GRADIENTS.get(self.per_group, 0) if ours else 0
-        return self.long and sum(self.doc_lens) >= since
+        return self.long and (not ours or sum(self.doc_lens) >= LONG_GRADIENTS)
 
     @cached_property
     def by_query(self) -> bool:
