@@ -67,7 +67,8 @@ SELECTED_FROM = {(128, 16): 4096}
 SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
 SELECTED_BLOCK, SELECTED_GROUP = 64, 64
-"""Tokens of the blocks that it takes, and heads of a group, at most."""
+"""Tokens of the blocks that it takes, and heads of a group, at most. Where the past is masked,
+blocks may be multiples of these."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
@@ -103,6 +104,11 @@ class Hopper(NamedTuple):
     cmp_keys: bool = False
     both_queries: bool = False
     """Gradient of queries from both."""
+    sel_forward: bool = False
+    """The selected branch, where it masks the past."""
+    sel_keys: bool = False
+    all_queries: bool = False
+    """Gradient of queries from all three."""
 
 
 BANDS_ALONE = Hopper()
@@ -235,6 +241,8 @@ class Problem:
         )
         queries = whole and self._fills(tiles * (self.num_heads // 2))
         has_cmp = self.num_cmp > 0 and self.seq_len >= COMPRESSED_FROM
+        # A tile of keys lies within a block, and a query's bits in one word.
+        masked = self.masked and self.spec.l_sel % SELECTED_BLOCK == 0 and self.num_words == 1
         programs = tiles * self.num_heads // TILES_PER_PROGRAM
         return Hopper(
             forward=forward,
@@ -245,6 +253,9 @@ class Problem:
             and programs >= FULL_ENOUGH * self.processors
             and (self.d_k == 128 or self.seq_len < LONG_FROM),
             both_queries=has_cmp and queries,
+            sel_forward=masked and forward,
+            sel_keys=masked and programs >= FULL_ENOUGH * self.processors,
+            all_queries=masked and queries,
         )
 
     @property

@@ -1,11 +1,13 @@
-"""Gradients of keys and values on Hopper, of the window and of the compressed branch: what
+"""Gradients of keys and values on Hopper, of all branches that are bands: what
 banded_backward.backward_kv computes.
 
 A program takes 128 keys of a group, 64 for each of two consumers, and walks the queries that see
 them, one head after the other: so programs with neighbouring keys read the same tiles of queries at
 about the same time, while the L2 cache has them. Both consumers read the same tiles. Compressed
 keys are few, and many queries see each: there the heads of a group and slices of the queries are
-divided between programs, and sum_parts adds up what they found. Scores are [keys, queries]: P and
+divided between programs, and sum_parts adds up what they found. The masked selected branch is the
+same band with one key for each token, and queries that did not choose a block have a probability of
+0 there: their words are the fourth numbers of the stats. Scores are [keys, queries]: P and
 dS are left operands as they are. Every sum has one fixed order. banded_backward.py has the
 equations, parts.py the names.
 """
@@ -56,12 +58,12 @@ def gluon_dkv(
     t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats, p_dk, p_dv,
     S, K, Hkv, G, W, OFF, STEP, BATCH, HEADS, SLICES, scale, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
-    HELD: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
+    L_SEL: gl.constexpr, HELD: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, K, Hkv, D], or, in their place, partial sums p_dk, p_dv.
 
     Those are [B, parts, K, Hkv, D] fp32, with parts = G / HEADS * SLICES. stats are [B * Hq, S, 4],
-    as in tile.py. NARROW: W < 64.
+    as in tile.py. NARROW: W < 64. L_SEL > 0: the selected branch, also COMPRESSED.
     """
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -93,8 +95,8 @@ def gluon_dkv(
     shared = (given, bufs, bars, place, sizes, band, scale, scale_log2)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, D, STAGES, NARROW, COMPRESSED, HELD)),
-            (_consume, (1, shared, D, STAGES, NARROW, COMPRESSED, HELD)),
+            (_consume, (0, shared, D, STAGES, NARROW, COMPRESSED, L_SEL, HELD)),
+            (_consume, (1, shared, D, STAGES, NARROW, COMPRESSED, L_SEL, HELD)),
             (_produce, (copied, bufs, bars, place, sizes, D, STAGES, COMPRESSED, NC)),
         ],
         [4, 1],
@@ -179,7 +181,7 @@ def _query_tile(start, i, COMPRESSED: gl.constexpr):
 @gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
-    COMPRESSED: gl.constexpr, HELD: gl.constexpr,
+    COMPRESSED: gl.constexpr, L_SEL: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Gradients of 64 keys and values."""
     given, bufs, bars, place, sizes, band, scale, scale_log2 = shared
@@ -198,20 +200,22 @@ def _consume(
         begin = i * total
         walked = (bufs, bars, b_k, b_v, begin, start, k0, band, scale_log2)
         if COMPRESSED:
-            dk, dv = _walk(dk, dv, walked, begin, begin + far, C, CLEAR, D, STAGES, NARROW, True)
             dk, dv = _walk(
-                dk, dv, walked, begin + far, begin + end, C, DIAGONAL, D, STAGES, NARROW, True
+                dk, dv, walked, begin, begin + far, CLEAR, D, STAGES, NARROW, True, L_SEL
+            )
+            dk, dv = _walk(
+                dk, dv, walked, begin + far, begin + end, DIAGONAL, D, STAGES, NARROW, True, L_SEL
             )
         else:
             _skip(bars, begin, begin + first, STAGES)
             dk, dv = _walk(
-                dk, dv, walked, begin + first, begin + clear, C, DIAGONAL, D, STAGES, NARROW, False
+                dk, dv, walked, begin + first, begin + clear, DIAGONAL, D, STAGES, NARROW, False, 0
             )
             dk, dv = _walk(
-                dk, dv, walked, begin + clear, begin + far, C, CLEAR, D, STAGES, NARROW, False
+                dk, dv, walked, begin + clear, begin + far, CLEAR, D, STAGES, NARROW, False, 0
             )
             dk, dv = _walk(
-                dk, dv, walked, begin + far, begin + end, C, FAR, D, STAGES, NARROW, False
+                dk, dv, walked, begin + far, begin + end, FAR, D, STAGES, NARROW, False, 0
             )
         _skip(bars, begin + end, begin + total, STAGES)
     t_dk, t_dv, p_dk, p_dv = given
@@ -289,8 +293,8 @@ def _skip(bars, lo, hi, STAGES: gl.constexpr):
 @gluon.jit
 def _walk(
     dk, dv, walked, lo, hi,
-    C: gl.constexpr, EDGE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
+    EDGE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    NARROW: gl.constexpr, COMPRESSED: gl.constexpr, L_SEL: gl.constexpr,
 ):  # fmt: skip
     """What the tiles lo .. hi of queries add."""
     bufs, bars, b_k, b_v, begin, start, k0, band, scale_log2 = walked
@@ -301,6 +305,8 @@ def _walk(
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
+    if L_SEL > 0:
+        bit = 1 << (k0 // L_SEL)
     for it in range(lo, hi):
         stage = it % STAGES
         mbarrier.wait(full.index(stage), it // STAGES & 1)
@@ -311,7 +317,9 @@ def _walk(
         s = warpgroup_mma_wait(1, deps=(s,))
         # P^T * gate, and its product with dout; queries beyond S have a gate of 0. At D 128
         # the stats are read when they are needed, twice: together they would not fit the registers.
-        lse, delta, gate = _stats(stat_bufs, stage, SL)
+        lse, delta, gate, word = _stats(stat_bufs, stage, SL)
+        if L_SEL > 0:
+            lse = gl.where((word & bit) != 0, lse, float("inf"))
         p = gl.exp2(s * scale_log2 - lse[None, :]) * gate[None, :]
         if EDGE != CLEAR:
             # The first query that sees a key, and the one after its last, counted from the tile's.
@@ -327,7 +335,7 @@ def _walk(
         # dS^T = P^T * (dP^T - delta), and its product with q.
         dp = warpgroup_mma_wait(1, deps=(dp,))
         if D == 128:
-            _, delta, _ = _stats(stat_bufs, stage, SL)
+            _, delta, _, _ = _stats(stat_bufs, stage, SL)
         ds = gl.convert_layout(rounded(p * (dp - delta[None, :]), q_bufs.dtype), PL)
         dk = warpgroup_mma(ds, b_q, dk, is_async=True)
         dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
@@ -337,7 +345,7 @@ def _walk(
 
 @gluon.jit
 def _stats(stat_bufs, stage, SL: gl.constexpr):
-    """Log-sum-exp, delta and gate of the queries, as columns of a tile of scores."""
+    """Log-sum-exp, delta, gate and word of the queries, as columns of a tile of scores."""
     # A thread reads the four numbers of a query at once, of those queries whose columns it holds.
     LL: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]],
@@ -349,12 +357,16 @@ def _stats(stat_bufs, stage, SL: gl.constexpr):
     b_4 = stat_bufs.index(stage).reshape([TILE_ROWS, 4]).load(LL)
     even, odd = gl.split(gl.reshape(b_4, [TILE_ROWS, 2, 2]))
     lse, gate = gl.split(even)
-    delta, _ = gl.split(odd)
+    delta, word = gl.split(odd)
     CL: gl.constexpr = gl.SliceLayout(0, SL)
-    return gl.convert_layout(lse, CL), gl.convert_layout(delta, CL), gl.convert_layout(gate, CL)
+    word = gl.convert_layout(word.to(gl.int32, bitcast=True), CL)
+    lse, delta = gl.convert_layout(lse, CL), gl.convert_layout(delta, CL)
+    return lse, delta, gl.convert_layout(gate, CL), word
 
 
 # --- Launcher ---
+
+PLACES = {0: "compressed dkv", 1: "selected dkv", 2: "window dkv"}
 
 
 def backward_kv(
@@ -366,16 +378,17 @@ def backward_kv(
     dout: Tensor,  # [B, S, Hq, D]
     stats: Tensor,  # [3, B, Hq, S, 4] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v of the compressed (0) or the window (2) branch."""
+    """Gradients of k and v of a branch; of the selected one, whose words are in the stats, where it
+    masks the past."""
     num_keys, window = k.shape[1], problem.spec.w
-    shares, slices = divided(problem) if branch == 0 else (1, 1)
+    shares, slices = (1, 1) if branch == 2 else divided(problem, branch)
     parts, band = shares * slices, problem.bands[branch]
     size = k.shape if parts == 1 else (problem.batch, parts, *k.shape[1:])
     dtype = problem.dtype if parts == 1 else torch.float32
     dk, dv = problem.empty(*size, dtype=dtype), problem.empty(*size, dtype=dtype)
     start(
         problem.memo,
-        "compressed dkv" if branch == 0 else "window dkv",
+        PLACES[branch],
         gluon_dkv,
         (
             *(tile_rows(x) for x in (q, dout, k, v)),
@@ -391,7 +404,8 @@ def backward_kv(
                 problem.scale, problem.scale_log2,
             ),
             {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE}
-            | {"COMPRESSED": branch == 0, "HELD": HELD and problem.d_k == 64},
+            | {"COMPRESSED": branch != 2, "L_SEL": problem.spec.l_sel if band.SELECT else 0}
+            | {"HELD": HELD and problem.d_k == 64},
             2,
         ),
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Gradient of queries on Hopper, of the window and the compressed branch: the last kernel of the
-backward pass.
+"""Gradient of queries on Hopper, of all branches that are bands: the last kernel of the backward
+pass.
 
 The order of work is that of forward.py: an item is 64 queries of NC heads of a group. They walk the
-tiles of their window, then, where compressed keys are given, those. The kernel also adds what the
-other branches gave, and writes the final gradient. banded_backward.py has the equations, parts.py
-the names.
+tiles of their window, then, where compressed keys are given, those, and then, where the selected
+branch masks the past, all of it. The kernel also adds what the other branches gave, and writes the
+final gradient. banded_backward.py has the equations, parts.py the names.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ CONSUMERS = 2
 """More would not find registers for q, dout and dq."""
 CLEAR, DIAGONAL, FAR, NEAR = (gl.constexpr(i) for i in range(4))
 """Tiles of which all queries see all keys; of the window, those on the diagonal, and those at its
-far end; of the compressed keys, the last ones."""
+far end; of the compressed keys and of the masked past, the last ones."""
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def gluon_dq(
-    t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_dq, p_stats, p_stats_cmp, p_dq_sel, p_dq_more,
+    t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_k_sel, t_v_sel, t_dq,
+    p_stats, p_stats_cmp, p_stats_sel, p_dq_sel, p_dq_more,
     S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, L_SEL: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dq [B, S, Hq, D] = window + compressed + dq_sel (fp32) + dq_more, where given.
+    """dq [B, S, Hq, D] = window + compressed + selected + dq_sel (fp32) + dq_more, where given.
 
     dq, dq_sel and dq_more are contiguous. stats are [B, Hq, S, 4], as in tile.py. NARROW: W < 64.
     """
@@ -91,13 +92,13 @@ def gluon_dq(
     bufs = (q_bufs, d_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, S)
-    copied = (t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp)
-    pointers = (p_stats, p_stats_cmp, p_dq_sel, p_dq_more)
+    copied = (t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_k_sel, t_v_sel)
+    pointers = (p_stats, p_stats_cmp, p_stats_sel, p_dq_sel, p_dq_more)
     shared = (t_dq, pointers, bufs, bars, sizes, scale, scale_log2)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, D, STAGES, NARROW, NC)),
-            (_consume, (1, shared, D, STAGES, NARROW, NC)),
+            (_consume, (0, shared, D, STAGES, NARROW, L_SEL, NC)),
+            (_consume, (1, shared, D, STAGES, NARROW, L_SEL, NC)),
             (_produce, (copied, bufs, bars, sizes, D, STAGES, NC)),
         ],
         [4, 1],
@@ -124,7 +125,7 @@ def _copy_item(
     NC: gl.constexpr,
 ):  # fmt: skip
     """Queries and dout of all consumers, then tiles of keys and values; BEGIN: only the first."""
-    t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp = copied
+    t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_k_sel, t_v_sel = copied
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     SIZE: gl.constexpr = TILE_ROWS * D * 2
@@ -144,6 +145,10 @@ def _copy_item(
         num_seen, _ = compressed_tiles(t0, sizes[8], sizes[6], sizes[7])
         for j in range(num_seen):
             _copy_keys(t_k_cmp, t_v_cmp, bufs, bars, i_b, j * TILE_ROWS, i_g, it, SIZE, STAGES)
+            it += 1
+    if not BEGIN and t_k_sel is not None:
+        for j in range(t0 // TILE_ROWS + 1):
+            _copy_keys(t_k_sel, t_v_sel, bufs, bars, i_b, j * TILE_ROWS, i_g, it, SIZE, STAGES)
             it += 1
     return it
 
@@ -166,7 +171,7 @@ def _copy_keys(t_k, t_v, bufs, bars, i_b, k0, i_g, it, SIZE: gl.constexpr, STAGE
 @gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr, NC: gl.constexpr,
+    NARROW: gl.constexpr, L_SEL: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first dS is made beside the end of this one."""
     t_dq, pointers, bufs, bars, sizes, scale, scale_log2 = shared
@@ -198,6 +203,9 @@ def _consume(
         if pointers[1] is not None:  # they come meanwhile
             cmp_stats = _load_stats(pointers[1], row, t0, S, SL)
             seen = num_compressed(t0 + o_t, OFF, STEP)
+        if pointers[2] is not None:
+            sel_stats = _load_stats(pointers[2], row, t0, S, SL)
+            word = _load_words(pointers[2], row, t0, S, SL)
         for j in range(masked, num_seen):
             edge = o_t + (j * TILE_ROWS - W)
             dq, ds = _step(
@@ -220,6 +228,21 @@ def _consume(
                     NEAR, STAGES, NARROW, SL, OL,
                 )  # fmt: skip
                 it += 1
+        if pointers[2] is not None:
+            whole = t0 // TILE_ROWS
+            for j in range(whole):
+                chosen = _if_chosen(sel_stats, word, j * TILE_ROWS // L_SEL)
+                dq, ds = _step(
+                    dq, ds, q, dout, chosen, bufs, bars, it, 0, scale_log2,
+                    CLEAR, STAGES, NARROW, SL, OL,
+                )  # fmt: skip
+                it += 1
+            chosen = _if_chosen(sel_stats, word, t0 // L_SEL)
+            dq, ds = _step(
+                dq, ds, q, dout, chosen, bufs, bars, it, o_t + 1, scale_log2,
+                NEAR, STAGES, NARROW, SL, OL,
+            )  # fmt: skip
+            it += 1
         # The last tile's product with keys, beside the first scores of the next item.
         last = (it - 1) % STAGES
         dq = warpgroup_mma(ds, matrix(k_bufs, last), dq, is_async=True)
@@ -279,6 +302,21 @@ def _load_stats(p_stats, row, t0, S, SL: gl.constexpr):
     lse = gl.load(p, mask=o_t < S, other=0.0)
     gate = gl.load(p + 2, mask=o_t < S, other=0.0)
     return lse, gate, gl.load(p + 1, mask=o_t < S, other=0.0) * gate
+
+
+@gluon.jit
+def _load_words(p_stats, row, t0, S, SL: gl.constexpr):
+    """The bits of the selection of the queries, which the stats of the masked branch have."""
+    o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+    word = gl.load(p_stats + (row + o_t) * 4 + 3, mask=o_t < S, other=0.0)
+    return word.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _if_chosen(stats, word, block):
+    """The stats of the queries for the keys of a block: P = exp2(s - inf) = 0 if not chosen."""
+    lse, gate, gated_delta = stats
+    return gl.where((word >> block & 1) != 0, lse, float("inf")), gate, gated_delta
 
 
 @gluon.jit
@@ -350,7 +388,7 @@ def _left(p, dp, stats, dtype: gl.constexpr, OL: gl.constexpr):
 @gluon.jit
 def _add_others(dq, pointers, i_b, t0, i_h, S, Hq, D: gl.constexpr, OL: gl.constexpr):
     """dq and what the other branches gave, of [B, S, Hq, D]."""
-    p_stats, p_stats_cmp, p_dq_sel, p_dq_more = pointers
+    p_stats, p_stats_cmp, p_stats_sel, p_dq_sel, p_dq_more = pointers
     o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, OL))
     o_d = gl.arange(0, D, gl.SliceLayout(0, OL))
     at = ((i_b.to(gl.int64) * S + o_t) * Hq + i_h)[:, None] * D + o_d[None, :]
@@ -369,22 +407,26 @@ def backward_q(
     problem: Problem,
     q: Tensor,  # [B, S, Hq, D]
     cmp: tuple[Tensor, Tensor] | None,  # [B, N, Hkv, D], N > 0
+    sel: tuple[Tensor, Tensor] | None,  # [B, S, Hkv, D]
     win: tuple[Tensor, Tensor],  # [B, S, Hkv, D]
     dout: Tensor,  # [B, S, Hq, D]
     stats: Tensor,  # [3, B, Hq, S, 4] fp32
     dq_sel: Tensor | None,  # [B, S, Hq, D] fp32
     dq_more: Tensor | None,  # [B, S, Hq, D]
 ) -> Tensor:
-    """Gradient of q: of the window and, if given, the compressed branch, and what others gave."""
+    """Gradient of q: of the window and, if given, the compressed branch and the selected one, which
+    masks the past, and what others gave."""
     dq, spec = problem.empty(*q.shape), problem.spec
     start(
         problem.memo,
-        ("window dq" if cmp is None else "both dq", dq_sel is None, dq_more is None),
+        (_place(cmp, sel), dq_sel is None, dq_more is None),
         gluon_dq,
         (
             *(tile_rows(x) for x in (q, dout, *win)),
             *((None, None) if cmp is None else (tile_rows(x) for x in cmp)),
-            tile_rows(dq), stats[2], None if cmp is None else stats[0], dq_sel, dq_more,
+            *((None, None) if sel is None else (tile_rows(x) for x in sel)),
+            tile_rows(dq), stats[2], None if cmp is None else stats[0],
+            None if sel is None else stats[1], dq_sel, dq_more,
         ),
         lambda: launch(
             num_programs(problem, CONSUMERS),
@@ -392,8 +434,15 @@ def backward_q(
                 *item_counts(problem, CONSUMERS), spec.w, spec.l - 1, spec.d,
                 problem.scale, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "NARROW": spec.w < TILE},
+            {"D": problem.d_k, "STAGES": STAGES, "NARROW": spec.w < TILE}
+            | {"L_SEL": TILE if sel is None else spec.l_sel},
             CONSUMERS,
         ),
     )  # fmt: skip
     return dq
+
+
+def _place(cmp: object | None, sel: object | None) -> str:
+    if sel is not None:
+        return "all dq" if cmp is not None else "selected dq"
+    return "both dq" if cmp is not None else "window dq"
