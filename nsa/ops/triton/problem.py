@@ -60,6 +60,8 @@ and with fewer the band kernels, whose programs are short, are faster."""
 COMPRESSED_FROM, COMPRESSED_DIMS = 4096, (128,)
 """Tokens from which the kernels of the compressed branch were faster, and head dims at which its
 forward was; the others are at both, dk and dv at D 64 below LONG_FROM."""
+MASKED_DIMS = (64,)
+"""Head dims at which the gradient of queries from all three branches fits the registers."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_FROM = {(128, 16): 4096}
@@ -255,7 +257,7 @@ class Problem:
             both_queries=has_cmp and queries,
             sel_forward=masked and forward,
             sel_keys=masked and programs >= FULL_ENOUGH * self.processors,
-            all_queries=masked and queries,
+            all_queries=masked and queries and self.d_k in MASKED_DIMS,
         )
 
     @property
