@@ -74,22 +74,18 @@ def gluon_forward(
     o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_o.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for i in gl.static_range(NC):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=NC)
-        mbarrier.init(v_empty.index(i), count=NC)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=NC)
     # The copies are asynchronous, and must see the barriers as they were just written.
     fence_async_shared()
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    bars = (q_full, q_empty, full, empty)
     sizes = (NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, S)
     gated = (p_gates, p_o_cmp, p_o_win, p_out, s_gb, s_gs, s_gh)
     shared = (t_o, p_lse, p_bits, gated, bufs, bars, sizes, scale_log2)
@@ -140,10 +136,10 @@ def _copy_item(
     FIRST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     NC: gl.constexpr,
 ):  # fmt: skip
-    """Queries of all consumers, then tiles of keys and values; FIRST: only one of keys."""
+    """Queries of all consumers, then tiles of keys and values; FIRST: only one."""
     t_q, t_k, t_v = copied
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, full, empty = bars
     SIZE: gl.constexpr = TILE_ROWS * D * 2
     i_b, t0, i_g, h0 = place_of(item, sizes, NC)
     for c in gl.static_range(NC):
@@ -155,18 +151,14 @@ def _copy_item(
         num_tiles, _ = _key_tiles(t0, sizes, KIND)
     for j in range(num_tiles):
         stage = it % STAGES
-        phase = (it // STAGES & 1) ^ 1
         if KIND == COMPRESSED or KIND == SELECTED:
             k0 = j * TILE_ROWS
         else:
             k0 = t0 - j * TILE_ROWS
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), SIZE)
-        copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
-        if not FIRST:
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), SIZE)
-            copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
+        mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(stage), 2 * SIZE)
+        copy_in(t_k, i_b, k0, i_g, full.index(stage), k_bufs.index(stage))
+        copy_in(t_v, i_b, k0, i_g, full.index(stage), v_bufs.index(stage))
         it += 1
     return it
 
@@ -194,7 +186,7 @@ def _consume(
     """One head of every item. The next item's first scores are made beside the end of this one."""
     t_o, p_lse, p_bits, gated, bufs, bars, sizes, scale_log2 = shared
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, full, empty = bars
     num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -202,10 +194,9 @@ def _consume(
     none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
     # q is in registers: from shared memory, wgmma would wait for it.
     q = _take_queries(q_bufs, q_full, q_empty, 0, C, SL)
-    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index(0))
     i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
     word = _words(p_bits, i_b, t0, i_g, sizes, KIND, SL)
     seen = _seen(t0, word, sizes, KIND, SL)
@@ -233,8 +224,7 @@ def _consume(
         last = (it - 1) % STAGES
         coming = it % STAGES
         q = _take_queries(q_bufs, q_full, q_empty, n + 1, C, SL)
-        mbarrier.wait(v_full.index(last), (it - 1) // STAGES & 1)
-        mbarrier.wait(k_full.index(coming), it // STAGES & 1)
+        mbarrier.wait(full.index(coming), it // STAGES & 1)
         o = warpgroup_mma(p, matrix(v_bufs, last), o, is_async=True)
         keys = matrix(k_bufs, coming).permute((1, 0))
         s = warpgroup_mma(q, keys, none, use_acc=False, is_async=True)
@@ -247,7 +237,7 @@ def _consume(
         gl.store(p_lse + row + (at_t + o_t), lse, mask=at_t + o_t < S)
         share = gl.convert_layout(share, gl.SliceLayout(1, OL))
         o, p = warpgroup_mma_wait(1, deps=(o, p))
-        mbarrier.arrive(v_empty.index(last))
+        mbarrier.arrive(empty.index(last))
         tma.store_wait(0)  # the item before has left the buffer
         matrix(o_bufs, C).store(rounded(o * share[:, None], o_bufs.dtype))
         fence_async_shared()
@@ -255,7 +245,6 @@ def _consume(
         if KIND == SELECTED:
             _store_gated(gated, matrix(o_bufs, C), at_b, at_t, at_h, S, Hkv * SHARES * NC, D)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(coming))
         p, top, total = _begin(s, seen, W, scale_log2, KIND, SL, OL, k_bufs.dtype)
         it += 1
     tma.store_wait(0)
@@ -379,16 +368,14 @@ def _step(
     SELECTED: it sees none of them unless its lowest bit is set.
     """
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, full, empty = bars
     stage = it % STAGES
     before = (it - 1) % STAGES
     none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
-    mbarrier.wait(k_full.index(stage), it // STAGES & 1)
+    mbarrier.wait(full.index(stage), it // STAGES & 1)
     s = warpgroup_mma(q, matrix(k_bufs, stage).permute((1, 0)), none, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), (it - 1) // STAGES & 1)
     o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_empty.index(stage))
     if MASKED:
         o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
         if KIND == COMPRESSED or KIND == SELECTED:
@@ -397,7 +384,7 @@ def _step(
             s = gl.where(o_k > edge[:, None], s, float("-inf"))
     new_p, top, total, shrink = _softmax(s, top, total, bit, scale_log2, KIND, OL, k_bufs.dtype)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
-    mbarrier.arrive(v_empty.index(before))
+    mbarrier.arrive(empty.index(before))
     o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
     return new_p, o, top, total
 

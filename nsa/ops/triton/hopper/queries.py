@@ -75,22 +75,18 @@ def gluon_dq(
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_v.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for i in gl.static_range(NC):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=NC)
-        mbarrier.init(v_empty.index(i), count=NC)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=NC)
     # The copies are asynchronous, and must see the barriers as they were just written.
     fence_async_shared()
     bufs = (q_bufs, d_bufs, k_bufs, v_bufs, o_bufs)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    bars = (q_full, q_empty, full, empty)
     sizes = (NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, S)
     copied = (t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_k_sel, t_v_sel)
     pointers = (p_stats, p_stats_cmp, p_stats_sel, p_dq_sel, p_dq_more)
@@ -127,7 +123,7 @@ def _copy_item(
     """Queries and dout of all consumers, then tiles of keys and values; BEGIN: only the first."""
     t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_k_sel, t_v_sel = copied
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, full, empty = bars
     SIZE: gl.constexpr = TILE_ROWS * D * 2
     i_b, t0, i_g, h0 = place_of(item, sizes, NC)
     for c in gl.static_range(NC):
@@ -157,15 +153,12 @@ def _copy_item(
 def _copy_keys(t_k, t_v, bufs, bars, i_b, k0, i_g, it, SIZE: gl.constexpr, STAGES: gl.constexpr):
     """Tile `it` of keys and values, once its buffers are free."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, full, empty = bars
     stage = it % STAGES
-    phase = (it // STAGES & 1) ^ 1
-    mbarrier.wait(k_empty.index(stage), phase)
-    mbarrier.expect(k_full.index(stage), SIZE)
-    copy_in(t_k, i_b, k0, i_g, k_full.index(stage), k_bufs.index(stage))
-    mbarrier.wait(v_empty.index(stage), phase)
-    mbarrier.expect(v_full.index(stage), SIZE)
-    copy_in(t_v, i_b, k0, i_g, v_full.index(stage), v_bufs.index(stage))
+    mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(stage), 2 * SIZE)
+    copy_in(t_k, i_b, k0, i_g, full.index(stage), k_bufs.index(stage))
+    copy_in(t_v, i_b, k0, i_g, full.index(stage), v_bufs.index(stage))
 
 
 @gluon.jit
@@ -176,12 +169,13 @@ def _consume(
     """One head of every item. The next item's first dS is made beside the end of this one."""
     t_dq, pointers, bufs, bars, sizes, scale, scale_log2 = shared
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, full, empty = bars
     num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     q = _take_queries(q_bufs, q_full, 0, C, SL)
-    s = _start_scores(q, k_bufs, k_full, 0, STAGES, SL)
+    mbarrier.wait(full.index(0), 0)
+    s = _start_scores(q, k_bufs, 0, SL)
     i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
     row = (i_b * Hkv * SHARES * NC + h0 + C).to(gl.int64) * S
     stats = _load_stats(pointers[0], row, t0, S, SL)
@@ -192,69 +186,51 @@ def _consume(
     for n in range(rounds):
         num_seen, masked = num_key_tiles(t0, W)
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
-        it += 1
-        for _ in range(1, masked):
-            dq, ds = _step(
-                dq, ds, q, dout, stats, bufs, bars, it, 0, scale_log2,
-                CLEAR, STAGES, NARROW, SL, OL,
-            )  # fmt: skip
-            it += 1
         o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
         if pointers[1] is not None:  # they come meanwhile
             cmp_stats = _load_stats(pointers[1], row, t0, S, SL)
-            seen = num_compressed(t0 + o_t, OFF, STEP)
         if pointers[2] is not None:
             sel_stats = _load_stats(pointers[2], row, t0, S, SL)
             word = _load_words(pointers[2], row, t0, S, SL)
-        for j in range(masked, num_seen):
+        it += 1
+        for j in range(1, num_seen):
             edge = o_t + (j * TILE_ROWS - W)
             dq, ds = _step(
-                dq, ds, q, dout, stats, bufs, bars, it, edge, scale_log2,
+                dq, ds, q, dout, stats, bufs, bars, it, j >= masked, edge, scale_log2,
                 FAR, STAGES, NARROW, SL, OL,
             )  # fmt: skip
             it += 1
         if pointers[1] is not None:
+            seen = num_compressed(t0 + o_t, OFF, STEP)
             num_seen, masked = compressed_tiles(t0, S, OFF, STEP)
-            for _ in range(masked):
+            for j in range(num_seen):
                 dq, ds = _step(
-                    dq, ds, q, dout, cmp_stats, bufs, bars, it, 0, scale_log2,
-                    CLEAR, STAGES, NARROW, SL, OL,
-                )  # fmt: skip
-                it += 1
-            for j in range(masked, num_seen):
-                edge = seen - j * TILE_ROWS
-                dq, ds = _step(
-                    dq, ds, q, dout, cmp_stats, bufs, bars, it, edge, scale_log2,
-                    NEAR, STAGES, NARROW, SL, OL,
+                    dq, ds, q, dout, cmp_stats, bufs, bars, it, j >= masked, seen - j * TILE_ROWS,
+                    scale_log2, NEAR, STAGES, NARROW, SL, OL,
                 )  # fmt: skip
                 it += 1
         if pointers[2] is not None:
             whole = t0 // TILE_ROWS
-            for j in range(whole):
+            for j in range(whole + 1):
                 chosen = _if_chosen(sel_stats, word, j * TILE_ROWS // L_SEL)
                 dq, ds = _step(
-                    dq, ds, q, dout, chosen, bufs, bars, it, 0, scale_log2,
-                    CLEAR, STAGES, NARROW, SL, OL,
+                    dq, ds, q, dout, chosen, bufs, bars, it, j == whole, o_t + 1,
+                    scale_log2, NEAR, STAGES, NARROW, SL, OL,
                 )  # fmt: skip
                 it += 1
-            chosen = _if_chosen(sel_stats, word, t0 // L_SEL)
-            dq, ds = _step(
-                dq, ds, q, dout, chosen, bufs, bars, it, o_t + 1, scale_log2,
-                NEAR, STAGES, NARROW, SL, OL,
-            )  # fmt: skip
-            it += 1
         # The last tile's product with keys, beside the first scores of the next item.
         last = (it - 1) % STAGES
         dq = warpgroup_mma(ds, matrix(k_bufs, last), dq, is_async=True)
         q = _take_queries(q_bufs, q_full, n + 1, C, SL)
-        s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
+        mbarrier.wait(full.index(it % STAGES), it // STAGES & 1)
+        s = _start_scores(q, k_bufs, it % STAGES, SL)
         # Meanwhile, where this item is written, and where the next one is.
         at_b, at_t, at_h = i_b, t0, h0 + C
         i_b, t0, i_g, h0 = place_after(n, rounds, sizes, NC)
         row = (i_b * Hkv * SHARES * NC + h0 + C).to(gl.int64) * S
         stats = _load_stats(pointers[0], row, t0, S, SL)
         dq, ds = warpgroup_mma_wait(1, deps=(dq, ds))
-        mbarrier.arrive(k_empty.index(last))
+        mbarrier.arrive(empty.index(last))
         dq = _add_others(dq * scale, pointers, at_b, at_t, at_h, S, Hkv * SHARES * NC, D, OL)
         tma.store_wait(0)  # the item before has left the buffer
         matrix(o_bufs, C).store(rounded(dq, o_bufs.dtype))
@@ -266,11 +242,9 @@ def _consume(
 
 
 @gluon.jit
-def _start_scores(left, right_bufs, full, it, STAGES: gl.constexpr, SL: gl.constexpr):
-    """Start the product of rows with tile `it`: s = q k^T, or dP = dout v^T."""
-    stage = it % STAGES
+def _start_scores(left, right_bufs, stage, SL: gl.constexpr):
+    """Start the product of rows with a tile: s = q k^T, or dP = dout v^T."""
     none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
-    mbarrier.wait(full.index(stage), it // STAGES & 1)
     right = matrix(right_bufs, stage).permute((1, 0))
     return warpgroup_mma(left, right, none, use_acc=False, is_async=True)
 
@@ -286,7 +260,7 @@ def _take_queries(q_bufs, q_full, n, C: gl.constexpr, SL: gl.constexpr):
 def _take_dout(bufs, bars, C: gl.constexpr, SL: gl.constexpr):
     """dout of the queries that were taken, as a left operand; the buffers of both are free."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, full, empty = bars
     dout = matrix(d_bufs, C).load(gl.DotOperandLayout(0, SL, 2))
     fence_async_shared()
     sync_warps()
@@ -326,43 +300,43 @@ def _begin(
 ):  # fmt: skip
     """dS of an item's first tile, which is on the diagonal; its scores were started before."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    dp = _start_scores(dout, v_bufs, v_full, it, STAGES, SL)
+    q_full, q_empty, full, empty = bars
+    dp = _start_scores(dout, v_bufs, it % STAGES, SL)
     s = warpgroup_mma_wait(1, deps=(s,))
     edge = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL)) - W
-    p = _probabilities(s, stats[0], edge, scale_log2, DIAGONAL, NARROW, SL)
+    p = _probabilities(s, stats[0], True, edge, scale_log2, DIAGONAL, NARROW, SL)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    mbarrier.arrive(v_empty.index(it % STAGES))
     return _left(p, dp, stats, k_bufs.dtype, OL)
 
 
 @gluon.jit
 def _step(
-    dq, ds, q, dout, stats, bufs, bars, it, edge, scale_log2,
+    dq, ds, q, dout, stats, bufs, bars, it, masked, edge, scale_log2,
     EDGE: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """dS of tile `it`, beside the product of the dS before with its keys, which dq gets."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, full, empty = bars
     before = (it - 1) % STAGES
-    s = _start_scores(q, k_bufs, k_full, it, STAGES, SL)
-    dp = _start_scores(dout, v_bufs, v_full, it, STAGES, SL)
+    mbarrier.wait(full.index(it % STAGES), it // STAGES & 1)
+    s = _start_scores(q, k_bufs, it % STAGES, SL)
+    dp = _start_scores(dout, v_bufs, it % STAGES, SL)
     dq = warpgroup_mma(ds, matrix(k_bufs, before), dq, is_async=True)
     s = warpgroup_mma_wait(2, deps=(s,))
-    p = _probabilities(s, stats[0], edge, scale_log2, EDGE, NARROW, SL)
+    p = _probabilities(s, stats[0], masked, edge, scale_log2, EDGE, NARROW, SL)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    mbarrier.arrive(v_empty.index(it % STAGES))
     new_ds = _left(p, dp, stats, k_bufs.dtype, OL)
     dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
-    mbarrier.arrive(k_empty.index(before))
+    mbarrier.arrive(empty.index(before))
     return dq, new_ds
 
 
 @gluon.jit
 def _probabilities(
-    s, lse, edge, scale_log2, EDGE: gl.constexpr, NARROW: gl.constexpr, SL: gl.constexpr
-):
+    s, lse, masked, edge, scale_log2,
+    EDGE: gl.constexpr, NARROW: gl.constexpr, SL: gl.constexpr,
+):  # fmt: skip
     """P of a tile. A query sees the keys up to its own on the diagonal, those after `edge` at the
     far end of the window, and those before `edge` of the last compressed ones."""
     p = gl.exp2(s * scale_log2 - lse[:, None])
@@ -370,10 +344,14 @@ def _probabilities(
     if EDGE == DIAGONAL:
         o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
         p = gl.where(o_k <= o_t[:, None], p, 0.0)
-    if EDGE == FAR or (EDGE == DIAGONAL and NARROW):
+    if EDGE == DIAGONAL and NARROW:
         p = gl.where(o_k > edge[:, None], p, 0.0)
+    if EDGE == FAR:
+        if masked:
+            p = gl.where(o_k > edge[:, None], p, 0.0)
     if EDGE == NEAR:
-        p = gl.where(o_k < edge[:, None], p, 0.0)
+        if masked:
+            p = gl.where(o_k < edge[:, None], p, 0.0)
     return p
 
 
