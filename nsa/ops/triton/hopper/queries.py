@@ -187,16 +187,22 @@ def _consume(
         num_seen, masked = num_key_tiles(t0, W)
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+        it += 1
+        for j in range(1, masked):
+            dq, ds = _step(
+                dq, ds, q, dout, stats, bufs, bars, it, False, 0, scale_log2,
+                CLEAR, STAGES, NARROW, SL, OL,
+            )  # fmt: skip
+            it += 1
         if pointers[1] is not None:  # they come meanwhile
             cmp_stats = _load_stats(pointers[1], row, t0, S, SL)
         if pointers[2] is not None:
             sel_stats = _load_stats(pointers[2], row, t0, S, SL)
             word = _load_words(pointers[2], row, t0, S, SL)
-        it += 1
-        for j in range(1, num_seen):
+        for j in range(masked, num_seen):
             edge = o_t + (j * TILE_ROWS - W)
             dq, ds = _step(
-                dq, ds, q, dout, stats, bufs, bars, it, j >= masked, edge, scale_log2,
+                dq, ds, q, dout, stats, bufs, bars, it, True, edge, scale_log2,
                 FAR, STAGES, NARROW, SL, OL,
             )  # fmt: skip
             it += 1
