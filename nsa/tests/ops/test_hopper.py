@@ -38,7 +38,8 @@ from nsa.tests.support.helpers import Case
 
 KERNELS = {"gluon_forward", "gluon_dkv", "gluon_dq"}
 BANDS = {"band_forward", "band_dkv", "band_dq"}
-ALL, NONE = Hopper(*(True,) * len(Hopper._fields)), Hopper()
+ALL, NONE = Hopper(*(True,) * 6), Hopper()
+"""ALL: those of the window and the compressed branch, beside a selected branch that reads blocks."""
 HOPPER, AMPERE, BLACKWELL = ((major, 0) for major in (9, 8, 10))
 
 
@@ -95,6 +96,22 @@ def test_heads_of_64_and_128_in_16_bits_take_the_kernels(monkeypatch):
         assert other == NONE
 
 
+def test_a_selected_branch_that_masks_the_past_takes_the_kernels(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    taken = route(64, 6, 2, seq_len=2048, batch=16)
+    assert taken == Hopper(True, True, sel_forward=True, sel_keys=True, all_queries=True)
+    # One row has too little to do, and from 4096 tokens on blocks are read.
+    assert not any(any(route(64, 6, 2, seq_len=n)[6:]) for n in (512, 4096))
+    # Blocks that a tile of keys does not lie in, bits in two words, documents.
+    for more in (
+        {"spec": BlockSpec(l_sel=32, n_sel=32)},
+        {"spec": BlockSpec(n_sel=32)},
+        {"lens": [2000, 48]},
+    ):
+        assert not any(route(64, 6, 2, seq_len=2048, batch=16, **more)[6:])
+    assert route(64, 6, 2, seq_len=4096, batch=16, spec=BlockSpec(l_sel=128)).sel_forward
+
+
 def test_odd_groups_take_the_kernel_of_keys_alone(monkeypatch):
     pretend(monkeypatch, HOPPER)
     keys = Hopper(keys=True, cmp_keys=True)
@@ -105,7 +122,7 @@ def test_odd_groups_take_the_kernel_of_keys_alone(monkeypatch):
 def test_without_compressed_keys_their_kernels_are_not_taken(monkeypatch):
     pretend(monkeypatch, HOPPER)
     spec = BlockSpec(l=8192, d=8192, l_sel=8192)
-    assert route(seq_len=8191, spec=spec) == Hopper(True, True, True)
+    assert route(seq_len=8191, spec=spec)[:6] == (True, True, True, False, False, False)
 
 
 def test_short_sequences_that_leave_processors_idle_take_the_band_kernels(monkeypatch):
@@ -175,11 +192,11 @@ def test_every_branch_is_computed_once(monkeypatch):
         attend(300, BOTH)
     names = [one.name for one in started if one.name in KERNELS | BANDS]
     assert sorted(names) == sorted([*KERNELS, "gluon_forward", "gluon_dkv"])
-    # It does not walk the past of a selection that is masked.
+    # The past of a selection that is masked is walked by the same kernels.
     with starting_on(90, ()) as started:
-        attend(300, BlockSpec())
-    (walked,) = (one.constants for one in started if one.name == "band_dq")
-    assert walked["HAS_CMP"] and walked["HAS_WIN"]
+        attend(300, BlockSpec(), 64)
+    names = [one.name for one in started if one.name in KERNELS | BANDS]
+    assert sorted(names) == sorted([*2 * ["gluon_forward", "gluon_dkv"], *KERNELS])
     monkeypatch.setattr(problem, "HOPPER", False)
     with starting_on(90, ()) as started:
         attend(300, BOTH)

@@ -49,6 +49,7 @@ STAGES = 4
 HELD = True
 """Whether keys and values are in registers, where there are enough of them: at D 64."""
 
+
 @gluon.jit(do_not_specialize=("S", "K", "Hkv", "G", "W", "OFF", "STEP", "BATCH", "HEADS", "SLICES"))
 def gluon_dkv(
     t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats, p_dk, p_dv,
