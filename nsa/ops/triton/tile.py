@@ -214,9 +214,10 @@ def gate_backward(
 
     dgates is [B, S, Hq, 3]. stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
     of a row: log-sum-exp, delta, gate, and the key at its position; BY_TOKEN: those of the selected
-    branch are [B, S, Hq, 4], as hopper/selected.py gathers them. p_bits [B, Hkv, 1, S], where given,
-    are its fourth number instead, for the kernels in hopper/ that mask the past. p_dcmp and p_dwin, where given,
-    get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another library.
+    branch are [B, S, Hq, 4], as hopper/selected.py gathers them. Its fourth number is the word of
+    p_bits [B, Hkv, 1, S], where given, for the kernels in hopper/ that mask the past. p_dcmp and
+    p_dwin, where given, get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another
+    library.
     """
     # Rows of some heads of neighbouring tokens, whose stats are neighbours, too.
     i_b, o_r = tl.program_id(2).to(tl.int64), tl.arange(0, BT * BH)

@@ -39,7 +39,7 @@ from nsa.tests.support.helpers import Case
 KERNELS = {"gluon_forward", "gluon_dkv", "gluon_dq"}
 BANDS = {"band_forward", "band_dkv", "band_dq"}
 ALL, NONE = Hopper(*(True,) * 6), Hopper()
-"""ALL: those of the window and the compressed branch, beside a selected branch that reads blocks."""
+"""ALL: of the window and the compressed branch, beside a selected branch that reads its blocks."""
 HOPPER, AMPERE, BLACKWELL = ((major, 0) for major in (9, 8, 10))
 
 
@@ -103,12 +103,12 @@ def test_a_selected_branch_that_masks_the_past_takes_the_kernels(monkeypatch):
     # One row has too little to do, and from 4096 tokens on blocks are read.
     assert not any(any(route(64, 6, 2, seq_len=n)[6:]) for n in (512, 4096))
     # Blocks that a tile of keys does not lie in, bits in two words, documents.
-    for more in (
-        {"spec": BlockSpec(l_sel=32, n_sel=32)},
-        {"spec": BlockSpec(n_sel=32)},
-        {"lens": [2000, 48]},
+    for n, more in (
+        (2048, {"spec": BlockSpec(l_sel=32, n_sel=32)}),
+        (4096, {"spec": BlockSpec(n_sel=32)}),
+        (2048, {"lens": [2000, 48]}),
     ):
-        assert not any(route(64, 6, 2, seq_len=2048, batch=16, **more)[6:])
+        assert not any(route(64, 6, 2, seq_len=n, batch=16, **more)[6:])
     assert route(64, 6, 2, seq_len=4096, batch=16, spec=BlockSpec(l_sel=128)).sel_forward
 
 

@@ -51,7 +51,7 @@ STAGES = 4
 """Tiles of keys, and as many of values, that are in flight or being read."""
 WINDOW, NARROW, COMPRESSED, SELECTED = (gl.constexpr(i) for i in range(4))
 """Kinds of bands: a window, one of less than 64 tokens, compressed keys, and the past as far as it
-was selected, which is a band of compressed keys with holes."""
+was selected, which is a band of compressed keys with holes. The last two begin with key 0."""
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -151,7 +151,7 @@ def _copy_item(
         num_tiles, _ = _key_tiles(t0, sizes, KIND)
     for j in range(num_tiles):
         stage = it % STAGES
-        if KIND == COMPRESSED or KIND == SELECTED:
+        if KIND >= COMPRESSED:
             k0 = j * TILE_ROWS
         else:
             k0 = t0 - j * TILE_ROWS
@@ -314,7 +314,7 @@ def _begin(
         s = gl.where(o_k > (o_t - W)[:, None], s, float("-inf"))
     top = gl.max(s, 1) * scale_log2
     used = top
-    if KIND == COMPRESSED or KIND == SELECTED:
+    if KIND >= COMPRESSED:
         # A row that sees nothing has a total of 0. Of compressed keys it has no other tile: where
         # one row sees no key, the 63 after it see less than 64.
         used = gl.where(seen > 0, top, 0.0)
@@ -329,7 +329,7 @@ def _finish(top, total, KIND: gl.constexpr):
     """Log-sum-exp of the rows, and what their sums are multiplied by; of no key: +inf and 0."""
     lse = top + gl.log2(total)
     share = 1.0 / total
-    if KIND == COMPRESSED or KIND == SELECTED:
+    if KIND >= COMPRESSED:
         lse = gl.where(total == 0.0, float("inf"), lse)
         share = gl.where(total == 0.0, 0.0, share)
     return lse, share
@@ -378,7 +378,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))
     if MASKED:
         o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
-        if KIND == COMPRESSED or KIND == SELECTED:
+        if KIND >= COMPRESSED:
             s = gl.where(o_k < edge[:, None], s, float("-inf"))
         else:
             s = gl.where(o_k > edge[:, None], s, float("-inf"))

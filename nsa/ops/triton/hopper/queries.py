@@ -188,7 +188,7 @@ def _consume(
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
         it += 1
-        for j in range(1, masked):
+        for _ in range(1, masked):
             dq, ds = _step(
                 dq, ds, q, dout, stats, bufs, bars, it, False, 0, scale_log2,
                 CLEAR, STAGES, NARROW, SL, OL,
@@ -353,10 +353,9 @@ def _probabilities(
     if EDGE == DIAGONAL and NARROW:
         p = gl.where(o_k > edge[:, None], p, 0.0)
     if EDGE == FAR:
-        if masked:
-            p = gl.where(o_k > edge[:, None], p, 0.0)
-    if EDGE == NEAR:
-        if masked:
+        p = gl.where(o_k > edge[:, None], p, 0.0)
+    if EDGE == NEAR:  # known here; whether a tile needs the mask is not
+        if masked:  # noqa: SIM102
             p = gl.where(o_k < edge[:, None], p, 0.0)
     return p
 
