@@ -387,8 +387,8 @@ def _mask(p, t0, k0, band, COMPRESSED: gl.constexpr, SL: gl.constexpr):
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
     if t0 < (k0 + TILE_ROWS - 1) * STEP + OFF:
         p = gl.where(o_t >= ((k0 + o_k) * STEP + (OFF - t0))[:, None], p, 0.0)
-    if not COMPRESSED:  # known here; whether a tile is at the far end is not
-        if t0 + TILE_ROWS > k0 + W:  # noqa: SIM102
+    if not COMPRESSED:  # noqa: SIM102  known here; whether a tile is at the far end is not
+        if t0 + TILE_ROWS > k0 + W:
             p = gl.where(o_t < (o_k + (k0 + W - t0))[:, None], p, 0.0)
     return p
 

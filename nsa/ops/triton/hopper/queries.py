@@ -354,8 +354,8 @@ def _probabilities(
         p = gl.where(o_k > edge[:, None], p, 0.0)
     if EDGE == FAR:
         p = gl.where(o_k > edge[:, None], p, 0.0)
-    if EDGE == NEAR:  # known here; whether a tile needs the mask is not
-        if masked:  # noqa: SIM102
+    if EDGE == NEAR:  # noqa: SIM102  known here; whether a tile needs the mask is not
+        if masked:
             p = gl.where(o_k < edge[:, None], p, 0.0)
     return p
 
