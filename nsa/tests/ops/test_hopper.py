@@ -56,6 +56,7 @@ def take_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(problem, "FULL_ENOUGH", 0.0)
     patch.setattr(problem, "COMPRESSED_FROM", 0)
     patch.setattr(problem, "COMPRESSED_DIMS", (64, 128))
+    patch.setattr(problem, "MASKED_DIMS", (64, 128))
 
 
 # --- which calls take the kernels ---
@@ -277,6 +278,8 @@ CASES = [
     (Case(BlockSpec(), S=4500, Hkv=2, G=6, Dk=64, Dv=64), "fp16"),  # by blocks
     (Case(BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=50), S=1537, G=2, Dk=64, Dv=64), "bf16"),
     (Case(BlockSpec(l=320, d=64, l_sel=64, n_sel=3), S=900, B=2, G=4, Dk=128, Dv=128), "bf16"),
+    (Case(BlockSpec(l_sel=128, n_sel=5), S=1270, G=6, Dk=64, Dv=64), "bf16"),
+    (Case(BlockSpec(l=64, n_sel=8), S=63, B=2, G=2, Dk=64, Dv=64), "fp16"),  # no compressed token
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -309,9 +312,15 @@ class TestOnGpu:
         taken = case.G % 2 == 0 or case.G * case.Dk == 3 * 64
         assert ("window forward" in names) == taken
         assert ("compressed forward" in names) == (taken and has_cmp)
-        walks = case.G % 2 == 0 and 2 * spec.n_sel * spec.l_sel < case.S
-        assert ("both dq" in names) == (walks and has_cmp)
-        assert ("window dq" in names) == (walks and not has_cmp and case.Dk == 128)
+        masks = case.S <= 2 * spec.n_sel * spec.l_sel
+        in_tiles = masks and spec.l_sel % 64 == 0
+        assert ("selected dkv" in names) == in_tiles
+        assert ("selected forward" in names) == (taken and in_tiles)
+        even = case.G % 2 == 0
+        assert ("all dq" in names) == (even and in_tiles and has_cmp)
+        assert ("selected dq" in names) == (even and in_tiles and not has_cmp)
+        assert ("both dq" in names) == (even and not masks and has_cmp)
+        assert ("window dq" in names) == (even and not masks and not has_cmp and case.Dk == 128)
 
     def test_gradients_of_queries_add_those_of_cudnn(self, on_hopper, monkeypatch):
         """As for long sequences, and those of the selected blocks."""
