@@ -418,13 +418,13 @@ class NSAAttention(Rotary):
         return *self._split(rotated, values), self._gates(logits, heads.dtype)
 
     def _products(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of qkv and of gate [B, S, 3 Hq]; compiled for a GPU, by one product.
+        """Columns of qkv and of gate [B, S, 3 Hq]; compiled, by one product.
 
         The gates have few columns: their product, and the two of its gradients, take a GPU as long
         as many columns would. A compiler joins the weights while it rounds them.
         """
-        plain = type(self.qkv) is nn.Linear and type(self.gate) is nn.Linear
-        if not (plain and x.is_cuda and torch.compiler.is_compiling()):
+        plain = is_plain(self.qkv) and is_plain(self.gate)
+        if not (plain and torch.compiler.is_compiling()):
             return self.qkv(x), self.gate(x)
         sizes = [self.qkv.out_features, self.gate.out_features]
         # Rows of qkv stay aligned: kernels read them where they lie.
@@ -519,6 +519,11 @@ class NSAAttention(Rotary):
 
     def _rope_from(self, first: int, num_tokens: int, x: Tensor) -> Rope:
         return self.rope(document_positions(num_tokens, None, x.device, first), x.dtype)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is its weight and bias, and nobody watches its calls."""
+    return type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def check_sizes(
