@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nsa.config.env import read
 from nsa.model.cache import DecodedCache, NSACache, cache_dtype, check_one_token
-from nsa.model.fused import add_product, norm_and_project
+from nsa.model.fused import add_product, is_plain, norm_and_project
 from nsa.model.paged import PagedCache, Pages
 from nsa.model.rope import (
     LINEAR,
@@ -519,11 +519,6 @@ class NSAAttention(Rotary):
 
     def _rope_from(self, first: int, num_tokens: int, x: Tensor) -> Rope:
         return self.rope(document_positions(num_tokens, None, x.device, first), x.dtype)
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is its weight and bias, and nobody watches its calls."""
-    return type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def check_sizes(
