@@ -38,9 +38,11 @@ from nsa.ops.triton.hopper.parts import (
     num_key_tiles,
     num_programs,
     num_rounds,
+    phase_of,
     place_after,
     place_of,
     rounded,
+    stage_of,
     sync_warps,
     tile_rows,
 )
@@ -150,12 +152,12 @@ def _copy_item(
     if not FIRST:
         num_tiles, _ = _key_tiles(t0, sizes, KIND)
     for j in range(num_tiles):
-        stage = it % STAGES
+        stage = stage_of(it, STAGES)
         if KIND >= COMPRESSED:
             k0 = j * TILE_ROWS
         else:
             k0 = t0 - j * TILE_ROWS
-        mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
+        mbarrier.wait(empty.index(stage), phase_of(it, STAGES) ^ 1)
         mbarrier.expect(full.index(stage), 2 * SIZE)
         copy_in(t_k, i_b, k0, i_g, full.index(stage), k_bufs.index(stage))
         copy_in(t_v, i_b, k0, i_g, full.index(stage), v_bufs.index(stage))
@@ -221,10 +223,10 @@ def _consume(
             )  # fmt: skip
             it += 1
         # The last tile's product with values, beside the scores of the next item's first one.
-        last = (it - 1) % STAGES
-        coming = it % STAGES
+        last = stage_of(it - 1, STAGES)
+        coming = stage_of(it, STAGES)
         q = _take_queries(q_bufs, q_full, q_empty, n + 1, C, SL)
-        mbarrier.wait(full.index(coming), it // STAGES & 1)
+        mbarrier.wait(full.index(coming), phase_of(it, STAGES))
         o = warpgroup_mma(p, matrix(v_bufs, last), o, is_async=True)
         keys = matrix(k_bufs, coming).permute((1, 0))
         s = warpgroup_mma(q, keys, none, use_acc=False, is_async=True)
@@ -369,10 +371,10 @@ def _step(
     """
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, full, empty = bars
-    stage = it % STAGES
-    before = (it - 1) % STAGES
+    stage = stage_of(it, STAGES)
+    before = stage_of(it - 1, STAGES)
     none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
-    mbarrier.wait(full.index(stage), it // STAGES & 1)
+    mbarrier.wait(full.index(stage), phase_of(it, STAGES))
     s = warpgroup_mma(q, matrix(k_bufs, stage).permute((1, 0)), none, use_acc=False, is_async=True)
     o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))

@@ -36,7 +36,9 @@ from nsa.ops.triton.hopper.parts import (
     copy_out,
     launch,
     matrix,
+    phase_of,
     rounded,
+    stage_of,
     stat_rows,
     sync_warps,
     tile_rows,
@@ -153,10 +155,10 @@ def _produce(
         copy_in(t_k, i_b, k0, i_g, k_full.index(c), k_bufs.index(c))
         copy_in(t_v, i_b, k0, i_g, k_full.index(c), v_bufs.index(c))
     for it in range(total * HEADS):
-        stage = it % STAGES
+        stage = stage_of(it, STAGES)
         i_h = i_g * G + h0 + it // total
         t0 = _query_tile(start, it % total, COMPRESSED) * TILE_ROWS
-        mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
+        mbarrier.wait(empty.index(stage), phase_of(it, STAGES) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, 2 * SIZE + TILE_ROWS * 16)
         copy_in(t_q, i_b, t0, i_h, bar, q_bufs.index(stage))
@@ -259,8 +261,8 @@ def _skip(bars, it, num, STAGES: gl.constexpr):
     """Pass over tiles that only the other consumer reads."""
     k_full, full, empty = bars
     for i in range(num):
-        stage = (it + i) % STAGES
-        mbarrier.wait(full.index(stage), (it + i) // STAGES & 1)
+        stage = stage_of(it + i, STAGES)
+        mbarrier.wait(full.index(stage), phase_of(it + i, STAGES))
         # Without it, one warp could let the barrier go on by two phases while another still waits.
         sync_warps()
         mbarrier.arrive(empty.index(stage))
@@ -278,17 +280,17 @@ def _walk(
     """
     bufs, bars, b_k, b_v, start, k0, band, scale_log2 = walked
     k_full, full, empty = bars
-    stage = (begin + first) % STAGES
-    mbarrier.wait(full.index(stage), (begin + first) // STAGES & 1)
+    stage = stage_of(begin + first, STAGES)
+    mbarrier.wait(full.index(stage), phase_of(begin + first, STAGES))
     s, dp = _start_scores(b_k, b_v, bufs, stage)
     s = warpgroup_mma_wait(1, deps=(s,))
     p, b_p, delta = _probabilities(s, walked, stage, first, D, COMPRESSED, L_SEL)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = _left(p, dp, delta, bufs, stage, D)
     for i in range(first + 1, first + own):
-        stage = (begin + i) % STAGES
-        before = (begin + i - 1) % STAGES
-        mbarrier.wait(full.index(stage), (begin + i) // STAGES & 1)
+        stage = stage_of(begin + i, STAGES)
+        before = stage_of(begin + i - 1, STAGES)
+        mbarrier.wait(full.index(stage), phase_of(begin + i, STAGES))
         dk, dv = _start_sums(dk, dv, ds, b_p, bufs, before)
         s, dp = _start_scores(b_k, b_v, bufs, stage)
         s, dk, dv, b_p, ds = warpgroup_mma_wait(1, deps=(s, dk, dv, b_p, ds))
@@ -296,7 +298,7 @@ def _walk(
         p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         ds = _left(p, dp, delta, bufs, stage, D)
-    last = (begin + first + own - 1) % STAGES
+    last = stage_of(begin + first + own - 1, STAGES)
     dk, dv = _start_sums(dk, dv, ds, b_p, bufs, last)
     dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
     mbarrier.arrive(empty.index(last))
@@ -313,8 +315,8 @@ def _walk_plainly(
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
     k_full, full, empty = bars
     for i in range(first, first + own):
-        stage = (begin + i) % STAGES
-        mbarrier.wait(full.index(stage), (begin + i) // STAGES & 1)
+        stage = stage_of(begin + i, STAGES)
+        mbarrier.wait(full.index(stage), phase_of(begin + i, STAGES))
         s, dp = _start_scores(b_k, b_v, bufs, stage)
         s = warpgroup_mma_wait(1, deps=(s,))
         p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)

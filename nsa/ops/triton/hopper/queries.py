@@ -36,9 +36,11 @@ from nsa.ops.triton.hopper.parts import (
     num_key_tiles,
     num_programs,
     num_rounds,
+    phase_of,
     place_after,
     place_of,
     rounded,
+    stage_of,
     sync_warps,
     tile_rows,
 )
@@ -154,8 +156,8 @@ def _copy_keys(t_k, t_v, bufs, bars, i_b, k0, i_g, it, SIZE: gl.constexpr, STAGE
     """Tile `it` of keys and values, once its buffers are free."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, full, empty = bars
-    stage = it % STAGES
-    mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
+    stage = stage_of(it, STAGES)
+    mbarrier.wait(empty.index(stage), phase_of(it, STAGES) ^ 1)
     mbarrier.expect(full.index(stage), 2 * SIZE)
     copy_in(t_k, i_b, k0, i_g, full.index(stage), k_bufs.index(stage))
     copy_in(t_v, i_b, k0, i_g, full.index(stage), v_bufs.index(stage))
@@ -225,11 +227,11 @@ def _consume(
                 )  # fmt: skip
                 it += 1
         # The last tile's product with keys, beside the first scores of the next item.
-        last = (it - 1) % STAGES
+        last = stage_of(it - 1, STAGES)
         dq = warpgroup_mma(ds, matrix(k_bufs, last), dq, is_async=True)
         q = _take_queries(q_bufs, q_full, n + 1, C, SL)
-        mbarrier.wait(full.index(it % STAGES), it // STAGES & 1)
-        s = _start_scores(q, k_bufs, it % STAGES, SL)
+        mbarrier.wait(full.index(stage_of(it, STAGES)), phase_of(it, STAGES))
+        s = _start_scores(q, k_bufs, stage_of(it, STAGES), SL)
         # Meanwhile, where this item is written, and where the next one is.
         at_b, at_t, at_h = i_b, t0, h0 + C
         i_b, t0, i_g, h0 = place_after(n, rounds, sizes, NC)
@@ -307,7 +309,7 @@ def _begin(
     """dS of an item's first tile, which is on the diagonal; its scores were started before."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, full, empty = bars
-    dp = _start_scores(dout, v_bufs, it % STAGES, SL)
+    dp = _start_scores(dout, v_bufs, stage_of(it, STAGES), SL)
     s = warpgroup_mma_wait(1, deps=(s,))
     edge = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL)) - W
     p = _probabilities(s, stats[0], True, edge, scale_log2, DIAGONAL, NARROW, SL)
@@ -324,10 +326,10 @@ def _step(
     """dS of tile `it`, beside the product of the dS before with its keys, which dq gets."""
     q_bufs, d_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, full, empty = bars
-    before = (it - 1) % STAGES
-    mbarrier.wait(full.index(it % STAGES), it // STAGES & 1)
-    s = _start_scores(q, k_bufs, it % STAGES, SL)
-    dp = _start_scores(dout, v_bufs, it % STAGES, SL)
+    before = stage_of(it - 1, STAGES)
+    mbarrier.wait(full.index(stage_of(it, STAGES)), phase_of(it, STAGES))
+    s = _start_scores(q, k_bufs, stage_of(it, STAGES), SL)
+    dp = _start_scores(dout, v_bufs, stage_of(it, STAGES), SL)
     dq = warpgroup_mma(ds, matrix(k_bufs, before), dq, is_async=True)
     s = warpgroup_mma_wait(2, deps=(s,))
     p = _probabilities(s, stats[0], masked, edge, scale_log2, EDGE, NARROW, SL)
