@@ -294,10 +294,11 @@ def _walk(
         dk, dv = _start_sums(dk, dv, ds, b_p, bufs, before)
         s, dp = _start_scores(b_k, b_v, bufs, stage)
         s, dk, dv, b_p, ds = warpgroup_mma_wait(1, deps=(s, dk, dv, b_p, ds))
-        mbarrier.arrive(empty.index(before))
         p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         ds = _left(p, dp, delta, bufs, stage, D)
+        # As late as this: between it and the stats, Triton would put one barrier more.
+        mbarrier.arrive(empty.index(before))
     last = stage_of(begin + first + own - 1, STAGES)
     dk, dv = _start_sums(dk, dv, ds, b_p, bufs, last)
     dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
