@@ -57,6 +57,7 @@ def take_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(problem, "COMPRESSED_FROM", 0)
     patch.setattr(problem, "COMPRESSED_DIMS", (64, 128))
     patch.setattr(problem, "MASKED_DIMS", (64, 128))
+    patch.setattr(problem, "MASKED_TILES", 0)
 
 
 # --- which calls take the kernels ---
@@ -99,10 +100,11 @@ def test_heads_of_64_and_128_in_16_bits_take_the_kernels(monkeypatch):
 
 def test_a_selected_branch_that_masks_the_past_takes_the_kernels(monkeypatch):
     pretend(monkeypatch, HOPPER)
-    taken = route(64, 6, 2, seq_len=2048, batch=16)
-    assert taken == Hopper(True, True, sel_forward=True, sel_keys=True, all_queries=True)
-    # One row has too little to do, and from 4096 tokens on blocks are read.
-    assert not any(any(route(64, 6, 2, seq_len=n)[6:]) for n in (512, 4096))
+    taken = Hopper(True, True, False, True, False, False, True, True, True)
+    assert route(64, 6, 2, seq_len=2048, batch=16) == taken
+    # One row has too little to do, from 4096 tokens on blocks are read, and D 128 was not timed.
+    assert not any(any(route(64, 6, 2, seq_len=n)[6:]) for n in (2048, 4096))
+    assert not any(route(128, 6, 2, seq_len=2048, batch=16)[6:])
     # Blocks that a tile of keys does not lie in, bits in two words, documents.
     for n, more in (
         (2048, {"spec": BlockSpec(l_sel=32, n_sel=32)}),
