@@ -201,6 +201,37 @@ def attend_compressed(
     first = part * CMP_PART
     if (first >= num_cmp) & (part > 0):
         return
+    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
+    b_q2 = b_q
+    if DK2 > 0:
+        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    _compressed_part(
+        b_q, b_q2, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+        p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
+        p_logits, p_tops, p_part, p_part_lse, p_table, i_seg, i_b, i_g, part, t, num_cmp,
+        G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
+        s_table, s_logits, s_kb, s_kh, s_vb, s_vh, s_cmp, s_sel, s_head_cmp, s_head_sel,
+        DK, DV, DK1, DK2, DV_PAD, L, STEP, L_SEL, PAGED, MADE, CMP_PART, LEVELS, SUMS, UPCAST,
+        BM, BN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _compressed_part(
+    b_q, b_q2, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+    p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
+    p_logits, p_tops, p_part, p_part_lse, p_table, i_seg, i_b, i_g, part, t, num_cmp,
+    G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
+    s_table, s_logits, s_kb, s_kh, s_vb, s_vh, s_cmp, s_sel, s_head_cmp, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
+    PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Attend to part `part` of num_cmp compressed tokens; the first part stores the new token."""
+    stores = part == 0
+    first = part * CMP_PART
     stop = tl.minimum(first + CMP_PART, num_cmp)
     # Index of the compressed token that ends at t; -1: none does.
     completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
@@ -212,10 +243,6 @@ def attend_compressed(
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     b_out = tl.zeros([BM, DV_PAD], tl.float32)
-    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
-    b_q2 = b_q
-    if DK2 > 0:
-        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
     # The new token is loaded here and stored at the end: no instruction waits for it in between.
     DK_PAD: tl.constexpr = DK1 if DK2 == 0 else 2 * DK1
     b_k_sel = _new(p_k_sel_new + new_k, stores, DK, DK_PAD)
@@ -312,7 +339,7 @@ def attend_tokens(
     i_seg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     # Which kind of part this is, and its index among its kind. Segments are the fast grid index.
-    in_win, in_sel = tl.program_id(1) < WIN_PARTS, tl.program_id(1) >= WIN_PARTS
+    in_win = tl.program_id(1) < WIN_PARTS
     in_free = tl.program_id(1) >= AHEAD_PARTS
     part = tl.program_id(1) - tl.where(in_win, 0, tl.where(in_free, AHEAD_PARTS, WIN_PARTS))
     t = tl.load(p_lengths + i_b, cache_modifier=".cg")
@@ -335,11 +362,7 @@ def attend_tokens(
         _let_next_come(EARLY)
     if length > MAX_LEN:
         return
-    # Keys of the window, blocks of this kind of part.
-    num_win = tl.minimum(length, WIN)
     current = t // L_SEL
-    num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
-    num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
     p_ids = p_selection + i_seg * N_SEL
     counts = (part == 0) & in_free
     # Every free part repeats the choice and stores the same ids: cheaper than a ticket, for which
@@ -351,7 +374,7 @@ def attend_tokens(
             N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
         )  # fmt: skip
         tl.debug_barrier()  # the ids are read by other threads than the ones that wrote them
-    o_s, o_c, o_n = tl.arange(0, N_SEL_PAD), tl.arange(0, 4), tl.arange(0, BN)
+    o_s, o_c = tl.arange(0, N_SEL_PAD), tl.arange(0, 4)
     p_sums, m_c = p_reads + i_seg * 3 + o_c, (o_c < 3) & counts
     if WHOLE:
         ids = tl.where(o_s <= current, o_s, -1)
@@ -359,10 +382,55 @@ def attend_tokens(
     else:
         ids = tl.load(p_ids + o_s, mask=(o_s < N_SEL) & counts, other=-1)
     b_sums = tl.load(p_sums, mask=m_c, other=0, cache_modifier=".cg")
-    # The new token opens the online softmax of its part: top = logit, total = 1, out = v.
+    # The first part of the window and of the forced blocks has the new token.
     has_new = part == 0
     if not WHOLE:
         has_new = has_new & (tl.program_id(1) < AHEAD_PARTS)
+    b_out, top, total = _token_part(
+        b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+        p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
+        in_win, in_free, has_new, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
+        s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE,
+        PER_PART, WIN_PART, WHOLE, UPCAST, BM, BN,
+    )  # fmt: skip
+    if WHOLE and in_free:
+        _wait(EARLY and AHEAD)
+        _let_next_come(EARLY)
+    part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
+    _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
+    # Count what this step read: one part per segment adds to the running counters.
+    num_win = tl.minimum(length, WIN)
+    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
+    num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
+    num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))
+    tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
+    tl.store(p_sums, b_sums + num, mask=m_c)
+
+
+@triton.jit
+def _token_part(
+    b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+    p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
+    in_win, in_free, has_new, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
+    s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
+    WIN_PART: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Part `part` of the window, of the forced blocks or, in_free, of the blocks in p_ids.
+
+    Returns its output before the division [BM, DV_PAD], its maxima and its sums [BM].
+    """
+    length = t + 1
+    # Keys of the window, blocks of this kind of part.
+    num_win = tl.minimum(length, WIN)
+    current = t // L_SEL
+    num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
+    num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
+    o_n = tl.arange(0, BN)
+    # The new token opens the online softmax of its part: top = logit, total = 1, out = v.
     p_k_new = tl.where(in_win, p_k_win_new, p_k_sel_new) + i_b * s_kb + i_g * s_kh
     p_v_new = tl.where(in_win, p_v_win_new, p_v_sel_new) + i_b * s_vb + i_g * s_vh
     top = tl.sum(b_q.to(tl.float32) * _new_row(p_k_new, has_new, 0, DK, DK1), axis=1)
@@ -399,7 +467,7 @@ def attend_tokens(
         m_k = (o_k < num_keys) & (o_k != newest) & (in_win | (in_block < L_SEL))
         if PER_PAGE > 0:
             p_pages = p_table + i_b * s_table + o_k // PER_PAGE
-            page = tl.load(p_pages, mask=m_k & in_sel, other=0, cache_modifier=".cg")
+            page = tl.load(p_pages, mask=m_k & (in_win == 0), other=0, cache_modifier=".cg")
             page = page.to(tl.int64)
             row = page * s_sel + tl.where(in_win, o_k, o_k % PER_PAGE)
             base_k, base_v = row * DK, row * DV
@@ -409,14 +477,4 @@ def attend_tokens(
             b_q, b_q2, b_out, top, total, p_k, p_v, base_k, base_v, m_k, scale_log2,
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip
-    if WHOLE and in_free:
-        _wait(EARLY and AHEAD)
-        _let_next_come(EARLY)
-    part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
-    _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
-    # Count what this step read: one part per segment adds to the running counters.
-    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
-    num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
-    num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))
-    tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
-    tl.store(p_sums, b_sums + num, mask=m_c)
+    return b_out, top, total

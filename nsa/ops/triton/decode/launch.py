@@ -20,7 +20,7 @@ from nsa.ops.eager.rows import KeyValues
 from nsa.ops.machine import interpreted
 from nsa.ops.plan import read_switches
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.decode import attend, merge, score
+from nsa.ops.triton.decode import attend, merge, resident, score
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles, reads_pass_l1
 from nsa.ops.triton.launcher import Launch, Memo, ceil_div, form, start
 from nsa.ops.triton.problem import LOG2_E
@@ -28,6 +28,10 @@ from nsa.ops.triton.tiles import capability_of, padded, parts_of
 
 LOGITS_STEP = 32
 """Row lengths of the logits are multiples of this, so that 16-byte accesses are aligned."""
+
+
+RESIDENT_EARLY = True
+COOPERATIVE = True
 
 
 class Caches(NamedTuple):
@@ -113,6 +117,10 @@ class Decoder:
         self.current = whole("current", self.batch)
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
         """Blocks that the latest step has read, ascending, then -1."""
+        if self.tiles.programs:
+            name, size = f"counters of {self.tiles.programs}", (self.segments, 3)
+            self.counters = workspace.zeros(name, *size, dtype=torch.int64, device=self.device)
+        self.phases = (1, 2, 3, 4) if interpreted() else (0,)
 
     def _score_buffers(self, wide: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """Logits, or sums by block and the maxima of their tiles (score.py)."""
@@ -138,6 +146,9 @@ class Decoder:
         )  # fmt: skip
         # Part of every launch key: the same decoder may see tensors of another form.
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
+        if self.tiles.programs:
+            self._step_resident(token, out, key, advance)
+            return out
         self._attend_compressed(token, key)
         if not self.whole:
             self._score(key)
@@ -254,6 +265,57 @@ class Decoder:
                 self._options(tiles.merge_warps),
             ),
         )  # fmt: skip
+
+    def _step_resident(self, token: Token, out: Tensor, key: Any, advance: bool) -> None:
+        """The whole step in one launch; in the interpreter, a launch for each of its phases."""
+        made = token.made or (token.k[0], token.v[0])
+        news = [x for pair in zip(token.k, token.v, strict=True) for x in pair]
+        caches, tiles, spec, gates = self.caches, self.tiles, self.spec, token.gates
+        buffers = [x for kv in caches[:4] for x in kv[:2]]
+        for phase in self.phases:
+            start(
+                self.memo, ("resident", key, advance, phase), resident.step_resident,
+                (
+                    token.q, *news, *made, *buffers, self.logits, self.tops, self.part,
+                    self.part_lse, caches.lengths, self.current, self._table,
+                    self.scores, self.selection, caches.reads, caches.last_reads,
+                    gates, out, self.counters,
+                ),
+                lambda: Launch(
+                    (tiles.programs, self.segments),
+                    (
+                        self.num_groups, self.per_group, self.num_cmp, self.num_parts,
+                        self.cmp_parts, self.win_parts, self.win_parts + self.forced_parts,
+                        self.free_parts, self.num_blocks,
+                        self.max_len, self.window, self.scale * LOG2_E,
+                        self._table_width, self.logits.stride(1),
+                        *(x.stride(i) for x in (token.q, token.k[0], token.v[0]) for i in (0, 2)),
+                        *(self.num_groups * kv.k.shape[2] for kv in (caches.cmp, caches.sel)),
+                        caches.cmp.k.shape[2], caches.sel.k.shape[2],
+                        gates.stride(0), gates.stride(2), out.stride(0), out.stride(2),
+                    ),
+                    self._dims()
+                    | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
+                    | {"MADE": token.made is not None}
+                    | {"CMP_PART": tiles.CMP_PART, "LEVELS": self.levels, "SUMS": tiles.SUMS}
+                    | {"EARLY": self.early and RESIDENT_EARLY, "UPCAST": interpreted()}
+                    | {"BM": tiles.BM, "BN": tiles.BN}
+                    | {"N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
+                    | {"NUM_FIRST": 0 if self.whole else spec.num_first}
+                    | {"NUM_LOCAL": 0 if self.whole else spec.num_local}
+                    | {"PER_PART": tiles.PER_PART, "WIN_PART": tiles.WIN_PART}
+                    | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "TOKENS": tiles.TOKENS}
+                    | {"STRIDES_PAD": self._strides_pad, "SCORED": tiles.BLOCKS}
+                    | {"CMP_PADDED": padded(self.cmp_parts), "PARTS": padded(self.num_parts)}
+                    | {"HEADS": tiles.heads, "ADVANCE": advance, "NUM": tiles.programs}
+                    | {"SCORE_FIRST": tiles.score_first, "PHASE": phase},
+                    {
+                        "num_warps": tiles.cmp_warps, "num_stages": tiles.cmp_stages,
+                        "launch_pdl": self.early and RESIDENT_EARLY,
+                        "launch_cooperative_grid": COOPERATIVE and not interpreted(),
+                    },
+                ),
+            )  # fmt: skip
 
     @cached_property
     def early(self) -> bool:

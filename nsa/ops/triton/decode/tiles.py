@@ -37,6 +37,13 @@ class Workspace:
             self._kept[key] = torch.empty(size, dtype=dtype, device=device)
         return self._kept[key]
 
+    def zeros(self, name: str, *size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same, filled with zeros when it is allocated."""
+        key = (name, size, dtype, device)
+        if key not in self._kept:
+            self._kept[key] = torch.zeros(size, dtype=dtype, device=device)
+        return self._kept[key]
+
 
 # --- How a decode step is split ---
 
@@ -65,6 +72,12 @@ class DecodeTiles(NamedTuple):
     tok_warps: int
     tok_stages: int
     merge_warps: int
+    programs: int = 0
+    """Programs of a segment where one launch does it all (resident.py); 0: a launch per phase."""
+    heads: int = 1
+    """Heads that such a program merges at a time."""
+    score_first: bool = True
+    """Such a program scores blocks before it reads the window."""
 
 
 class Cut(NamedTuple):

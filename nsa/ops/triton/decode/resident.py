@@ -1,0 +1,277 @@
+"""A decode step in one launch whose programs are all on the GPU at once and wait for each other.
+
+A launch costs about 3 us even if it starts early; a barrier in memory costs about one. `NUM`
+programs of a segment do what the kernels of attend.py, score.py and merge.py do, in four phases:
+
+1. parts of the compressed branch, window and forced blocks
+2. scores of the blocks
+3. choice, and parts of the chosen blocks
+4. the gated sum of all parts, some heads for each program
+
+A segment has a counter for the end of each phase but the last. They only grow: a program that has
+arrived at none yet reads the first one, and knows from it how many steps there were. So nothing is
+reset between steps, and a captured graph can be replayed. The launch is cooperative, which makes
+sure that no program waits for one that never starts.
+
+PHASE 0 is all of it. In the interpreter, which runs one program after another, each phase from 1 to
+4 is a launch. Names as in attend.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.decode.attend import _compressed_part, _query, _store_part, _token_part
+from nsa.ops.triton.decode.merge import _among, _num_parts, _parts, _weights
+from nsa.ops.triton.decode.score import _choose, _lse_of_parts, _score_tile
+from nsa.ops.triton.tile import _let_next_come, _wait
+
+COUNTERS = tl.constexpr(3)
+"""Counters of a segment, int64: the ends of the phases 1 to 3."""
+
+
+@triton.jit
+def _arrive(p_counter):
+    """This program's stores are done: whoever sees the counter sees them."""
+    tl.debug_barrier()
+    tl.atomic_add(p_counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _await(p_counter, target):
+    """Wait until `target` programs have arrived, in all steps together."""
+    # Every thread reads for itself, so that its later reads come after what the others wrote.
+    address = p_counter.to(tl.int64)
+    seen = _count_at(address)
+    while seen < target:
+        seen = _count_at(address)
+
+
+@triton.jit
+def _count_at(address):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [address], tl.int64, False, 1
+    )
+
+
+@triton.jit
+def step_resident(
+    p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+    p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
+    p_logits, p_tops, p_part, p_part_lse, p_lengths, p_current, p_table,
+    p_scores, p_selection, p_reads, p_last_reads, p_gates, p_out, p_counters,
+    Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, FREE_PARTS, NUM_BLOCKS,
+    MAX_LEN, WIN, scale_log2,
+    s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
+    s_cmp, s_sel, s_head_cmp, s_head_sel, s_gb, s_gh, s_ob, s_oh,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
+    PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+    N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, PER_PART: tl.constexpr, WIN_PART: tl.constexpr, NB: tl.constexpr,
+    WHOLE: tl.constexpr, TOKENS: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    SCORED: tl.constexpr, CMP_PADDED: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
+    ADVANCE: tl.constexpr, NUM: tl.constexpr, SCORE_FIRST: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """A decode step, by NUM programs for each segment; grid (NUM, segments).
+
+    SCORE_FIRST: programs of the compressed branch score blocks before they read the window.
+    """
+    i_seg = tl.program_id(1).to(tl.int64)
+    i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    i_p = tl.program_id(0)
+    _wait(EARLY)
+    _let_next_come(EARLY)
+    # Phase 4 alone: another program may have counted the token.
+    t = tl.load((p_current if PHASE == 4 else p_lengths) + i_b, cache_modifier=".cg")
+    p_ends = p_counters + i_seg * COUNTERS
+    # Steps before this one: no program has yet arrived NUM times more.
+    target = (tl.load(p_ends + (2 if WHOLE else 0), cache_modifier=".cg") // NUM + 1) * NUM
+    if PHASE <= 1:
+        tl.store(p_current + i_b, t, mask=i_p == 0)
+    if t >= MAX_LEN:
+        return
+    b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
+    b_q2 = b_q
+    if DK2 > 0:
+        b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
+    PER_PAGE: tl.constexpr = L_SEL if PAGED else 0
+    p_ids = p_selection + i_seg * N_SEL
+    if PHASE <= 1:
+        # Program p has the compressed part p. Part 0 always runs: it stores the new token.
+        if (i_p * CMP_PART < num_cmp) | (i_p == 0):
+            _compressed_part(
+                b_q, b_q2, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new,
+                p_v_win_new, p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel,
+                p_k_win, p_v_win, p_k_raw, p_v_raw, p_logits, p_tops, p_part, p_part_lse,
+                p_table, i_seg, i_b, i_g, i_p, t, num_cmp, G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
+                s_table, s_logits, s_kb, s_kh, s_vb, s_vh, s_cmp, s_sel, s_head_cmp, s_head_sel,
+                DK, DV, DK1, DK2, DV_PAD, L, STEP, L_SEL, PAGED, MADE, CMP_PART, LEVELS, SUMS,
+                UPCAST, BM, BN,
+            )  # fmt: skip
+        if PHASE == 0 and not WHOLE:
+            _arrive(p_ends)
+    if not WHOLE and SCORE_FIRST:
+        _score_phase(
+            p_logits, p_tops, p_part_lse, p_scores, p_ends, target, i_seg, i_p, t, num_cmp,
+            G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
+            L, STEP, L_SEL, CMP_PART, STRIDES_PAD, LEVELS, SUMS, BM, BN, SCORED, CMP_PADDED,
+            NUM, PHASE,
+        )  # fmt: skip
+    if PHASE <= 1:
+        # Parts that need no score come after those of the compressed branch, modulo NUM.
+        first_ahead = (i_p + NUM - CMP_PARTS % NUM) % NUM
+        for a in tl.range(first_ahead, AHEAD_PARTS, NUM, num_stages=1):
+            in_win = a < WIN_PARTS
+            part = a - tl.where(in_win, 0, WIN_PARTS)
+            b_out, top, total = _token_part(
+                b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+                p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
+                in_win, False, part == 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
+                s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
+                PER_PAGE, PER_PART, WIN_PART, WHOLE, UPCAST, BM, TOKENS,
+            )  # fmt: skip
+            at = i_seg * NUM_PARTS + CMP_PARTS + a
+            _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
+    if not WHOLE and not SCORE_FIRST:
+        _score_phase(
+            p_logits, p_tops, p_part_lse, p_scores, p_ends, target, i_seg, i_p, t, num_cmp,
+            G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
+            L, STEP, L_SEL, CMP_PART, STRIDES_PAD, LEVELS, SUMS, BM, BN, SCORED, CMP_PADDED,
+            NUM, PHASE,
+        )  # fmt: skip
+    if PHASE == 0 or PHASE == 3:
+        # The chosen blocks: the last program has the first part.
+        o_s, o_c = tl.arange(0, N_SEL_PAD), tl.arange(0, 4)
+        first_free = NUM - 1 - i_p
+        if first_free < FREE_PARTS:
+            current = t // L_SEL
+            if WHOLE:
+                ids = tl.where(o_s <= current, o_s, -1)
+                tl.store(p_ids + o_s, ids, mask=(o_s < N_SEL) & (first_free == 0))
+            else:
+                if PHASE == 0:
+                    _await(p_ends + 1, target)
+                p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+                _choose(
+                    p_own, p_ids, current, NUM_BLOCKS,
+                    N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
+                )  # fmt: skip
+                tl.debug_barrier()  # the ids are read by other threads than those that wrote them
+                ids = tl.load(p_ids + o_s, mask=o_s < N_SEL, other=-1)
+            # Count what this step read: one program per segment adds to the running counters.
+            m_c = (o_c < 3) & (first_free == 0)
+            length = t + 1
+            num_sel = tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0)
+            num_sel = tl.sum(num_sel, axis=0)
+            num_win = tl.minimum(length, WIN)
+            num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))
+            p_sums = p_reads + i_seg * 3 + o_c
+            b_sums = tl.load(p_sums, mask=m_c, other=0, cache_modifier=".cg")
+            tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
+            tl.store(p_sums, b_sums + num, mask=m_c)
+            for part in tl.range(first_free, FREE_PARTS, NUM, num_stages=1):
+                b_out, top, total = _token_part(
+                    b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+                    p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
+                    False, True, part < (1 if WHOLE else 0), WIN, scale_log2, s_table, s_kb, s_kh,
+                    s_vb, s_vh, s_sel, s_head_sel,
+                    DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
+                    PER_PAGE, PER_PART, WIN_PART, WHOLE, UPCAST, BM, TOKENS,
+                )  # fmt: skip
+                at = i_seg * NUM_PARTS + CMP_PARTS + AHEAD_PARTS + part
+                _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
+    if PHASE == 0:
+        _arrive(p_ends + 2)
+    if PHASE == 0 or PHASE == 4:
+        _merge_phase(
+            p_part, p_part_lse, p_gates, p_out, p_ends, target, i_seg, i_b, i_g, i_p, t,
+            G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
+            DV, DV_PAD, L, STEP, L_SEL, N_SEL, 0 if WHOLE else NUM_FIRST + NUM_LOCAL, PER_PART,
+            CMP_PART, WIN_PART, PARTS, HEADS, WHOLE, NUM, PHASE,
+        )  # fmt: skip
+        # The token counts once every program of the sequence has read its length.
+        if ADVANCE:
+            if (i_p == 0) & (i_g == 0):
+                if PHASE == 0:
+                    for g in range(0, Hkv):
+                        _await(p_ends + g * COUNTERS + 2, target)
+                tl.store(p_lengths + i_b, t + 1)
+
+
+@triton.jit
+def _score_phase(
+    p_logits, p_tops, p_part_lse, p_scores, p_ends, target, i_seg, i_p, t, num_cmp,
+    G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
+    STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SCORED: tl.constexpr, CMP_PADDED: tl.constexpr, NUM: tl.constexpr,
+    PHASE: tl.constexpr,
+):  # fmt: skip
+    """Scores of the segment's blocks, SCORED at a time, by all its programs in turn."""
+    if PHASE == 0 or PHASE == 2:
+        num_tiles = tl.cdiv(t // L_SEL + 1, SCORED)
+        if i_p < num_tiles:
+            if PHASE == 0:
+                _await(p_ends, target)
+            num_parts = tl.cdiv(num_cmp, CMP_PART)
+            p_lse = p_part_lse + i_seg * NUM_PARTS * G
+            lse = _lse_of_parts(p_lse, num_parts, G, BM, CMP_PADDED)
+            for i in tl.range(i_p, num_tiles, NUM, num_stages=1):
+                _score_tile(
+                    p_logits, p_tops, p_scores, lse, i_seg, i * SCORED, num_cmp, G, NUM_CMP,
+                    NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS, BM, BN,
+                    SCORED,
+                )  # fmt: skip
+        if PHASE == 0:
+            _arrive(p_ends + 1)
+
+
+@triton.jit
+def _merge_phase(
+    p_part, p_part_lse, p_gates, p_out, p_ends, target, i_seg, i_b, i_g, i_p, t,
+    G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, FORCED: tl.constexpr, PER_PART: tl.constexpr,
+    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
+    WHOLE: tl.constexpr, NUM: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """The gated sum over the branches, HEADS heads at a time, by the segment's programs in turn."""
+    num_cmp, num_win, num_forced, num_free = _num_parts(
+        t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, FORCED, PER_PART, CMP_PART, WIN_PART
+    )
+    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
+    in_cmp, in_win = _among(o_p, 0, num_cmp), _among(o_p, CMP_PARTS, num_win)
+    in_sel = _among(o_p, CMP_PARTS + WIN_PARTS, num_forced)
+    in_sel = in_sel | _among(o_p, CMP_PARTS + AHEAD_PARTS, num_free)
+    for first in tl.range(i_p * HEADS, G, NUM * HEADS, num_stages=1):
+        o_h = first + tl.arange(0, HEADS)
+        rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
+        m_h = o_h < G
+        if WHOLE:  # nothing is known to be done before the wait
+            if PHASE == 0:
+                _await(p_ends + 2, target)
+            m_rows = (in_cmp | in_sel | in_win)[:, None] & m_h[None, :]
+            b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+        else:
+            # The compressed parts are read first: they were done before this program scored.
+            m_rows = in_cmp[:, None] & m_h[None, :]
+            if PHASE == 0:
+                _await(p_ends, target)
+            b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+            if PHASE == 0:
+                _await(p_ends + 2, target)
+            m_rows = (in_sel | in_win)[:, None] & m_h[None, :]
+            b_more, more_lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+            b_parts, lse = b_parts + b_more, tl.maximum(lse, more_lse)
+        p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
+        weight = _weights(lse, p_gate, m_h, in_cmp, in_sel, in_win)
+        # out = sum over parts of weight * part: [HEADS, DV], rounded once.
+        b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)
+        p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
+        m_out = m_h[:, None] & (o_dv < DV)[None, :]
+        tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=m_out)
