@@ -324,9 +324,9 @@ def attend_tokens(
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr, WHOLE: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    WIN_PART: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
+    WHOLE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A part of the window, or PER_PART of the forced or of the other blocks of a segment.
 
@@ -391,7 +391,7 @@ def attend_tokens(
         p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
         in_win, in_free, has_new, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
         s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE,
-        PER_PART, WIN_PART, WHOLE, UPCAST, BM, BN,
+        PER_PART, WIN_PART, STAGES, WHOLE, UPCAST, BM, BN,
     )  # fmt: skip
     if WHOLE and in_free:
         _wait(EARLY and AHEAD)
@@ -416,8 +416,8 @@ def _token_part(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    WIN_PART: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Part `part` of the window, of the forced blocks or, in_free, of the blocks in p_ids.
 
@@ -453,7 +453,8 @@ def _token_part(
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
     size = tl.where(in_win, WIN_PART // BN, PER_PART * STEPS)
     end = tl.where(in_win, tl.cdiv(num_win, BN), num_blocks * STEPS)
-    for i in range(part * size, tl.minimum(part * size + size, end)):
+    stop = tl.minimum(part * size + size, end)
+    for i in tl.range(part * size, stop, num_stages=STAGES):
         # The ids are ascending: the forced blocks are the first ids and the last ones, the others
         # lie between, from id NUM_FIRST on.
         place = i // STEPS

@@ -148,6 +148,8 @@ class Decoder:
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
         if self.tiles.programs:
             self._step_resident(token, out, key, advance)
+            if not self.tiles.heads:
+                self._merge(token.gates, out, key, advance)
             return out
         self._attend_compressed(token, key)
         if not self.whole:
@@ -236,7 +238,7 @@ class Decoder:
                 | {"NUM_FIRST": 0 if self.whole else spec.num_first}
                 | {"NUM_LOCAL": 0 if self.whole else spec.num_local}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
-                | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
+                | {"WIN_PART": tiles.WIN_PART, "STAGES": tiles.tok_stages, "LEVELS": self.levels}
                 | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "AHEAD": self.reads_ahead}
                 | {"EARLY": self.early, "UPCAST": interpreted()}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
@@ -246,6 +248,7 @@ class Decoder:
 
     def _merge(self, gates: Tensor, out: Tensor, key: Any, advance: bool) -> None:
         tiles, spec = self.tiles, self.spec
+        early = self.early and not tiles.programs
         start(
             self.memo, ("merge", key, advance), merge.merge_parts,
             (self.part, self.part_lse, gates, out, self.caches.lengths, self.current),
@@ -261,8 +264,8 @@ class Decoder:
                 | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "FORCED": self.num_forced}
                 | {"PER_PART": tiles.PER_PART}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
-                | {"PARTS": padded(self.num_parts), "EARLY": self.early, "ADVANCE": advance},
-                self._options(tiles.merge_warps),
+                | {"PARTS": padded(self.num_parts), "EARLY": early, "ADVANCE": advance},
+                self._options(tiles.merge_warps) | {"launch_pdl": early},
             ),
         )  # fmt: skip
 
@@ -307,11 +310,15 @@ class Decoder:
                     | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "TOKENS": tiles.TOKENS}
                     | {"STRIDES_PAD": self._strides_pad, "SCORED": tiles.BLOCKS}
                     | {"CMP_PADDED": padded(self.cmp_parts), "PARTS": padded(self.num_parts)}
-                    | {"HEADS": tiles.heads, "ADVANCE": advance, "NUM": tiles.programs}
-                    | {"SCORE_FIRST": tiles.score_first, "PHASE": phase},
+                    | {"HEADS": max(tiles.heads, 1), "STAGES": tiles.tok_stages}
+                    | {"ADVANCE": advance, "NUM": tiles.programs}
+                    | {"FIRST_AHEAD": self.cmp_parts % tiles.programs if tiles.first_ahead < 0
+                       else tiles.first_ahead}
+                    | {"MERGE": tiles.heads > 0, "ORDER": tiles.order, "PHASE": phase},
                     {
                         "num_warps": tiles.cmp_warps, "num_stages": tiles.cmp_stages,
                         "launch_pdl": self.early and RESIDENT_EARLY,
+                        "maxnreg": tiles.maxnreg,
                         "launch_cooperative_grid": COOPERATIVE and not interpreted(),
                     },
                 ),

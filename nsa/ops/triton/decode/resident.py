@@ -74,11 +74,13 @@ def step_resident(
     NUM_LOCAL: tl.constexpr, PER_PART: tl.constexpr, WIN_PART: tl.constexpr, NB: tl.constexpr,
     WHOLE: tl.constexpr, TOKENS: tl.constexpr, STRIDES_PAD: tl.constexpr,
     SCORED: tl.constexpr, CMP_PADDED: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
-    ADVANCE: tl.constexpr, NUM: tl.constexpr, SCORE_FIRST: tl.constexpr, PHASE: tl.constexpr,
+    STAGES: tl.constexpr, ADVANCE: tl.constexpr, NUM: tl.constexpr, FIRST_AHEAD: tl.constexpr,
+    MERGE: tl.constexpr, ORDER: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """A decode step, by NUM programs for each segment; grid (NUM, segments).
 
-    SCORE_FIRST: programs of the compressed branch score blocks before they read the window.
+    ORDER: window and forced blocks are read after a program has scored blocks (0) or before (1),
+    or (2) first of all in every other segment and last of all in the others.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -101,6 +103,16 @@ def step_resident(
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
     PER_PAGE: tl.constexpr = L_SEL if PAGED else 0
     p_ids = p_selection + i_seg * N_SEL
+    if PHASE == 0 and ORDER == 2:
+        if i_seg % 2 == 1:
+            _ahead_phase(
+                b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
+                p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, i_seg, i_b, i_g, i_p, t,
+                G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, WIN, scale_log2,
+                s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+                DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE, PER_PART,
+                WIN_PART, STAGES, WHOLE, UPCAST, BM, TOKENS, FIRST_AHEAD, NUM,
+            )  # fmt: skip
     if PHASE <= 1:
         # Program p has the compressed part p. Part 0 always runs: it stores the new token.
         if (i_p * CMP_PART < num_cmp) | (i_p == 0):
@@ -115,29 +127,23 @@ def step_resident(
             )  # fmt: skip
         if PHASE == 0 and not WHOLE:
             _arrive(p_ends)
-    if not WHOLE and SCORE_FIRST:
+    if not WHOLE and ORDER != 1:
         _score_phase(
             p_logits, p_tops, p_part_lse, p_scores, p_ends, target, i_seg, i_p, t, num_cmp,
             G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
             L, STEP, L_SEL, CMP_PART, STRIDES_PAD, LEVELS, SUMS, BM, BN, SCORED, CMP_PADDED,
             NUM, PHASE,
         )  # fmt: skip
-    if PHASE <= 1:
-        # Parts that need no score come after those of the compressed branch, modulo NUM.
-        first_ahead = (i_p + NUM - CMP_PARTS % NUM) % NUM
-        for a in tl.range(first_ahead, AHEAD_PARTS, NUM, num_stages=1):
-            in_win = a < WIN_PARTS
-            part = a - tl.where(in_win, 0, WIN_PARTS)
-            b_out, top, total = _token_part(
-                b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
-                p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-                in_win, False, part == 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
-                s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
-                PER_PAGE, PER_PART, WIN_PART, WHOLE, UPCAST, BM, TOKENS,
-            )  # fmt: skip
-            at = i_seg * NUM_PARTS + CMP_PARTS + a
-            _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
-    if not WHOLE and not SCORE_FIRST:
+    if PHASE == 1 or (PHASE == 0 and ORDER < 2):
+        _ahead_phase(
+            b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
+            p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, i_seg, i_b, i_g, i_p, t,
+            G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, WIN, scale_log2,
+            s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+            DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE, PER_PART,
+            WIN_PART, STAGES, WHOLE, UPCAST, BM, TOKENS, FIRST_AHEAD, NUM,
+        )  # fmt: skip
+    if not WHOLE and ORDER == 1:
         _score_phase(
             p_logits, p_tops, p_part_lse, p_scores, p_ends, target, i_seg, i_p, t, num_cmp,
             G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, s_logits,
@@ -181,13 +187,23 @@ def step_resident(
                     False, True, part < (1 if WHOLE else 0), WIN, scale_log2, s_table, s_kb, s_kh,
                     s_vb, s_vh, s_sel, s_head_sel,
                     DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
-                    PER_PAGE, PER_PART, WIN_PART, WHOLE, UPCAST, BM, TOKENS,
+                    PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, UPCAST, BM, TOKENS,
                 )  # fmt: skip
                 at = i_seg * NUM_PARTS + CMP_PARTS + AHEAD_PARTS + part
                 _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
-    if PHASE == 0:
+    if PHASE == 0 and ORDER == 2:
+        if i_seg % 2 == 0:
+            _ahead_phase(
+                b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
+                p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, i_seg, i_b, i_g, i_p, t,
+                G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, WIN, scale_log2,
+                s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+                DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE, PER_PART,
+                WIN_PART, STAGES, WHOLE, UPCAST, BM, TOKENS, FIRST_AHEAD, NUM,
+            )  # fmt: skip
+    if PHASE == 0 and MERGE:
         _arrive(p_ends + 2)
-    if PHASE == 0 or PHASE == 4:
+    if MERGE and (PHASE == 0 or PHASE == 4):
         _merge_phase(
             p_part, p_part_lse, p_gates, p_out, p_ends, target, i_seg, i_b, i_g, i_p, t,
             G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
@@ -201,6 +217,34 @@ def step_resident(
                     for g in range(0, Hkv):
                         _await(p_ends + g * COUNTERS + 2, target)
                 tl.store(p_lengths + i_b, t + 1)
+
+
+@triton.jit
+def _ahead_phase(
+    b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
+    p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, i_seg, i_b, i_g, i_p, t,
+    G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, WIN, scale_log2,
+    s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
+    WIN_PART: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, TOKENS: tl.constexpr, FIRST_AHEAD: tl.constexpr, NUM: tl.constexpr,
+):  # fmt: skip
+    """Parts that need no score, of window and forced blocks, by the segment's programs in turn."""
+    first_ahead = (i_p + NUM - FIRST_AHEAD) % NUM
+    for a in tl.range(first_ahead, AHEAD_PARTS, NUM, num_stages=1):
+        in_win = a < WIN_PARTS
+        part = a - tl.where(in_win, 0, WIN_PARTS)
+        b_out, top, total = _token_part(
+            b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+            p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
+            in_win, False, part == 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
+            s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
+            PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, UPCAST, BM, TOKENS,
+        )  # fmt: skip
+        at = i_seg * NUM_PARTS + CMP_PARTS + a
+        _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
 
 
 @triton.jit
@@ -252,7 +296,7 @@ def _merge_phase(
         o_h = first + tl.arange(0, HEADS)
         rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
         m_h = o_h < G
-        if WHOLE:  # nothing is known to be done before the wait
+        if WHOLE or HEADS > 1:  # nothing is known to be done before the wait
             if PHASE == 0:
                 _await(p_ends + 2, target)
             m_rows = (in_cmp | in_sel | in_win)[:, None] & m_h[None, :]

@@ -76,8 +76,10 @@ class DecodeTiles(NamedTuple):
     """Programs of a segment where one launch does it all (resident.py); 0: a launch per phase."""
     heads: int = 1
     """Heads that such a program merges at a time."""
-    score_first: bool = True
-    """Such a program scores blocks before it reads the window."""
+    first_ahead: int = -1
+    maxnreg: int | None = None
+    order: int = 0
+    """When such a program reads the window."""
 
 
 class Cut(NamedTuple):
