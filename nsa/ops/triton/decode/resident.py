@@ -92,14 +92,14 @@ def step_resident(
     p_ends = p_counters + i_seg * COUNTERS
     # Steps before this one: no program has yet arrived NUM times more.
     target = (tl.load(p_ends + (2 if WHOLE else 0), cache_modifier=".cg") // NUM + 1) * NUM
-    if PHASE <= 1:
-        tl.store(p_current + i_b, t, mask=i_p == 0)
-    if t >= MAX_LEN:
-        return
     b_q = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK1, 0, BM)
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    if PHASE <= 1:
+        tl.store(p_current + i_b, t, mask=i_p == 0)
+    if t >= MAX_LEN:
+        return
     num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
     PER_PAGE: tl.constexpr = L_SEL if PAGED else 0
     p_ids = p_selection + i_seg * N_SEL

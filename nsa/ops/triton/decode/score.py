@@ -9,11 +9,16 @@ j give to block j + k. Names as in attend.py.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
 from nsa.ops.triton.select import FIRST_GUESS
 from nsa.ops.triton.tile import _let_next_come, _wait
+
+WAYS = tl.constexpr(int(os.environ.get("WAYS", "1")))
+"""Thresholds that the search for the n-th score tries at a time."""
 
 
 @triton.jit
@@ -182,12 +187,26 @@ def _chosen(
     high = 0
     if current + 1 > N_SEL:
         high = tl.max(key, axis=0)
-    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
-    while low < high:
-        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
-        low = tl.where(reached >= need, middle, low)
-        high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
-        middle = low + (high - low + 1) // 2
+    if WAYS == 1:
+        middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
+        while low < high:
+            reached = tl.sum((key >= middle).to(tl.int32), axis=0)
+            low = tl.where(reached >= need, middle, low)
+            high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
+            middle = low + (high - low + 1) // 2
+    else:
+        o_w = tl.arange(0, WAYS)
+        # The first thresholds: FIRST_GUESS below the largest score and evenly up to it.
+        bounds = tl.maximum(high - FIRST_GUESS // WAYS * (WAYS - 1 - o_w), 1)
+        row = key[None, :]
+        while low < high:
+            reached = tl.sum((row >= bounds[:, None]).to(tl.int32), axis=1)
+            exact = tl.max(tl.where(reached == need, bounds, -1), axis=0)
+            low = tl.maximum(tl.max(tl.where(reached >= need, bounds, low), axis=0), exact)
+            high = tl.min(tl.where(reached < need, bounds - 1, high), axis=0)
+            high = tl.where(exact >= 0, low, high)
+            step = (high - low + WAYS - 1) // WAYS
+            bounds = tl.minimum(low + step * (o_w + 1), high)
     # Keys above `low` are taken; those equal to it share the places that are left.
     above = key > low
     equal = key == low
