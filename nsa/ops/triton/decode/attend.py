@@ -389,9 +389,9 @@ def attend_tokens(
     b_out, top, total = _token_part(
         b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
         p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-        in_win, in_free, has_new, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
+        in_win, in_free, has_new, 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
         s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE,
-        PER_PART, WIN_PART, STAGES, WHOLE, UPCAST, BM, BN,
+        PER_PART, WIN_PART, STAGES, WHOLE, False, UPCAST, BM, BN,
     )  # fmt: skip
     if WHOLE and in_free:
         _wait(EARLY and AHEAD)
@@ -411,17 +411,17 @@ def attend_tokens(
 def _token_part(
     b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-    in_win, in_free, has_new, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
+    in_win, in_free, has_new, block_id, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
     s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    WIN_PART: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, KNOWN: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Part `part` of the window, of the forced blocks or, in_free, of the blocks in p_ids.
 
-    Returns its output before the division [BM, DV_PAD], its maxima and its sums [BM].
+    KNOWN: the part is the block block_id. Returns its output before the division [BM, DV_PAD], its maxima and its sums [BM].
     """
     length = t + 1
     # Keys of the window, blocks of this kind of part.
@@ -459,7 +459,9 @@ def _token_part(
         # lie between, from id NUM_FIRST on.
         place = i // STEPS
         block = place
-        if not WHOLE:
+        if KNOWN:
+            block = block_id
+        elif not WHOLE:
             block = tl.where(place < NUM_FIRST, place, current + 1 - num_forced + place)
             block = tl.load(p_ids + NUM_FIRST + place, mask=in_free, other=block)
         in_block = i % STEPS * BN + o_n

@@ -24,7 +24,13 @@ import triton.language as tl
 
 from nsa.ops.triton.decode.attend import _compressed_part, _query, _store_part, _token_part
 from nsa.ops.triton.decode.merge import _among, _num_parts, _parts, _weights
-from nsa.ops.triton.decode.score import _choose, _lse_of_parts, _score_tile
+from nsa.ops.triton.decode.score import (
+    _choose,
+    _load_logits,
+    _lse_of_parts,
+    _score_logits,
+    _score_tile,
+)
 from nsa.ops.triton.tile import _let_next_come, _wait
 
 COUNTERS = tl.constexpr(3)
@@ -152,42 +158,37 @@ def step_resident(
         )  # fmt: skip
     if PHASE == 0 or PHASE == 3:
         # The chosen blocks: the last program has the first part.
-        o_s, o_c = tl.arange(0, N_SEL_PAD), tl.arange(0, 4)
         first_free = NUM - 1 - i_p
         if first_free < FREE_PARTS:
             current = t // L_SEL
+            ONE: tl.constexpr = PER_PART == 1 and not WHOLE
+            block = 0
             if WHOLE:
+                o_s = tl.arange(0, N_SEL_PAD)
                 ids = tl.where(o_s <= current, o_s, -1)
                 tl.store(p_ids + o_s, ids, mask=(o_s < N_SEL) & (first_free == 0))
             else:
                 if PHASE == 0:
                     _await(p_ends + 1, target)
                 p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
-                _choose(
+                places = _choose(
                     p_own, p_ids, current, NUM_BLOCKS,
                     N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
                 )  # fmt: skip
-                tl.debug_barrier()  # the ids are read by other threads than those that wrote them
-                ids = tl.load(p_ids + o_s, mask=o_s < N_SEL, other=-1)
-            # Count what this step read: one program per segment adds to the running counters.
-            m_c = (o_c < 3) & (first_free == 0)
-            length = t + 1
-            num_sel = tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0)
-            num_sel = tl.sum(num_sel, axis=0)
-            num_win = tl.minimum(length, WIN)
-            num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))
-            p_sums = p_reads + i_seg * 3 + o_c
-            b_sums = tl.load(p_sums, mask=m_c, other=0, cache_modifier=".cg")
-            tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)
-            tl.store(p_sums, b_sums + num, mask=m_c)
+                if not ONE:
+                    tl.debug_barrier()  # ids are read by other threads than those that wrote them
+            _count_reads(p_reads, p_last_reads, i_seg, t, num_cmp, first_free, WIN, L_SEL, N_SEL)
             for part in tl.range(first_free, FREE_PARTS, NUM, num_stages=1):
+                if ONE:
+                    mine = places == NUM_FIRST + part + 1
+                    block = tl.sum(tl.where(mine, tl.arange(0, NB), 0), axis=0)
                 b_out, top, total = _token_part(
                     b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
                     p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-                    False, True, part < (1 if WHOLE else 0), WIN, scale_log2, s_table, s_kb, s_kh,
-                    s_vb, s_vh, s_sel, s_head_sel,
+                    False, True, part < (1 if WHOLE else 0), block, WIN, scale_log2,
+                    s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
                     DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
-                    PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, UPCAST, BM, TOKENS,
+                    PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, ONE, UPCAST, BM, TOKENS,
                 )  # fmt: skip
                 at = i_seg * NUM_PARTS + CMP_PARTS + AHEAD_PARTS + part
                 _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
@@ -220,6 +221,21 @@ def step_resident(
 
 
 @triton.jit
+def _count_reads(
+    p_reads, p_last_reads, i_seg, t, num_cmp, part, WIN, L_SEL: tl.constexpr, N_SEL: tl.constexpr
+):  # fmt: skip
+    """Tokens that this step reads, counted by part 0: compressed, selected, window."""
+    o_c = tl.arange(0, 4)
+    # All blocks are read whole but the current one, which is always among them.
+    num_sel = (tl.minimum(t // L_SEL + 1, N_SEL) - 1) * L_SEL + t % L_SEL + 1
+    num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, tl.minimum(t + 1, WIN)))
+    mask, p_sums = (o_c < 3) & (part == 0), p_reads + i_seg * 3 + o_c
+    b_sums = tl.load(p_sums, mask=mask, other=0, cache_modifier=".cg")
+    tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=mask)
+    tl.store(p_sums, b_sums + num, mask=mask)
+
+
+@triton.jit
 def _ahead_phase(
     b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
     p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, i_seg, i_b, i_g, i_p, t,
@@ -239,9 +255,9 @@ def _ahead_phase(
         b_out, top, total = _token_part(
             b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
             p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-            in_win, False, part == 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
-            s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
-            PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, UPCAST, BM, TOKENS,
+            in_win, False, part == 0, 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh,
+            s_sel, s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
+            PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, False, UPCAST, BM, TOKENS,
         )  # fmt: skip
         at = i_seg * NUM_PARTS + CMP_PARTS + a
         _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
@@ -259,18 +275,30 @@ def _score_phase(
     """Scores of the segment's blocks, SCORED at a time, by all its programs in turn."""
     if PHASE == 0 or PHASE == 2:
         num_tiles = tl.cdiv(t // L_SEL + 1, SCORED)
+        # Each program scores its own part, whose logits it can load before the wait.
+        STRIDES: tl.constexpr = L_SEL // STEP
+        OWN: tl.constexpr = SCORED * STRIDES == CMP_PART and not SUMS
         if i_p < num_tiles:
+            if OWN:
+                p_rows = p_logits + i_seg * G * s_logits
+                b_s = _load_logits(p_rows, i_p * SCORED, G, s_logits, STRIDES, STRIDES_PAD, BM, SCORED)
             if PHASE == 0:
                 _await(p_ends, target)
             num_parts = tl.cdiv(num_cmp, CMP_PART)
             p_lse = p_part_lse + i_seg * NUM_PARTS * G
             lse = _lse_of_parts(p_lse, num_parts, G, BM, CMP_PADDED)
-            for i in tl.range(i_p, num_tiles, NUM, num_stages=1):
-                _score_tile(
-                    p_logits, p_tops, p_scores, lse, i_seg, i * SCORED, num_cmp, G, NUM_CMP,
-                    NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS, BM, BN,
-                    SCORED,
+            if OWN:
+                _score_logits(
+                    b_s, p_scores + i_seg * LEVELS * NUM_BLOCKS, lse, i_p * SCORED, num_cmp, G,
+                    NUM_BLOCKS, L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, SCORED,
                 )  # fmt: skip
+            else:
+                for i in tl.range(i_p, num_tiles, NUM, num_stages=1):
+                    _score_tile(
+                        p_logits, p_tops, p_scores, lse, i_seg, i * SCORED, num_cmp, G, NUM_CMP,
+                        NUM_BLOCKS, s_logits, L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS, BM, BN,
+                        SCORED,
+                    )  # fmt: skip
         if PHASE == 0:
             _arrive(p_ends + 1)
 

@@ -93,22 +93,32 @@ def _score_sums(
 
 
 @triton.jit
-def _score_logits(
-    p_logits, p_scores, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
-    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
-    LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
+def _load_logits(
+    p_logits, first, G, s_logits, STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    BM: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the scores of NB blocks from `first` on; pointers are at the segment's rows."""
-    STRIDES: tl.constexpr = L_SEL // STEP
+    """Logits [BM, NB, STRIDES_PAD] of NB blocks from `first` on, unseen tokens included."""
     o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
-    o_j = first + tl.arange(0, NB)
     # Compressed tokens that start in each block: [NB, STRIDES_PAD].
-    o_i = o_j[:, None] * STRIDES + o_s[None, :]
+    o_i = (first + tl.arange(0, NB))[:, None] * STRIDES + o_s[None, :]
     p = p_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
     # Rows are long enough for whole tiles. Without a mask by token, loads are 16 bytes wide; unseen
     # tokens are masked afterwards.
     mask = ((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :]
-    b_s = tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _score_logits(
+    b_s, p_scores, lse, first, num_cmp, G, NUM_BLOCKS,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks from `first` on, from their logits b_s."""
+    STRIDES: tl.constexpr = L_SEL // STEP
+    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
+    o_j = first + tl.arange(0, NB)
+    o_i = o_j[:, None] * STRIDES + o_s[None, :]
     seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
     b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
     # p_cmp = exp2(logit - lse), summed over the heads: [NB, STRIDES_PAD].
@@ -134,8 +144,10 @@ def _score_tile(
             L_SEL, STEP, LEVELS, BM, BN, NB,
         )  # fmt: skip
     else:
+        p_rows = p_logits + i_seg * G * s_logits
+        b_s = _load_logits(p_rows, first, G, s_logits, L_SEL // STEP, STRIDES_PAD, BM, NB)
         _score_logits(
-            p_logits + i_seg * G * s_logits, p_own, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
+            b_s, p_own, lse, first, num_cmp, G, NUM_BLOCKS,
             L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
         )  # fmt: skip
 
@@ -146,7 +158,10 @@ def _choose(
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Ids of the blocks that a query in block `current` reads: ascending, then -1."""
+    """Ids of the blocks that a query in block `current` reads: ascending, then -1.
+
+    Returns the place of each block among them, from 1 on; 0 if it is not read.
+    """
     o_j, o_s = tl.arange(0, NB), tl.arange(0, N_SEL_PAD)
     b_scores = tl.zeros([NB], tl.float32)
     # score[j] = sum over levels of part[level, j - level]: [NB].
@@ -155,9 +170,11 @@ def _choose(
         mask = (o_j >= level) & (o_j <= current)
         b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
     chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
-    tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
+    places = tl.cumsum(chosen, axis=0) * chosen
+    tl.store(p_ids + places - 1, o_j, mask=chosen != 0)
     unused = (o_s > current) & (o_s < N_SEL)
     tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+    return places
 
 
 @triton.jit
