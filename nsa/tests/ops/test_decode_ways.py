@@ -38,7 +38,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "long parts": dict(CMP_PART=3 * TILE, WIN_PART=2 * TILE, PER_PART=3, BLOCKS=16),
     "sums of long parts": dict(SUMS=True, CMP_PART=3 * TILE, WIN_PART=2 * TILE, PER_PART=1),
     "large tiles": dict(BN=2 * TILE, CMP_PART=2 * TILE, BLOCKS=16, SUMS=True),
+    "one launch": dict(programs=3, BLOCKS=TILE // 2, PER_PART=1),
+    "one launch of sums": dict(programs=5, SUMS=True, heads=2, order=1),
 }
+"""In the interpreter, one launch is one for each of its phases (resident.py)."""
 
 
 def random(*size: int, seed: int) -> Tensor:
