@@ -66,6 +66,24 @@ def _put(p, at, b, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
+def _hold_raw(p_new, p_raw, i_seg, D: tl.constexpr, D_PAD: tl.constexpr, L: tl.constexpr):
+    """The ring of raw tokens [AVERAGED, D_PAD] and the new token [D_PAD], before t is known."""
+    o_l, o_d = tl.arange(0, AVERAGED), tl.arange(0, D_PAD)
+    p_rows = p_raw + (i_seg * L + o_l)[:, None] * D + o_d[None, :]
+    mask = (o_l < L)[:, None] & (o_d < D)[None, :]
+    b_raw = tl.load(p_rows, mask=mask, other=0.0, cache_modifier=".cg")
+    return b_raw, tl.load(p_new + o_d, mask=o_d < D, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _mean_of(b_raw, b_new, t, L: tl.constexpr):
+    """Mean of a held ring with the new token in the place of the oldest, as it is stored."""
+    # Another program may be writing that slot: what was read from it does not count.
+    b_old = tl.where((tl.arange(0, AVERAGED) != t % L)[:, None], b_raw.to(tl.float32), 0.0)
+    return ((b_new.to(tl.float32) + tl.sum(b_old, axis=0)) / L).to(b_new.dtype)
+
+
+@triton.jit
 def _completed(
     p_new, p_made, p_raw, i_seg, t, column: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, L: tl.constexpr, MADE: tl.constexpr,
@@ -206,19 +224,19 @@ def attend_compressed(
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
     _compressed_part(
-        b_q, b_q2, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+        b_q, b_q2, 0, 0, 0, 0, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
         p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
         p_logits, p_tops, p_part, p_part_lse, p_table, i_seg, i_b, i_g, part, t, num_cmp,
         G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
         s_table, s_logits, s_kb, s_kh, s_vb, s_vh, s_cmp, s_sel, s_head_cmp, s_head_sel,
         DK, DV, DK1, DK2, DV_PAD, L, STEP, L_SEL, PAGED, MADE, CMP_PART, LEVELS, SUMS, UPCAST,
-        BM, BN,
+        False, BM, BN,
     )  # fmt: skip
 
 
 @triton.jit
 def _compressed_part(
-    b_q, b_q2, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+    b_q, b_q2, b_raw_k, b_new_k, b_raw_v, b_new_v, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
     p_logits, p_tops, p_part, p_part_lse, p_table, i_seg, i_b, i_g, part, t, num_cmp,
     G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
@@ -226,10 +244,13 @@ def _compressed_part(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
-    LEVELS: tl.constexpr, SUMS: tl.constexpr, UPCAST: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, UPCAST: tl.constexpr, HELD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Attend to part `part` of num_cmp compressed tokens; the first part stores the new token."""
+    """Attend to part `part` of num_cmp compressed tokens; the first part stores the new token.
+
+    HELD: the raw tokens were loaded before (_hold_raw).
+    """
     stores = part == 0
     first = part * CMP_PART
     stop = tl.minimum(first + CMP_PART, num_cmp)
@@ -257,8 +278,13 @@ def _compressed_part(
     if (newest >= first) & (newest < stop):
         p_k = p_k_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DK, per_page)
         p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DV, per_page)
-        b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
-        b_v = _completed(p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE)
+        if HELD:
+            b_k, b_v = _mean_of(b_raw_k, b_new_k, t, L), _mean_of(b_raw_v, b_new_v, t, L)
+        else:
+            b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
+            b_v = _completed(
+                p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE
+            )
         # Its logit [BM]: a sum over the head, since a product needs 16 keys or more.
         top = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32)[None, :], axis=1)
         _put(p_k, 0, b_k, True, DK, DK1)
@@ -391,7 +417,7 @@ def attend_tokens(
         p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
         in_win, in_free, has_new, 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
         s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE,
-        PER_PART, WIN_PART, STAGES, WHOLE, False, UPCAST, BM, BN,
+        PER_PART, WIN_PART, STAGES, WHOLE, True, False, UPCAST, BM, BN,
     )  # fmt: skip
     if WHOLE and in_free:
         _wait(EARLY and AHEAD)
@@ -416,12 +442,12 @@ def _token_part(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, KNOWN: tl.constexpr,
-    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WIN_PART: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, NEW: tl.constexpr,
+    KNOWN: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Part `part` of the window, of the forced blocks or, in_free, of the blocks in p_ids.
 
-    KNOWN: the part is the block block_id. Returns its output before the division [BM, DV_PAD], its maxima and its sums [BM].
+    Without NEW, the part has no new token. KNOWN: it is the block block_id. Returns its output before the division [BM, DV_PAD], its maxima and its sums [BM].
     """
     length = t + 1
     # Keys of the window, blocks of this kind of part.
@@ -431,14 +457,18 @@ def _token_part(
     num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
     o_n = tl.arange(0, BN)
     # The new token opens the online softmax of its part: top = logit, total = 1, out = v.
-    p_k_new = tl.where(in_win, p_k_win_new, p_k_sel_new) + i_b * s_kb + i_g * s_kh
-    p_v_new = tl.where(in_win, p_v_win_new, p_v_sel_new) + i_b * s_vb + i_g * s_vh
-    top = tl.sum(b_q.to(tl.float32) * _new_row(p_k_new, has_new, 0, DK, DK1), axis=1)
-    if DK2 > 0:
-        top += tl.sum(b_q2.to(tl.float32) * _new_row(p_k_new, has_new, DK1, DK, DK2), axis=1)
-    top = tl.where(has_new, top * scale_log2, float("-inf"))
-    total = tl.where(has_new, tl.full([BM], 1.0, tl.float32), 0.0)
-    b_out = tl.zeros([BM, DV_PAD], tl.float32) + _new_row(p_v_new, has_new, 0, DV, DV_PAD)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    b_out = tl.zeros([BM, DV_PAD], tl.float32)
+    if NEW:
+        p_k_new = tl.where(in_win, p_k_win_new, p_k_sel_new) + i_b * s_kb + i_g * s_kh
+        p_v_new = tl.where(in_win, p_v_win_new, p_v_sel_new) + i_b * s_vb + i_g * s_vh
+        top = tl.sum(b_q.to(tl.float32) * _new_row(p_k_new, has_new, 0, DK, DK1), axis=1)
+        if DK2 > 0:
+            top += tl.sum(b_q2.to(tl.float32) * _new_row(p_k_new, has_new, DK1, DK, DK2), axis=1)
+        top = tl.where(has_new, top * scale_log2, float("-inf"))
+        total = tl.where(has_new, tl.full([BM], 1.0, tl.float32), 0.0)
+        b_out = tl.zeros([BM, DV_PAD], tl.float32) + _new_row(p_v_new, has_new, 0, DV, DV_PAD)
     # Its slot in the cache is masked below: it may be written at the same time.
     newest = tl.where(in_win, t % WIN, t)
     # Base pointers of the segment in the selected cache, or in the window's ring.

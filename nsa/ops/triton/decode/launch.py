@@ -204,7 +204,7 @@ class Decoder:
                     self.num_blocks, self.max_len, self.logits.stride(1),
                 ),
                 {"L": self.spec.l, "STEP": self.spec.d, "L_SEL": self.spec.l_sel}
-                | {"CMP_PART": tiles.CMP_PART, "PARTS": padded(self.cmp_parts)}
+                | {"CMP_PART": tiles.CMP_PART, "PARTS": power_of_2(self.cmp_parts)}
                 | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "SUMS": tiles.SUMS}
                 | {"EARLY": self.early, "BESIDE": tiles.BESIDE, "BM": tiles.BM, "BN": tiles.BN}
                 | {"NB": tiles.BLOCKS},
@@ -256,7 +256,7 @@ class Decoder:
                 (self.per_group, self.segments),
                 (
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
-                    self.cmp_parts + self.win_parts, self.num_parts - self.free_parts,
+                    self.win_parts, self.win_parts + self.forced_parts,
                     self.num_cmp, self.max_len, self.window,
                     gates.stride(0), gates.stride(2), out.stride(0), out.stride(2),
                 ),
@@ -264,8 +264,9 @@ class Decoder:
                 | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "FORCED": self.num_forced}
                 | {"PER_PART": tiles.PER_PART}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
-                | {"PARTS": padded(self.num_parts), "EARLY": early, "ADVANCE": advance},
-                self._options(tiles.merge_warps) | {"launch_pdl": early},
+                | {"CMP_PADDED": power_of_2(self.cmp_parts), "PARTS": power_of_2(self.token_parts)}
+                | {"EARLY": early, "ADVANCE": advance},
+                self._options(tiles.merge_warps) | {"launch_pdl": early, "maxnreg": tiles.merge_regs},
             ),
         )  # fmt: skip
 
@@ -309,7 +310,7 @@ class Decoder:
                     | {"PER_PART": tiles.PER_PART, "WIN_PART": tiles.WIN_PART}
                     | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "TOKENS": tiles.TOKENS}
                     | {"STRIDES_PAD": self._strides_pad, "SCORED": tiles.BLOCKS}
-                    | {"CMP_PADDED": padded(self.cmp_parts), "PARTS": padded(self.num_parts)}
+                    | {"CMP_PADDED": power_of_2(self.cmp_parts), "PARTS": power_of_2(self.token_parts)}
                     | {"HEADS": max(tiles.heads, 1), "STAGES": tiles.tok_stages}
                     | {"ADVANCE": advance, "NUM": tiles.programs}
                     | {"FIRST_AHEAD": self.cmp_parts % tiles.programs if tiles.first_ahead < 0
@@ -360,3 +361,8 @@ class Decoder:
     @property
     def _table_width(self) -> int:
         return 0 if self.caches.table is None else self.caches.table.stride(0)
+
+
+def power_of_2(size: int) -> int:
+    """`size`, rounded up to a power of two."""
+    return 1 << (size - 1).bit_length()

@@ -22,8 +22,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.decode.attend import _compressed_part, _query, _store_part, _token_part
-from nsa.ops.triton.decode.merge import _among, _num_parts, _parts, _weights
+from nsa.ops.triton.decode.attend import (
+    AVERAGED,
+    _compressed_part,
+    _hold_raw,
+    _query,
+    _store_part,
+    _token_part,
+)
+from nsa.ops.triton.decode.merge import _gate, _num_parts, _sum_compressed, _sum_tokens
 from nsa.ops.triton.decode.score import (
     _choose,
     _load_logits,
@@ -102,6 +109,13 @@ def step_resident(
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
+    # Few programs, each with few tokens: the one that needs the raw tokens would be the last.
+    HELD: tl.constexpr = not MADE and L <= AVERAGED and DK2 == 0 and HEADS == 1 and PHASE <= 1
+    b_raw_k, b_new_k, b_raw_v, b_new_v = 0, 0, 0, 0
+    if HELD:
+        new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
+        b_raw_k, b_new_k = _hold_raw(p_k_cmp_new + new_k, p_k_raw, i_seg, DK, DK1, L)
+        b_raw_v, b_new_v = _hold_raw(p_v_cmp_new + new_v, p_v_raw, i_seg, DV, DV_PAD, L)
     if PHASE <= 1:
         tl.store(p_current + i_b, t, mask=i_p == 0)
     if t >= MAX_LEN:
@@ -123,13 +137,13 @@ def step_resident(
         # Program p has the compressed part p. Part 0 always runs: it stores the new token.
         if (i_p * CMP_PART < num_cmp) | (i_p == 0):
             _compressed_part(
-                b_q, b_q2, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new,
+                b_q, b_q2, b_raw_k, b_new_k, b_raw_v, b_new_v, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new,
                 p_v_win_new, p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel,
                 p_k_win, p_v_win, p_k_raw, p_v_raw, p_logits, p_tops, p_part, p_part_lse,
                 p_table, i_seg, i_b, i_g, i_p, t, num_cmp, G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
                 s_table, s_logits, s_kb, s_kh, s_vb, s_vh, s_cmp, s_sel, s_head_cmp, s_head_sel,
                 DK, DV, DK1, DK2, DV_PAD, L, STEP, L_SEL, PAGED, MADE, CMP_PART, LEVELS, SUMS,
-                UPCAST, BM, BN,
+                UPCAST, HELD, BM, BN,
             )  # fmt: skip
         if PHASE == 0 and not WHOLE:
             _arrive(p_ends)
@@ -188,7 +202,8 @@ def step_resident(
                     False, True, part < (1 if WHOLE else 0), block, WIN, scale_log2,
                     s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
                     DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
-                    PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, ONE, UPCAST, BM, TOKENS,
+                    PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, WHOLE, ONE, UPCAST, BM,
+                    TOKENS,
                 )  # fmt: skip
                 at = i_seg * NUM_PARTS + CMP_PARTS + AHEAD_PARTS + part
                 _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
@@ -209,7 +224,7 @@ def step_resident(
             p_part, p_part_lse, p_gates, p_out, p_ends, target, i_seg, i_b, i_g, i_p, t,
             G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
             DV, DV_PAD, L, STEP, L_SEL, N_SEL, 0 if WHOLE else NUM_FIRST + NUM_LOCAL, PER_PART,
-            CMP_PART, WIN_PART, PARTS, HEADS, WHOLE, NUM, PHASE,
+            CMP_PART, WIN_PART, CMP_PADDED, PARTS, HEADS, WHOLE, NUM, PHASE,
         )  # fmt: skip
         # The token counts once every program of the sequence has read its length.
         if ADVANCE:
@@ -257,7 +272,7 @@ def _ahead_phase(
             p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
             in_win, False, part == 0, 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh,
             s_sel, s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
-            PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, False, UPCAST, BM, TOKENS,
+            PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, True, False, UPCAST, BM, TOKENS,
         )  # fmt: skip
         at = i_seg * NUM_PARTS + CMP_PARTS + a
         _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
@@ -309,41 +324,37 @@ def _merge_phase(
     G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, FORCED: tl.constexpr, PER_PART: tl.constexpr,
-    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
-    WHOLE: tl.constexpr, NUM: tl.constexpr, PHASE: tl.constexpr,
+    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, CMP_PADDED: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr, NUM: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
-    """The gated sum over the branches, HEADS heads at a time, by the segment's programs in turn."""
+    """The gated sum over the branches, HEADS heads at a time, by the segment's programs in turn.
+
+    The compressed branch is summed first, while others still read the chosen blocks.
+    """
     num_cmp, num_win, num_forced, num_free = _num_parts(
         t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, FORCED, PER_PART, CMP_PART, WIN_PART
     )
-    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
-    in_cmp, in_win = _among(o_p, 0, num_cmp), _among(o_p, CMP_PARTS, num_win)
-    in_sel = _among(o_p, CMP_PARTS + WIN_PARTS, num_forced)
-    in_sel = in_sel | _among(o_p, CMP_PARTS + AHEAD_PARTS, num_free)
-    for first in tl.range(i_p * HEADS, G, NUM * HEADS, num_stages=1):
-        o_h = first + tl.arange(0, HEADS)
-        rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
+    o_dv, first = tl.arange(0, DV_PAD), i_seg * NUM_PARTS
+    for i_h in tl.range(i_p * HEADS, G, NUM * HEADS, num_stages=1):
+        o_h = i_h + tl.arange(0, HEADS)
         m_h = o_h < G
-        if WHOLE or HEADS > 1:  # nothing is known to be done before the wait
-            if PHASE == 0:
-                _await(p_ends + 2, target)
-            m_rows = (in_cmp | in_sel | in_win)[:, None] & m_h[None, :]
-            b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
-        else:
-            # The compressed parts are read first: they were done before this program scored.
-            m_rows = in_cmp[:, None] & m_h[None, :]
-            if PHASE == 0:
-                _await(p_ends, target)
-            b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
-            if PHASE == 0:
-                _await(p_ends + 2, target)
-            m_rows = (in_sel | in_win)[:, None] & m_h[None, :]
-            b_more, more_lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
-            b_parts, lse = b_parts + b_more, tl.maximum(lse, more_lse)
         p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
-        weight = _weights(lse, p_gate, m_h, in_cmp, in_sel, in_win)
-        # out = sum over parts of weight * part: [HEADS, DV], rounded once.
-        b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)
+        gate_cmp, gate_sel, gate_win = (
+            _gate(p_gate, m_h), _gate(p_gate + 1, m_h), _gate(p_gate + 2, m_h)
+        )  # fmt: skip
+        if PHASE == 0:
+            _await(p_ends + (2 if WHOLE else 0), target)
+        b_sum = _sum_compressed(
+            p_part, p_part_lse, gate_cmp, first, o_h, m_h, num_cmp, G, DV, DV_PAD, CMP_PADDED
+        )
+        if PHASE == 0:
+            _await(p_ends + 2, target)
+        b_sum += _sum_tokens(
+            p_part, p_part_lse, gate_sel, gate_win, first + CMP_PARTS, o_h, m_h,
+            num_win, num_forced, num_free, G, WIN_PARTS, AHEAD_PARTS, DV, DV_PAD, PARTS,
+        )  # fmt: skip
+        # out = sum over the branches: [HEADS, DV], rounded once.
         p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
         m_out = m_h[:, None] & (o_dv < DV)[None, :]
         tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=m_out)

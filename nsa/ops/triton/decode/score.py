@@ -17,7 +17,7 @@ import triton.language as tl
 from nsa.ops.triton.select import FIRST_GUESS
 from nsa.ops.triton.tile import _let_next_come, _wait
 
-WAYS = tl.constexpr(int(os.environ.get("WAYS", "1")))
+WAYS = tl.constexpr(int(os.environ.get("WAYS", "8")))
 """Thresholds that the search for the n-th score tries at a time."""
 
 
@@ -227,8 +227,10 @@ def _chosen(
     # Keys above `low` are taken; those equal to it share the places that are left.
     above = key > low
     equal = key == low
-    spare = need - tl.sum(above.to(tl.int32), axis=0)
-    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks win
+    # Both counts in one sum: there are at most MAX_BLOCKS keys.
+    counts = tl.sum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+    spare = need - (counts & 0xFFFF)
+    if (counts >> 16) > spare:  # a tie: the lower blocks win
         equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
     return ((forced & legal) | above | equal).to(tl.int32)
 

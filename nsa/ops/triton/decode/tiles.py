@@ -78,6 +78,7 @@ class DecodeTiles(NamedTuple):
     """Heads that such a program merges at a time."""
     first_ahead: int = -1
     maxnreg: int | None = None
+    merge_regs: int | None = None
     order: int = 0
     """When such a program reads the window."""
 
