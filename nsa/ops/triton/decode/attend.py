@@ -350,8 +350,8 @@ def attend_tokens(
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
-    WHOLE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    WIN_PART: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, WAYS: tl.constexpr,
+    NB: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A part of the window, or PER_PART of the forced or of the other blocks of a segment.
@@ -397,7 +397,7 @@ def attend_tokens(
         p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
         _choose(
             p_own, p_ids, current, NUM_BLOCKS,
-            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
+            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, WAYS, NB,
         )  # fmt: skip
         tl.debug_barrier()  # the ids are read by other threads than the ones that wrote them
     o_s, o_c = tl.arange(0, N_SEL_PAD), tl.arange(0, 4)

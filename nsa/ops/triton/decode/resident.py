@@ -40,8 +40,9 @@ from nsa.ops.triton.decode.score import (
 )
 from nsa.ops.triton.tile import _let_next_come, _wait
 
-COUNTERS = tl.constexpr(3)
+NUM_COUNTERS = 3
 """Counters of a segment, int64: the ends of the phases 1 to 3."""
+COUNTERS = tl.constexpr(NUM_COUNTERS)
 
 
 @triton.jit
@@ -84,11 +85,11 @@ def step_resident(
     LEVELS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
-    NUM_LOCAL: tl.constexpr, PER_PART: tl.constexpr, WIN_PART: tl.constexpr, NB: tl.constexpr,
-    WHOLE: tl.constexpr, TOKENS: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, PER_PART: tl.constexpr, WIN_PART: tl.constexpr, WAYS: tl.constexpr,
+    NB: tl.constexpr, WHOLE: tl.constexpr, TOKENS: tl.constexpr, STRIDES_PAD: tl.constexpr,
     SCORED: tl.constexpr, CMP_PADDED: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
-    STAGES: tl.constexpr, ADVANCE: tl.constexpr, NUM: tl.constexpr, FIRST_AHEAD: tl.constexpr,
-    MERGE: tl.constexpr, ORDER: tl.constexpr, PHASE: tl.constexpr,
+    STAGES: tl.constexpr, NUM: tl.constexpr, FIRST_AHEAD: tl.constexpr, ORDER: tl.constexpr,
+    ADVANCE: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """A decode step, by NUM programs for each segment; grid (NUM, segments).
 
@@ -187,7 +188,7 @@ def step_resident(
                 p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
                 places = _choose(
                     p_own, p_ids, current, NUM_BLOCKS,
-                    N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
+                    N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, WAYS, NB,
                 )  # fmt: skip
                 if not ONE:
                     tl.debug_barrier()  # ids are read by other threads than those that wrote them
@@ -217,9 +218,9 @@ def step_resident(
                 DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE, PER_PART,
                 WIN_PART, STAGES, WHOLE, UPCAST, BM, TOKENS, FIRST_AHEAD, NUM,
             )  # fmt: skip
-    if PHASE == 0 and MERGE:
+    if PHASE == 0:
         _arrive(p_ends + 2)
-    if MERGE and (PHASE == 0 or PHASE == 4):
+    if PHASE == 0 or PHASE == 4:
         _merge_phase(
             p_part, p_part_lse, p_gates, p_out, p_ends, target, i_seg, i_b, i_g, i_p, t,
             G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_CMP, WIN, s_gb, s_gh, s_ob, s_oh,

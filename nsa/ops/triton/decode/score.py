@@ -9,16 +9,12 @@ j give to block j + k. Names as in attend.py.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
 from nsa.ops.triton.select import FIRST_GUESS
 from nsa.ops.triton.tile import _let_next_come, _wait
 
-WAYS = tl.constexpr(int(os.environ.get("WAYS", "8")))
-"""Thresholds that the search for the n-th score tries at a time."""
 
 
 @triton.jit
@@ -156,7 +152,7 @@ def _score_tile(
 def _choose(
     p_scores, p_ids, current, NUM_BLOCKS,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
-    NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, WAYS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Ids of the blocks that a query in block `current` reads: ascending, then -1.
 
@@ -169,7 +165,7 @@ def _choose(
         p_row = p_scores + level * NUM_BLOCKS - level
         mask = (o_j >= level) & (o_j <= current)
         b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
-    chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
+    chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL, WAYS)
     places = tl.cumsum(chosen, axis=0) * chosen
     tl.store(p_ids + places - 1, o_j, mask=chosen != 0)
     unused = (o_s > current) & (o_s < N_SEL)
@@ -180,7 +176,7 @@ def _choose(
 @triton.jit
 def _chosen(
     scores, o_j, current,
-    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
 
@@ -212,18 +208,19 @@ def _chosen(
             high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
             middle = low + (high - low + 1) // 2
     else:
-        o_w = tl.arange(0, WAYS)
-        # The first thresholds: FIRST_GUESS below the largest score and evenly up to it.
-        bounds = tl.maximum(high - FIRST_GUESS // WAYS * (WAYS - 1 - o_w), 1)
-        row = key[None, :]
+        m1, m2 = tl.maximum(high - FIRST_GUESS, 1), tl.maximum(high - FIRST_GUESS // 2, 1)
+        m3, m4 = tl.maximum(high - FIRST_GUESS // 4, 1), tl.maximum(high - FIRST_GUESS // 8, 1)
         while low < high:
-            reached = tl.sum((row >= bounds[:, None]).to(tl.int32), axis=1)
-            exact = tl.max(tl.where(reached == need, bounds, -1), axis=0)
-            low = tl.maximum(tl.max(tl.where(reached >= need, bounds, low), axis=0), exact)
-            high = tl.min(tl.where(reached < need, bounds - 1, high), axis=0)
-            high = tl.where(exact >= 0, low, high)
-            step = (high - low + WAYS - 1) // WAYS
-            bounds = tl.minimum(low + step * (o_w + 1), high)
+            # How many keys reach each bound, 16 bits for each: one sum for all four.
+            reached = _bits(key >= m1, 0) + _bits(key >= m2, 16)
+            reached += _bits(key >= m3, 32) + _bits(key >= m4, 48)
+            sums = tl.sum(reached, axis=0)
+            low, high = _narrowed(low, high, sums & 0xFFFF, m1, need)
+            low, high = _narrowed(low, high, (sums >> 16) & 0xFFFF, m2, need)
+            low, high = _narrowed(low, high, (sums >> 32) & 0xFFFF, m3, need)
+            low, high = _narrowed(low, high, (sums >> 48) & 0xFFFF, m4, need)
+            m1, m2 = _bound(low, high, 1), _bound(low, high, 2)
+            m3, m4 = _bound(low, high, 3), _bound(low, high, 4)
     # Keys above `low` are taken; those equal to it share the places that are left.
     above = key > low
     equal = key == low
@@ -233,6 +230,26 @@ def _chosen(
     if (counts >> 16) > spare:  # a tie: the lower blocks win
         equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
     return ((forced & legal) | above | equal).to(tl.int32)
+
+
+@triton.jit
+def _bits(mask, shift: tl.constexpr):
+    return mask.to(tl.int64) << shift
+
+
+@triton.jit
+def _narrowed(low, high, reached, bound, need):
+    """The range of the n-th key, once `reached` keys are known to be `bound` or more."""
+    low = tl.where(reached >= need, tl.maximum(low, bound), low)
+    high = tl.where(reached < need, tl.minimum(high, bound - 1), high)
+    return low, tl.where(reached == need, low, high)
+
+
+@triton.jit
+def _bound(low, high, i: tl.constexpr):
+    """low + (high - low) * i / 5, rounded up, without overflow."""
+    span = high - low
+    return low + span // 5 * i + (span % 5 * i + 4) // 5
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class Workspace:
         """The same, filled with zeros when it is allocated."""
         key = (name, size, dtype, device)
         if key not in self._kept:
-            self._kept[key] = torch.zeros(size, dtype=dtype, device=device)
+            self.get(name, *size, dtype=dtype, device=device).zero_()
         return self._kept[key]
 
 
@@ -76,11 +76,12 @@ class DecodeTiles(NamedTuple):
     """Programs of a segment where one launch does it all (resident.py); 0: a launch per phase."""
     heads: int = 1
     """Heads that such a program merges at a time."""
-    first_ahead: int = -1
-    maxnreg: int | None = None
-    merge_regs: int | None = None
     order: int = 0
-    """When such a program reads the window."""
+    """When such a program reads the window (resident.py)."""
+    registers: int | None = None
+    """Registers of a thread of such a program, at most."""
+    ways: int = 4
+    """Bounds that the choice of blocks tries at a time: 1 or 4."""
 
 
 class Cut(NamedTuple):
@@ -96,15 +97,17 @@ class Cut(NamedTuple):
     stages: int
     token_warps: int = 4
     beside: bool = False
+    together: int = 0
+    """Programs that a multiprocessor holds where one launch does it all; 0: a launch per phase."""
 
 
-FEW = Cut(512, 64, 512, 64, 64, 4, 3)
+FEW = Cut(512, 64, 512, 64, 64, 4, 3, together=1)
 FEW_LONG = FEW._replace(shortest=128)
 NARROW = Cut(512, 64, 512, 128, 64, 2, 3, token_warps=2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3, beside=True)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)
-FEW_WHOLE = Cut(512, 64, 32, 128, 64, 4, 3)
+FEW_WHOLE = Cut(512, 64, 32, 128, 64, 4, 3, together=1)
 NARROW_WHOLE = Cut(264, 64, 512, 128, 64, 2, 3, token_warps=2)
 WIDE_WHOLE = Cut(264, 64, 512, 512, 64, 4, 3)
 """The fastest of those timed on an H200 (132 multiprocessors); docs/log/kernels.md has the others.
@@ -176,10 +179,12 @@ def decode_tiles(
     window: int,
     spec: BlockSpec,
     whole: bool,
+    processors: int = 0,
 ) -> DecodeTiles:
     """Tiles of the decode kernels, for shapes that `decode_obstacle` accepts.
 
-    `whole`: every block of a sequence is read, and none counts as forced.
+    `whole`: every block of a sequence is read, and none counts as forced. `processors`:
+    multiprocessors of a GPU on which the programs of one launch can wait for each other.
     """
     # Small tiles for fp32 and heads wider than 128.
     wide = max(sum(parts_of(d_k)), padded(d_v))
@@ -200,8 +205,9 @@ def decode_tiles(
     per_part = max(1, -(-(spec.n_sel - num_forced) // parts))
     win_part = max(keys, cut.win_part, _round_up(-(-window // MAX_WIN_PARTS), keys))
     # Parts of a head, which decide the warps of the merge.
-    num_parts = -(-num_cmp // cmp_part) + -(-window // win_part)
-    num_parts += -(-num_forced // per_part) + -(-(spec.n_sel - num_forced) // per_part)
+    cmp_parts, token_parts = -(-num_cmp // cmp_part), -(-window // win_part)
+    token_parts += -(-num_forced // per_part) + -(-(spec.n_sel - num_forced) // per_part)
+    num_parts = cmp_parts + token_parts
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
     # Tiles are only ever halved to fit, so they still divide the parts.
     sizes = (d_k, d_v, dtype, capability)
@@ -211,6 +217,10 @@ def decode_tiles(
     tokens = Tiles(rows, min(keys, padded(spec.l_sel)), cut.token_warps if fits else 4, 2)
     tokens = _fitting(tokens, *sizes, SMALLEST) or tokens
     logits = min(32 if segments < FEW_SEGMENTS else 64, MAX_SCORED // (rows * _strides_pad(spec)))
+    programs = cut.together * processors // segments if fits else 0
+    programs = _programs(programs, cmp_parts, token_parts)
+    if programs and cmp_part == logits // 2 * strides:
+        logits //= 2  # every program scores the blocks of its own part
     return DecodeTiles(
         BM=rows,
         BN=cmp.BN,
@@ -226,7 +236,13 @@ def decode_tiles(
         tok_warps=tokens.num_warps,
         tok_stages=tokens.num_stages,
         merge_warps=min(8, max(1, padded(num_parts) * padded(d_v) // MERGED_BY_A_WARP)),
+        programs=programs,
     )
+
+
+def _programs(room: int, cmp_parts: int, token_parts: int) -> int:
+    """Programs of a segment in one launch: with at most one part of each kind, or none at all."""
+    return min(room, cmp_parts + token_parts) if room >= max(cmp_parts, token_parts) else 0
 
 
 def reads_pass_l1(d_k: int, d_v: int, dtype: torch.dtype, tiles: DecodeTiles) -> bool:
