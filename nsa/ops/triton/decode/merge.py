@@ -1,6 +1,7 @@
 """Merge the parts of a decode step into its output: softmax weights per branch, gates, sum.
 
-The compressed branch comes first; parts are added in the order of their index. Names as in attend.py.
+The compressed branch comes first; parts are added in the order of their index. Names as in
+attend.py.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ def _parts(p_part, p_part_lse, rows, m_rows, DV: tl.constexpr, DV_PAD: tl.conste
 
 
 @triton.jit
-def _gate(p_gate, m_h):
-    return tl.load(p_gate, mask=m_h, other=0.0, cache_modifier=".cg").to(tl.float32)
+def _gates(p_gate, m_h):
+    """Gates of heads: of the compressed, the selected branch and the window, fp32 [HEADS] each."""
+    gate_cmp = tl.load(p_gate, mask=m_h, other=0.0, cache_modifier=".cg").to(tl.float32)
+    gate_sel = tl.load(p_gate + 1, mask=m_h, other=0.0, cache_modifier=".cg").to(tl.float32)
+    gate_win = tl.load(p_gate + 2, mask=m_h, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return gate_cmp, gate_sel, gate_win
 
 
 @triton.jit
@@ -113,7 +118,7 @@ def merge_parts(
     o_dv, o_h = tl.arange(0, DV_PAD), tl.program_id(0) + tl.arange(0, 1)
     p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
     m_h = o_h < G
-    gate_cmp, gate_sel, gate_win = _gate(p_gate, m_h), _gate(p_gate + 1, m_h), _gate(p_gate + 2, m_h)
+    gate_cmp, gate_sel, gate_win = _gates(p_gate, m_h)
     t = tl.load(p_current + i_b, cache_modifier=".cg")
     num_cmp, num_win, num_forced, num_free = _num_parts(
         t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, FORCED, PER_PART, CMP_PART, WIN_PART

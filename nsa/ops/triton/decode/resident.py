@@ -22,7 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.decode.attend import (
+from nsa.ops.triton.decode.merge import _gates, _num_parts, _sum_compressed, _sum_tokens
+from nsa.ops.triton.decode.parts import (
     AVERAGED,
     _compressed_part,
     _hold_raw,
@@ -30,7 +31,6 @@ from nsa.ops.triton.decode.attend import (
     _store_part,
     _token_part,
 )
-from nsa.ops.triton.decode.merge import _gate, _num_parts, _sum_compressed, _sum_tokens
 from nsa.ops.triton.decode.score import (
     _choose,
     _load_logits,
@@ -138,8 +138,9 @@ def step_resident(
         # Program p has the compressed part p. Part 0 always runs: it stores the new token.
         if (i_p * CMP_PART < num_cmp) | (i_p == 0):
             _compressed_part(
-                b_q, b_q2, b_raw_k, b_new_k, b_raw_v, b_new_v, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new,
-                p_v_win_new, p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel,
+                b_q, b_q2, b_raw_k, b_new_k, b_raw_v, b_new_v,
+                p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+                p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel,
                 p_k_win, p_v_win, p_k_raw, p_v_raw, p_logits, p_tops, p_part, p_part_lse,
                 p_table, i_seg, i_b, i_g, i_p, t, num_cmp, G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
                 s_table, s_logits, s_kb, s_kh, s_vb, s_vh, s_cmp, s_sel, s_head_cmp, s_head_sel,
@@ -172,42 +173,15 @@ def step_resident(
             NUM, PHASE,
         )  # fmt: skip
     if PHASE == 0 or PHASE == 3:
-        # The chosen blocks: the last program has the first part.
-        first_free = NUM - 1 - i_p
-        if first_free < FREE_PARTS:
-            current = t // L_SEL
-            ONE: tl.constexpr = PER_PART == 1 and not WHOLE
-            block = 0
-            if WHOLE:
-                o_s = tl.arange(0, N_SEL_PAD)
-                ids = tl.where(o_s <= current, o_s, -1)
-                tl.store(p_ids + o_s, ids, mask=(o_s < N_SEL) & (first_free == 0))
-            else:
-                if PHASE == 0:
-                    _await(p_ends + 1, target)
-                p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
-                places = _choose(
-                    p_own, p_ids, current, NUM_BLOCKS,
-                    N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, WAYS, NB,
-                )  # fmt: skip
-                if not ONE:
-                    tl.debug_barrier()  # ids are read by other threads than those that wrote them
-            _count_reads(p_reads, p_last_reads, i_seg, t, num_cmp, first_free, WIN, L_SEL, N_SEL)
-            for part in tl.range(first_free, FREE_PARTS, NUM, num_stages=1):
-                if ONE:
-                    mine = places == NUM_FIRST + part + 1
-                    block = tl.sum(tl.where(mine, tl.arange(0, NB), 0), axis=0)
-                b_out, top, total = _token_part(
-                    b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
-                    p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-                    False, True, part < (1 if WHOLE else 0), block, WIN, scale_log2,
-                    s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
-                    DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
-                    PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, WHOLE, ONE, UPCAST, BM,
-                    TOKENS,
-                )  # fmt: skip
-                at = i_seg * NUM_PARTS + CMP_PARTS + AHEAD_PARTS + part
-                _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
+        _free_phase(
+            b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
+            p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, p_scores, p_reads, p_last_reads,
+            p_ends, target, i_seg, i_b, i_g, i_p, t, num_cmp,
+            G, NUM_PARTS, CMP_PARTS, AHEAD_PARTS, FREE_PARTS, NUM_BLOCKS, WIN, scale_log2,
+            s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+            DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS,
+            PER_PAGE, PER_PART, WIN_PART, WAYS, NB, STAGES, WHOLE, UPCAST, BM, TOKENS, NUM, PHASE,
+        )  # fmt: skip
     if PHASE == 0 and ORDER == 2:
         if i_seg % 2 == 0:
             _ahead_phase(
@@ -234,6 +208,57 @@ def step_resident(
                     for g in range(0, Hkv):
                         _await(p_ends + g * COUNTERS + 2, target)
                 tl.store(p_lengths + i_b, t + 1)
+
+
+@triton.jit
+def _free_phase(
+    b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
+    p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, p_scores, p_reads, p_last_reads,
+    p_ends, target, i_seg, i_b, i_g, i_p, t, num_cmp,
+    G, NUM_PARTS, CMP_PARTS, AHEAD_PARTS, FREE_PARTS, NUM_BLOCKS, WIN, scale_log2,
+    s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
+    NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr,
+    PER_PAGE: tl.constexpr, PER_PART: tl.constexpr, WIN_PART: tl.constexpr, WAYS: tl.constexpr,
+    NB: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, TOKENS: tl.constexpr, NUM: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """Choice, and parts of the chosen blocks; the segment's last program has the first part."""
+    first = NUM - 1 - i_p
+    if first < FREE_PARTS:
+        current = t // L_SEL
+        # One block to a part: its id needs no way through memory.
+        ONE: tl.constexpr = PER_PART == 1 and not WHOLE
+        block = 0
+        if WHOLE:
+            o_s = tl.arange(0, N_SEL_PAD)
+            ids = tl.where(o_s <= current, o_s, -1)
+            tl.store(p_ids + o_s, ids, mask=(o_s < N_SEL) & (first == 0))
+        else:
+            if PHASE == 0:
+                _await(p_ends + 1, target)
+            places = _choose(
+                p_scores + i_seg * LEVELS * NUM_BLOCKS, p_ids, current, NUM_BLOCKS,
+                N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, WAYS, NB,
+            )  # fmt: skip
+            if not ONE:
+                tl.debug_barrier()  # ids are read by other threads than those that wrote them
+        _count_reads(p_reads, p_last_reads, i_seg, t, num_cmp, first, WIN, L_SEL, N_SEL)
+        for part in tl.range(first, FREE_PARTS, NUM, num_stages=1):
+            if ONE:
+                mine = places == NUM_FIRST + part + 1
+                block = tl.sum(tl.where(mine, tl.arange(0, NB), 0), axis=0)
+            b_out, top, total = _token_part(
+                b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+                p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
+                False, True, part == 0, block, WIN, scale_log2,
+                s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+                DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
+                PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, WHOLE, ONE, UPCAST, BM, TOKENS,
+            )  # fmt: skip
+            at = i_seg * NUM_PARTS + CMP_PARTS + AHEAD_PARTS + part
+            _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
 
 
 @triton.jit
@@ -297,7 +322,9 @@ def _score_phase(
         if i_p < num_tiles:
             if OWN:
                 p_rows = p_logits + i_seg * G * s_logits
-                b_s = _load_logits(p_rows, i_p * SCORED, G, s_logits, STRIDES, STRIDES_PAD, BM, SCORED)
+                b_s = _load_logits(
+                    p_rows, i_p * SCORED, G, s_logits, STRIDES, STRIDES_PAD, BM, SCORED
+                )
             if PHASE == 0:
                 _await(p_ends, target)
             num_parts = tl.cdiv(num_cmp, CMP_PART)
@@ -341,9 +368,7 @@ def _merge_phase(
         o_h = i_h + tl.arange(0, HEADS)
         m_h = o_h < G
         p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
-        gate_cmp, gate_sel, gate_win = (
-            _gate(p_gate, m_h), _gate(p_gate + 1, m_h), _gate(p_gate + 2, m_h)
-        )  # fmt: skip
+        gate_cmp, gate_sel, gate_win = _gates(p_gate, m_h)
         if PHASE == 0:
             _await(p_ends + (2 if WHOLE else 0), target)
         b_sum = _sum_compressed(

@@ -16,7 +16,6 @@ from nsa.ops.triton.select import FIRST_GUESS
 from nsa.ops.triton.tile import _let_next_come, _wait
 
 
-
 @triton.jit
 def _lse_of_parts(p_lse, num_parts, G, BM: tl.constexpr, PARTS: tl.constexpr):
     """Log-sum-exp of each head over the parts of a branch; 0 where nothing was seen."""
