@@ -101,7 +101,7 @@ class Decoder:
     @property
     def _processors(self) -> int:
         """Multiprocessors of the GPU; 0 where programs of a launch do not wait for each other."""
-        if not self.early:
+        if not self.early or self.device.type != "cuda":
             return 0
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
