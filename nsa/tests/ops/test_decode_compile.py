@@ -88,15 +88,15 @@ def constants_of(
     yield (
         score.score_blocks,
         blocks
-        | dict(PARTS=power_of_2(num_parts), STRIDES_PAD=4, NB=tiles.BLOCKS, SUMS=tiles.SUMS)
+        | dict(PARTS=padded(num_parts), STRIDES_PAD=4, NB=tiles.BLOCKS, SUMS=tiles.SUMS)
         | dict(CMP_PART=tiles.CMP_PART, LEVELS=2, BESIDE=tiles.BESIDE)
         | last
         | dict(BN=tiles.BN),
         dict(num_warps=4),
     )
     each = dict(PER_PAGE=spec.l_sel * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
-    each |= dict(NB=padded(num_blocks), WHOLE=whole, WAYS=tiles.ways, STAGES=tiles.tok_stages)
-    ahead = dict(AHEAD=True, UPCAST=False)
+    each |= dict(NB=padded(num_blocks), STAGES=tiles.tok_stages)
+    ahead = dict(WHOLE=whole, AHEAD=True, UPCAST=False)
     yield (
         attend.attend_tokens,
         dims | blocks | choice | each | ahead | last | dict(BN=tiles.TOKENS),
@@ -113,10 +113,10 @@ def constants_of(
         dict(num_warps=tiles.merge_warps),
     )
     if tiles.programs and early:
-        own = dict(TOKENS=tiles.TOKENS, SCORED=tiles.BLOCKS, STRIDES_PAD=4, ORDER=tiles.order)
+        own = dict(TOKENS=tiles.TOKENS, SCORED=tiles.BLOCKS, STRIDES_PAD=4)
         own |= dict(CMP_PADDED=power_of_2(num_parts), PARTS=power_of_2(num_more))
-        own |= dict(HEADS=tiles.heads, NUM=tiles.programs, FIRST_AHEAD=0, ADVANCE=True, PHASE=0)
-        own |= dict(PAGED=paged, MADE=False, CMP_PART=tiles.CMP_PART, SUMS=tiles.SUMS)
+        own |= dict(NUM=tiles.programs, FIRST_AHEAD=0, ADVANCE=True, PHASE=0)
+        own |= dict(PAGED=paged, MADE=False, CMP_PART=tiles.CMP_PART)
         each.pop("PER_PAGE")
         yield (
             resident.step_resident,

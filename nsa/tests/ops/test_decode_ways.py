@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sums of long parts": dict(SUMS=True, CMP_PART=3 * TILE, WIN_PART=2 * TILE, PER_PART=1),
     "large tiles": dict(BN=2 * TILE, CMP_PART=2 * TILE, BLOCKS=16, SUMS=True),
     "one launch": dict(programs=3, BLOCKS=TILE // 2, PER_PART=1),
-    "one launch of sums": dict(programs=5, SUMS=True, heads=2, order=1),
+    "one launch of many": dict(programs=9, WIN_PART=2 * TILE, BLOCKS=16),
 }
 """In the interpreter, one launch is one for each of its phases (resident.py)."""
 

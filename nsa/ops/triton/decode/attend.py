@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.decode.parts import _compressed_part, _query, _store_part, _token_part
+from nsa.ops.triton.decode.parts import _compressed_part, _counts, _query, _store_part, _token_part
 from nsa.ops.triton.decode.score import _choose
 from nsa.ops.triton.tile import _let_next_come, _wait
 
@@ -98,7 +98,7 @@ def attend_tokens(
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, WAYS: tl.constexpr,
+    WIN_PART: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr,
     NB: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
     UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,8 @@ def attend_tokens(
         _let_next_come(EARLY)
     if length > MAX_LEN:
         return
-    current = t // L_SEL
+    num_of = _counts(t, in_free, WIN, L_SEL, N_SEL, NUM_FIRST + NUM_LOCAL)
+    num_win, current = num_of[0], num_of[1]
     p_ids = p_selection + i_seg * N_SEL
     counts = (part == 0) & in_free
     # Every free part repeats the choice and stores the same ids: cheaper than a ticket, for which
@@ -145,7 +146,7 @@ def attend_tokens(
         p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
         _choose(
             p_own, p_ids, current, NUM_BLOCKS,
-            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, WAYS, NB,
+            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, 1, NB,
         )  # fmt: skip
         tl.debug_barrier()  # the ids are read by other threads than the ones that wrote them
     o_s, o_c = tl.arange(0, N_SEL_PAD), tl.arange(0, 4)
@@ -163,9 +164,9 @@ def attend_tokens(
     b_out, top, total = _token_part(
         b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
         p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-        in_win, in_free, has_new, 0, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
-        s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE,
-        PER_PART, WIN_PART, STAGES, WHOLE, True, False, UPCAST, BM, BN,
+        in_win, in_free, has_new, 0, num_of, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh,
+        s_sel, s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
+        PER_PAGE, PER_PART, WIN_PART, STAGES, WHOLE, True, False, UPCAST, BM, BN,
     )  # fmt: skip
     if WHOLE and in_free:
         _wait(EARLY and AHEAD)
@@ -173,7 +174,6 @@ def attend_tokens(
     part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
     _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
     # Count what this step read: one part per segment adds to the running counters.
-    num_win = tl.minimum(length, WIN)
     num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
     num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
     num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))

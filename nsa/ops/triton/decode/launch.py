@@ -211,7 +211,7 @@ class Decoder:
                     self.num_blocks, self.max_len, self.logits.stride(1),
                 ),
                 {"L": self.spec.l, "STEP": self.spec.d, "L_SEL": self.spec.l_sel}
-                | {"CMP_PART": tiles.CMP_PART, "PARTS": power_of_2(self.cmp_parts)}
+                | {"CMP_PART": tiles.CMP_PART, "PARTS": padded(self.cmp_parts)}
                 | {"STRIDES_PAD": self._strides_pad, "LEVELS": self.levels, "SUMS": tiles.SUMS}
                 | {"EARLY": self.early, "BESIDE": tiles.BESIDE, "BM": tiles.BM, "BN": tiles.BN}
                 | {"NB": tiles.BLOCKS},
@@ -246,7 +246,6 @@ class Decoder:
                 | {"NUM_LOCAL": 0 if self.whole else spec.num_local}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
                 | {"WIN_PART": tiles.WIN_PART, "STAGES": tiles.tok_stages, "LEVELS": self.levels}
-                | {"WAYS": tiles.ways}
                 | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "AHEAD": self.reads_ahead}
                 | {"EARLY": self.early, "UPCAST": interpreted()}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
@@ -301,8 +300,8 @@ class Decoder:
             self.memo, ("resident", key, advance, phase), resident.step_resident,
             (
                 token.q, *news, *made, *(x for kv in caches[:4] for x in kv[:2]), self.logits,
-                self.tops, self.part, self.part_lse, caches.lengths, self.current, self._table,
-                self.scores, self.selection, caches.reads, caches.last_reads,
+                self.part, self.part_lse, caches.lengths, self.current, self._table, self.scores,
+                self.selection, caches.reads, caches.last_reads,
                 gates, out, self.counters,
             ),
             lambda: Launch(
@@ -321,7 +320,6 @@ class Decoder:
                 self._resident_constants(token.made is not None)
                 | {"ADVANCE": advance, "PHASE": phase},
                 self._options(self.tiles.cmp_warps, self.tiles.cmp_stages)
-                | {"maxnreg": self.tiles.registers}
                 | {"launch_cooperative_grid": not interpreted()},
             ),
         )  # fmt: skip
@@ -334,17 +332,15 @@ class Decoder:
             self._dims()
             | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
             | {"MADE": made, "CMP_PART": tiles.CMP_PART, "LEVELS": self.levels}
-            | {"SUMS": tiles.SUMS, "EARLY": self.early, "UPCAST": interpreted()}
-            | {"BM": tiles.BM, "BN": tiles.BN}
+            | {"EARLY": self.early, "UPCAST": interpreted(), "BM": tiles.BM, "BN": tiles.BN}
             | {"N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
-            | {"NUM_FIRST": 0 if self.whole else spec.num_first}
-            | {"NUM_LOCAL": 0 if self.whole else spec.num_local}
-            | {"PER_PART": tiles.PER_PART, "WIN_PART": tiles.WIN_PART, "WAYS": tiles.ways}
-            | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "TOKENS": tiles.TOKENS}
+            | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
+            | {"PER_PART": tiles.PER_PART, "WIN_PART": tiles.WIN_PART}
+            | {"NB": padded(self.num_blocks), "TOKENS": tiles.TOKENS}
             | {"STRIDES_PAD": self._strides_pad, "SCORED": tiles.BLOCKS}
             | {"CMP_PADDED": power_of_2(self.cmp_parts), "PARTS": power_of_2(self.token_parts)}
-            | {"HEADS": tiles.heads, "STAGES": tiles.tok_stages, "NUM": self.programs}
-            | {"FIRST_AHEAD": self.cmp_parts if room else 0, "ORDER": tiles.order}
+            | {"STAGES": tiles.tok_stages, "NUM": self.programs}
+            | {"FIRST_AHEAD": self.cmp_parts if room else 0}
         )
 
     @cached_property

@@ -127,8 +127,8 @@ def _compressed_part(
 def _token_part(
     b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-    in_win, in_free, has_new, block_id, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh, s_sel,
-    s_head_sel,
+    in_win, in_free, has_new, block_id, counts, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh,
+    s_sel, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
@@ -138,14 +138,10 @@ def _token_part(
     """Part `part` of the window, of the forced blocks or, in_free, of the blocks in p_ids.
 
     Returns its output before the division [BM, DV_PAD], its maxima and its sums [BM]. NEW: some
-    part of the call may have the new token. KNOWN: the part is the block block_id.
+    part of the call may have the new token. KNOWN: the part is the block block_id. `counts`: of
+    _counts.
     """
-    length = t + 1
-    # Keys of the window, blocks of this kind of part.
-    num_win = tl.minimum(length, WIN)
-    current = t // L_SEL
-    num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
-    num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
+    num_win, current, num_forced, num_blocks = counts
     o_n = tl.arange(0, BN)
     # The new token opens the online softmax of its part: top = logit, total = 1, out = v.
     top = tl.full([BM], float("-inf"), tl.float32)
@@ -168,7 +164,7 @@ def _token_part(
     p_v = p_v_sel + (own * s_sel + i_g * s_head_sel) * DV
     p_k = tl.where(in_win, p_k_win + i_seg * WIN * DK, p_k)
     p_v = tl.where(in_win, p_v_win + i_seg * WIN * DV, p_v)
-    num_keys = tl.where(in_win, num_win, length)
+    num_keys = tl.where(in_win, num_win, t + 1)
     # One loop for window and blocks: two would each get shared memory of their own. Step i is tile
     # i of the ring, or tile i % STEPS of block i // STEPS.
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
@@ -202,6 +198,17 @@ def _token_part(
             DK, DV, DK1, DK2, DV_PAD, UPCAST,
         )  # fmt: skip
     return b_out, top, total
+
+
+@triton.jit
+def _counts(
+    t, in_free, WIN, L_SEL: tl.constexpr, N_SEL: tl.constexpr, FORCED: tl.constexpr
+):  # fmt: skip
+    """Of the token at t: keys of the window, its block, forced blocks, blocks of a kind of part."""
+    current = t // L_SEL
+    num_forced = tl.minimum(current + 1, FORCED)
+    num_blocks = tl.where(in_free, tl.minimum(current + 1, N_SEL) - num_forced, num_forced)
+    return tl.minimum(t + 1, WIN), current, num_forced, num_blocks
 
 
 @triton.jit

@@ -165,11 +165,11 @@ def _choose(
         mask = (o_j >= level) & (o_j <= current)
         b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
     chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL, WAYS)
-    places = tl.cumsum(chosen, axis=0) * chosen
+    places = tl.cumsum(chosen, axis=0)
     tl.store(p_ids + places - 1, o_j, mask=chosen != 0)
     unused = (o_s > current) & (o_s < N_SEL)
     tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
-    return places
+    return places * chosen
 
 
 @triton.jit
@@ -207,48 +207,32 @@ def _chosen(
             high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
             middle = low + (high - low + 1) // 2
     else:
-        m1, m2 = tl.maximum(high - FIRST_GUESS, 1), tl.maximum(high - FIRST_GUESS // 2, 1)
-        m3, m4 = tl.maximum(high - FIRST_GUESS // 4, 1), tl.maximum(high - FIRST_GUESS // 8, 1)
-        while low < high:
-            # How many keys reach each bound, 16 bits for each: one sum for all four.
-            reached = _bits(key >= m1, 0) + _bits(key >= m2, 16)
-            reached += _bits(key >= m3, 32) + _bits(key >= m4, 48)
-            sums = tl.sum(reached, axis=0)
-            low, high = _narrowed(low, high, sums & 0xFFFF, m1, need)
-            low, high = _narrowed(low, high, (sums >> 16) & 0xFFFF, m2, need)
-            low, high = _narrowed(low, high, (sums >> 32) & 0xFFFF, m3, need)
-            low, high = _narrowed(low, high, (sums >> 48) & 0xFFFF, m4, need)
-            m1, m2 = _bound(low, high, 1), _bound(low, high, 2)
-            m3, m4 = _bound(low, high, 3), _bound(low, high, 4)
+        low, high = _searched(key, low, high, need, WAYS)
     # Keys above `low` are taken; those equal to it share the places that are left.
     above = key > low
     equal = key == low
-    # Both counts in one sum: there are at most MAX_BLOCKS keys.
-    counts = tl.sum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
-    spare = need - (counts & 0xFFFF)
-    if (counts >> 16) > spare:  # a tie: the lower blocks win
+    spare = need - tl.sum(above.to(tl.int32), axis=0)
+    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks win
         equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
     return ((forced & legal) | above | equal).to(tl.int32)
 
 
 @triton.jit
-def _bits(mask, shift: tl.constexpr):
-    return mask.to(tl.int64) << shift
-
-
-@triton.jit
-def _narrowed(low, high, reached, bound, need):
-    """The range of the n-th key, once `reached` keys are known to be `bound` or more."""
-    low = tl.where(reached >= need, tl.maximum(low, bound), low)
-    high = tl.where(reached < need, tl.minimum(high, bound - 1), high)
-    return low, tl.where(reached == need, low, high)
-
-
-@triton.jit
-def _bound(low, high, i: tl.constexpr):
-    """low + (high - low) * i / 5, rounded up, without overflow."""
-    span = high - low
-    return low + span // 5 * i + (span % 5 * i + 4) // 5
+def _searched(key, low, high, need, WAYS: tl.constexpr):
+    """The same search by WAYS bounds at a time: fewer rounds, each of which waits for a sum."""
+    o_w = tl.arange(0, WAYS)
+    # The first bounds: FIRST_GUESS below the largest score and evenly up to it.
+    bounds = tl.maximum(high - FIRST_GUESS // WAYS * (WAYS - 1 - o_w), 1)
+    while low < high:
+        reached = tl.sum((key[None, :] >= bounds[:, None]).to(tl.int32), axis=1)
+        exact = tl.max(tl.where(reached == need, bounds, -1), axis=0)
+        low = tl.maximum(tl.max(tl.where(reached >= need, bounds, low), axis=0), exact)
+        high = tl.min(tl.where(reached < need, bounds - 1, high), axis=0)
+        high = tl.where(exact >= 0, low, high)
+        # The last bound is `high`: the range gets smaller each time.
+        step = (high - low + WAYS - 1) // WAYS
+        bounds = tl.minimum(low + step * (o_w + 1), high)
+    return low, high
 
 
 @triton.jit

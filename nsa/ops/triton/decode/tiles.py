@@ -74,14 +74,6 @@ class DecodeTiles(NamedTuple):
     merge_warps: int
     programs: int = 0
     """Programs of a segment where one launch does it all (resident.py); 0: a launch per phase."""
-    heads: int = 1
-    """Heads that such a program merges at a time."""
-    order: int = 0
-    """When such a program reads the window (resident.py)."""
-    registers: int | None = None
-    """Registers of a thread of such a program, at most."""
-    ways: int = 4
-    """Bounds that the choice of blocks tries at a time: 1 or 4."""
 
 
 class Cut(NamedTuple):
@@ -97,17 +89,15 @@ class Cut(NamedTuple):
     stages: int
     token_warps: int = 4
     beside: bool = False
-    together: int = 0
-    """Programs that a multiprocessor holds where one launch does it all; 0: a launch per phase."""
 
 
-FEW = Cut(512, 64, 512, 64, 64, 4, 3, together=1)
+FEW = Cut(512, 64, 512, 64, 64, 4, 3)
 FEW_LONG = FEW._replace(shortest=128)
 NARROW = Cut(512, 64, 512, 128, 64, 2, 3, token_warps=2)
 NARROW_LONG = Cut(396, 64, 256, 512, 64, 4, 3)
 WIDE = Cut(264, 256, 512, 256, 64, 4, 3, beside=True)
 WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)
-FEW_WHOLE = Cut(512, 64, 32, 128, 64, 4, 3, together=1)
+FEW_WHOLE = Cut(512, 64, 32, 128, 64, 4, 3)
 NARROW_WHOLE = Cut(264, 64, 512, 128, 64, 2, 3, token_warps=2)
 WIDE_WHOLE = Cut(264, 64, 512, 512, 64, 4, 3)
 """The fastest of those timed on an H200 (132 multiprocessors); docs/log/kernels.md has the others.
@@ -119,6 +109,9 @@ FEW_SEGMENTS = 64
 """Below this, a step has too few segments to fill the GPU and is split more finely."""
 LONG = 1024
 """Compressed tokens from which a sequence is long."""
+
+MANY_PARTS = 8
+"""Parts of the compressed branch from which narrow heads decode in one launch."""
 
 SUMS_AT_A_TIME = 4096
 """Heads * blocks whose sums a program of score_blocks loads."""
@@ -217,8 +210,10 @@ def decode_tiles(
     tokens = Tiles(rows, min(keys, padded(spec.l_sel)), cut.token_warps if fits else 4, 2)
     tokens = _fitting(tokens, *sizes, SMALLEST) or tokens
     logits = min(32 if segments < FEW_SEGMENTS else 64, MAX_SCORED // (rows * _strides_pad(spec)))
-    programs = cut.together * processors // segments if fits else 0
-    programs = _programs(programs, cmp_parts, token_parts)
+    # One program to a multiprocessor always fits. Short caches of narrow heads are as fast in
+    # several launches; those that are read whole are faster.
+    together = fits and not (sums or whole) and (wide > 64 or cmp_parts >= MANY_PARTS)
+    programs = _programs(processors // segments if together else 0, cmp_parts, token_parts)
     if programs and cmp_part == logits // 2 * strides:
         logits //= 2  # every program scores the blocks of its own part
     return DecodeTiles(
