@@ -199,6 +199,8 @@ def sum_places(
 
 # --- Launchers: groups of chunks whose partial results fit the workspace ---
 
+TMA_GROUP = 16
+"""Heads of a group from which the kernel in Gluon gathers rows by TMA, a query at a time."""
 SUMMED = 512
 """Numbers of dq that a warp of sum_places adds up, of eight places at a time."""
 
@@ -273,10 +275,14 @@ def _backward_group(
     ordered: bool,
 ) -> None:
     if part is not None and problem.in_gluon:
-        from nsa.ops.triton.hopper import selected  # only there: see its docstring
+        from nsa.ops.triton.hopper import (
+            selected,
+            selected_rows,
+        )  # only there: see their docstrings
 
+        by_tma = problem.per_group >= TMA_GROUP
         rest = (q, k, v, dout, stats, lists, grads, part)
-        selected.backward(problem, group, *rest, ordered=ordered)
+        (selected if by_tma else selected_rows).backward(problem, group, *rest, ordered=ordered)
         return
     start(
         problem.memo,

@@ -32,6 +32,9 @@ RESIDUE_BYTES, FLAT_BYTES = 256 << 20, 1 << 30
 """Limits of the queries in one call, by residue or all of them; kernels need several times as much
 memory."""
 
+COUNTABLE = 1 << 31
+"""The first distance, in numbers, that cuDNN does not reach."""
+
 
 class Kernel(NamedTuple):
     """Causal attention within a window: the last `window` keys, its own included; None: all."""
@@ -321,7 +324,7 @@ def _cudnn_forward(
 ) -> tuple[Tensor, Tensor]:
     _refuse_window(window)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, True, False, scale=scale
+        *(_near(x).transpose(1, 2) for x in (q, k, v)), None, True, 0.0, True, False, scale=scale
     )
     return out.transpose(1, 2), lse.squeeze(-1)
 
@@ -341,11 +344,17 @@ def _cudnn_backward(
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
     no_bounds = None, None, q.shape[1], k.shape[1]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
+        *(_near(x).transpose(1, 2) for x in (dout, q, k, v, out)),
         *(lse.unsqueeze(-1), no_dropout[0], no_dropout[1], None, *no_bounds, 0.0, causal),
         scale=scale,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _near(x: Tensor) -> Tensor:
+    """x, or a copy where cuDNN would have to reach 2^31 numbers far: dq of such rows was wrong."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if reach < COUNTABLE else x.contiguous()
 
 
 def _refuse_window(window: int | None) -> None:

@@ -177,7 +177,7 @@ def _start(
     compiled = None
     if 0 not in one.grid:
         checked = (x.checked() if isinstance(x, Rows) else x for x in tensors)
-        with _current(device):
+        with _current(device), loading:
             compiled = kernel[one.grid](*checked, *one.numbers, **one.constants, **one.options)
     if interpreted() and 0 not in one.grid:
         compiled = Interpreted(kernel, one)
@@ -187,6 +187,12 @@ def _start(
     if not interpreted():
         memo[place] = known
     return known
+
+
+loading = threading.RLock()
+"""Held where Triton loads the C launcher of a kernel. All launchers are modules of one name: Python
+gives one that it loads again the module object of the last one, so that of two threads one could
+get the other's launcher (docs/log/kernels.md)."""
 
 
 # --- Compiling ahead ---
@@ -274,7 +280,8 @@ def _compile(device: int, kernel: Any, arguments: list[Any], one: Launch) -> Non
             *arguments, *one.numbers, grid=one.grid, **one.constants, **one.options
         )
         # The property loads the binary, and makes Triton build its C launcher.
-        _ = compiled.run
+        with loading:
+            _ = compiled.run
 
 
 def _misaligned(addresses: list[Any]) -> tuple[bool, ...] | None:

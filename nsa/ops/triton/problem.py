@@ -62,8 +62,8 @@ COMPRESSED_FROM, COMPRESSED_DIMS = 4096, (128,)
 forward was; the others are at both, dk and dv at D 64 below LONG_FROM."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
-SELECTED_FROM = {(128, 16): 4096}
-"""By head dim and group, the tokens from which the kernel of the selected branch was faster."""
+SELECTED_FROM = {(128, 16): 4096, (64, 6): 4096, (128, 4): 4096}
+"""By head dim and group, the tokens from which its gradients in Gluon were faster."""
 SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
 SELECTED_BLOCK, SELECTED_GROUP = 64, 64
@@ -249,7 +249,8 @@ class Problem:
 
     @property
     def in_gluon(self) -> bool:
-        """Whether hopper/selected.py computes the gradients of the selected branch."""
+        """Whether hopper/selected.py or selected_rows.py computes the gradients of the selected
+        branch."""
         if not self._takes_hopper or self.shifted or self.masked:
             return False
         if self.per_group > SELECTED_GROUP or self.spec.l_sel != SELECTED_BLOCK:

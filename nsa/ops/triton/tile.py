@@ -219,14 +219,15 @@ def gate_backward(
     """
     # Rows of some heads of neighbouring tokens, whose stats are neighbours, too.
     i_b, o_r = tl.program_id(2).to(tl.int64), tl.arange(0, BT * BH)
-    i_s = tl.program_id(0) * BT + o_r % BT
-    i_h = tl.program_id(1) * BH + o_r // BT
+    # int64: rows * DV may pass 2^31, and so may the distance of the first head and the last.
+    i_s = (tl.program_id(0) * BT + o_r % BT).to(tl.int64)
+    i_h = (tl.program_id(1) * BH + o_r // BT).to(tl.int64)
     m_r = (i_s < S) & (i_h < Hq)
     o_d, o_4 = tl.arange(0, DV_PAD), tl.arange(0, 4)
     mask = m_r[:, None] & (o_d < DV)[None, :]
     # [rows, DV_PAD]: dout, read once for all three branches. All loads come before all stores, of
-    # which the compiler cannot know that they write elsewhere. int64: rows * DV may pass 2^31.
-    rows = i_b * s_ob + i_s.to(tl.int64) * s_os + i_h * s_oh
+    # which the compiler cannot know that they write elsewhere.
+    rows = i_b * s_ob + i_s * s_os + i_h * s_oh
     dout = tl.load(p_dout + rows[:, None] + o_d[None, :], mask=mask, other=0.0)
     row = (i_b * S + i_s) * Hq + i_h
     at = row[:, None] * DV + o_d[None, :]
@@ -238,7 +239,7 @@ def gate_backward(
     lse_cmp = tl.load(p_lse + place, mask=m_r, other=0.0)
     lse_sel = tl.load(p_lse + NUM_ROWS + place, mask=m_r, other=0.0)
     lse_win = tl.load(p_lse + NUM_ROWS * 2 + place, mask=m_r, other=0.0)
-    p_gates += i_b * s_gb + i_s.to(tl.int64) * s_gs + i_h * s_gh
+    p_gates += i_b * s_gb + i_s * s_gs + i_h * s_gh
     gate_cmp = tl.load(p_gates, mask=m_r, other=0.0).to(tl.float32)
     gate_sel = tl.load(p_gates + 1, mask=m_r, other=0.0).to(tl.float32)
     gate_win = tl.load(p_gates + 2, mask=m_r, other=0.0).to(tl.float32)

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
 from nsa import BlockSpec, compress
+from nsa.ops.triton import problem
 from nsa.tests.support.gpu import (
     DEVICE,
     ROUNDING,
@@ -36,6 +39,8 @@ SURROUNDED = [
     (torch.float32, Case(BlockSpec(), S=7, B=2, Hkv=3, G=2, Dk=16, Dv=16)),
 ]
 FAR = Case(BlockSpec(l=32, d=16, l_sel=32, n_sel=3, w=40), S=500, B=2, Hkv=2, G=3, Dk=64, Dv=32)
+FAR_IN_GLUON = Case(FEW, S=700, B=2, Hkv=2, G=4, Dk=64, Dv=64)
+"""With blocks and heads that the kernels in hopper/ take, where they are asked to."""
 DIMS = {"batch": 0, "token": 1, "head": 2}
 HAS_H200 = (
     torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > 130 << 30
@@ -93,18 +98,31 @@ def test_views_into_a_buffer_of_nan_are_read_and_nothing_beside_them(dtype, case
 )
 def test_strides_that_reach_beyond_int32(dim, names):
     """The last index of `dim` lies beyond 2^31 elements from the first, in these tensors."""
+    _compare_far(FAR, dim, names)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_kernels_in_gluon_take_strides_that_reach_beyond_int32(dim, monkeypatch):
+    """Both passes of the selected branch on a GPU that has them, else as above."""
+    monkeypatch.setattr(problem, "HOPPER", True)
+    problem._kept.clear()
+    _compare_far(FAR_IN_GLUON, dim, "all")
+    problem._kept.clear()
+
+
+def _compare_far(case: Case, dim: str, names: str) -> None:
     dtype = torch.bfloat16
-    tensors = device_inputs(FAR, dtype) | {"dout": device_dout(FAR, dtype)}
+    tensors = device_inputs(case, dtype) | {"dout": device_dout(case, dtype)}
     far = {
         name: _far(x, DIMS[dim]) if names in ("all", name.split("_")[0]) else x
         for name, x in tensors.items()
     }
     dout, far_dout = tensors.pop("dout"), far.pop("dout")
-    clean = forward_backward(FAR, tensors, dout)
-    _assert_same(forward_backward(FAR, far, far_dout), clean, dtype)
+    clean = forward_backward(case, tensors, dout)
+    _assert_same(forward_backward(case, far, far_dout), clean, dtype)
 
 
-@pytest.mark.parametrize("dim", ["batch", "token", "head"])
+@pytest.mark.parametrize("dim", DIMS)
 def test_compression_takes_strides_that_reach_beyond_int32(dim):
     x = device_inputs(FAR, torch.bfloat16)["k_sel"]
     near, far = (y.detach().requires_grad_() for y in (x, _far(x, DIMS[dim])))

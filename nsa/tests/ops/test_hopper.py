@@ -30,6 +30,7 @@ from nsa.tests.support.compiling import (
     MAX_SHARED_BYTES,
     compiling_until,
     ptxas_report,
+    reused_barriers,
     spilled_bytes,
     starting_on,
 )
@@ -226,6 +227,7 @@ def test_the_kernels_fit_and_stay_asynchronous(compiled):
         report = ptxas_report(one.asm["ptx"])
         assert "serializ" not in report, (name, report)
         assert spilled_bytes(report) <= 160, (name, report)  # measured, not a wish
+        assert not reused_barriers(one.asm["ptx"]), name
 
 
 def test_warps_meet_before_one_of_them_arrives_for_all(compiled):

@@ -7,7 +7,9 @@ memory is known.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -301,6 +303,33 @@ def test_what_is_added_within_is_compiled_with_the_rest(monkeypatch):
 class Kernel:
     arg_names = ("p", "S")
     do_not_specialize = ()
+
+
+def test_one_thread_at_a_time_loads_a_launcher(monkeypatch):
+    """Two that did would now and then get each other's (docs/log/kernels.md)."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    kernel, launch = LoadedKernel(), launcher.Launch((1,), (16,), {}, {})
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: launcher._compile(0, kernel, [], launch), range(3)))
+    assert kernel.seen == [1, 1, 1]
+
+
+class LoadedKernel:
+    """Compiled at once; slow to load. `seen`: how many threads did at that time."""
+
+    def __init__(self) -> None:
+        self.busy = 0
+        self.seen: list[int] = []
+
+    def warmup(self, *_: Any, **__: Any) -> LoadedKernel:
+        return self
+
+    @property
+    def run(self) -> None:
+        self.busy += 1
+        time.sleep(0.02)
+        self.seen.append(self.busy)
+        self.busy -= 1
 
 
 def test_an_error_of_the_compiler_reaches_the_caller(monkeypatch):

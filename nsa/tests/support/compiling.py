@@ -148,6 +148,40 @@ def shared_addresses(compiled: Any) -> list[str]:
     return [base for base, kinds in layouts.items() if len(kinds) > 1]
 
 
+ADDED = re.compile(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);")
+"""Where an address is, relative to another one."""
+BARRIER = re.compile(r"mbarrier\.init\.shared(?:::cta)?\.b64 \[(%r\d+)(?:\+(\d+))?\]")
+CAPTURE = re.compile(
+    r"(?:st|ld)\.shared(?:\.v(\d))?\.b(\d+)\s+(?:\{[^}]*\}, |%\w+, )?\[global_smem(?:\+(\d+))?\]"
+)
+"""What warps leave for others at a fixed place: how many numbers, of how many bits, and where."""
+
+
+def reused_barriers(ptx: str) -> list[int]:
+    """Places of mbarriers in shared memory that other values use, too.
+
+    Triton takes a barrier that nobody waits for as free once it is initialised, and puts what warps
+    leave for others there. The hardware may initialise it after that: docs/log/kernels.md, "A
+    barrier that nobody waits for".
+    """
+    bases = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))
+    sums = {to: (base, int(offset)) for to, base, offset in ADDED.findall(ptx)}
+
+    def place(register: str) -> int:
+        offset = 0
+        while register not in bases:
+            register, more = sums[register]
+            offset += more
+        return offset
+
+    barriers = {place(register) + int(more or 0) for register, more in BARRIER.findall(ptx)}
+    assert barriers, "not a kernel with mbarriers"
+    captures = [
+        (int(at or 0), int(count or 1) * int(bits) // 8) for count, bits, at in CAPTURE.findall(ptx)
+    ]
+    return sorted(at for at in barriers if any(c < at + 8 and at < c + n for c, n in captures))
+
+
 @contextmanager
 def compiling_until(stage: str) -> Iterator[None]:
     """Compilations within stop early; what they made is kept in a cache of its own.

@@ -132,6 +132,29 @@ def rounded(x, dtype: gl.constexpr):
         )
 
 
+@gluon.jit
+def exchanged(b, D: gl.constexpr):
+    """Columns of b [64, D] in another order, or back: column 8 a + 2 b + c of every 32 lies in
+    column 8 b + 2 a + c (a, b < 4, c < 2).
+
+    A thread holds 2 columns of every 8 of a wgmma operand or result, which would be 4 bytes of
+    memory at a time. Where keys or values have their columns exchanged in shared memory, what it
+    holds of 32 columns are 8 neighbours, 16 bytes: those of row_layout.
+    """
+    b = gl.reshape(b, [TILE_ROWS, D // 32, 4, 4, 2])
+    return gl.reshape(gl.permute(b, (0, 1, 3, 2, 4)), [TILE_ROWS, D])
+
+
+@gluon.constexpr_function
+def row_layout(D: Any) -> Any:
+    """Of [64, D], with columns exchanged back: 16 bytes of two rows for a thread, in every 32
+    columns."""
+    more = [[0, 1 << power] for power in range(5, D.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *more]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, D])
+
+
 # --- Launching ---
 
 

@@ -6,10 +6,9 @@ shared memory for the whole item. Rows of q go from memory to the registers from
 them, and outputs from its registers to memory, both without shared memory: several programs share
 an SM, and while one waits for memory, another computes. Names as in tile.py.
 
-A thread holds 2 columns of every 8 of a wgmma operand, which would be loads of 4 bytes. So columns
-are paired differently: column 8 a + 2 b + c of keys and values lies in column 8 b + 2 a + c of
-shared memory (a, b < 4, c < 2, in every 32 columns). What a thread holds of 32 columns then is 8
-neighbours: 16 bytes of a row. A sum over columns (q k^T) does not depend on their order.
+Keys and values have their columns exchanged in shared memory (`exchanged` in parts.py), so that
+what a thread holds of a row are 16 neighbouring bytes. A sum over columns (q k^T) does not depend
+on their order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.block_index import Group, QueryLists, item_constants, item_sizes
-from nsa.ops.triton.hopper.parts import rounded, sync_warps
+from nsa.ops.triton.hopper.parts import exchanged, rounded, row_layout, sync_warps
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.tile import COUNTS
@@ -106,16 +105,8 @@ def _load_block(p, s_row, k0, k_stop, D: gl.constexpr):
     at = ((k0 + o_k).to(gl.int64) * s_row)[:, None] + o_d[None, :]
     b = gl.load(p + at, mask=(k0 + o_k < k_stop)[:, None] & (o_d < D)[None, :], other=0.0)
     buf = gl.allocate_shared_memory(p.dtype.element_ty, [ROWS, D], gl.NVMMASharedLayout(128, 16))
-    buf.store(_transposed(b, D))
+    buf.store(exchanged(b, D))
     return buf
-
-
-@gluon.jit
-def _transposed(b, D: gl.constexpr):
-    """The columns of b [ROWS, D] in wgmma's order, or from it to that of memory: it is its own
-    inverse."""
-    b = gl.reshape(b, [ROWS, D // 32, 4, 4, 2])
-    return gl.reshape(gl.permute(b, (0, 1, 3, 2, 4)), [ROWS, D])
 
 
 @gluon.jit
@@ -127,15 +118,7 @@ def _run(
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
-    # The output as a thread holds it: 16 bytes of two rows, in every 32 columns.
-    MORE: gl.constexpr = [[0, 32]] if D == 64 else [[0, 32], [0, 64]]
-    IO: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0]] + MORE,
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, D],
-    )
+    IO: gl.constexpr = row_layout(D)
     RL: gl.constexpr = gl.SliceLayout(1, IO)
     dtype: gl.constexpr = k_buf.dtype
     num = (item.stop - item.first) * G
@@ -178,7 +161,7 @@ def _run(
         m_r = o_r < num - i * ROWS
         gl.store(p_part_lse + place, lse, mask=m_r)
         b_o, b_pa = warpgroup_mma_wait(0, deps=(b_o, b_pa))
-        b_out = gl.convert_layout(_transposed(rounded(b_o * share[:, None], dtype), D), IO)
+        b_out = gl.convert_layout(exchanged(rounded(b_o * share[:, None], dtype), D), IO)
         p_rows = p_part + (place.to(gl.int64) * D)[:, None] + o_d[None, :]
         gl.store(p_rows, b_out, mask=m_r[:, None] & (o_d < D)[None, :])
         place = next_place
@@ -197,11 +180,11 @@ def _rows_of(item, o_r, G: gl.constexpr):
 @gluon.jit
 def _places(rows, item, s_qs, s_qh, G: gl.constexpr, N_SEL: gl.constexpr, NARROW: gl.constexpr):
     """Offset of rows in q, and their rows of part [num_rows, N_SEL, G]: fewer than 2^31."""
-    t = rows.t
+    t, head = rows.t, rows.head
     if not NARROW:
-        t = t.to(gl.int64)
+        t, head = t.to(gl.int64), head.to(gl.int64)
     place = ((rows.t - item.first_row) * N_SEL + rows.place) * G + rows.head
-    return t * s_qs + rows.head * s_qh, place
+    return t * s_qs + head * s_qh, place
 
 
 @gluon.jit
@@ -229,7 +212,7 @@ def _operand(pairs, D: gl.constexpr, dtype: gl.constexpr, SL: gl.constexpr):
     low = _half("{.reg .b16 x; mov.b32 {$0, x}, $1;}", pairs)
     high = _half("{.reg .b16 x; mov.b32 {x, $0}, $1;}", pairs)
     b_q = gl.reshape(gl.join(low, high), [ROWS, D]).to(dtype, bitcast=True)
-    return gl.convert_layout(_transposed(b_q, D), gl.DotOperandLayout(0, SL, 2))
+    return gl.convert_layout(exchanged(b_q, D), gl.DotOperandLayout(0, SL, 2))
 
 
 @gluon.jit
