@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton import rope_and_gate
-from nsa.ops.triton.decode import attend, linear, merge, score
+from nsa.ops.triton.decode import attend, linear, merge, resident, score
+from nsa.ops.triton.decode.launch import power_of_2
 from nsa.ops.triton.decode.linear import MAX_ROWS
 from nsa.ops.triton.decode.tiles import decode_tiles, reads_pass_l1
 from nsa.ops.triton.tiles import padded, parts_of
@@ -40,7 +41,7 @@ POINTERS = {
     },
     **dict.fromkeys(("p_k_made", "p_v_made", "p_heads", "p_rotated"), "*bf16"),
     **dict.fromkeys(("p_logits", "p_tops", "p_part", "p_part_lse", "p_cos", "p_sin"), "*fp32"),
-    **dict.fromkeys(("p_reads", "p_last_reads"), "*i64"),
+    **dict.fromkeys(("p_reads", "p_last_reads", "p_counters"), "*i64"),
 }
 """Those whose types are not those of the other kernels."""
 
@@ -55,6 +56,7 @@ def tiles_of(
         window=spec.w,
         spec=spec,
         whole=whole,
+        processors=132,
     )
 
 
@@ -73,6 +75,7 @@ def constants_of(
     num_more += -(-(spec.n_sel - spec.num_forced) // tiles.PER_PART)
     last = dict(EARLY=early, BM=tiles.BM)
     choice = dict(N_SEL=16, N_SEL_PAD=16, LEVELS=2)
+    choice |= dict(NUM_FIRST=0, NUM_LOCAL=0) if whole else dict(NUM_FIRST=1, NUM_LOCAL=2)
     yield (
         attend.attend_compressed,
         dims
@@ -92,20 +95,34 @@ def constants_of(
         dict(num_warps=4),
     )
     each = dict(PER_PAGE=spec.l_sel * paged, PER_PART=tiles.PER_PART, WIN_PART=tiles.WIN_PART)
-    each |= dict(NB=padded(num_blocks), WHOLE=whole, AHEAD=True, UPCAST=False)
+    each |= dict(NB=padded(num_blocks), STAGES=tiles.tok_stages)
+    ahead = dict(WHOLE=whole, AHEAD=True, UPCAST=False)
     yield (
         attend.attend_tokens,
-        dims | blocks | choice | each | last | dict(BN=tiles.TOKENS),
+        dims | blocks | choice | each | ahead | last | dict(BN=tiles.TOKENS),
         dict(num_warps=tiles.tok_warps, num_stages=tiles.tok_stages),
     )
     yield (
         merge.merge_parts,
         dict(DV=d_v, DV_PAD=padded(d_v))
         | blocks
-        | dict(N_SEL=16, PER_PART=tiles.PER_PART, PARTS=padded(num_parts + num_more))
+        | dict(N_SEL=16, FORCED=0 if whole else 3)
+        | dict(PER_PART=tiles.PER_PART, PARTS=power_of_2(num_more))
+        | dict(CMP_PADDED=power_of_2(num_parts))
         | dict(CMP_PART=tiles.CMP_PART, WIN_PART=tiles.WIN_PART, EARLY=early, ADVANCE=True),
         dict(num_warps=tiles.merge_warps),
     )
+    if tiles.programs and early:
+        own = dict(TOKENS=tiles.TOKENS, SCORED=tiles.BLOCKS, STRIDES_PAD=4)
+        own |= dict(CMP_PADDED=power_of_2(num_parts), PARTS=power_of_2(num_more))
+        own |= dict(NUM=tiles.programs, FIRST_AHEAD=0, ADVANCE=True, PHASE=0)
+        own |= dict(PAGED=paged, MADE=False, CMP_PART=tiles.CMP_PART)
+        each.pop("PER_PAGE")
+        yield (
+            resident.step_resident,
+            dims | blocks | choice | each | own | last | dict(UPCAST=False, BN=tiles.BN),
+            dict(num_warps=tiles.cmp_warps, num_stages=tiles.cmp_stages),
+        )
 
 
 ORDER = ("wait", "launch_dependents")

@@ -18,7 +18,7 @@ from nsa.ops.eager.rows import KeyValues
 from nsa.ops.triton.decode import launch
 from nsa.ops.triton.decode.launch import Caches, Decoder, Token
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles
-from nsa.tests.support.gpu import DEVICE
+from nsa.tests.support.gpu import DEVICE, on_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "long parts": dict(CMP_PART=3 * TILE, WIN_PART=2 * TILE, PER_PART=3, BLOCKS=16),
     "sums of long parts": dict(SUMS=True, CMP_PART=3 * TILE, WIN_PART=2 * TILE, PER_PART=1),
     "large tiles": dict(BN=2 * TILE, CMP_PART=2 * TILE, BLOCKS=16, SUMS=True),
+    "one launch": dict(programs=3, BLOCKS=TILE // 2, PER_PART=1),
+    "one launch of many": dict(programs=9, WIN_PART=2 * TILE, BLOCKS=16),
 }
+"""In the interpreter, one launch is one for each of its phases (resident.py)."""
 
 
 def random(*size: int, seed: int) -> Tensor:
@@ -74,11 +77,9 @@ def in_pages(caches: Caches, spec: BlockSpec) -> Caches:
     return caches._replace(cmp=cmp, sel=sel, table=table)
 
 
-def steps(
+def new_decoder(
     spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch, max_len: int = MAX_LEN
-) -> list[Tensor]:
-    """Outputs and choices of the first steps, what was read, and the lengths after them."""
-
+) -> Decoder:
     def cut(*given: Any, **named: Any) -> DecodeTiles:
         return decode_tiles(*given, **named)._replace(**(PLAIN | way))
 
@@ -87,12 +88,24 @@ def steps(
         decoder = Decoder(caches, spec, max_len, HKV * G, D**-0.5, Workspace())
     for x in (decoder.part, decoder.part_lse, decoder.logits, decoder.tops, decoder.scores):
         x.fill_(torch.nan)  # nothing is read that a step has not written
+    return decoder
+
+
+def new_token(seed: int) -> Token:
+    heads = random(len(LENGTHS), 1, 6 * HKV + HKV * G, D, seed=5 + seed)
+    *new, q = heads.split([HKV] * 6 + [HKV * G], dim=2)
+    gates = random(len(LENGTHS), 1, HKV * G, 3, seed=99 + seed).softmax(dim=-1)
+    return Token(q, new[:3], new[3:], gates)
+
+
+def steps(
+    spec: BlockSpec, caches: Caches, way: dict[str, Any], monkeypatch, max_len: int = MAX_LEN
+) -> list[Tensor]:
+    """Outputs and choices of the first steps, what was read, and the lengths after them."""
+    decoder = new_decoder(spec, caches, way, monkeypatch, max_len)
     found = []
     for step in range(STEPS):
-        heads = random(len(LENGTHS), 1, 6 * HKV + HKV * G, D, seed=5 + step)
-        *new, q = heads.split([HKV] * 6 + [HKV * G], dim=2)
-        gates = random(len(LENGTHS), 1, HKV * G, 3, seed=99 + step).softmax(dim=-1)
-        out = decoder.step(Token(q, new[:3], new[3:], gates))
+        out = decoder.step(new_token(step))
         is_open = torch.tensor(LENGTHS) + step < MAX_LEN
         found += [out[is_open.to(DEVICE)], decoder.selection[is_open.to(DEVICE)]]
     return [x.clone() for x in (*found, caches.reads, caches.last_reads, caches.lengths)]
@@ -145,3 +158,38 @@ def test_where_every_block_is_read_nothing_is_scored(monkeypatch):
                 assert (mine[:2] - theirs[:2]).abs().max() <= 1e-6, what
             else:
                 assert torch.equal(mine[:2], theirs[:2]), what
+
+
+@on_gpu
+def test_a_graph_of_one_launch_can_be_replayed_ten_thousand_times(monkeypatch):
+    """Counters only grow; between replays the sequences get other lengths."""
+    spec, lengths = SPECS["small"], ((6, 93, 100), (31, 7, 128), (127, 0, 64))
+    caches, token = new_caches(spec), new_token(0)
+    one, four = (
+        new_decoder(spec, caches, WAYS["one launch"] | dict(programs=n), monkeypatch)
+        for n in (3, 0)
+    )
+    one.step(token, advance=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [one.step(token, advance=False) for _ in range(20)]
+    for each in lengths * 2:
+        caches.lengths.copy_(torch.tensor(each))
+        expected = four.step(token, advance=False)
+        is_open = torch.tensor(each).to(DEVICE) < MAX_LEN
+        for _ in range(84):
+            graph.replay()
+        for out in outs:
+            assert torch.equal(out[is_open], outs[0][is_open])
+        assert (outs[0] - expected)[is_open].abs().max() <= 1e-6
+        assert torch.equal(one.selection[is_open], four.selection[is_open])
+        assert caches.lengths.tolist() == list(each)
+
+
+@on_gpu
+def test_more_programs_than_the_gpu_holds_are_several_launches(monkeypatch):
+    spec = SPECS["small"]
+    expected = steps(spec, new_caches(spec), PLAIN, monkeypatch)
+    found = steps(spec, new_caches(spec), dict(programs=1 << 14), monkeypatch)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)

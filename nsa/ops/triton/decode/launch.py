@@ -1,6 +1,7 @@
-"""Decoder: one decode step of a layer, one new token per sequence, in four launches.
+"""Decoder: one decode step of a layer, one new token per sequence, in four launches or in one.
 
-Three for sequences of at most n_sel blocks, all of which are read: there is nothing to score.
+Three for sequences of at most n_sel blocks, all of which are read: there is nothing to score. One
+for few sequences on Hopper, whose programs are all on the GPU at once (resident.py).
 
 No host sync, and no size depends on data: a step can be captured in a CUDA graph and replayed while
 the sequences grow, up to the length that their caches were allocated for.
@@ -20,7 +21,7 @@ from nsa.ops.eager.rows import KeyValues
 from nsa.ops.machine import interpreted
 from nsa.ops.plan import read_switches
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.decode import attend, merge, score
+from nsa.ops.triton.decode import attend, merge, resident, score
 from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles, reads_pass_l1
 from nsa.ops.triton.launcher import Launch, Memo, ceil_div, form, start
 from nsa.ops.triton.problem import LOG2_E
@@ -94,8 +95,15 @@ class Decoder:
         return decode_tiles(
             *(self.d_k, self.d_v, self.per_group, self.dtype, capability_of(self.device)),
             segments=self.segments, num_cmp=self.num_cmp, window=self.window, spec=self.spec,
-            whole=self.whole,
+            whole=self.whole, processors=self._processors,
         )  # fmt: skip
+
+    @property
+    def _processors(self) -> int:
+        """Multiprocessors of the GPU; 0 where programs of a launch do not wait for each other."""
+        if not self.early or self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def _allocate(self, workspace: Workspace) -> None:
         """Buffers between the launches: parts, scores, choice. Layers share them by name."""
@@ -113,6 +121,13 @@ class Decoder:
         self.current = whole("current", self.batch)
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
         """Blocks that the latest step has read, ascending, then -1."""
+        # Programs of a segment in one launch. They count how many have arrived, in steps of that
+        # many, so a workspace has counters for each number of them.
+        self.programs = self.tiles.programs
+        self.counters = workspace.zeros(
+            f"counters of {self.programs}", self.segments, resident.NUM_COUNTERS,
+            dtype=torch.int64, device=self.device,
+        )  # fmt: skip
 
     def _score_buffers(self, wide: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """Logits, or sums by block and the maxima of their tiles (score.py)."""
@@ -138,15 +153,20 @@ class Decoder:
         )  # fmt: skip
         # Part of every launch key: the same decoder may see tensors of another form.
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
+        if self.programs and self._step_resident(token, out, key, advance):
+            return out
         self._attend_compressed(token, key)
         if not self.whole:
             self._score(key)
         self._attend_tokens(token, key)
         if self.strict and not torch.cuda.is_current_stream_capturing():
-            for i, length in enumerate(self.current):
-                assert_selection(self.selection[i : i + 1, :, None], length[None], self.spec)
+            self._assert_selection()
         self._merge(token.gates, out, key, advance)
         return out
+
+    def _assert_selection(self) -> None:
+        for i, length in enumerate(self.current):
+            assert_selection(self.selection[i : i + 1, :, None], length[None], self.spec)
 
     def _attend_compressed(self, token: Token, key: Any) -> None:
         # Without MADE the kernel does not read the last two pointers; any tensor stands for them.
@@ -225,7 +245,7 @@ class Decoder:
                 | {"NUM_FIRST": 0 if self.whole else spec.num_first}
                 | {"NUM_LOCAL": 0 if self.whole else spec.num_local}
                 | {"PER_PAGE": spec.l_sel if self._paged else 0, "PER_PART": tiles.PER_PART}
-                | {"WIN_PART": tiles.WIN_PART, "LEVELS": self.levels}
+                | {"WIN_PART": tiles.WIN_PART, "STAGES": tiles.tok_stages, "LEVELS": self.levels}
                 | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "AHEAD": self.reads_ahead}
                 | {"EARLY": self.early, "UPCAST": interpreted()}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
@@ -242,7 +262,7 @@ class Decoder:
                 (self.per_group, self.segments),
                 (
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
-                    self.cmp_parts + self.win_parts, self.num_parts - self.free_parts,
+                    self.win_parts, self.win_parts + self.forced_parts,
                     self.num_cmp, self.max_len, self.window,
                     gates.stride(0), gates.stride(2), out.stride(0), out.stride(2),
                 ),
@@ -250,10 +270,78 @@ class Decoder:
                 | {"L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "FORCED": self.num_forced}
                 | {"PER_PART": tiles.PER_PART}
                 | {"CMP_PART": tiles.CMP_PART, "WIN_PART": tiles.WIN_PART}
-                | {"PARTS": padded(self.num_parts), "EARLY": self.early, "ADVANCE": advance},
+                | {"CMP_PADDED": power_of_2(self.cmp_parts), "PARTS": power_of_2(self.token_parts)}
+                | {"EARLY": self.early, "ADVANCE": advance},
                 self._options(tiles.merge_warps),
             ),
         )  # fmt: skip
+
+    def _step_resident(self, token: Token, out: Tensor, key: Any, advance: bool) -> bool:
+        """The whole step in one launch; False if the GPU does not hold its programs at once."""
+        try:
+            for phase in (1, 2, 3, 4) if interpreted() else (0,):
+                self._launch_resident(token, out, key, advance, phase)
+        except RuntimeError as error:
+            if "cooperative" not in str(error):
+                raise
+            self.programs = 0
+            return False
+        if self.strict and not torch.cuda.is_current_stream_capturing():
+            self._assert_selection()
+        return True
+
+    def _launch_resident(
+        self, token: Token, out: Tensor, key: Any, advance: bool, phase: int
+    ) -> None:
+        made = token.made or (token.k[0], token.v[0])
+        news = (x for pair in zip(token.k, token.v, strict=True) for x in pair)
+        caches, gates = self.caches, token.gates
+        start(
+            self.memo, ("resident", key, advance, phase), resident.step_resident,
+            (
+                token.q, *news, *made, *(x for kv in caches[:4] for x in kv[:2]), self.logits,
+                self.part, self.part_lse, caches.lengths, self.current, self._table, self.scores,
+                self.selection, caches.reads, caches.last_reads,
+                gates, out, self.counters,
+            ),
+            lambda: Launch(
+                (self.programs, self.segments),
+                (
+                    self.num_groups, self.per_group, self.num_cmp, self.num_parts,
+                    self.cmp_parts, self.win_parts, self.win_parts + self.forced_parts,
+                    self.free_parts, self.num_blocks,
+                    self.max_len, self.window, self.scale * LOG2_E,
+                    self._table_width, self.logits.stride(1),
+                    *(x.stride(i) for x in (token.q, token.k[0], token.v[0]) for i in (0, 2)),
+                    *(self.num_groups * kv.k.shape[2] for kv in (caches.cmp, caches.sel)),
+                    caches.cmp.k.shape[2], caches.sel.k.shape[2],
+                    gates.stride(0), gates.stride(2), out.stride(0), out.stride(2),
+                ),
+                self._resident_constants(token.made is not None)
+                | {"ADVANCE": advance, "PHASE": phase},
+                self._options(self.tiles.cmp_warps, self.tiles.cmp_stages)
+                | {"launch_cooperative_grid": not interpreted()},
+            ),
+        )  # fmt: skip
+
+    def _resident_constants(self, made: bool) -> dict[str, Any]:
+        tiles, spec = self.tiles, self.spec
+        # Where there is room, parts that need no score have programs of their own.
+        room = self.programs >= self.cmp_parts + self.token_parts
+        return (
+            self._dims()
+            | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
+            | {"MADE": made, "CMP_PART": tiles.CMP_PART, "LEVELS": self.levels}
+            | {"EARLY": self.early, "UPCAST": interpreted(), "BM": tiles.BM, "BN": tiles.BN}
+            | {"N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
+            | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
+            | {"PER_PART": tiles.PER_PART, "WIN_PART": tiles.WIN_PART}
+            | {"NB": padded(self.num_blocks), "TOKENS": tiles.TOKENS}
+            | {"STRIDES_PAD": self._strides_pad, "SCORED": tiles.BLOCKS}
+            | {"CMP_PADDED": power_of_2(self.cmp_parts), "PARTS": power_of_2(self.token_parts)}
+            | {"STAGES": tiles.tok_stages, "NUM": self.programs}
+            | {"FIRST_AHEAD": self.cmp_parts if room else 0}
+        )
 
     @cached_property
     def early(self) -> bool:
@@ -291,3 +379,8 @@ class Decoder:
     @property
     def _table_width(self) -> int:
         return 0 if self.caches.table is None else self.caches.table.stride(0)
+
+
+def power_of_2(size: int) -> int:
+    """`size`, rounded up to a power of two."""
+    return 1 << (size - 1).bit_length()

@@ -1,6 +1,7 @@
 """Merge the parts of a decode step into its output: softmax weights per branch, gates, sum.
 
-Parts are added in the order of their index. Names as in attend.py.
+The compressed branch comes first; parts are added in the order of their index. Names as in
+attend.py.
 """
 
 from __future__ import annotations
@@ -48,10 +49,18 @@ def _parts(p_part, p_part_lse, rows, m_rows, DV: tl.constexpr, DV_PAD: tl.conste
 
 
 @triton.jit
-def _weights_in(lse, p_gate, m_h, mine):
+def _gates(p_gate, m_h):
+    """Gates of heads: of the compressed, the selected branch and the window, fp32 [HEADS] each."""
+    gate_cmp = tl.load(p_gate, mask=m_h, other=0.0, cache_modifier=".cg").to(tl.float32)
+    gate_sel = tl.load(p_gate + 1, mask=m_h, other=0.0, cache_modifier=".cg").to(tl.float32)
+    gate_win = tl.load(p_gate + 2, mask=m_h, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return gate_cmp, gate_sel, gate_win
+
+
+@triton.jit
+def _weights(lse, gate, mine):
     """Weights of one branch's parts in the gated sum [PARTS, HEADS]; 0 if it saw nothing."""
     # weight_p = gate * exp2(lse_p - top) / sum over the branch's parts of exp2(lse - top).
-    gate = tl.load(p_gate, mask=m_h, other=0.0).to(tl.float32)
     lse = tl.where(mine[:, None], lse, float("-inf"))
     top = tl.max(lse, axis=0)
     weight = tl.math.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[None, :])
@@ -60,54 +69,75 @@ def _weights_in(lse, p_gate, m_h, mine):
 
 
 @triton.jit
-def _weights(lse, p_gate, m_h, in_cmp, in_sel, in_win):
-    """Weights of all parts in the gated sum [PARTS, HEADS]; gates are cmp, sel, win."""
-    weight = _weights_in(lse, p_gate, m_h, in_cmp)
-    weight += _weights_in(lse, p_gate + 1, m_h, in_sel)
-    return weight + _weights_in(lse, p_gate + 2, m_h, in_win)
+def _sum_compressed(
+    p_part, p_part_lse, gate, first, o_h, m_h, num, G,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The gated compressed branch [HEADS, DV_PAD] of heads o_h: `num` parts from `first` on."""
+    o_p = tl.arange(0, PARTS)
+    rows = ((first + o_p) * G)[:, None] + o_h[None, :]
+    b_parts, lse = _parts(
+        p_part, p_part_lse, rows, (o_p < num)[:, None] & m_h[None, :], DV, DV_PAD
+    )  # fmt: skip
+    return tl.sum(b_parts * _weights(lse, gate, o_p < num)[:, :, None], axis=0)
+
+
+@triton.jit
+def _sum_tokens(
+    p_part, p_part_lse, gate_sel, gate_win, first, o_h, m_h, num_win, num_forced, num_free, G,
+    WIN_PARTS, AHEAD_PARTS, DV: tl.constexpr, DV_PAD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The gated sum of the selected branch and the window [HEADS, DV_PAD]."""
+    o_p = tl.arange(0, PARTS)
+    in_win = o_p < num_win
+    in_sel = _among(o_p, WIN_PARTS, num_forced) | _among(o_p, AHEAD_PARTS, num_free)
+    rows = ((first + o_p) * G)[:, None] + o_h[None, :]
+    m_rows = (in_sel | in_win)[:, None] & m_h[None, :]
+    b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+    weight = _weights(lse, gate_sel, in_sel) + _weights(lse, gate_win, in_win)
+    return tl.sum(b_parts * weight[:, :, None], axis=0)
 
 
 @triton.jit
 def merge_parts(
     p_part, p_part_lse, p_gates, p_out, p_lengths, p_current,
-    Hkv, G, NUM_PARTS, FIRST_WIN, FIRST_FORCED, FIRST_FREE, NUM_CMP, MAX_LEN, WIN,
+    Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_CMP, MAX_LEN, WIN,
     s_gb, s_gh, s_ob, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, FORCED: tl.constexpr, PER_PART: tl.constexpr,
-    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr, ADVANCE: tl.constexpr,
+    CMP_PART: tl.constexpr, WIN_PART: tl.constexpr, CMP_PADDED: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr, ADVANCE: tl.constexpr,
 ):  # fmt: skip
     """The gated sum of one head over the branches. ADVANCE: the sequence is then a token longer.
 
-    One head per program: four were slower (docs/log/kernels.md). The parts of the compressed branch
-    are read before the wait, while attend_tokens still runs.
+    One head per program: four were slower (docs/log/kernels.md). The compressed branch is summed
+    before the wait, while attend_tokens still runs; the gates are older than the step.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
+    o_dv, o_h = tl.arange(0, DV_PAD), tl.program_id(0) + tl.arange(0, 1)
+    p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
+    m_h = o_h < G
+    gate_cmp, gate_sel, gate_win = _gates(p_gate, m_h)
     t = tl.load(p_current + i_b, cache_modifier=".cg")
     num_cmp, num_win, num_forced, num_free = _num_parts(
         t, NUM_CMP, WIN, L, STEP, L_SEL, N_SEL, FORCED, PER_PART, CMP_PART, WIN_PART
     )
-    # [PARTS] masks by branch.
-    o_p, o_dv = tl.arange(0, PARTS), tl.arange(0, DV_PAD)
-    in_cmp, in_win = _among(o_p, 0, num_cmp), _among(o_p, FIRST_WIN, num_win)
-    in_sel = _among(o_p, FIRST_FORCED, num_forced) | _among(o_p, FIRST_FREE, num_free)
-    o_h = tl.program_id(0) + tl.arange(0, 1)
     # Rows of part [segments, NUM_PARTS, G, DV]; int64 through i_seg.
-    rows = ((i_seg * NUM_PARTS + o_p) * G)[:, None] + o_h[None, :]
-    m_rows = in_cmp[:, None] & (t < MAX_LEN)
-    b_parts, lse = _parts(p_part, p_part_lse, rows, m_rows, DV, DV_PAD)
+    first = i_seg * NUM_PARTS
+    b_sum = _sum_compressed(
+        p_part, p_part_lse, gate_cmp, first, o_h, m_h & (t < MAX_LEN), num_cmp, G,
+        DV, DV_PAD, CMP_PADDED,
+    )  # fmt: skip
     _wait(EARLY)
     _let_next_come(EARLY)
     if t >= MAX_LEN:
         return
-    # The other parts. Masked ones are 0 and -inf, so sum and maximum join both reads.
-    b_more, more_lse = _parts(p_part, p_part_lse, rows, (in_sel | in_win)[:, None], DV, DV_PAD)
-    b_parts, lse = b_parts + b_more, tl.maximum(lse, more_lse)
-    p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
-    weight = _weights(lse, p_gate, o_h < G, in_cmp, in_sel, in_win)
-    # out = sum over parts of weight * part: [1, DV], rounded once.
-    b_sum = tl.sum(b_parts * weight[:, :, None], axis=0)
+    b_sum += _sum_tokens(
+        p_part, p_part_lse, gate_sel, gate_win, first + CMP_PARTS, o_h, m_h,
+        num_win, num_forced, num_free, G, WIN_PARTS, AHEAD_PARTS, DV, DV_PAD, PARTS,
+    )  # fmt: skip
+    # out = sum over the branches: [1, DV], rounded once.
     p_rows = p_out + i_b * s_ob + (i_g * G + o_h)[:, None] * s_oh + o_dv[None, :]
     tl.store(p_rows, b_sum.to(p_out.dtype.element_ty), mask=(o_dv < DV)[None, :])
     # One program per sequence counts the token, after all kernels of the step have read the length.

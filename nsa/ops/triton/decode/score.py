@@ -88,22 +88,32 @@ def _score_sums(
 
 
 @triton.jit
-def _score_logits(
-    p_logits, p_scores, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
-    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
-    LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
+def _load_logits(
+    p_logits, first, G, s_logits, STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    BM: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the scores of NB blocks from `first` on; pointers are at the segment's rows."""
-    STRIDES: tl.constexpr = L_SEL // STEP
+    """Logits [BM, NB, STRIDES_PAD] of NB blocks from `first` on, unseen tokens included."""
     o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
-    o_j = first + tl.arange(0, NB)
     # Compressed tokens that start in each block: [NB, STRIDES_PAD].
-    o_i = o_j[:, None] * STRIDES + o_s[None, :]
+    o_i = (first + tl.arange(0, NB))[:, None] * STRIDES + o_s[None, :]
     p = p_logits + (o_h * s_logits)[:, None, None] + o_i[None, :, :]
     # Rows are long enough for whole tiles. Without a mask by token, loads are 16 bytes wide; unseen
     # tokens are masked afterwards.
     mask = ((o_h < G)[:, None] & (o_s < STRIDES)[None, :])[:, None, :]
-    b_s = tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.load(p, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _score_logits(
+    b_s, p_scores, lse, first, num_cmp, G, NUM_BLOCKS,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of NB blocks from `first` on, from their logits b_s."""
+    STRIDES: tl.constexpr = L_SEL // STEP
+    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES_PAD)
+    o_j = first + tl.arange(0, NB)
+    o_i = o_j[:, None] * STRIDES + o_s[None, :]
     seen = (o_i < num_cmp) & (o_s < STRIDES)[None, :]
     b_s = tl.where(seen[None, :, :] & (o_h < G)[:, None, None], b_s, float("-inf"))
     # p_cmp = exp2(logit - lse), summed over the heads: [NB, STRIDES_PAD].
@@ -129,8 +139,10 @@ def _score_tile(
             L_SEL, STEP, LEVELS, BM, BN, NB,
         )  # fmt: skip
     else:
+        p_rows = p_logits + i_seg * G * s_logits
+        b_s = _load_logits(p_rows, first, G, s_logits, L_SEL // STEP, STRIDES_PAD, BM, NB)
         _score_logits(
-            p_logits + i_seg * G * s_logits, p_own, lse, first, num_cmp, G, NUM_BLOCKS, s_logits,
+            b_s, p_own, lse, first, num_cmp, G, NUM_BLOCKS,
             L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
         )  # fmt: skip
 
@@ -139,9 +151,12 @@ def _score_tile(
 def _choose(
     p_scores, p_ids, current, NUM_BLOCKS,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
-    NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, WAYS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Ids of the blocks that a query in block `current` reads: ascending, then -1."""
+    """Ids of the blocks that a query in block `current` reads: ascending, then -1.
+
+    Returns the place of each block among them, from 1 on; 0 if it is not read.
+    """
     o_j, o_s = tl.arange(0, NB), tl.arange(0, N_SEL_PAD)
     b_scores = tl.zeros([NB], tl.float32)
     # score[j] = sum over levels of part[level, j - level]: [NB].
@@ -149,16 +164,18 @@ def _choose(
         p_row = p_scores + level * NUM_BLOCKS - level
         mask = (o_j >= level) & (o_j <= current)
         b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
-    chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
-    tl.store(p_ids + tl.cumsum(chosen, axis=0) - 1, o_j, mask=chosen != 0)
+    chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL, WAYS)
+    places = tl.cumsum(chosen, axis=0)
+    tl.store(p_ids + places - 1, o_j, mask=chosen != 0)
     unused = (o_s > current) & (o_s < N_SEL)
     tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
+    return places * chosen
 
 
 @triton.jit
 def _chosen(
     scores, o_j, current,
-    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
 
@@ -182,12 +199,15 @@ def _chosen(
     high = 0
     if current + 1 > N_SEL:
         high = tl.max(key, axis=0)
-    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
-    while low < high:
-        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
-        low = tl.where(reached >= need, middle, low)
-        high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
-        middle = low + (high - low + 1) // 2
+    if WAYS == 1:
+        middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
+        while low < high:
+            reached = tl.sum((key >= middle).to(tl.int32), axis=0)
+            low = tl.where(reached >= need, middle, low)
+            high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
+            middle = low + (high - low + 1) // 2
+    else:
+        low, high = _searched(key, low, high, need, WAYS)
     # Keys above `low` are taken; those equal to it share the places that are left.
     above = key > low
     equal = key == low
@@ -195,6 +215,24 @@ def _chosen(
     if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks win
         equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
     return ((forced & legal) | above | equal).to(tl.int32)
+
+
+@triton.jit
+def _searched(key, low, high, need, WAYS: tl.constexpr):
+    """The same search by WAYS bounds at a time: fewer rounds, each of which waits for a sum."""
+    o_w = tl.arange(0, WAYS)
+    # The first bounds: FIRST_GUESS below the largest score and evenly up to it.
+    bounds = tl.maximum(high - FIRST_GUESS // WAYS * (WAYS - 1 - o_w), 1)
+    while low < high:
+        reached = tl.sum((key[None, :] >= bounds[:, None]).to(tl.int32), axis=1)
+        exact = tl.max(tl.where(reached == need, bounds, -1), axis=0)
+        low = tl.maximum(tl.max(tl.where(reached >= need, bounds, low), axis=0), exact)
+        high = tl.min(tl.where(reached < need, bounds - 1, high), axis=0)
+        high = tl.where(exact >= 0, low, high)
+        # The last bound is `high`: the range gets smaller each time.
+        step = (high - low + WAYS - 1) // WAYS
+        bounds = tl.minimum(low + step * (o_w + 1), high)
+    return low, high
 
 
 @triton.jit

@@ -37,6 +37,13 @@ class Workspace:
             self._kept[key] = torch.empty(size, dtype=dtype, device=device)
         return self._kept[key]
 
+    def zeros(self, name: str, *size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same, filled with zeros when it is allocated."""
+        key = (name, size, dtype, device)
+        if key not in self._kept:
+            self.get(name, *size, dtype=dtype, device=device).zero_()
+        return self._kept[key]
+
 
 # --- How a decode step is split ---
 
@@ -65,6 +72,8 @@ class DecodeTiles(NamedTuple):
     tok_warps: int
     tok_stages: int
     merge_warps: int
+    programs: int = 0
+    """Programs of a segment where one launch does it all (resident.py); 0: a launch per phase."""
 
 
 class Cut(NamedTuple):
@@ -100,6 +109,9 @@ FEW_SEGMENTS = 64
 """Below this, a step has too few segments to fill the GPU and is split more finely."""
 LONG = 1024
 """Compressed tokens from which a sequence is long."""
+
+MANY_PARTS = 8
+"""Parts of the compressed branch from which narrow heads decode in one launch."""
 
 SUMS_AT_A_TIME = 4096
 """Heads * blocks whose sums a program of score_blocks loads."""
@@ -160,10 +172,12 @@ def decode_tiles(
     window: int,
     spec: BlockSpec,
     whole: bool,
+    processors: int = 0,
 ) -> DecodeTiles:
     """Tiles of the decode kernels, for shapes that `decode_obstacle` accepts.
 
-    `whole`: every block of a sequence is read, and none counts as forced.
+    `whole`: every block of a sequence is read, and none counts as forced. `processors`:
+    multiprocessors of a GPU on which the programs of one launch can wait for each other.
     """
     # Small tiles for fp32 and heads wider than 128.
     wide = max(sum(parts_of(d_k)), padded(d_v))
@@ -184,8 +198,9 @@ def decode_tiles(
     per_part = max(1, -(-(spec.n_sel - num_forced) // parts))
     win_part = max(keys, cut.win_part, _round_up(-(-window // MAX_WIN_PARTS), keys))
     # Parts of a head, which decide the warps of the merge.
-    num_parts = -(-num_cmp // cmp_part) + -(-window // win_part)
-    num_parts += -(-num_forced // per_part) + -(-(spec.n_sel - num_forced) // per_part)
+    cmp_parts, token_parts = -(-num_cmp // cmp_part), -(-window // win_part)
+    token_parts += -(-num_forced // per_part) + -(-(spec.n_sel - num_forced) // per_part)
+    num_parts = cmp_parts + token_parts
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
     # Tiles are only ever halved to fit, so they still divide the parts.
     sizes = (d_k, d_v, dtype, capability)
@@ -195,6 +210,12 @@ def decode_tiles(
     tokens = Tiles(rows, min(keys, padded(spec.l_sel)), cut.token_warps if fits else 4, 2)
     tokens = _fitting(tokens, *sizes, SMALLEST) or tokens
     logits = min(32 if segments < FEW_SEGMENTS else 64, MAX_SCORED // (rows * _strides_pad(spec)))
+    # One program to a multiprocessor always fits. Short caches of narrow heads are as fast in
+    # several launches; those that are read whole are faster.
+    together = fits and not (sums or whole) and (wide > 64 or cmp_parts >= MANY_PARTS)
+    programs = _programs(processors // segments if together else 0, cmp_parts, token_parts)
+    if programs and cmp_part == logits // 2 * strides:
+        logits //= 2  # every program scores the blocks of its own part
     return DecodeTiles(
         BM=rows,
         BN=cmp.BN,
@@ -210,7 +231,13 @@ def decode_tiles(
         tok_warps=tokens.num_warps,
         tok_stages=tokens.num_stages,
         merge_warps=min(8, max(1, padded(num_parts) * padded(d_v) // MERGED_BY_A_WARP)),
+        programs=programs,
     )
+
+
+def _programs(room: int, cmp_parts: int, token_parts: int) -> int:
+    """Programs of a segment in one launch: with at most one part of each kind, or none at all."""
+    return min(room, cmp_parts + token_parts) if room >= max(cmp_parts, token_parts) else 0
 
 
 def reads_pass_l1(d_k: int, d_v: int, dtype: torch.dtype, tiles: DecodeTiles) -> bool:
