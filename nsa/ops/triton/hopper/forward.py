@@ -403,7 +403,8 @@ def _store_gated(gated, o_buf, i_b, t0, i_h, S, Hq, D: gl.constexpr):
     mask = m_t[:, None] & (o_d < D)[None, :]
     b_cmp = gl.load(p_o_cmp + at, mask=mask, other=0.0)
     b_win = gl.load(p_o_win + at, mask=mask, other=0.0)
-    p_gate = p_gates + i_b.to(gl.int64) * s_gb + i_h * s_gh + o_t.to(gl.int64) * s_gs
+    p_gate = p_gates + i_b.to(gl.int64) * s_gb + i_h.to(gl.int64) * s_gh
+    p_gate = p_gate + o_t.to(gl.int64) * s_gs
     g_cmp = gl.load(p_gate, mask=m_t, other=0.0).to(gl.float32)
     g_sel = gl.load(p_gate + 1, mask=m_t, other=0.0).to(gl.float32)
     g_win = gl.load(p_gate + 2, mask=m_t, other=0.0).to(gl.float32)
