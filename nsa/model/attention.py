@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nsa.config.env import read
 from nsa.model.cache import DecodedCache, NSACache, cache_dtype, check_one_token
-from nsa.model.fused import add_product, norm_and_project
+from nsa.model.fused import add_product, is_plain, norm_and_project
 from nsa.model.paged import PagedCache, Pages
 from nsa.model.rope import (
     LINEAR,
@@ -80,6 +80,8 @@ class BlockMLP(nn.Module):
 GATES = ("softmax", "sigmoid")
 BRANCHES = ("cmp", "sel", "win")
 """In the order of the gates."""
+ALIGNED_COLUMNS = 64
+"""Columns of a product of bf16 are filled up to a multiple of so many."""
 
 
 class NSAAttention(Rotary):
@@ -408,11 +410,31 @@ class NSAAttention(Rotary):
         One matrix product; its columns are q, k_sel, k_win, k_cmp, then v_cmp, v_sel, v_win:
         everything to be rotated is contiguous. k_cmp is last: a learned phi rotates it later.
         """
-        heads, values = self._heads(self.qkv(x))
+        qkv, logits = self._products(x)
+        heads, values = self._heads(qkv)
         rotated = apply_rope(heads[:, :, : self._num_rotated], rope)
         if self._num_rotated < heads.shape[2]:
             rotated = torch.cat([rotated, heads[:, :, self._num_rotated :]], dim=2)
-        return *self._split(rotated, values), self._gates(self.gate(x), heads.dtype)
+        return *self._split(rotated, values), self._gates(logits, heads.dtype)
+
+    def _products(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns of qkv and of gate [B, S, 3 Hq]; compiled, by one product.
+
+        The gates have few columns: their product, and the two of its gradients, take a GPU as long
+        as many columns would. A compiler joins the weights while it rounds them.
+        """
+        plain = is_plain(self.qkv) and is_plain(self.gate)
+        if not (plain and torch.compiler.is_compiling()):
+            return self.qkv(x), self.gate(x)
+        sizes = [self.qkv.out_features, self.gate.out_features]
+        # Rows of qkv stay aligned: kernels read them where they lie.
+        sizes.append(-sum(sizes) % ALIGNED_COLUMNS)
+        weight = self.qkv.weight
+        rows = [weight, self.gate.weight, weight.new_zeros(sizes[-1], weight.shape[1])]
+        qkv, logits, _ = nn.functional.linear(x, torch.cat(rows)).split(sizes, dim=-1)
+        if self.qkv.bias is not None:
+            qkv = qkv + self.qkv.bias.to(qkv.dtype)
+        return qkv, logits + self.gate.bias
 
     def _project_token(
         self,

@@ -54,6 +54,16 @@ def add_product(
     return x + layer(y)
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Whether calling the layer does what its class says, on whole weights: it is not a subclass
+    that shards, no hook looks on, and its parameters are not parts of others."""
+    return (
+        type(layer) in (nn.Linear, RMSNorm)
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and all(type(w) is nn.Parameter for w in layer.parameters(recurse=False))
+    )
+
+
 def _runs(x: Tensor, *layers: nn.Linear | None, norm: RMSNorm | None = None) -> bool:
     """Whether the kernel takes these rows and layers."""
     if not (x.is_cuda or interpreted()) or torch.is_autocast_enabled(x.device.type):
@@ -64,17 +74,7 @@ def _runs(x: Tensor, *layers: nn.Linear | None, norm: RMSNorm | None = None) -> 
 
     there = [layer for layer in (*layers, norm) if layer is not None]
     weights = [w for layer in there for w in layer.parameters(recurse=False)]
-    return all(map(_is_plain, there)) and fits(x, *weights)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether calling the layer does what its class says, on whole weights: it is not a subclass
-    that shards, no hook looks on, and its parameters are not parts of others."""
-    return (
-        type(layer) in (nn.Linear, RMSNorm)
-        and not (layer._forward_hooks or layer._forward_pre_hooks)
-        and all(type(w) is nn.Parameter for w in layer.parameters(recurse=False))
-    )
+    return all(map(is_plain, there)) and fits(x, *weights)
 
 
 def _product(

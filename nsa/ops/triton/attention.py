@@ -99,7 +99,8 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     lse = problem.empty(3, problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
     if problem.flags.no_win:
         lse[2] = 0.0
-    routes, marked = {} if problem.shifted else _routes(problem), problem.flags.nvtx
+    routes = {} if problem.shifted else _routes(problem, problem.long)
+    marked = problem.flags.nvtx
     with nvtx("pcmp_all", marked):
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
     if selection is not None and problem.flags.no_sel:
@@ -134,7 +135,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     """
     q, bits = inputs.q, saved.bits
     ordered = torch.are_deterministic_algorithms_enabled()
-    routes = {} if ordered else _routes(problem)
+    routes = {} if ordered else _routes(problem, problem.long_gradients)
     # Gates first: their gradient and the row statistics, which all other kernels read.
     dgates, stats, gated = _gate_backward(problem, saved, dout, inputs.gates, routes)
     keys = ((inputs[1], inputs[2]), (inputs[3], inputs[4]), (inputs[5], inputs[6]))
@@ -166,7 +167,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     if problem.flags.no_sel:
         pass
     elif problem.masked:
-        grads[1] = banded_backward.backward_kv(problem, 1, q, *keys[1], dout, stats, bits)
+        grads[1] = _band_kv(problem, 1, q, keys[1], dout, stats, bits)
     else:
         reader = problem.reader
         ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
@@ -212,13 +213,13 @@ def compile_ahead(
                 backward(twin, given, saved, twin.empty(*results.out.shape))
 
 
-def _routes(problem: Problem) -> dict[int, flash.Kernel]:
+def _routes(problem: Problem, long: bool) -> dict[int, flash.Kernel]:
     """The branches that kernels of another library compute, and which kernels.
 
     The plan sends branches to torch's flash kernels (NSA_USE_FA2). By default
     cuDNN computes the compressed branch of long sequences, where it is faster than our kernels.
     """
-    routes = {0: flash.CUDNN} if problem.long else {}
+    routes = {0: flash.CUDNN} if long else {}
     asked = {0: problem.flags.flash_cmp, 2: problem.flags.flash_win}
     routes |= {branch: flash.TORCH for branch in asked if asked[branch]}
     if problem.num_cmp == 0:
@@ -252,6 +253,11 @@ def _selected(
 ) -> tuple[Tensor, QueryLists]:
     """Output of the selected branch, and the lists of queries that only block order needs."""
     q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
+    if problem.masked and problem.hopper.sel_forward:
+        from nsa.ops.triton.hopper import forward as hopper_forward
+
+        o_sel = hopper_forward.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
+        return o_sel, empty_lists(problem)
     if problem.masked:
         o_sel = banded_forward.forward(problem, 1, q, k, v, lse, chosen.bits, gated)
         return o_sel, empty_lists(problem)
@@ -285,7 +291,7 @@ def _gate_backward(
         tile.gate_backward,
         (
             saved.o_cmp, saved.o_sel, saved.o_win, dout, saved.lse, gates, dgates, stats,
-            gated.get(0), gated.get(2), problem.row_shift,
+            gated.get(0), gated.get(2), problem.row_shift, _words_of(problem, saved.bits),
         ),
         lambda: Launch.plain(
             (
@@ -294,7 +300,7 @@ def _gate_backward(
                 problem.batch,
             ),
             (
-                num_rows, problem.num_heads, problem.seq_len,
+                num_rows, problem.num_heads, problem.per_group, problem.seq_len,
                 *dout.stride()[:3], *gates.stride()[:3],
             ),
             {"DV": problem.d_v, "DV_PAD": padded(problem.d_v)}
@@ -302,6 +308,12 @@ def _gate_backward(
         ),
     )  # fmt: skip
     return dgates, stats, gated
+
+
+def _words_of(problem: Problem, bits: Tensor) -> Tensor | None:  # [B, Hkv, 1, S]
+    """The bits that the stats of the selected branch have, for the kernels in Gluon."""
+    read = problem.hopper.sel_keys or problem.hopper.all_queries
+    return bits if read and not problem.flags.no_sel else None
 
 
 def _is_by_token(problem: Problem) -> bool:
@@ -318,9 +330,9 @@ def _band_kv(
     stats: Tensor,
     bits: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the keys and values of the compressed or window branch."""
-    in_gluon = problem.hopper.cmp_keys if branch == 0 else problem.hopper.keys
-    if in_gluon:
+    """Gradients of the keys and values of a branch that is a band."""
+    hopper = problem.hopper
+    if (hopper.cmp_keys, hopper.sel_keys, hopper.keys)[branch]:
         from nsa.ops.triton.hopper import keys as hopper_keys
 
         return hopper_keys.backward_kv(problem, branch, q, *keys, dout, stats)
@@ -340,17 +352,18 @@ def _backward_q(
 ) -> Tensor:
     """Gradient of q from the branches to walk, and what the other kernels gave.
 
-    On Hopper a kernel in Gluon walks the window and the compressed branch and adds the others. It
-    does not walk the whole past of a masked selection, nor the compressed branch alone.
+    On Hopper a kernel in Gluon walks the window and, if asked, other branches, and adds the rest.
     """
     masked = 1 in walked and dq_sel is None
     compressed = 0 in walked and keys[0][0].shape[1] > 0
     in_gluon = problem.hopper.both_queries if compressed else problem.hopper.queries
-    if in_gluon and 2 in walked and not masked:
+    if masked:
+        in_gluon = problem.hopper.all_queries
+    if in_gluon and 2 in walked:
         from nsa.ops.triton.hopper import queries
 
-        cmp = keys[0] if compressed else None
-        return queries.backward_q(problem, q, cmp, keys[2], dout, stats, dq_sel, dq_more)
+        cmp, sel = keys[0] if compressed else None, keys[1] if masked else None
+        return queries.backward_q(problem, q, cmp, sel, keys[2], dout, stats, dq_sel, dq_more)
     return banded_backward.backward_q(
         problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
     )

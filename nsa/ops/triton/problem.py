@@ -41,6 +41,9 @@ BY_BLOCK_BEYOND = 2
 reads the selected blocks only (docs/kernels.md)."""
 LONG_FROM = 49152
 """Keys from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
+LONG_GRADIENTS = 131072
+"""Keys from which it computes the gradients, too, where the kernels in hopper/ could; where they
+cannot run, it does from LONG_FROM on."""
 MANY_QUERIES = 4096
 """Queries with an offset from which cuDNN computes its backward pass: their residues must fill its
 tiles."""
@@ -60,6 +63,10 @@ and with fewer the band kernels, whose programs are short, are faster."""
 COMPRESSED_FROM, COMPRESSED_DIMS = 4096, (128,)
 """Tokens from which the kernels of the compressed branch were faster, and head dims at which its
 forward was; the others are at both, dk and dv at D 64 below LONG_FROM."""
+MASKED_DIMS, MASKED_TILES = (64,), 16
+"""Head dims and tiles of queries and heads, for each multiprocessor, from which the kernels of a
+selected branch that masks the past are taken, and next to it that of the compressed forward. They
+were faster at 47; fewer programs of such different lengths were not timed."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_FROM = {(128, 16): 4096, (64, 6): 4096, (128, 4): 4096}
@@ -67,7 +74,8 @@ SELECTED_FROM = {(128, 16): 4096, (64, 6): 4096, (128, 4): 4096}
 SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
 SELECTED_BLOCK, SELECTED_GROUP = 64, 64
-"""Tokens of the blocks that it takes, and heads of a group, at most."""
+"""Tokens of the blocks that it takes, and heads of a group, at most. Where the past is masked,
+blocks may be multiples of these."""
 AHEAD_LENGTHS = tuple(1 << power for power in range(6, 18))
 """Lengths for which kernels are compiled at the first call of a kind: in between, nothing else is
 needed. Up to AHEAD_BLOCKS blocks."""
@@ -103,6 +111,11 @@ class Hopper(NamedTuple):
     cmp_keys: bool = False
     both_queries: bool = False
     """Gradient of queries from both."""
+    sel_forward: bool = False
+    """The selected branch, where it masks the past."""
+    sel_keys: bool = False
+    all_queries: bool = False
+    """Gradient of queries from all three."""
 
 
 BANDS_ALONE = Hopper()
@@ -213,6 +226,12 @@ class Problem:
             return False
         return cudnn_runs(self.device, self.dtype, self.d_k, self.d_v)
 
+    @property
+    def long_gradients(self) -> bool:
+        """Whether cuDNN computes the gradients of the compressed branch."""
+        ours = self.hopper.cmp_keys and self.hopper.both_queries
+        return self.long and (not ours or sum(self.doc_lens) >= LONG_GRADIENTS)
+
     @cached_property
     def by_query(self) -> bool:
         if not self.shifted:
@@ -235,16 +254,28 @@ class Problem:
         )
         queries = whole and self._fills(tiles * (self.num_heads // 2))
         has_cmp = self.num_cmp > 0 and self.seq_len >= COMPRESSED_FROM
+        # A tile of keys lies within a block, and a query's bits in one word.
+        masked = (
+            self.masked
+            and self.spec.l_sel % SELECTED_BLOCK == 0
+            and self.num_words == 1
+            and self.d_k in MASKED_DIMS
+            and tiles * self.num_heads >= MASKED_TILES * self.processors
+        )
         programs = tiles * self.num_heads // TILES_PER_PROGRAM
         return Hopper(
             forward=forward,
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
             queries=queries and self.d_k == 128,
-            cmp_forward=has_cmp and forward and self.d_k in COMPRESSED_DIMS,
+            cmp_forward=forward
+            and ((has_cmp and self.d_k in COMPRESSED_DIMS) or (masked and self.num_cmp > 0)),
             cmp_keys=has_cmp
             and programs >= FULL_ENOUGH * self.processors
             and (self.d_k == 128 or self.seq_len < LONG_FROM),
             both_queries=has_cmp and queries,
+            sel_forward=masked and forward,
+            sel_keys=masked,
+            all_queries=masked and queries,
         )
 
     @property
@@ -415,7 +446,8 @@ class Problem:
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
         in_gluon = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
-        return self.masked, self.by_query, self.long, self.num_cmp > 0, *in_gluon, *self.hopper
+        long = (self.long, self.long_gradients)
+        return self.masked, self.by_query, *long, self.num_cmp > 0, *in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

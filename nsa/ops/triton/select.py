@@ -29,6 +29,8 @@ FEW_IDS = tl.constexpr(16)
 """Ids of a query that pack_selection compares in pairs: faster than by the bits of all blocks."""
 FIRST_GUESS = tl.constexpr(2 << 23)
 """2 in the exponent field of fp32: subtracted from the bits of a number, it divides by 4."""
+FEW_COLUMNS = tl.constexpr(4)
+"""Columns of the blocks where they are few: a row is then what one lane holds."""
 FEW_TOO_MANY = tl.constexpr(8)
 """Keys above the bound and not needed, up to which it is raised key by key."""
 
@@ -125,14 +127,29 @@ def group_scores(
 
 @triton.jit
 def _count(is_one):
-    """How many of [BQ, ROUNDS, LANES, 4] are true, for each query."""
-    return tl.sum(tl.sum(tl.sum(is_one.to(tl.int32), axis=3), axis=1), axis=1)
+    """How many of [BQ, ROUNDS, COLUMNS] are true, for each query; first those of a lane."""
+    OWN: tl.constexpr = 2 if is_one.shape[2] == FEW_COLUMNS else 1
+    return tl.sum(tl.sum(is_one.to(tl.int32), axis=OWN), axis=1)
+
+
+@triton.jit
+def _least(x):
+    """The least of [BQ, ROUNDS, COLUMNS], for each query."""
+    OWN: tl.constexpr = 2 if x.shape[2] == FEW_COLUMNS else 1
+    return tl.min(tl.min(x, OWN), 1)
+
+
+@triton.jit
+def _largest(x):
+    """The largest of [BQ, ROUNDS, COLUMNS], for each query."""
+    OWN: tl.constexpr = 2 if x.shape[2] == FEW_COLUMNS else 1
+    return tl.max(tl.max(x, OWN), 1)
 
 
 @triton.jit
 def _each(x):
-    """A number for each query, as [BQ, 1, 1, 1]."""
-    return x[:, None, None, None]
+    """A number for each query, as [BQ, 1, 1]."""
+    return x[:, None, None]
 
 
 @triton.jit
@@ -153,7 +170,8 @@ def _bound(columns, need, low, high):
 
 @triton.jit
 def _raised(key, need, low, high):
-    """`low`, which more than `need` keys may reach, raised until `need` do or all else are equal.
+    """`low`, which more than `need` keys may reach, raised until `need` do or all else are equal;
+    and how many do.
 
     Few keys too many: the bound passes the least of them; else bisection.
     """
@@ -163,7 +181,7 @@ def _raised(key, need, low, high):
         is_open = (reached > need) & (tied == 0)
         # Unsigned, keys below the bound are far above it.
         above = (key - _each(low)).to(tl.uint32, bitcast=True)
-        least = low + tl.min(tl.min(tl.min(above, 3), 1), 1).to(tl.int32, bitcast=True)
+        least = low + _least(above).to(tl.int32, bitcast=True)
         half = tl.maximum(low + (high - low + 1) // 2, least + 1)
         middle = tl.where(reached - need > FEW_TOO_MANY, half, least + 1)
         now = _count(key >= _each(middle))
@@ -172,43 +190,44 @@ def _raised(key, need, low, high):
         high = tl.where(is_enough, high, middle - 1)
         low = tl.where(is_open & is_enough, middle, tl.where(tied & is_open, least, low))
         reached = tl.where(is_open & is_enough, now, reached)
-    return low
+    return low, reached
 
 
 @triton.jit
 def _taken(
     key, o_j, need, is_all,
-    N_SEL: tl.constexpr, ROUNDS: tl.constexpr, LANES: tl.constexpr,
+    N_SEL: tl.constexpr, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Which of the keys [BQ, ROUNDS, LANES, 4] are among the `need` largest; keys < 0 never are.
+    """Which of the keys [BQ, ROUNDS, COLUMNS] are among the `need` largest; keys < 0 never are.
 
     Bisection for the largest bound that at least `need` keys reach; of equal keys the lower block
     wins. With several rounds, the bound of their largest keys comes first: it is nearly the same,
     and has fewer numbers to count. `is_all`: every candidate is taken.
     """
     columns = key
-    if ROUNDS > 1 and N_SEL <= LANES * 4:
+    if COLUMNS > FEW_COLUMNS and N_SEL <= COLUMNS:
         columns = tl.max(key, axis=1, keep_dims=True)
-    top = tl.max(tl.max(tl.max(columns, 3), 1), 1)
+    top = _largest(columns)
     least = tl.where(columns < 0, 0x7FFFFFFF, columns)
-    least = tl.minimum(tl.min(tl.min(tl.min(least, 3), 1), 1), tl.maximum(top, 0))
+    least = tl.minimum(_least(least), tl.maximum(top, 0))
     high = tl.where(is_all, 0, top)
     low = _bound(columns, need, tl.where(is_all, 0, least), high)
-    if ROUNDS > 1 and N_SEL <= LANES * 4:
-        low = _raised(key, need, low, high)
+    if COLUMNS > FEW_COLUMNS and N_SEL <= COLUMNS:
+        low, reached = _raised(key, need, low, high)
+    else:
+        reached = _count(key >= _each(low))
     taken = key >= _each(low)
-    reached = _count(taken)
     if tl.max((reached > need).to(tl.int32), axis=0) != 0:
         # A tie: bisection for the last block that is still taken.
         equal = key == _each(low)
         spare = need - _count(key > _each(low))
-        before, last = need * 0 - 1, need * 0 + ROUNDS * LANES * 4 - 1
+        before, last = need * 0 - 1, need * 0 + ROUNDS * COLUMNS - 1
         while tl.max((before < last).to(tl.int32), axis=0) != 0:
             middle = (before + last) >> 1
             is_enough = _count(equal & (o_j <= _each(middle))) >= spare
             before = tl.where(is_enough, before, middle + 1)
             last = tl.where(is_enough, middle, last)
-        last = tl.where(reached > need, last, ROUNDS * LANES * 4)
+        last = tl.where(reached > need, last, ROUNDS * COLUMNS)
         taken = taken & ((equal == 0) | (o_j <= _each(last)))
     return taken
 
@@ -222,15 +241,23 @@ def _joined(scores, b_part, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _store_ids(p_rows, chosen, o_j, m_q, ROUNDS: tl.constexpr, LANES: tl.constexpr):
-    """Store the chosen of the blocks [BQ, ROUNDS, LANES, 4] in ascending order."""
+def _store_ids(p_rows, chosen, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store the chosen of the blocks [BQ, ROWS, COLUMNS] in ascending order."""
+    ROUNDS: tl.constexpr = ROWS if COLUMNS > FEW_COLUMNS else 1
     if ROUNDS <= 8:
-        # The choices of a lane as bits of a word, and their number in each round as a byte.
+        LANES: tl.constexpr = ROWS * COLUMNS // ROUNDS // 4
+        chosen = tl.reshape(chosen, [chosen.shape[0], ROUNDS, LANES, 4])
+        # The choices of a lane as bits of a word, four for each round, and their number in each
+        # round as a byte: first of two bits, then of four, which are then moved apart.
         o_r, o_4 = tl.arange(0, ROUNDS), tl.arange(0, 4)
         bit = (o_r[:, None] * 4 + o_4[None, :])[None, :, None, :]
         words = tl.sum(tl.sum(chosen << bit, axis=3), axis=1)
-        counts = tl.sum(chosen, axis=3).to(tl.int64) << (o_r * 8)[None, :, None]
-        counts = tl.sum(counts, axis=1)
+        pairs = words.to(tl.uint32, bitcast=True)
+        pairs -= (pairs >> 1) & 0x55555555
+        counts = ((pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)).to(tl.int64)
+        counts = (counts | (counts << 16)) & 0x0000FFFF0000FFFF
+        counts = (counts | (counts << 8)) & 0x00FF00FF00FF00FF
+        counts = (counts | (counts << 4)) & 0x0F0F0F0F0F0F0F0F
         # Chosen blocks before: those of lower lanes and, by the product, those of earlier rounds.
         rounds = tl.sum(counts, axis=1) * 0x0101010101010100
         place = tl.cumsum(counts, axis=1) - counts + rounds[:, None]
@@ -246,7 +273,7 @@ def _store_ids(p_rows, chosen, o_j, m_q, ROUNDS: tl.constexpr, LANES: tl.constex
             place += tl.full([1, 1], 1, tl.int64) << shift.to(tl.int64)
             words = words & (words - 1)
     else:
-        flat: tl.constexpr = ROUNDS * LANES * 4
+        flat: tl.constexpr = ROUNDS * COLUMNS
         chosen = tl.reshape(chosen, [chosen.shape[0], flat])
         place = tl.cumsum(chosen, axis=1) - 1
         o_b = tl.arange(0, flat)[None, :] + place * 0
@@ -268,10 +295,13 @@ def choose_blocks(
 
     STRIDES = l_sel / d and OVERLAP = l / d. LARGEST: a block's score is its largest part, not the
     sum. Ids and bits count from the first block of the row's document.
-    A warp reads four blocks for each lane at a time, so that blocks are [ROUNDS, LANES, 4].
+    A lane reads four blocks at a time. Many blocks are [ROUNDS, 128], the columns over the lanes of
+    a warp, so that a round is a register and a count ends with one reduction. As [ROUNDS, lanes, 4]
+    Triton 3.6 spreads the rounds over the lanes: 26 shuffles for a count. Up to 128 blocks are
+    [lanes, 4], and the lanes go to different queries first.
     """
-    LANES: tl.constexpr = 32 if NB >= 128 else NB // 4
-    ROUNDS: tl.constexpr = NB // (LANES * 4)
+    COLUMNS: tl.constexpr = 128 if NB > 128 else FEW_COLUMNS
+    ROUNDS: tl.constexpr = NB // COLUMNS
     i_bg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_bg // Hkv, i_bg % Hkv
     o_q = tl.program_id(0) * BQ + tl.arange(0, BQ)
@@ -285,15 +315,15 @@ def choose_blocks(
     # Compressed tokens that the query sees, the band of tile.py.
     num_visible = tl.maximum((position - OFF + STEP) // STEP, 0)
     current = tl.where(m_q, position // L_SEL, -1)
-    o_j = tl.arange(0, ROUNDS)[:, None, None] * (LANES * 4) + tl.arange(0, LANES)[None, :, None] * 4
-    o_j = (o_j + tl.arange(0, 4)[None, None, :])[None, :, :, :]
+    o_j = tl.arange(0, ROUNDS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    o_j = o_j[None, :, :]
     if LEVELS > 0:
         # score[j] = sum over levels of part[level, j]. Visible tokens lie in the first num_written
         # blocks, and group_scores did not write the others. Loads are of four blocks. The ranked
         # blocks are all among the written ones where few tokens are not visible (SAFE).
         SAFE: tl.constexpr = OVERLAP < STRIDES
         num_written = tl.cdiv(num_visible, STRIDES)
-        scores = tl.zeros([BQ, ROUNDS, LANES, 4], tl.float32)
+        scores = tl.zeros([BQ, ROUNDS, COLUMNS], tl.float32)
         for level in tl.static_range(LEVELS):
             p_rows = p_scores + (i_bg * LEVELS + level) * num_rows * WIDTH
             p_rows += _each(o_q.to(tl.int64) * WIDTH)
@@ -306,7 +336,7 @@ def choose_blocks(
             scores = _joined(scores, b_part, LARGEST) if level > 0 else b_part
     else:
         # Eq. 9 token by token: i runs over the tokens that overlap each stride of the block.
-        scores = tl.zeros([BQ, ROUNDS, LANES, 4], tl.float32)
+        scores = tl.zeros([BQ, ROUNDS, COLUMNS], tl.float32)
         p_rows = p_scores + _each((i_bg * num_rows + o_q) * WIDTH + base)
         for stride in range(0, STRIDES):
             for back in range(0, OVERLAP):
@@ -321,13 +351,13 @@ def choose_blocks(
     # How many blocks are left to rank: n_sel minus the forced ones, or all there are.
     num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
     need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
-    taken = _taken(key, o_j, need, current < N_SEL, N_SEL, ROUNDS, LANES)
+    taken = _taken(key, o_j, need, current < N_SEL, N_SEL, ROUNDS, COLUMNS)
     forced = (o_j <= _each(current)) & ((o_j < NUM_FIRST) | (o_j > _each(current - NUM_LOCAL)))
     chosen = (forced | taken).to(tl.int32)
 
     # ids [N_SEL]: the running count of chosen blocks is the place of each one; then -1.
     p_ids = p_selection + ((i_b * S + o_t) * Hkv + i_g) * N_SEL
-    _store_ids(p_ids, chosen, o_j, m_q, ROUNDS, LANES)
+    _store_ids(p_ids, chosen, ROUNDS, COLUMNS)
     o_n = tl.arange(0, N_SEL_PAD)
     num_chosen = num_forced + need
     tl.store(p_num_chosen + i_bg * S + o_t, num_chosen, mask=m_q)

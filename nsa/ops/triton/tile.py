@@ -206,7 +206,7 @@ def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
 @triton.jit(do_not_specialize=COUNTS)
 def gate_backward(
     p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, p_dcmp, p_dwin,
-    p_row_shift, NUM_ROWS, Hq, S, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
+    p_row_shift, p_bits, NUM_ROWS, Hq, G, S, s_ob, s_os, s_oh, s_gb, s_gs, s_gh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BY_TOKEN: tl.constexpr, BT: tl.constexpr,
     BH: tl.constexpr,
 ):  # fmt: skip
@@ -214,8 +214,10 @@ def gate_backward(
 
     dgates is [B, S, Hq, 3]. stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
     of a row: log-sum-exp, delta, gate, and the key at its position; BY_TOKEN: those of the selected
-    branch are [B, S, Hq, 4], as hopper/selected.py gathers them. p_dcmp and p_dwin, where given,
-    get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another library.
+    branch are [B, S, Hq, 4], as hopper/selected.py gathers them. Its fourth number is the word of
+    p_bits [B, Hkv, 1, S], where given, for the kernels in hopper/ that mask the past. p_dcmp and
+    p_dwin, where given, get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another
+    library.
     """
     # Rows of some heads of neighbouring tokens, whose stats are neighbours, too.
     i_b, o_r = tl.program_id(2).to(tl.int64), tl.arange(0, BT * BH)
@@ -247,6 +249,10 @@ def gate_backward(
     key = i_s
     if p_row_shift is not None:
         key += tl.load(p_row_shift + i_s, mask=m_r, other=0)
+    key = key.to(tl.float32)
+    if p_bits is not None:
+        p_words = p_bits + (i_b * (Hq // G) + i_h // G) * S + i_s
+        word = tl.load(p_words, mask=m_r, other=0).to(tl.float32, bitcast=True)
     dout = dout.to(tl.float32)
     for branch in tl.static_range(3):
         # static_range unrolls: `branch` is a constant.
@@ -260,7 +266,10 @@ def gate_backward(
         # dS = gate * P * (dP - <dout, o>) with dP = dout V^T: the same number serves both.
         delta = tl.sum(dout * b_o.to(tl.float32), axis=1)
         first = tl.where(o_4[None, :] == 0, lse[:, None], delta[:, None])
-        second = tl.where(o_4[None, :] == 2, gate[:, None], key.to(tl.float32)[:, None])
+        fourth = key
+        if branch == 1 and p_bits is not None:
+            fourth = word
+        second = tl.where(o_4[None, :] == 2, gate[:, None], fourth[:, None])
         b_4 = tl.where(o_4[None, :] < 2, first, second)
         if BY_TOKEN and branch == 1:
             p_row = p_stats + (NUM_ROWS + row)[:, None] * 4

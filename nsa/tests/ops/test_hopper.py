@@ -39,7 +39,8 @@ from nsa.tests.support.helpers import Case
 
 KERNELS = {"gluon_forward", "gluon_dkv", "gluon_dq"}
 BANDS = {"band_forward", "band_dkv", "band_dq"}
-ALL, NONE = Hopper(*(True,) * len(Hopper._fields)), Hopper()
+ALL, NONE = Hopper(*(True,) * 6), Hopper()
+"""ALL: of the window and the compressed branch, beside a selected branch that reads its blocks."""
 HOPPER, AMPERE, BLACKWELL = ((major, 0) for major in (9, 8, 10))
 
 
@@ -56,6 +57,8 @@ def take_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(problem, "FULL_ENOUGH", 0.0)
     patch.setattr(problem, "COMPRESSED_FROM", 0)
     patch.setattr(problem, "COMPRESSED_DIMS", (64, 128))
+    patch.setattr(problem, "MASKED_DIMS", (64, 128))
+    patch.setattr(problem, "MASKED_TILES", 0)
 
 
 # --- which calls take the kernels ---
@@ -96,6 +99,23 @@ def test_heads_of_64_and_128_in_16_bits_take_the_kernels(monkeypatch):
         assert other == NONE
 
 
+def test_a_selected_branch_that_masks_the_past_takes_the_kernels(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    taken = Hopper(True, True, False, True, False, False, True, True, True)
+    assert route(64, 6, 2, seq_len=2048, batch=16) == taken
+    # One row has too little to do, from 4096 tokens on blocks are read, and D 128 was not timed.
+    assert not any(any(route(64, 6, 2, seq_len=n)[6:]) for n in (2048, 4096))
+    assert not any(route(128, 6, 2, seq_len=2048, batch=16)[6:])
+    # Blocks that a tile of keys does not lie in, bits in two words, documents.
+    for n, more in (
+        (2048, {"spec": BlockSpec(l_sel=32, n_sel=32)}),
+        (4096, {"spec": BlockSpec(n_sel=32)}),
+        (2048, {"lens": [2000, 48]}),
+    ):
+        assert not any(route(64, 6, 2, seq_len=n, batch=16, **more)[6:])
+    assert route(64, 6, 2, seq_len=4096, batch=16, spec=BlockSpec(l_sel=128)).sel_forward
+
+
 def test_odd_groups_take_the_kernel_of_keys_alone(monkeypatch):
     pretend(monkeypatch, HOPPER)
     keys = Hopper(keys=True, cmp_keys=True)
@@ -106,7 +126,7 @@ def test_odd_groups_take_the_kernel_of_keys_alone(monkeypatch):
 def test_without_compressed_keys_their_kernels_are_not_taken(monkeypatch):
     pretend(monkeypatch, HOPPER)
     spec = BlockSpec(l=8192, d=8192, l_sel=8192)
-    assert route(seq_len=8191, spec=spec) == Hopper(True, True, True)
+    assert route(seq_len=8191, spec=spec)[:6] == (True, True, True, False, False, False)
 
 
 def test_short_sequences_that_leave_processors_idle_take_the_band_kernels(monkeypatch):
@@ -133,6 +153,27 @@ def test_other_gpus_other_versions_and_a_switch_take_the_band_kernels(monkeypatc
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(problem, "HOPPER", False)
     assert route() == NONE
+
+
+def test_cudnn_takes_the_gradients_of_the_longest_rows_alone(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
+
+    def runs(seq_len: int, group: int) -> tuple[bool, bool]:
+        q, v = (
+            torch.empty(1, seq_len, heads, 128, dtype=torch.bfloat16, device="meta")
+            for heads in (4 * group, 4)
+        )
+        one = Problem(q, v, BlockSpec(), 0.1, [seq_len])
+        return one.long, one.long_gradients
+
+    for group in (4, 16):
+        assert runs(32768, group) == (False, False)
+        assert runs(65536, group) == (True, False)
+        assert runs(131072, group) == (True, True)
+    assert runs(65536, 3) == (True, True)  # no kernel for dq of odd groups
+    monkeypatch.setattr(problem, "HOPPER", False)
+    assert runs(65536, 4) == (True, True)
 
 
 def test_keys_are_divided_until_all_processors_are_busy():
@@ -176,11 +217,11 @@ def test_every_branch_is_computed_once(monkeypatch):
         attend(300, BOTH)
     names = [one.name for one in started if one.name in KERNELS | BANDS]
     assert sorted(names) == sorted([*KERNELS, "gluon_forward", "gluon_dkv"])
-    # It does not walk the past of a selection that is masked.
+    # The past of a selection that is masked is walked by the same kernels.
     with starting_on(90, ()) as started:
-        attend(300, BlockSpec())
-    (walked,) = (one.constants for one in started if one.name == "band_dq")
-    assert walked["HAS_CMP"] and walked["HAS_WIN"]
+        attend(300, BlockSpec(), 64)
+    names = [one.name for one in started if one.name in KERNELS | BANDS]
+    assert sorted(names) == sorted([*2 * ["gluon_forward", "gluon_dkv"], *KERNELS])
     monkeypatch.setattr(problem, "HOPPER", False)
     with starting_on(90, ()) as started:
         attend(300, BOTH)
@@ -202,15 +243,15 @@ def pairs(pattern: str, ptx: str) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[tuple[str, Any]]:
-    """The kernels for D 128, which need the most registers and shared memory, and of those for D 64
-    the one with the most forms."""
+    """The kernels for D 128, which need the most registers and shared memory, and gradients at D 64
+    that mask the past, too."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         take_everywhere(patch)
         for spec, dim, names in (
             (SPARSE, 128, {"gluon_dq"}),
             (BOTH, 128, KERNELS),
-            (BOTH, 64, {"gluon_dq"}),
+            (BlockSpec(), 64, {"gluon_dq", "gluon_dkv"}),
         ):
             with compiling_until("ptx"), starting_on(90, names) as started:
                 attend(300, spec, dim)
@@ -262,6 +303,8 @@ CASES = [
     (Case(BlockSpec(), S=4500, Hkv=2, G=6, Dk=64, Dv=64), "fp16"),  # by blocks
     (Case(BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=50), S=1537, G=2, Dk=64, Dv=64), "bf16"),
     (Case(BlockSpec(l=320, d=64, l_sel=64, n_sel=3), S=900, B=2, G=4, Dk=128, Dv=128), "bf16"),
+    (Case(BlockSpec(l_sel=128, n_sel=5), S=1270, G=6, Dk=64, Dv=64), "bf16"),
+    (Case(BlockSpec(l=64, n_sel=8), S=63, B=2, G=2, Dk=64, Dv=64), "fp16"),  # no compressed token
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -294,13 +337,20 @@ class TestOnGpu:
         taken = case.G % 2 == 0 or case.G * case.Dk == 3 * 64
         assert ("window forward" in names) == taken
         assert ("compressed forward" in names) == (taken and has_cmp)
-        walks = case.G % 2 == 0 and 2 * spec.n_sel * spec.l_sel < case.S
-        assert ("both dq" in names) == (walks and has_cmp)
-        assert ("window dq" in names) == (walks and not has_cmp and case.Dk == 128)
+        masks = 2 * spec.n_sel * spec.l_sel >= case.S
+        in_tiles = masks and spec.l_sel % 64 == 0
+        assert ("selected dkv" in names) == in_tiles
+        assert ("selected forward" in names) == (taken and in_tiles)
+        even = case.G % 2 == 0
+        assert ("all dq" in names) == (even and in_tiles and has_cmp)
+        assert ("selected dq" in names) == (even and in_tiles and not has_cmp)
+        assert ("both dq" in names) == (even and not masks and has_cmp)
+        assert ("window dq" in names) == (even and not masks and not has_cmp and case.Dk == 128)
 
     def test_gradients_of_queries_add_those_of_cudnn(self, on_hopper, monkeypatch):
         """As for long sequences, and those of the selected blocks."""
         monkeypatch.setattr(problem, "LONG_FROM", 1024)
+        monkeypatch.setattr(problem, "LONG_GRADIENTS", 1024)
         gpu.compare(Case(BlockSpec(), S=2500, Hkv=1, G=4, Dk=128, Dv=128), torch.bfloat16)
         assert "window dq" in launched()
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress, nsa_attention, select_blocks
 from nsa.ops.triton import (
+    attention,
     banded_backward,
     block_index,
     by_block_backward,
@@ -569,3 +570,21 @@ def test_auto_takes_triton_on_a_gpu():
     plan = plan_attention("cuda", torch.bfloat16, head_dims=(320, 64))
     assert plan.backend == "torch"
     assert "up to 256" in plan.reason
+
+
+def test_the_bits_of_a_masked_past_are_in_its_stats():
+    """For the kernels in hopper/, which find them there; the other branches have positions."""
+    size = (2, 13, 4, 8)
+    q, v, o = (torch.randn(2, 13, n, 8, device=DEVICE) for n in (4, 2, 4))
+    masked = problem.Problem(q, v, BlockSpec(), 0.1, [13])
+    masked.__dict__["hopper"] = problem.Hopper(sel_keys=True)
+    words = torch.randint(-(2**31), 2**31, (2, 2, 1, 13), device=DEVICE).to(torch.int32)
+    lse, gates = torch.randn(3, 2, 4, 13, device=DEVICE), torch.rand(2, 13, 4, 3, device=DEVICE)
+    saved = attention.Saved(words, o, o, o, lse, words, words, *[words] * 5)
+    dout = torch.randn(size, device=DEVICE)
+    _, stats, _ = attention._gate_backward(masked, saved, dout, gates, {})
+    assert torch.equal(stats[..., 0], lse)
+    assert torch.equal(stats[..., 2], gates.permute(3, 0, 2, 1))
+    found = stats[1, ..., 3].contiguous().view(torch.int32)
+    assert torch.equal(found, words[:, :, 0].repeat_interleave(2, dim=1))
+    assert torch.equal(stats[2, 0, 0, :, 3].cpu(), torch.arange(13.0))

@@ -1,6 +1,6 @@
-"""How dk and dv of compressed keys are divided between programs, for keys.py.
+"""How dk and dv of keys without a window are divided between programs, for keys.py.
 
-Compressed keys are few, and early ones are seen by nearly all queries. So the heads of a group and
+Compressed keys are few, and early keys are seen by nearly all queries. So the heads of a group and
 slices of the queries are given to different programs, as many as end earliest.
 """
 
@@ -22,12 +22,13 @@ MANY = 16
 """Programs for each multiprocessor that are never too few."""
 
 
-def divided(problem: Problem) -> tuple[int, int]:
-    """Programs for 128 compressed keys: those that share the heads of a group, and slices of
-    queries."""
+def divided(problem: Problem, branch: int) -> tuple[int, int]:
+    """Programs for 128 keys of the compressed (0) or the masked selected branch (1): those that
+    share the heads of a group, and slices of queries."""
+    num_keys, band = problem.num_cmp if branch == 0 else problem.seq_len, problem.bands[branch]
     return earliest(
-        problem.num_cmp, problem.seq_len, problem.num_segments, problem.per_group, problem.d_k,
-        problem.spec.l - 1, problem.spec.d, problem.processors,
+        num_keys, problem.seq_len, problem.num_segments, problem.per_group, problem.d_k,
+        band.OFF, band.STEP, problem.processors,
     )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
-"""Gradients of keys and values on Hopper, of the window and of the compressed branch: what
+"""Gradients of keys and values on Hopper, of all branches that are bands: what
 banded_backward.backward_kv computes.
 
 A program takes 128 keys of a group, 64 for each of two consumers, and walks the queries that see
 them, one head after the other: so programs with neighbouring keys read the same tiles of queries at
 about the same time, while the L2 cache has them. Both consumers read the same tiles. Compressed
 keys are few, and many queries see each: there the heads of a group and slices of the queries are
-divided between programs, and sum_parts adds up what they found. Scores are [keys, queries]: P and
+divided between programs, and sum_parts adds up what they found. The masked selected branch is the
+same band with one key for each token, and queries that did not choose a block have a probability of
+0 there: their words are the fourth numbers of the stats. Scores are [keys, queries]: P and
 dS are left operands as they are. Every sum has one fixed order. banded_backward.py has the
 equations, parts.py the names.
 """
@@ -34,7 +36,9 @@ from nsa.ops.triton.hopper.parts import (
     copy_out,
     launch,
     matrix,
+    phase_of,
     rounded,
+    stage_of,
     stat_rows,
     sync_warps,
     tile_rows,
@@ -46,22 +50,19 @@ STAGES = 4
 """Tiles of queries, and as many of dout, that are in flight or being read."""
 HELD = True
 """Whether keys and values are in registers, where there are enough of them: at D 64."""
-CLEAR, DIAGONAL, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Tiles of which all queries see all keys, those of which some lie before a key, and those at the
-far end of a window."""
 
 
 @gluon.jit(do_not_specialize=("S", "K", "Hkv", "G", "W", "OFF", "STEP", "BATCH", "HEADS", "SLICES"))
 def gluon_dkv(
     t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats, p_dk, p_dv,
     S, K, Hkv, G, W, OFF, STEP, BATCH, HEADS, SLICES, scale, scale_log2,
-    D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
-    HELD: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr,
+    L_SEL: gl.constexpr, HELD: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, K, Hkv, D], or, in their place, partial sums p_dk, p_dv.
 
     Those are [B, parts, K, Hkv, D] fp32, with parts = G / HEADS * SLICES. stats are [B * Hq, S, 4],
-    as in tile.py. NARROW: W < 64.
+    as in tile.py. L_SEL > 0: the selected branch, also COMPRESSED.
     """
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -93,8 +94,8 @@ def gluon_dkv(
     shared = (given, bufs, bars, place, sizes, band, scale, scale_log2)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, D, STAGES, NARROW, COMPRESSED, HELD)),
-            (_consume, (1, shared, D, STAGES, NARROW, COMPRESSED, HELD)),
+            (_consume, (0, shared, D, STAGES, COMPRESSED, L_SEL, HELD)),
+            (_consume, (1, shared, D, STAGES, COMPRESSED, L_SEL, HELD)),
             (_produce, (copied, bufs, bars, place, sizes, D, STAGES, COMPRESSED, NC)),
         ],
         [4, 1],
@@ -154,10 +155,10 @@ def _produce(
         copy_in(t_k, i_b, k0, i_g, k_full.index(c), k_bufs.index(c))
         copy_in(t_v, i_b, k0, i_g, k_full.index(c), v_bufs.index(c))
     for it in range(total * HEADS):
-        stage = it % STAGES
+        stage = stage_of(it, STAGES)
         i_h = i_g * G + h0 + it // total
         t0 = _query_tile(start, it % total, COMPRESSED) * TILE_ROWS
-        mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
+        mbarrier.wait(empty.index(stage), phase_of(it, STAGES) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, 2 * SIZE + TILE_ROWS * 16)
         copy_in(t_q, i_b, t0, i_h, bar, q_bufs.index(stage))
@@ -178,8 +179,8 @@ def _query_tile(start, i, COMPRESSED: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
-    COMPRESSED: gl.constexpr, HELD: gl.constexpr,
+    C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
+    COMPRESSED: gl.constexpr, L_SEL: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Gradients of 64 keys and values."""
     given, bufs, bars, place, sizes, band, scale, scale_log2 = shared
@@ -190,30 +191,20 @@ def _consume(
     dk = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     dv = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     mbarrier.wait(bars[0].index(C), 0)
-    b_k = _left(k_bufs, C, HELD)
-    b_v = _left(v_bufs, C, HELD)
+    b_k = _held(k_bufs, C, HELD)
+    b_v = _held(v_bufs, C, HELD)
     k0 = (tile + C) * TILE_ROWS
-    first, clear, far, end = _spans(k0, place, sizes, band, C, COMPRESSED)
+    first, own = _span(k0, place, sizes, band, COMPRESSED)
+    walked = (bufs, bars, b_k, b_v, start, k0, band, scale_log2)
     for i in range(HEADS):
         begin = i * total
-        walked = (bufs, bars, b_k, b_v, begin, start, k0, band, scale_log2)
-        if COMPRESSED:
-            dk, dv = _walk(dk, dv, walked, begin, begin + far, C, CLEAR, D, STAGES, NARROW, True)
-            dk, dv = _walk(
-                dk, dv, walked, begin + far, begin + end, C, DIAGONAL, D, STAGES, NARROW, True
-            )
+        _skip(bars, begin, first, STAGES)
+        if D == 64:
+            if own > 0:
+                dk, dv = _walk(dk, dv, walked, begin, first, own, D, STAGES, COMPRESSED, L_SEL)
         else:
-            _skip(bars, begin, begin + first, STAGES)
-            dk, dv = _walk(
-                dk, dv, walked, begin + first, begin + clear, C, DIAGONAL, D, STAGES, NARROW, False
-            )
-            dk, dv = _walk(
-                dk, dv, walked, begin + clear, begin + far, C, CLEAR, D, STAGES, NARROW, False
-            )
-            dk, dv = _walk(
-                dk, dv, walked, begin + far, begin + end, C, FAR, D, STAGES, NARROW, False
-            )
-        _skip(bars, begin + end, begin + total, STAGES)
+            dk, dv = _walk_plainly(dk, dv, walked, begin, first, own, D, STAGES, COMPRESSED, L_SEL)
+        _skip(bars, begin + first + own, total - first - own, STAGES)
     t_dk, t_dv, p_dk, p_dv = given
     if p_dk is not None:
         row = (i_b * parts + i_part).to(gl.int64) * K
@@ -230,7 +221,7 @@ def _consume(
 
 
 @gluon.jit
-def _left(bufs, C: gl.constexpr, HELD: gl.constexpr):
+def _held(bufs, C: gl.constexpr, HELD: gl.constexpr):
     """Keys or values as a left operand: in registers, or where they are."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     if HELD:
@@ -241,28 +232,19 @@ def _left(bufs, C: gl.constexpr, HELD: gl.constexpr):
 
 
 @gluon.jit
-def _spans(k0, place, sizes, band, C: gl.constexpr, COMPRESSED: gl.constexpr):
-    """Where a consumer's tiles of queries begin, of those walked for a head, where those that see
-    all keys do, where these end, and where all end."""
-    start, total = place[5], place[6]
+def _span(k0, place, sizes, band, COMPRESSED: gl.constexpr):
+    """The first of a consumer's tiles of queries, of those walked for a head, and their number."""
+    tile, start, total = place[2], place[5], place[6]
     W, OFF, STEP = band
     if COMPRESSED:
-        # Backwards: the first tile that sees all keys, and the first that sees any.
-        clear = ((k0 + TILE_ROWS - 1) * STEP + OFF + TILE_ROWS - 1) // TILE_ROWS
-        seen = (k0 * STEP + OFF) // TILE_ROWS
+        # Backwards, to the first tile that sees any of the keys.
         first = 0
-        far = gl.maximum(gl.minimum(start - clear + 1, total), 0)
-        end = gl.maximum(gl.minimum(start - seen + 1, total), 0)
-        span = (first, first, far, end)
+        own = start - (k0 * STEP + OFF) // TILE_ROWS + 1
     else:
-        # One tile before the keys of the second consumer, one on the diagonal, those that see all
-        # keys, those at the far end, and one that only the other consumer reads.
-        num_tiles = (sizes[0] + TILE_ROWS - 1) // TILE_ROWS
+        # The other consumer's begin one before, or end one later.
+        first = k0 // TILE_ROWS - tile
         own = (W + TILE_ROWS - 2) // TILE_ROWS + 1
-        own = gl.maximum(gl.minimum(own, num_tiles - place[2] - C), 0)
-        covered = gl.maximum(W // TILE_ROWS, 1)
-        span = (C, C + gl.minimum(1, own), C + gl.minimum(covered, own), C + own)
-    return span
+    return first, gl.maximum(gl.minimum(own, total - first), 0)
 
 
 @gluon.jit
@@ -275,12 +257,12 @@ def _store_part(p, b, row, k0, K, Hkv, i_g, D: gl.constexpr, OL: gl.constexpr):
 
 
 @gluon.jit
-def _skip(bars, lo, hi, STAGES: gl.constexpr):
+def _skip(bars, it, num, STAGES: gl.constexpr):
     """Pass over tiles that only the other consumer reads."""
     k_full, full, empty = bars
-    for it in range(lo, hi):
-        stage = it % STAGES
-        mbarrier.wait(full.index(stage), it // STAGES & 1)
+    for i in range(num):
+        stage = stage_of(it + i, STAGES)
+        mbarrier.wait(full.index(stage), phase_of(it + i, STAGES))
         # Without it, one warp could let the barrier go on by two phases while another still waits.
         sync_warps()
         mbarrier.arrive(empty.index(stage))
@@ -288,56 +270,135 @@ def _skip(bars, lo, hi, STAGES: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    dk, dv, walked, lo, hi,
-    C: gl.constexpr, EDGE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr, COMPRESSED: gl.constexpr,
+    dk, dv, walked, begin, first, own,
+    D: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, L_SEL: gl.constexpr,
 ):  # fmt: skip
-    """What the tiles lo .. hi of queries add."""
-    bufs, bars, b_k, b_v, begin, start, k0, band, scale_log2 = walked
-    W, OFF, STEP = band
+    """What a consumer's tiles of queries of a head add, of which there is one at least.
+
+    The products with P and dS of a tile are started together with the scores of the next: while
+    one consumer multiplies, the other has time for its exponentials.
+    """
+    bufs, bars, b_k, b_v, start, k0, band, scale_log2 = walked
+    k_full, full, empty = bars
+    stage = stage_of(begin + first, STAGES)
+    mbarrier.wait(full.index(stage), phase_of(begin + first, STAGES))
+    s, dp = _start_scores(b_k, b_v, bufs, stage)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    p, b_p, delta = _probabilities(s, walked, stage, first, D, COMPRESSED, L_SEL)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = _left(p, dp, delta, bufs, stage, D)
+    for i in range(first + 1, first + own):
+        stage = stage_of(begin + i, STAGES)
+        before = stage_of(begin + i - 1, STAGES)
+        mbarrier.wait(full.index(stage), phase_of(begin + i, STAGES))
+        dk, dv = _start_sums(dk, dv, ds, b_p, bufs, before)
+        s, dp = _start_scores(b_k, b_v, bufs, stage)
+        s, dk, dv, b_p, ds = warpgroup_mma_wait(1, deps=(s, dk, dv, b_p, ds))
+        p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        ds = _left(p, dp, delta, bufs, stage, D)
+        # As late as this: between it and the stats, Triton would put one barrier more.
+        mbarrier.arrive(empty.index(before))
+    last = stage_of(begin + first + own - 1, STAGES)
+    dk, dv = _start_sums(dk, dv, ds, b_p, bufs, last)
+    dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
+    mbarrier.arrive(empty.index(last))
+    return dk, dv
+
+
+@gluon.jit
+def _walk_plainly(
+    dk, dv, walked, begin, first, own,
+    D: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, L_SEL: gl.constexpr,
+):  # fmt: skip
+    """The same, one tile after the other: at D 128, registers do not suffice for two."""
+    bufs, bars, b_k, b_v, start, k0, band, scale_log2 = walked
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
     k_full, full, empty = bars
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
-    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
-    for it in range(lo, hi):
-        stage = it % STAGES
-        mbarrier.wait(full.index(stage), it // STAGES & 1)
-        # s^T = k q^T and dP^T = v dout^T: [keys, queries].
-        b_q, b_dout = matrix(q_bufs, stage), matrix(d_bufs, stage)
-        s = warpgroup_mma(b_k, b_q.permute((1, 0)), none, use_acc=False, is_async=True)
-        dp = warpgroup_mma(b_v, b_dout.permute((1, 0)), none, use_acc=False, is_async=True)
+    for i in range(first, first + own):
+        stage = stage_of(begin + i, STAGES)
+        mbarrier.wait(full.index(stage), phase_of(begin + i, STAGES))
+        s, dp = _start_scores(b_k, b_v, bufs, stage)
         s = warpgroup_mma_wait(1, deps=(s,))
-        # P^T * gate, and its product with dout; queries beyond S have a gate of 0. At D 128
-        # the stats are read when they are needed, twice: together they would not fit the registers.
-        lse, delta, gate = _stats(stat_bufs, stage, SL)
-        p = gl.exp2(s * scale_log2 - lse[None, :]) * gate[None, :]
-        if EDGE != CLEAR:
-            # The first query that sees a key, and the one after its last, counted from the tile's.
-            o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-            o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
-            t0 = _query_tile(start, it - begin, COMPRESSED) * TILE_ROWS
-            if EDGE == DIAGONAL:
-                p = gl.where(o_t >= ((k0 + o_k) * STEP + (OFF - t0))[:, None], p, 0.0)
-            if EDGE == FAR or (NARROW and not COMPRESSED):
-                p = gl.where(o_t < (o_k + (k0 + W - t0))[:, None], p, 0.0)
-        b_p = gl.convert_layout(rounded(p, q_bufs.dtype), PL)
-        dv = warpgroup_mma(b_p, b_dout, dv, is_async=True)
-        # dS^T = P^T * (dP^T - delta), and its product with q.
+        p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)
+        dv = warpgroup_mma(b_p, matrix(d_bufs, stage), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        if D == 128:
-            _, delta, _ = _stats(stat_bufs, stage, SL)
-        ds = gl.convert_layout(rounded(p * (dp - delta[None, :]), q_bufs.dtype), PL)
-        dk = warpgroup_mma(ds, b_q, dk, is_async=True)
+        ds = _left(p, dp, delta, bufs, stage, D)
+        dk = warpgroup_mma(ds, matrix(q_bufs, stage), dk, is_async=True)
         dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
         mbarrier.arrive(empty.index(stage))
     return dk, dv
 
 
 @gluon.jit
+def _start_scores(b_k, b_v, bufs, stage):
+    """Start s^T = k q^T and dP^T = v dout^T: [keys, queries]."""
+    k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
+    b_q, b_dout = matrix(q_bufs, stage), matrix(d_bufs, stage)
+    s = warpgroup_mma(b_k, b_q.permute((1, 0)), none, use_acc=False, is_async=True)
+    dp = warpgroup_mma(b_v, b_dout.permute((1, 0)), none, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _start_sums(dk, dv, ds, b_p, bufs, stage):
+    """Start what a tile adds: dV += P^T dout and dK += dS^T q."""
+    k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
+    dv = warpgroup_mma(b_p, matrix(d_bufs, stage), dv, is_async=True)
+    dk = warpgroup_mma(ds, matrix(q_bufs, stage), dk, is_async=True)
+    return dk, dv
+
+
+@gluon.jit
+def _probabilities(
+    s, walked, stage, i, D: gl.constexpr, COMPRESSED: gl.constexpr, L_SEL: gl.constexpr
+):
+    """P^T * gate of a tile, the same as a left operand, and delta of the queries, of which those
+    beyond S have a gate of 0."""
+    bufs, bars, b_k, b_v, start, k0, band, scale_log2 = walked
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    lse, delta, gate, word = _stats(bufs[4], stage, SL)
+    if L_SEL > 0:
+        # exp2(s - inf) = 0 of queries that did not choose the block of these keys.
+        lse = gl.where((word >> (k0 // L_SEL) & 1) != 0, lse, float("inf"))
+    p = gl.exp2(s * scale_log2 - lse[None, :]) * gate[None, :]
+    p = _mask(p, _query_tile(start, i, COMPRESSED) * TILE_ROWS, k0, band, COMPRESSED, SL)
+    return p, gl.convert_layout(rounded(p, bufs[2].dtype), gl.DotOperandLayout(0, OL, 2)), delta
+
+
+@gluon.jit
+def _left(p, dp, delta, bufs, stage, D: gl.constexpr):
+    """dS^T = P^T * (dP^T - delta), as a left operand."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    if D == 128:
+        # Read again: together with the others they would not fit the registers.
+        _, delta, _, _ = _stats(bufs[4], stage, SL)
+    ds = rounded(p * (dp - delta[None, :]), bufs[2].dtype)
+    return gl.convert_layout(ds, gl.DotOperandLayout(0, OL, 2))
+
+
+@gluon.jit
+def _mask(p, t0, k0, band, COMPRESSED: gl.constexpr, SL: gl.constexpr):
+    """P^T of a tile with 0 where a query does not see a key: it is before the key's first query,
+    or, of a window, after its last one."""
+    W, OFF, STEP = band
+    o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
+    o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
+    if t0 < (k0 + TILE_ROWS - 1) * STEP + OFF:
+        p = gl.where(o_t >= ((k0 + o_k) * STEP + (OFF - t0))[:, None], p, 0.0)
+    if not COMPRESSED:  # noqa: SIM102  known here; whether a tile is at the far end is not
+        if t0 + TILE_ROWS > k0 + W:
+            p = gl.where(o_t < (o_k + (k0 + W - t0))[:, None], p, 0.0)
+    return p
+
+
+@gluon.jit
 def _stats(stat_bufs, stage, SL: gl.constexpr):
-    """Log-sum-exp, delta and gate of the queries, as columns of a tile of scores."""
+    """Log-sum-exp, delta, gate and word of the queries, as columns of a tile of scores."""
     # A thread reads the four numbers of a query at once, of those queries whose columns it holds.
     LL: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]],
@@ -349,12 +410,16 @@ def _stats(stat_bufs, stage, SL: gl.constexpr):
     b_4 = stat_bufs.index(stage).reshape([TILE_ROWS, 4]).load(LL)
     even, odd = gl.split(gl.reshape(b_4, [TILE_ROWS, 2, 2]))
     lse, gate = gl.split(even)
-    delta, _ = gl.split(odd)
+    delta, word = gl.split(odd)
     CL: gl.constexpr = gl.SliceLayout(0, SL)
-    return gl.convert_layout(lse, CL), gl.convert_layout(delta, CL), gl.convert_layout(gate, CL)
+    word = gl.convert_layout(word.to(gl.int32, bitcast=True), CL)
+    lse, delta = gl.convert_layout(lse, CL), gl.convert_layout(delta, CL)
+    return lse, delta, gl.convert_layout(gate, CL), word
 
 
 # --- Launcher ---
+
+PLACES = {0: "compressed dkv", 1: "selected dkv", 2: "window dkv"}
 
 
 def backward_kv(
@@ -366,16 +431,17 @@ def backward_kv(
     dout: Tensor,  # [B, S, Hq, D]
     stats: Tensor,  # [3, B, Hq, S, 4] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v of the compressed (0) or the window (2) branch."""
+    """Gradients of k and v of a branch; of the selected one, whose words are in the stats, where it
+    masks the past."""
     num_keys, window = k.shape[1], problem.spec.w
-    shares, slices = divided(problem) if branch == 0 else (1, 1)
+    shares, slices = (1, 1) if branch == 2 else divided(problem, branch)
     parts, band = shares * slices, problem.bands[branch]
     size = k.shape if parts == 1 else (problem.batch, parts, *k.shape[1:])
     dtype = problem.dtype if parts == 1 else torch.float32
     dk, dv = problem.empty(*size, dtype=dtype), problem.empty(*size, dtype=dtype)
     start(
         problem.memo,
-        "compressed dkv" if branch == 0 else "window dkv",
+        PLACES[branch],
         gluon_dkv,
         (
             *(tile_rows(x) for x in (q, dout, k, v)),
@@ -390,8 +456,9 @@ def backward_kv(
                 band.OFF, band.STEP, problem.batch, problem.per_group // shares, slices,
                 problem.scale, problem.scale_log2,
             ),
-            {"D": problem.d_k, "STAGES": STAGES, "NARROW": window < TILE}
-            | {"COMPRESSED": branch == 0, "HELD": HELD and problem.d_k == 64},
+            {"D": problem.d_k, "STAGES": STAGES}
+            | {"COMPRESSED": branch != 2, "L_SEL": problem.spec.l_sel if band.SELECT else 0}
+            | {"HELD": HELD and problem.d_k == 64},
             2,
         ),
     )  # fmt: skip

@@ -101,6 +101,19 @@ def compressed_tiles(t0, S, OFF, STEP):
 
 
 @gluon.jit
+def stage_of(it, STAGES: gl.constexpr):
+    """Buffer of tile `it`; bits, because a remainder would think of negative numbers."""
+    gl.static_assert(STAGES & (STAGES - 1) == 0)
+    return it & (STAGES - 1)
+
+
+@gluon.jit
+def phase_of(it, STAGES: gl.constexpr):
+    """Phase of the barriers of that buffer."""
+    return (it & STAGES) // STAGES
+
+
+@gluon.jit
 def copy_in(t, i_b, row, i_h, full, buf):
     """Start copying rows of one head of [B, S, H, D]; outside of the tensor they are 0."""
     tma.async_copy_global_to_shared(t, [i_b, row, i_h, 0], full, buf)
