@@ -122,11 +122,12 @@ class Decoder:
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
         """Blocks that the latest step has read, ascending, then -1."""
         # Programs of a segment in one launch. They count how many have arrived, in steps of that
-        # many, so a workspace has counters for each number of them.
+        # many, and all segments of a sequence count the same steps. So counters are shared by
+        # layers only where both numbers are equal.
         self.programs = self.tiles.programs
         self.counters = workspace.zeros(
-            f"counters of {self.programs}", self.segments, resident.NUM_COUNTERS,
-            dtype=torch.int64, device=self.device,
+            f"counters of {self.programs} programs", self.batch, self.num_groups,
+            resident.NUM_COUNTERS, dtype=torch.int64, device=self.device,
         )  # fmt: skip
 
     def _score_buffers(self, wide: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
