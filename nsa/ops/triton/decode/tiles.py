@@ -110,9 +110,6 @@ FEW_SEGMENTS = 64
 LONG = 1024
 """Compressed tokens from which a sequence is long."""
 
-MANY_PARTS = 8
-"""Parts of the compressed branch from which narrow heads decode in one launch."""
-
 SUMS_AT_A_TIME = 4096
 """Heads * blocks whose sums a program of score_blocks loads."""
 MERGED_BY_A_WARP = 2048
@@ -210,9 +207,9 @@ def decode_tiles(
     tokens = Tiles(rows, min(keys, padded(spec.l_sel)), cut.token_warps if fits else 4, 2)
     tokens = _fitting(tokens, *sizes, SMALLEST) or tokens
     logits = min(32 if segments < FEW_SEGMENTS else 64, MAX_SCORED // (rows * _strides_pad(spec)))
-    # One program to a multiprocessor always fits. Short caches of narrow heads are as fast in
-    # several launches; those that are read whole are faster.
-    together = fits and not (sums or whole) and (wide > 64 or cmp_parts >= MANY_PARTS)
+    # One program to a multiprocessor always fits. Narrow heads, and caches that are read whole, are
+    # faster in several launches.
+    together = fits and not (sums or whole) and wide > 64
     programs = _programs(processors // segments if together else 0, cmp_parts, token_parts)
     if programs and cmp_part == logits // 2 * strides:
         logits //= 2  # every program scores the blocks of its own part
