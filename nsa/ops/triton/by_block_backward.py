@@ -3,8 +3,9 @@
 A program takes an item: a block and queries that chose it. It sums dk and dv of the block over its
 queries, and writes the part of dq that each query gets from this block to the query's own place.
 With large groups dq is computed in query order (by_query.py), and only dk and dv here. On compute
-capability 9.0 a kernel in Gluon (hopper/selected.py) takes the items of all groups where it was
-measured to be faster. Names as in tile.py, segment, bin and item as in block_index.py.
+capability 9.0 kernels in Gluon (hopper/selected.py and selected_rows.py) take the items of all
+groups where they were measured to be faster. Names as in tile.py, segment, bin and item as in
+block_index.py.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 selected_tiles.py has the products. TMA takes an instruction for each query, and some hundred cycles
 for each instruction, so that with few heads in a group it is what a program waits for
 (selected.py). Here four warps load the rows (query, head) by cp.async, 16 bytes a thread, and tiles
-have no padding; a fifth to eighth multiply and store dq from their registers. Two such programs
-share a multiprocessor: one multiplies while the other looks up its item or adds up its sums. Names
-as in tile.py.
+have no padding. One warpgroup, the consumer, multiplies and stores dq from its registers. Two such
+programs share a multiprocessor: one multiplies while the other looks up its item or adds up its
+sums. Names as in tile.py.
 
 This module is imported where its route is taken (Problem.in_gluon), nowhere else.
 """
