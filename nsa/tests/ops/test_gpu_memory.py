@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress
 from nsa.ops.triton import problem
+from nsa.ops.triton.replay.tape import guards
 from nsa.tests.support.gpu import (
     DEVICE,
     ROUNDING,

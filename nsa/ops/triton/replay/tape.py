@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards
+from torch._C import _dynamo
 
 from nsa.ops.triton import launcher
 from nsa.ops.triton.launcher import ALIGNMENT, CachedLaunch, Call, Rows
 
+guards: Any = _dynamo.guards
+"""Has torch.empty_strided on the current device without the dispatcher: half its time. Code that
+inductor compiled calls it; the stubs of torch leave it out."""
 BLOCK_STEP = 512
 """Bytes at whose multiples blocks begin, as in torch's allocator."""
 MAX_DESCRIPTORS, MAX_CALLS = 1024, 64
@@ -185,11 +188,8 @@ class Tape:
     def _allocate(self, forms: list[Form]) -> list[Tensor]:
         if not launcher.is_current(self._index):
             return [form.empty(self.device) for form in forms]
-        # torch.empty_strided on the current device, without the dispatcher: half its time. Code
-        # that inductor compiled calls it.
-        if self._index < 0:
-            return [guards._empty_strided_cpu(*form) for form in forms]
-        return [guards._empty_strided_cuda(*form) for form in forms]
+        empty = guards._empty_strided_cpu if self._index < 0 else guards._empty_strided_cuda
+        return [empty(*form) for form in forms]
 
     def _launch(self, bases: list[Base]) -> None:
         """Run the steps; a workspace is free for what follows on this stream."""
