@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -360,6 +360,16 @@ def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
 def texts(names: Sequence[str]) -> tuple[str | None, ...]:
     """The raw texts of several variables: a cheap key for what was parsed from them."""
     return tuple(map(os.environ.get, names))
+
+
+def texts_key(names: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
+    """A function with equal results where `texts(names)` are equal: a cheaper key.
+
+    os.environ encodes the name and decodes the text in every look-up, 1 us each; here neither is.
+    """
+    inner: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+    encoded = tuple(map(os.environ.encodekey, names))
+    return lambda: tuple(map(inner.get, encoded))
 
 
 def check_environment(environ: Mapping[str, str] | None = None) -> None:

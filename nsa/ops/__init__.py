@@ -113,7 +113,7 @@ def nsa_attention(
     # The usual call: whether it is allowed and what runs follow from the form of its tensors.
     is_usual = all(x is None for x in (cu_seqlens, cu_seqlens_k, selection))
     if is_usual and type(q_offset) is int and q_offset == 0:
-        form = _form("attention", given, spec, scale, backend, planning.switch_texts)
+        form = _form("attention", given, spec, scale, backend, planning.switch_key)
         if form is not None and (done := _operators.repeat_attention(form, given)) is not None:
             return done if return_selection else done[0]
     tensors = dict(zip(NAMES, given, strict=True))

@@ -90,11 +90,12 @@ def form_of(
     """
     if type(spec) is not BlockSpec or type(scale) not in SCALES or type(backend) is not str:
         return None
+    key = [name, spec, scale, backend, *rest]
     for x in tensors:
         if type(x) not in PLAIN:
             return None
-    forms = ((x.dtype, x.device, x.shape, x.stride()) for x in tensors)
-    return (name, spec, scale, backend, *rest, *forms)
+        key.append((x.dtype, x.device, x.shape, x.stride()))
+    return tuple(key)
 
 
 SCALES = (float, int, type(None))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa.config.env import read, texts
+from nsa.config.env import read, texts, texts_key
 from nsa.ops.fallbacks import LOGGER, record
 from nsa.ops.machine import Machine, interpreted, machine_obstacle, machine_of
 from nsa.ops.spec import BlockSpec
@@ -228,12 +228,11 @@ SWITCHES = (
 
 def read_switches() -> Switches:
     """The switches as the environment sets them now; equal texts are parsed once."""
-    return _parse_switches(switch_texts())
+    return _parse_switches(texts(SWITCHES))
 
 
-def switch_texts() -> tuple[str | None, ...]:
-    """The switches as they are written: plans of equal ones are equal."""
-    return texts(SWITCHES)
+switch_key = texts_key(SWITCHES)
+"""The switches as they are written: plans of equal ones are equal."""
 
 
 @lru_cache(maxsize=64)

@@ -307,13 +307,13 @@ def _current(device: int) -> AbstractContextManager[Any]:
     return nullcontext() if interpreted() else torch.cuda.device(device)
 
 
-def _is_current(device: int) -> bool:
-    return torch._C._cuda_getDevice() == device
+def is_current(device: int) -> bool:
+    return interpreted() or torch._C._cuda_getDevice() == device
 
 
 def _launch_cached(known: CachedLaunch, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
     """Launch from the memo; switching the device costs time, and is rarely needed."""
-    if _is_current(known.device):
+    if is_current(known.device):
         _run(known, tensors, addresses)
         return
     with _current(known.device):
@@ -370,6 +370,11 @@ def padded_head(x: Tensor) -> Tensor:
 
 # --- Launches that replay/ has recorded ---
 
+Call = tuple[Any, tuple[Any, ...]]
+"""A function that launches, and its arguments."""
+CallsAt = Callable[[list[Any], int], list[Call]]
+"""Makes the launches of a tape from the bases of its blocks and a stream."""
+
 
 @contextmanager
 def recorded_by(recorder: Any) -> Iterator[None]:
@@ -392,20 +397,19 @@ def is_watched() -> bool:
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
-def launch_again(device: int, steps: list[Any], constants: list[Any], values: list[Any]) -> None:
-    """Launch the steps of a tape: functions, and what they pick from constants, stream, values."""
-    if interpreted() or not _is_current(device):
-        with _current(device):
-            _launch_steps(device, steps, constants, values)
+def launch_again(device: int, calls_at: CallsAt, bases: list[Any]) -> None:
+    """Launch what a tape makes of its bases and of the stream that is current on a device."""
+    if is_current(device):
+        _launch_all(device, calls_at, bases)
     else:
-        _launch_steps(device, steps, constants, values)
+        with _current(device):
+            _launch_all(device, calls_at, bases)
 
 
-def _launch_steps(device: int, steps: list[Any], constants: list[Any], values: list[Any]) -> None:
+def _launch_all(device: int, calls_at: CallsAt, bases: list[Any]) -> None:
     stream = 0 if interpreted() else torch._C._cuda_getCurrentRawStream(device)
-    values = [*constants, stream, *values]
-    for run, pick in steps:
-        run(*pick(values))
+    for run, arguments in calls_at(bases, stream):
+        run(*arguments)
 
 
 class Caller(NamedTuple):

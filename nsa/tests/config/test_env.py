@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from nsa.config import ConfigError, known_keys, load_config, to_container
-from nsa.config.env import TABLE, check_environment, config_overrides, in_effect, raw, read
+from nsa.config.env import (
+    TABLE,
+    check_environment,
+    config_overrides,
+    in_effect,
+    raw,
+    read,
+    texts,
+    texts_key,
+)
 
 PARSED = {
     ("NSA_STRICT_ASSERTS", "1"): True,
@@ -140,3 +149,15 @@ def test_every_variable_that_sets_keys_is_tested_above() -> None:
 def test_contradicting_variables_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"NSA_NO_GC=1 and NSA_GC_RANGE=0:2 contradict"):
         list(config_overrides({"NSA_NO_GC": "1", "NSA_GC_RANGE": "0:2"}))
+
+
+def test_a_key_of_texts_changes_with_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NSA_USE_FA2", "NSA_NVTX")
+    key = texts_key(names)
+    seen: dict[object, object] = {}
+    for text in (None, "", "0", "ä"):
+        for name in names:
+            if text is not None:
+                monkeypatch.setenv(name, text)
+            assert seen.setdefault(key(), texts(names)) == texts(names)
+    assert len(seen) == len(set(seen.values())) == 7

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress
 from nsa.ops.triton import problem
+from nsa.ops.triton.replay.tape import guards
 from nsa.tests.support.gpu import (
     DEVICE,
     ROUNDING,
@@ -58,6 +59,8 @@ def test_fresh_memory_full_of_nan_changes_nothing(dtype, case, monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "new_empty", _poisoning(Tensor.new_empty))
+    # Calls that are replayed allocate by it.
+    monkeypatch.setattr(guards, "_empty_strided_cuda", _poisoning(guards._empty_strided_cuda))
     assert torch.empty(3, device=DEVICE).isnan().all()
     _assert_same(forward_backward(case, inputs, dout), clean, dtype)
 

@@ -52,7 +52,7 @@ class Watch:
         self.launches: list[int | None] = []
         self._real = launcher._current
         monkeypatch.setattr(launcher, "_current", self._current)
-        monkeypatch.setattr(launcher, "_is_current", lambda device: False)
+        monkeypatch.setattr(launcher, "is_current", lambda device: False)
 
     @contextmanager
     def _current(self, device: int) -> Iterator[None]:

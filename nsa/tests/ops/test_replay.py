@@ -6,6 +6,7 @@ test_triton_on_cpu.py runs those that are marked `gpu` with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from nsa.ops import reference
 from nsa.ops.triton import operators, problem
 from nsa.ops.triton import select as scoring
 from nsa.ops.triton import tiles as tile_sizes
+from nsa.ops.triton.launcher import CachedLaunch
 from nsa.ops.triton.replay import calls
 from nsa.ops.triton.replay.recorder import Block, Recorder, record
-from nsa.ops.triton.replay.tape import BLOCK_STEP, Form, Launched, Pointer, Tape
+from nsa.ops.triton.replay.tape import BLOCK_STEP, MAX_CALLS, Form, Launched, Pointer, Tape
 from nsa.tests.support.gpu import DEVICE, on_gpu
 
 attention: Any = nsa_attention
@@ -317,6 +319,23 @@ def test_a_tape_refuses_addresses_that_are_not_aligned() -> None:
     x = torch.zeros(64, dtype=torch.int16)
     assert tape.bases([x, x[8:]]) == [x.data_ptr(), x.data_ptr() + 16]
     assert tape.bases([x, x[1:]]) is None
+
+
+def test_arguments_are_kept_by_addresses_and_stream() -> None:
+    compiled = SimpleNamespace(function=7, packed_metadata=())
+    known = CachedLaunch(compiled, lambda *_: None, (5, 1, 1), (9,), 0)
+    form = Form((4,), (1,), torch.float32)
+    launched = Launched(known, [Pointer(0, 0, form), Pointer(1, 16, form)])
+    tape = Tape([launched], [form], 0, torch.device("cpu"), 0)
+    first = tape._calls_at([64, 128], 3)
+    ((_, arguments),) = first
+    assert arguments == (5, 1, 1, 3, 7, (), None, None, None, 64, 144, 9)
+    assert tape._calls_at([64, 128], 3) is first
+    others = [tape._calls_at(*at)[0][1] for at in (([64, 128], 4), ([64, 192], 3))]
+    assert [(x[3], x[9], x[10]) for x in others] == [(4, 64, 144), (3, 64, 208)]
+    for address in range(MAX_CALLS):
+        tape._calls_at([64, 256 + address], 3)
+    assert len(tape._calls) <= MAX_CALLS
 
 
 def test_blocks_share_the_workspace_unless_they_live_at_the_same_time() -> None:

@@ -92,6 +92,17 @@ def repeat_mean(form: tuple[Any, ...], x: Tensor) -> Tensor | None:
     return None if known is None else MeanFunction.apply(known, known.rest, x)
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator, which also guards a backward pass that makes no graph: nearly all."""
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run
+
+
 class AttentionFunction(torch.autograd.Function):
     """nsa::attention; `known` may be None."""
 
@@ -116,7 +127,7 @@ class AttentionFunction(torch.autograd.Function):
         return out, saved[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * (2 + NUM_INPUTS)
@@ -158,7 +169,7 @@ class MeanFunction(torch.autograd.Function):
         return mean_forward(x, *rest) if done is None else done[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         known, form = ctx.known, _form(dout)
         tape = known.backward.get(form) if known else None

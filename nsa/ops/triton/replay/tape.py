@@ -1,7 +1,7 @@
 """A recorded call, ready to be repeated with other tensors.
 
 Its blocks of memory are the given tensors, the results, and a workspace in which its temporary
-tensors lie. A tape does not change once it is made, but for descriptors that it remembers: threads
+tensors lie. A tape does not change once it is made, but for arguments that it remembers: threads
 can share it.
 """
 
@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _dynamo
 
 from nsa.ops.triton import launcher
-from nsa.ops.triton.launcher import ALIGNMENT, CachedLaunch, Rows
+from nsa.ops.triton.launcher import ALIGNMENT, CachedLaunch, Call, Rows
 
+guards: Any = _dynamo.guards
+"""Has torch.empty_strided on the current device without the dispatcher: half its time. Code that
+inductor compiled calls it; the stubs of torch leave it out."""
 BLOCK_STEP = 512
 """Bytes at whose multiples blocks begin, as in torch's allocator."""
-MAX_DESCRIPTORS = 1024
-"""Descriptors that a tape keeps; a full cache is cleared."""
+MAX_DESCRIPTORS, MAX_CALLS = 1024, 64
+"""Descriptors and arguments of calls that a tape keeps; a full cache is cleared."""
 
 CONSTANT, STREAM, ADDRESS, DESCRIPTOR = range(4)
 Place = tuple[int, int]
@@ -85,10 +90,13 @@ class Tape:
         num_own: int,
     ) -> None:
         self.device, self.results, self.num_own = device, results, num_own
-        self.workspace_bytes = workspace_bytes
-        self.kept_offsets, self.kept_bytes = _in_a_row(
-            num_bytes(form) for form in results[num_own:]
-        )
+        self.kept_offsets, kept_bytes = _in_a_row(num_bytes(form) for form in results[num_own:])
+        # What `repeat` allocates, and `repeat_packed`.
+        workspace = [_bytes(workspace_bytes)] if workspace_bytes else []
+        self._buffer = _bytes(kept_bytes)
+        self._apart = [*results, *workspace]
+        self._packed = [*results[:num_own], self._buffer, *workspace]
+        self._no_workspace: list[Base] = [] if workspace else [0]
         # What launches pick their arguments from: constants, the stream, addresses, descriptors.
         self.constants: list[Any] = []
         self.plain: list[Pointer] = []
@@ -101,6 +109,7 @@ class Tape:
             for run, places in picked
         ]
         self._descriptors: dict[tuple[int, int], Any] = {}
+        self._calls: dict[tuple[int, ...], list[Call]] = {}
         self._index = -1 if device.index is None else device.index
 
     def _arguments(self, launched: Launched) -> tuple[Any, list[Place]]:
@@ -137,23 +146,23 @@ class Tape:
 
     def repeat_at(self, bases: list[Base]) -> list[Tensor]:
         """The results for what lies at bases that `bases` has found, or `kept`."""
-        results = [form.empty(self.device) for form in self.results]
-        self._launch([*bases, *self._starts(results)])
-        return results
+        made = self._allocate(self._apart)
+        self._launch([*bases, *self._starts(made)])
+        return made[: len(self.results)]
 
     def repeat_packed(self, given: Sequence[Tensor]) -> tuple[list[Tensor], Tensor] | None:
         """Like `repeat`, with all results but the first `num_own` in one buffer."""
         bases = self.bases(given)
         if bases is None:
             return None
-        results = [form.empty(self.device) for form in self.results[: self.num_own]]
-        buffer = _empty_bytes(self.kept_bytes, self.device)
-        self._launch([*bases, *self._starts(results), *self.kept(buffer)])
-        return results, buffer
+        made, place = self._allocate(self._packed), self.num_own
+        starts, buffer = self._starts(made), made[place]
+        self._launch([*bases, *starts[:place], *self.kept(buffer), *starts[place + 1 :]])
+        return made[:place], buffer
 
     def pack(self, results: Sequence[Tensor]) -> Tensor:
         """Such a buffer, with copies of results that a call has made anew."""
-        buffer = _empty_bytes(self.kept_bytes, self.device)
+        (buffer,) = self._allocate([self._buffer])
         for place, x in zip(self.unpacked(buffer), results, strict=True):
             place.copy_(x)
         return buffer
@@ -171,26 +180,41 @@ class Tape:
     def bases(self, given: Sequence[Tensor]) -> list[Base] | None:
         """The bases of given tensors; None: see `repeat`."""
         starts = [x.data_ptr() for x in given]
-        bits = 0
-        for start in starts:
-            bits |= start
-        return None if bits % ALIGNMENT or launcher.is_watched() else starts
+        return None if reduce(or_, starts) % ALIGNMENT or launcher.is_watched() else starts
 
     def _starts(self, tensors: Sequence[Tensor]) -> list[Base]:
         return [x.data_ptr() for x in tensors]
 
+    def _allocate(self, forms: list[Form]) -> list[Tensor]:
+        if not launcher.is_current(self._index):
+            return [form.empty(self.device) for form in forms]
+        empty = guards._empty_strided_cpu if self._index < 0 else guards._empty_strided_cuda
+        return [empty(*form) for form in forms]
+
     def _launch(self, bases: list[Base]) -> None:
-        """Run the steps; the workspace is free for what follows on this stream."""
-        workspace = None
-        if self.workspace_bytes:
-            workspace = _empty_bytes(self.workspace_bytes, self.device)
-        bases.append(workspace.data_ptr() if workspace is not None else 0)
-        values = [bases[x.block] + x.offset for x in self.plain]
+        """Run the steps; a workspace is free for what follows on this stream."""
+        launcher.launch_again(self._index, self._calls_at, [*bases, *self._no_workspace])
+
+    def _calls_at(self, bases: list[Base], stream: int) -> list[Call]:
+        """The launches with their arguments.
+
+        Kept by address: in training, tensors return to the places of the last step's.
+        """
+        at = stream, *bases
+        calls = self._calls.get(at)
+        if calls is None:
+            if len(self._calls) >= MAX_CALLS:
+                self._calls.clear()
+            self._calls[at] = calls = self._made_calls(bases, stream)
+        return calls
+
+    def _made_calls(self, bases: list[Base], stream: int) -> list[Call]:
+        values = [*self.constants, stream, *(bases[x.block] + x.offset for x in self.plain)]
         for number, one in enumerate(self.described):
-            # Kept by address: in training, tensors return to the places of the last step's.
+            # Also kept one by one: where a workspace moves, keys and values need not.
             at = number, bases[one.block] + one.offset
             values.append(self._descriptors.get(at) or self._encode(one, at))
-        launcher.launch_again(self._index, self.steps, self.constants, values)
+        return [(run, pick(values)) for run, pick in self.steps]
 
     def _encode(self, one: Described, at: tuple[int, int]) -> Any:
         if len(self._descriptors) >= MAX_DESCRIPTORS:
@@ -202,6 +226,10 @@ class Tape:
 class InterpretedTape(Tape):
     """The same in Triton's interpreter, which takes tensors instead of addresses."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._no_workspace = [torch.empty(0, dtype=torch.uint8)] if self._no_workspace else []
+
     def bases(self, given: Sequence[Tensor]) -> list[Base] | None:
         return None if super().bases(given) is None else list(given)
 
@@ -211,12 +239,11 @@ class InterpretedTape(Tape):
     def _starts(self, tensors: Sequence[Tensor]) -> list[Base]:
         return list(tensors)
 
-    def _launch(self, bases: list[Base]) -> None:
-        bases.append(_empty_bytes(self.workspace_bytes, self.device))
-        values = [_tensor_at(x, bases) for x in self.plain]
-        for x in self.described:
-            values.append(launcher.moved_rows(x.rows, _tensor_at(x.pointer, bases)))
-        launcher.launch_again(self._index, self.steps, self.constants, values)
+    def _calls_at(self, bases: list[Base], stream: int) -> list[Call]:
+        tensors = [_tensor_at(x, bases) for x in self.plain]
+        rows = [launcher.moved_rows(x.rows, _tensor_at(x.pointer, bases)) for x in self.described]
+        values = [*self.constants, stream, *tensors, *rows]
+        return [(run, pick(values)) for run, pick in self.steps]
 
 
 def _tensor_at(pointer: Pointer, bases: list[Base]) -> Tensor:
@@ -244,8 +271,8 @@ def rounded(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_STEP) * BLOCK_STEP
 
 
-def _empty_bytes(count: int, device: torch.device) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8, device=device)
+def _bytes(count: int) -> Form:
+    return Form((count,), (1,), torch.uint8)
 
 
 def _view(buffer: Tensor, offset: int, form: Form) -> Tensor:
