@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress
 from nsa.ops.triton import problem
-from nsa.ops.triton.replay.tape import guards
+from nsa.ops.triton.replay.tape import EMPTY
 from nsa.tests.support.gpu import (
     DEVICE,
     ROUNDING,
@@ -60,7 +60,7 @@ def test_fresh_memory_full_of_nan_changes_nothing(dtype, case, monkeypatch):
         monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "new_empty", _poisoning(Tensor.new_empty))
     # Calls that are replayed allocate by it.
-    monkeypatch.setattr(guards, "_empty_strided_cuda", _poisoning(guards._empty_strided_cuda))
+    monkeypatch.setitem(EMPTY, True, _poisoning(EMPTY[True]))
     assert torch.empty(3, device=DEVICE).isnan().all()
     _assert_same(forward_backward(case, inputs, dout), clean, dtype)
 

@@ -20,9 +20,12 @@ from torch._C import _dynamo
 from nsa.ops.triton import launcher
 from nsa.ops.triton.launcher import ALIGNMENT, CachedLaunch, Call, Rows
 
-guards: Any = _dynamo.guards
-"""Has torch.empty_strided on the current device without the dispatcher: half its time. Code that
-inductor compiled calls it; the stubs of torch leave it out."""
+EMPTY: dict[bool, Any] = {
+    on_gpu: getattr(_dynamo.guards, f"_empty_strided_{'cuda' if on_gpu else 'cpu'}", None)
+    for on_gpu in (False, True)
+}
+"""torch.empty_strided on the current device without the dispatcher: half its time. Code that
+inductor compiled calls it; None where this torch has no such function."""
 BLOCK_STEP = 512
 """Bytes at whose multiples blocks begin, as in torch's allocator."""
 MAX_DESCRIPTORS, MAX_CALLS = 1024, 64
@@ -186,9 +189,9 @@ class Tape:
         return [x.data_ptr() for x in tensors]
 
     def _allocate(self, forms: list[Form]) -> list[Tensor]:
-        if not launcher.is_current(self._index):
+        empty = EMPTY[self._index >= 0]
+        if empty is None or not launcher.is_current(self._index):
             return [form.empty(self.device) for form in forms]
-        empty = guards._empty_strided_cpu if self._index < 0 else guards._empty_strided_cuda
         return [empty(*form) for form in forms]
 
     def _launch(self, bases: list[Base]) -> None:
