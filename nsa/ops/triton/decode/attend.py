@@ -146,7 +146,7 @@ def attend_tokens(
         p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
         _choose(
             p_own, p_ids, current, NUM_BLOCKS,
-            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, 1, NB,
+            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
         )  # fmt: skip
         tl.debug_barrier()  # the ids are read by other threads than the ones that wrote them
     o_s, o_c = tl.arange(0, N_SEL_PAD), tl.arange(0, 4)

@@ -250,7 +250,8 @@ class Decoder:
                 | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "AHEAD": self.reads_ahead}
                 | {"EARLY": self.early, "UPCAST": interpreted()}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
-                self._options(tiles.tok_warps, tiles.tok_stages),
+                self._options(tiles.tok_warps, tiles.tok_stages)
+                | ({"maxnreg": tiles.tok_registers} if tiles.tok_registers else {}),
             ),
         )  # fmt: skip
 

@@ -43,8 +43,6 @@ from nsa.ops.triton.tile import _let_next_come, _wait
 NUM_COUNTERS = 3
 """Counters of a segment, int64: the ends of the phases 1 to 3."""
 COUNTERS = tl.constexpr(NUM_COUNTERS)
-WAYS = tl.constexpr(8)
-"""Bounds that the choice of blocks tries at a time: here every program waits for it."""
 
 
 @triton.jit
@@ -207,7 +205,7 @@ def _free_phase(
             _await(p_ends + 1, target)
         places = _choose(
             p_scores + i_seg * LEVELS * NUM_BLOCKS, p_ids, t // L_SEL, NUM_BLOCKS,
-            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, WAYS, NB,
+            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
         )  # fmt: skip
         if not ONE:
             tl.debug_barrier()  # the ids are read by other threads than those that wrote them

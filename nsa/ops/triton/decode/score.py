@@ -151,7 +151,7 @@ def _score_tile(
 def _choose(
     p_scores, p_ids, current, NUM_BLOCKS,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
-    NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, WAYS: tl.constexpr, NB: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Ids of the blocks that a query in block `current` reads: ascending, then -1.
 
@@ -164,7 +164,7 @@ def _choose(
         p_row = p_scores + level * NUM_BLOCKS - level
         mask = (o_j >= level) & (o_j <= current)
         b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
-    chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL, WAYS)
+    chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
     places = tl.cumsum(chosen, axis=0)
     tl.store(p_ids + places - 1, o_j, mask=chosen != 0)
     unused = (o_s > current) & (o_s < N_SEL)
@@ -175,7 +175,7 @@ def _choose(
 @triton.jit
 def _chosen(
     scores, o_j, current,
-    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr, WAYS: tl.constexpr,
+    N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
 
@@ -199,15 +199,12 @@ def _chosen(
     high = 0
     if current + 1 > N_SEL:
         high = tl.max(key, axis=0)
-    if WAYS == 1:
-        middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
-        while low < high:
-            reached = tl.sum((key >= middle).to(tl.int32), axis=0)
-            low = tl.where(reached >= need, middle, low)
-            high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
-            middle = low + (high - low + 1) // 2
-    else:
-        low, high = _searched(key, low, high, need, WAYS)
+    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
+    while low < high:
+        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
+        low = tl.where(reached >= need, middle, low)
+        high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
+        middle = low + (high - low + 1) // 2
     # Keys above `low` are taken; those equal to it share the places that are left.
     above = key > low
     equal = key == low
@@ -215,24 +212,6 @@ def _chosen(
     if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks win
         equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
     return ((forced & legal) | above | equal).to(tl.int32)
-
-
-@triton.jit
-def _searched(key, low, high, need, WAYS: tl.constexpr):
-    """The same search by WAYS bounds at a time: fewer rounds, each of which waits for a sum."""
-    o_w = tl.arange(0, WAYS)
-    # The first bounds: FIRST_GUESS below the largest score and evenly up to it.
-    bounds = tl.maximum(high - FIRST_GUESS // WAYS * (WAYS - 1 - o_w), 1)
-    while low < high:
-        reached = tl.sum((key[None, :] >= bounds[:, None]).to(tl.int32), axis=1)
-        exact = tl.max(tl.where(reached == need, bounds, -1), axis=0)
-        low = tl.maximum(tl.max(tl.where(reached >= need, bounds, low), axis=0), exact)
-        high = tl.min(tl.where(reached < need, bounds - 1, high), axis=0)
-        high = tl.where(exact >= 0, low, high)
-        # The last bound is `high`: the range gets smaller each time.
-        step = (high - low + WAYS - 1) // WAYS
-        bounds = tl.minimum(low + step * (o_w + 1), high)
-    return low, high
 
 
 @triton.jit
