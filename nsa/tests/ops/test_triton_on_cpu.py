@@ -99,7 +99,6 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
                 yield banded_forward.band_forward, branch, forward_tiles(d_k, d_v, dtype, number)
             yield banded_backward.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
             walked = branch | dict(HAS_CMP=True, HAS_WIN=True)
-            walked |= {"p_dq_sel": None} if select else {}
             yield banded_backward.band_dq, walked, dq_tiles(d_k, d_v, dtype)
         flags = dict(HAS_DOCS=False, UPCAST=False)
         scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False) | flags
@@ -119,7 +118,8 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
                 yield by_block_backward.block_backward, flagged, block_tiles(*sizes, "backward")
         else:
             yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
-            yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
+            added = chosen | flags | dict(ADDS=True)
+            yield by_query.query_dq, added, query_tiles(*sizes, backward=True)
             blocks = chosen | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
             yield by_block_backward.block_backward, blocks, block_tiles(*sizes, "dkv")
 
@@ -312,7 +312,7 @@ SMALL_KERNELS = [
     (scoring.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
     (scoring.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
     (by_block_forward.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, N_PAD=16, G_PAD=4)),
-    (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
+    (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4, ADDS=True)),
     (by_block_backward.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
     (block_index.count_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=64)),
     (block_index.cut_bins, dict(BLOCK=8192, NB=1024)),
