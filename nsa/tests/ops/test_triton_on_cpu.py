@@ -21,6 +21,7 @@ from nsa.ops.triton import (
     by_query,
     cross_entropy,
     documents,
+    heads,
     problem,
     tile,
 )
@@ -66,6 +67,7 @@ INTERPRETED = {
         "ops/test_decode_ways.py",
         "ops/test_launch_device.py",
         "ops/test_loss_kernel.py",
+        "ops/test_heads.py",
         "ops/test_routes.py",
         "model/test_fused.py",
         "parallel/test_windows.py",
@@ -302,6 +304,8 @@ def test_the_check_finds_what_ptxas_compiles_to_wrong_code():
     assert not shared_addresses(twice)
 
 
+LAYER = dict(COLUMNS=1600, HQ=12, HKV=2, DK=64, DV=64, SOFTMAX=True, HALF_PAD=32, DV_PAD=64)
+LAYER |= dict(HQ_PAD=16, TOKENS=16, ROWS_Q=64, ROWS_KV=32)
 PACKED = dict(L_SEL=64, NW=32, HAS_DOCS=True)
 SMALL_KERNELS = [
     (
@@ -324,6 +328,8 @@ SMALL_KERNELS = [
         dict(DV=128, DV_PAD=128, BY_TOKEN=True, BT=8, BH=4, p_dcmp=None, p_dwin=None),
     ),
     (tile.gate_backward, dict(DV=128, DV_PAD=128, BY_TOKEN=False, BT=8, BH=4)),
+    (heads.split_product, LAYER),
+    (heads.join_gradients, LAYER | dict(REST_PAD=32)),
     (documents.finite_rows, dict(D=80, D_PAD=128, ARE_KEYS=True, BM=16)),
     (
         compression.mean_forward,
