@@ -1,5 +1,6 @@
 """The Triton kernels without a GPU: run by Triton's interpreter, compiled for sm_80 and sm_90."""
 
+import re
 import subprocess
 import sys
 
@@ -345,6 +346,17 @@ SMALL_KERNELS = [
 )
 def test_small_kernels_compile(kernel, constants, capability):
     assert compile_kernel(kernel, capability, constants).asm["cubin"]
+
+
+def test_what_only_moves_numbers_moves_16_bytes_at_a_time():
+    sums = dict.fromkeys(("p_x", "p_y"), "*fp32")
+    zeros = compile_kernel(block_index.zero_two, 90, dict(BLOCK=4096), pointers=sums).asm["ptx"]
+    # 32 numbers of a thread in full blocks; what is behind a mask is for the last one.
+    assert len(re.findall(r"st\.global\.v4", zeros)) >= 8
+    for kernel, constants in ((heads.split_product, {}), (heads.join_gradients, dict(REST_PAD=32))):
+        ptx = compile_kernel(kernel, 90, LAYER | constants).asm["ptx"]
+        # 8 numbers of a row: of 12 heads of q 3 times 2 x 2, of each key 2, of each value 2.
+        assert len(re.findall(r"st\.global\.v4", ptx)) == 12 + 3 * 2 + 3 * 2, kernel
 
 
 def test_queries_with_an_offset_choose_among_many_blocks_in_registers():

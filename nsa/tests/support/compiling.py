@@ -46,7 +46,18 @@ POINTERS = {
     + ("p_k_sel", "p_k_win", "p_k_cmp", "p_v_cmp", "p_v_sel", "p_v_win")
     + ("p_dk_sel", "p_dk_win", "p_dk_cmp", "p_dv_cmp", "p_dv_sel", "p_dv_win"),
     "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates")
-    + ("p_cos", "p_sin", "p_bias", "p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum", "p_losses"),
+    + (
+        "p_cos",
+        "p_sin",
+        "p_bias",
+        "p_dk",
+        "p_dv",
+        "p_dk_parts",
+        "p_dv_parts",
+        "p_slots",
+        "p_sum",
+        "p_losses",
+    ),
     "*i16": ("p_places",),
     "*i64": ("p_targets",),
 }
