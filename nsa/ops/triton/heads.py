@@ -253,8 +253,9 @@ def _split(
 ) -> tuple[Tensor, ...]:
     """nsa::split_product."""
     sized = Sizes(*sizes)
-    product, streams = product.contiguous(), _new_streams(product, sized)
-    _start(split_product, (product, cos, sin, bias, *streams), product, sized, {})
+    given = [x.contiguous() for x in (product, cos, sin, bias)]
+    streams = _new_streams(product, sized)
+    _start(split_product, (*given, *streams), product, sized, {})
     return tuple(streams)
 
 
@@ -269,7 +270,7 @@ def _join(
     """nsa::join_gradients."""
     sized, dq = Sizes(*sizes), grads[0]
     d_product = dq.new_empty(*dq.shape[:2], columns)
-    tensors = (d_product, cos, sin, gates, *(x.contiguous() for x in grads))
+    tensors = (d_product, *(x.contiguous() for x in (cos, sin, gates, *grads)))
     rest = columns - sized.first_logit - 3 * sized.num_heads
     _start(join_gradients, tensors, d_product, sized, {"REST_PAD": padded(rest)})
     return d_product
@@ -285,7 +286,7 @@ def _start(
     rows = [min(MAX_ROWS, padded(TOKENS * number)) for number in (heads, groups)]
     start(
         _memo,
-        (kernel.__name__, form(product, *tensors[1:4], tensors[-1]), sizes),
+        (kernel.__name__, form(*tensors), sizes),
         kernel,
         tensors,
         lambda: Launch.plain(
