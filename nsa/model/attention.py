@@ -410,6 +410,8 @@ class NSAAttention(Rotary):
         One matrix product; its columns are q, k_sel, k_win, k_cmp, then v_cmp, v_sel, v_win:
         everything to be rotated is contiguous. k_cmp is last: a learned phi rotates it later.
         """
+        if self._is_joined() and self._splits_by_kernel(x, rope):
+            return self._split_product(self._joined_product(x), rope)
         qkv, logits = self._products(x)
         heads, values = self._heads(qkv)
         rotated = apply_rope(heads[:, :, : self._num_rotated], rope)
@@ -418,23 +420,50 @@ class NSAAttention(Rotary):
         return *self._split(rotated, values), self._gates(logits, heads.dtype)
 
     def _products(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of qkv and of gate [B, S, 3 Hq]; compiled, by one product.
+        """Columns of qkv and of gate [B, S, 3 Hq]; compiled, by one product."""
+        if not self._is_joined():
+            return self.qkv(x), self.gate(x)
+        product, sizes = self._joined_product(x), [self.qkv.out_features, self.gate.out_features]
+        qkv, logits, _ = product.split([*sizes, product.shape[2] - sum(sizes)], dim=-1)
+        if self.qkv.bias is not None:
+            qkv = qkv + self.qkv.bias.to(qkv.dtype)
+        return qkv, logits + self.gate.bias
+
+    def _is_joined(self) -> bool:
+        """Whether qkv and the gates are one product.
 
         The gates have few columns: their product, and the two of its gradients, take a GPU as long
         as many columns would. A compiler joins the weights while it rounds them.
         """
-        plain = is_plain(self.qkv) and is_plain(self.gate)
-        if not (plain and torch.compiler.is_compiling()):
-            return self.qkv(x), self.gate(x)
-        sizes = [self.qkv.out_features, self.gate.out_features]
-        # Rows of qkv stay aligned: kernels read them where they lie.
-        sizes.append(-sum(sizes) % ALIGNED_COLUMNS)
+        return torch.compiler.is_compiling() and is_plain(self.qkv) and is_plain(self.gate)
+
+    def _joined_product(self, x: Tensor) -> Tensor:
+        """Columns of qkv, of gate, and zeros; no bias."""
         weight = self.qkv.weight
-        rows = [weight, self.gate.weight, weight.new_zeros(sizes[-1], weight.shape[1])]
-        qkv, logits, _ = nn.functional.linear(x, torch.cat(rows)).split(sizes, dim=-1)
-        if self.qkv.bias is not None:
-            qkv = qkv + self.qkv.bias.to(qkv.dtype)
-        return qkv, logits + self.gate.bias
+        # Rows stay aligned: kernels read them where they lie.
+        more = -(self.qkv.out_features + self.gate.out_features) % ALIGNED_COLUMNS
+        rows = [weight, self.gate.weight, weight.new_zeros(more, weight.shape[1])]
+        return nn.functional.linear(x, torch.cat(rows))
+
+    def _splits_by_kernel(self, x: Tensor, rope: Rope) -> bool:
+        """Whether a kernel makes heads and gates of the columns of one product."""
+        from nsa.ops import traced  # only under a compiler
+
+        if self.phi != "avg" or self.qk_norm or self.qkv.bias is not None or self._forced_branch:
+            return False
+        dims = (self.d_k, self.d_v)
+        runs = traced.plan_compression(x.device, x.dtype, self.backend, dims)
+        return runs == "triton" and rope.cos.dim() == 2
+
+    def _split_product(
+        self, product: Tensor, rope: Rope
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        from nsa.ops.triton import heads  # Triton exists for Linux only
+
+        sizes = (self.num_heads, self.num_groups, self.d_k, self.d_v, self.gate_kind == "softmax")
+        streams = heads.split(product, *rope, self.gate.bias, *sizes)
+        q, k_sel, k_win, k_cmp, v_cmp, v_sel, v_win, gates = streams
+        return q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), gates
 
     def _project_token(
         self,

@@ -161,9 +161,12 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             )
             grads[branch] = grads_kv[0], grads_kv[1]
             dq_more = dq if dq_more is None else dq_more + dq
+    # dq of the branches that are bands; that of chosen blocks is added to it.
+    walked = {0, 1, 2} - skipped - set(routes)
+    walked -= set() if problem.masked else {1}
+    dq = _backward_q(problem, q, keys, dout, stats, bits, dq_more, walked)
     # Selected branch. By queries, dq and dk, dv are separate passes; the kernel in Gluon needs one
     # for large groups, too.
-    dq_sel: Tensor | None = None
     if problem.flags.no_sel:
         pass
     elif problem.masked:
@@ -180,16 +183,13 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
         if not problem.has_lists:
             lists = list_queries(reader, chosen)
         if problem.by_query and not reader.in_gluon:
-            dq_sel = by_query.backward_q(reader, *rest, chosen)
+            by_query.backward_q(reader, *rest, chosen, dq)
             grads[1] = by_block_backward.backward_kv(reader, *rest, lists, ordered=ordered)
         else:
-            dq_sel, *grads_kv = by_block_backward.backward(
-                reader, *rest, chosen, lists, ordered=ordered
+            _, *grads_kv = by_block_backward.backward(
+                reader, *rest, chosen, lists, ordered=ordered, dq=dq
             )
             grads[1] = grads_kv[0], grads_kv[1]
-    # dq last: it walks the bands and adds what the others computed.
-    walked = {0, 1, 2} - skipped - set(routes)
-    dq = _backward_q(problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked)
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 
@@ -346,15 +346,14 @@ def _backward_q(
     dout: Tensor,
     stats: Tensor,
     bits: Tensor,
-    dq_sel: Tensor | None,
     dq_more: Tensor | None,
     walked: set[int],
 ) -> Tensor:
-    """Gradient of q from the branches to walk, and what the other kernels gave.
+    """Gradient of q from the branches to walk, and what kernels of another library gave.
 
     On Hopper a kernel in Gluon walks the window and, if asked, other branches, and adds the rest.
     """
-    masked = 1 in walked and dq_sel is None
+    masked = 1 in walked
     compressed = 0 in walked and keys[0][0].shape[1] > 0
     in_gluon = problem.hopper.both_queries if compressed else problem.hopper.queries
     if masked:
@@ -363,10 +362,8 @@ def _backward_q(
         from nsa.ops.triton.hopper import queries
 
         cmp, sel = keys[0] if compressed else None, keys[1] if masked else None
-        return queries.backward_q(problem, q, cmp, sel, keys[2], dout, stats, dq_sel, dq_more)
-    return banded_backward.backward_q(
-        problem, q, keys, dout, stats, bits, dq_sel, dq_more, walked=walked
-    )
+        return queries.backward_q(problem, q, cmp, sel, keys[2], dout, stats, dq_more)
+    return banded_backward.backward_q(problem, q, keys, dout, stats, bits, dq_more, walked=walked)
 
 
 # --- Chunked prefill: many queries that continue a cached sequence, forward only ---

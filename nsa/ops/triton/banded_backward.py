@@ -251,7 +251,7 @@ def _branch_dq(
 @triton.jit(do_not_specialize=COUNTS)
 def band_dq(
     p_q, p_dout, t_k_cmp, t_k2_cmp, t_v_cmp, t_k_sel, t_k2_sel, t_v_sel,
-    t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_sel, p_dq_more, p_dq,
+    t_k_win, t_k2_win, t_v_win, p_stats, p_bits, p_dq_more, p_dq,
     p_row_start, p_row_cmp, p_row_key,
     S, N, K, Hq, G, STATS, scale, scale_log2,
     s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
@@ -261,10 +261,10 @@ def band_dq(
     UPCAST: tl.constexpr, HAS_CMP: tl.constexpr, HAS_WIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of BM queries of one head, from all branches: [B, S, Hq, DK].
+    """Gradient of BM queries of one head, from all branches that are bands: [B, S, Hq, DK].
 
-    The selected branch is walked here (SELECT: the whole past, masked), or its part is read from
-    the fp32 dq_sel, if any. dq_more, laid out like dq, is what kernels of another library computed.
+    SELECT: the selected branch is one (the whole past, masked). dq_more, laid out like dq, is what
+    kernels of another library computed.
     STATS is the stride between the stats of two branches.
     """
     # One launch for all branches: q and dout are read once, and the final gradient is written
@@ -318,8 +318,6 @@ def band_dq(
         )  # fmt: skip
     # Sum of all branches in fp32, rounded once: [BM, DK].
     b_dq = b_dq * scale
-    if p_dq_sel is not None:
-        b_dq += tl.load(p_dq_sel + row + o_dk[None, :], mask=m_dq, other=0.0)
     if p_dq_more is not None:
         b_dq += tl.load(p_dq_more + row + o_dk[None, :], mask=m_dq, other=0.0).to(tl.float32)
     tl.store(p_dq + row + o_dk[None, :], b_dq.to(p_dq.dtype.element_ty), mask=m_dq)
@@ -327,8 +325,6 @@ def band_dq(
     if DK2 > 0:
         b_dq2 = b_dq2 * scale
         m_dq = m_t[:, None] & (o_dk2 < DK)[None, :]
-        if p_dq_sel is not None:
-            b_dq2 += tl.load(p_dq_sel + row + o_dk2[None, :], mask=m_dq, other=0.0)
         if p_dq_more is not None:
             b_dq2 += tl.load(p_dq_more + row + o_dk2[None, :], mask=m_dq, other=0.0).to(tl.float32)
         tl.store(p_dq + row + o_dk2[None, :], b_dq2.to(p_dq.dtype.element_ty), mask=m_dq)
@@ -442,15 +438,13 @@ def backward_q(
     dout: Tensor,
     stats: Tensor,  # [3, B, Hq, S, 4] fp32
     bits: Tensor,
-    dq_sel: Tensor | None,  # [B, S, Hq, Dk] fp32
     dq_more: Tensor | None = None,  # [B, S, Hq, Dk], contiguous
     *,
     walked: set[int],
 ) -> Tensor:
-    """Gradient of q from the branches to walk (the selected one masks the past, unless its `dq_sel`
-    is given), and `dq_more`, the sum of what kernels of another library computed.
-    """
-    masked = 1 in walked and dq_sel is None
+    """Gradient of q from the branches to walk, of which the selected one masks the past, and
+    `dq_more`, the sum of what kernels of another library computed."""
+    masked = 1 in walked
     words = masked and problem.words
     tiles = dq_tiles(*problem.heads, problem.capability, words=words)
     dq = problem.empty(*q.shape)
@@ -459,11 +453,11 @@ def backward_q(
     branches = {"HAS_CMP": has_cmp, "HAS_WIN": has_win}
     start(
         problem.memo,
-        ("dq", masked, dq_sel is None, dq_more is None, has_cmp, has_win),
+        ("dq", masked, dq_more is None, has_cmp, has_win),
         band_dq,
         (
             q, dout, *(x for kv in given for x in (problem.keys(*kv, tiles.BN) if kv else NONE)),
-            stats, bits, dq_sel, dq_more, dq, *problem.row_index(0, q),
+            stats, bits, dq_more, dq, *problem.row_index(0, q),
             problem.row_index(1, q)[1],
         ),
         lambda: Launch.tiled(

@@ -182,11 +182,18 @@ def zero_two(p_x, p_y, SIZE_X, SIZE_Y, BLOCK: tl.constexpr):
     """Set BLOCK numbers of x or y to 0; the first programs are those of x."""
     i, num_x = tl.program_id(0).to(tl.int64), tl.cdiv(SIZE_X, BLOCK)
     if i < num_x:
-        o = i * BLOCK + tl.arange(0, BLOCK)
-        tl.store(p_x + o, tl.zeros([BLOCK], p_x.dtype.element_ty), mask=o < SIZE_X)
+        _zero(p_x, i * BLOCK, SIZE_X, BLOCK)
     else:
-        o = (i - num_x) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(p_y + o, tl.zeros([BLOCK], p_y.dtype.element_ty), mask=o < SIZE_Y)
+        _zero(p_y, (i - num_x) * BLOCK, SIZE_Y, BLOCK)
+
+
+@triton.jit
+def _zero(p, first, SIZE, BLOCK: tl.constexpr):
+    o, b_none = first + tl.arange(0, BLOCK), tl.zeros([BLOCK], p.dtype.element_ty)
+    if first + BLOCK <= SIZE:  # without a mask, a thread stores 16 bytes at a time
+        tl.store(p + o, b_none)
+    else:
+        tl.store(p + o, b_none, mask=o < SIZE)
 
 
 # --- Device functions of both passes: how a program finds its item and its block ---

@@ -181,20 +181,24 @@ def sum_items(
 def sum_places(
     p_part, p_num_chosen, p_dq, first_row, num_rows, S, Hkv, G,
     DK: tl.constexpr, DK_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
-    """dq of one query and group: the sum over its places, in order, [B, S, Hq, DK]."""
+    """dq of one query and group: the sum over its places, in order, [B, S, Hq, DK]. ADDS: and what
+    it holds."""
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = first_row + tl.program_id(0)
     o_h, o_d = tl.arange(0, G_PAD), tl.arange(0, DK_PAD)
     mask = (o_h < G)[:, None] & (o_d < DK)[None, :]
     row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
+    at = ((i_b * S + t) * Hkv * G + i_g * G + o_h)[:, None] * DK + o_d[None, :]
     b_dq = tl.zeros([G_PAD, DK_PAD], tl.float32)
+    if ADDS:
+        b_dq += tl.load(p_dq + at, mask=mask, other=0.0).to(tl.float32)
     # dq = sum over the places n of part[n]: [G_PAD, DK_PAD].
     for n in tl.range(0, tl.load(p_num_chosen + i_seg * S + t), loop_unroll_factor=8):
         p_rows = p_part + (row + n * G)[:, None] * DK + o_d[None, :]
         b_dq += tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
-    at = ((i_b * S + t) * Hkv * G + i_g * G + o_h)[:, None] * DK + o_d[None, :]
     tl.store(p_dq + at, b_dq.to(p_dq.dtype.element_ty), mask=mask)
 
 
@@ -217,15 +221,16 @@ def backward(
     lists: QueryLists,
     *,
     ordered: bool = False,
-    dtype: torch.dtype = torch.float32,
+    dq: Tensor | None = None,  # [B, S, Hq, Dk]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q (of this dtype), k and v.
+    """Gradients of q, which is added to `dq` where that is given, k and v.
 
     Several programs add to those of k and v, atomically and in no fixed order. `ordered`: each
     writes to its own slot, and a second kernel sums the slots in order (deterministic).
     """
     sums = _zeros(problem, k, v)
-    dq = problem.empty(*q.shape, dtype=dtype)
+    adds = dq is not None
+    dq = problem.empty(*q.shape) if dq is None else dq
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     if problem.in_gluon:
@@ -234,7 +239,7 @@ def backward(
     slots = _slots(problem, lists, groups[0]) if ordered else None
     for group in groups:
         _backward_group(problem, group, q, k, v, dout, stats, lists, slots or sums, part, ordered)
-        _sum_group(problem, group, part, chosen, dq)
+        _sum_group(problem, group, part, chosen, dq, adds)
         if slots:
             _sum_slots(problem, group, q, lists, slots, sums)
     return dq, *sum_all(problem, 1, sums, 1, k, v)
@@ -306,11 +311,13 @@ def _backward_group(
     )  # fmt: skip
 
 
-def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, dq: Tensor) -> None:
+def _sum_group(
+    problem: Problem, group: Group, part: Tensor, chosen: Selection, dq: Tensor, adds: bool
+) -> None:
     heads, width = 1 << (problem.per_group - 1).bit_length(), padded(problem.d_k)
     start(
         problem.memo,
-        ("sum of places", group),
+        ("sum of places", group, adds),
         sum_places,
         (part, chosen.num_chosen, dq),
         lambda: Launch.plain(
@@ -319,7 +326,8 @@ def _sum_group(problem: Problem, group: Group, part: Tensor, chosen: Selection, 
                 group.first_row, group.num_rows, problem.seq_len, problem.num_groups,
                 problem.per_group,
             ),
-            {"DK": problem.d_k, "DK_PAD": width, "N_SEL": problem.spec.n_sel, "G_PAD": heads},
+            {"DK": problem.d_k, "DK_PAD": width, "N_SEL": problem.spec.n_sel, "G_PAD": heads}
+            | {"ADDS": adds},
             num_warps=min(max(heads * width // SUMMED, 1), 8),
         ),
     )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -103,9 +102,9 @@ def query_dq(
     s_qb, s_qs, s_qh, s_ob, s_os, s_oh,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, N_SEL: tl.constexpr, L_SEL: tl.constexpr, HAS_DOCS: tl.constexpr,
-    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    UPCAST: tl.constexpr, ADDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one query and the BM >= G heads of its group."""
+    """Gradient of one query and the BM >= G heads of its group. ADDS: added to what dq holds."""
     # int64: offsets of a segment may pass 2^31.
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -151,15 +150,20 @@ def query_dq(
         b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
         if DK2 > 0:
             b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)
-    # dq = gate * scale * sum: fp32 where band_dq adds the other branches to it.
-    gate = gate * scale
+    # dq = gate * scale * sum, and what the other branches gave.
+    b_dq = b_dq * (gate * scale)[:, None]
     dtype = p_dq.dtype.element_ty
     p_rows = p_dq + ((i_b * S + t) * Hkv * G + i_h)[:, None] * DK
     m_rows = m_h[:, None] & (o_dk < DK)[None, :]
-    tl.store(p_rows + o_dk[None, :], (b_dq * gate[:, None]).to(dtype), mask=m_rows)
+    if ADDS:
+        b_dq += tl.load(p_rows + o_dk[None, :], mask=m_rows, other=0.0).to(tl.float32)
+    tl.store(p_rows + o_dk[None, :], b_dq.to(dtype), mask=m_rows)
     if DK2 > 0:
+        b_dq2 = b_dq2 * (gate * scale)[:, None]
         m_rows = m_h[:, None] & (o_dk2 < DK)[None, :]
-        tl.store(p_rows + o_dk2[None, :], (b_dq2 * gate[:, None]).to(dtype), mask=m_rows)
+        if ADDS:
+            b_dq2 += tl.load(p_rows + o_dk2[None, :], mask=m_rows, other=0.0).to(tl.float32)
+        tl.store(p_rows + o_dk2[None, :], b_dq2.to(dtype), mask=m_rows)
 
 
 # --- Launchers ---
@@ -206,14 +210,15 @@ def backward_q(
     dout: Tensor,
     stats: Tensor,  # [B, Hq, S, 4] fp32, of this branch
     chosen: Selection,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:  # [B, S, Hq, Dk] of this dtype
-    """Gradient of q from the selected branch."""
+    dq: Tensor | None = None,  # [B, S, Hq, Dk]
+) -> Tensor:  # [B, S, Hq, Dk]
+    """Gradient of q from the selected branch, added to `dq` where that is given."""
     tiles = _tiles(problem, backward=True)
-    dq = problem.empty(*q.shape, dtype=dtype)
+    adds = dq is not None
+    dq = problem.empty(*q.shape) if dq is None else dq
     start(
         problem.memo,
-        "dq by query",
+        ("dq by query", adds),
         query_dq,
         (
             q, *problem.keys(k, v, tiles.BN), dout, stats, chosen.ids, chosen.num_chosen,
@@ -225,7 +230,7 @@ def backward_q(
                 problem.seq_len, problem.num_groups, problem.per_group,
                 problem.scale, problem.scale_log2, *q.stride()[:3], *dout.stride()[:3],
             ),
-            _constants(problem),
+            {**_constants(problem), "ADDS": adds},
             tiles,
         ),
     )  # fmt: skip

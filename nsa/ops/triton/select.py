@@ -481,7 +481,7 @@ def _words(ids, kept, o_w):
 
 SCORE_BYTES = 256 << 20
 """Limit of the workspace for scores; longer sequences are split into chunks of queries."""
-CHOICES = (64, 128, 256, 512, 1024)
+CHOICES = (32, 64, 128, 256, 512, 1024)
 """Blocks of choose_blocks; beyond, powers of two, too."""
 BLOCKS_PER_WARP = 1024
 """Of choose_blocks: more do not fit the registers of a warp, and take half a minute to compile."""

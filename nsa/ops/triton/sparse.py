@@ -246,10 +246,8 @@ def _backward(
     ordered = torch.are_deterministic_algorithms_enabled()
     lists = saved.lists if problem.has_lists else list_queries(problem, chosen)
     if problem.in_gluon or not problem.by_query:
-        return by_block_backward.backward(
-            problem, *rest, chosen, lists, ordered=ordered, dtype=q.dtype
-        )
-    dq = by_query.backward_q(problem, *rest, chosen, q.dtype) if has_dq else None
+        return by_block_backward.backward(problem, *rest, chosen, lists, ordered=ordered)
+    dq = by_query.backward_q(problem, *rest, chosen) if has_dq else None
     return dq, *by_block_backward.backward_kv(problem, *rest, lists, ordered=ordered)
 
 

@@ -54,6 +54,8 @@ SCORES: list[Callable[[tuple[int, ...]], Tensor]] = [
 LONG_TOKENS, NO_OVERLAP = BlockSpec(l=128), BlockSpec(l=64, d=64)
 SHAPES = {
     "4 queries together": (BlockSpec(), 64, 60, False),
+    "few blocks": (BlockSpec(), 32, 32, False),
+    "few blocks, most of them chosen": (BlockSpec(n_sel=30), 32, 31, False),
     "queries that read all": (BlockSpec(), 64, 4, False),
     "two rounds": (BlockSpec(), 256, 250, False),
     "eight rounds": (BlockSpec(), 1024, 700, False),

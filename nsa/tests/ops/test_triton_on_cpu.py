@@ -1,5 +1,6 @@
 """The Triton kernels without a GPU: run by Triton's interpreter, compiled for sm_80 and sm_90."""
 
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ from nsa.ops.triton import (
     by_query,
     cross_entropy,
     documents,
+    heads,
     problem,
     tile,
 )
@@ -66,6 +68,7 @@ INTERPRETED = {
         "ops/test_decode_ways.py",
         "ops/test_launch_device.py",
         "ops/test_loss_kernel.py",
+        "ops/test_heads.py",
         "ops/test_routes.py",
         "model/test_fused.py",
         "parallel/test_windows.py",
@@ -99,7 +102,6 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
                 yield banded_forward.band_forward, branch, forward_tiles(d_k, d_v, dtype, number)
             yield banded_backward.band_dkv, branch, dkv_tiles(d_k, d_v, dtype)
             walked = branch | dict(HAS_CMP=True, HAS_WIN=True)
-            walked |= {"p_dq_sel": None} if select else {}
             yield banded_backward.band_dq, walked, dq_tiles(d_k, d_v, dtype)
         flags = dict(HAS_DOCS=False, UPCAST=False)
         scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False) | flags
@@ -119,7 +121,8 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
                 yield by_block_backward.block_backward, flagged, block_tiles(*sizes, "backward")
         else:
             yield by_query.query_forward, chosen | flags, query_tiles(*sizes)
-            yield by_query.query_dq, chosen | flags, query_tiles(*sizes, backward=True)
+            added = chosen | flags | dict(ADDS=True)
+            yield by_query.query_dq, added, query_tiles(*sizes, backward=True)
             blocks = chosen | flags | dict(NARROW=True, WITH_DQ=False, ORDERED=False)
             yield by_block_backward.block_backward, blocks, block_tiles(*sizes, "dkv")
 
@@ -302,6 +305,8 @@ def test_the_check_finds_what_ptxas_compiles_to_wrong_code():
     assert not shared_addresses(twice)
 
 
+LAYER = dict(COLUMNS=1600, HQ=12, HKV=2, DK=64, DV=64, SOFTMAX=True, HALF_PAD=32, DV_PAD=64)
+LAYER |= dict(HQ_PAD=16, TOKENS=16, ROWS_Q=64, ROWS_KV=32)
 PACKED = dict(L_SEL=64, NW=32, HAS_DOCS=True)
 SMALL_KERNELS = [
     (
@@ -312,7 +317,7 @@ SMALL_KERNELS = [
     (scoring.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
     (scoring.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
     (by_block_forward.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, N_PAD=16, G_PAD=4)),
-    (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4)),
+    (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4, ADDS=True)),
     (by_block_backward.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
     (block_index.count_choices, dict(N_SEL=16, N_SEL_PAD=16, HAS_DOCS=True, BQ=64)),
     (block_index.cut_bins, dict(BLOCK=8192, NB=1024)),
@@ -324,6 +329,8 @@ SMALL_KERNELS = [
         dict(DV=128, DV_PAD=128, BY_TOKEN=True, BT=8, BH=4, p_dcmp=None, p_dwin=None),
     ),
     (tile.gate_backward, dict(DV=128, DV_PAD=128, BY_TOKEN=False, BT=8, BH=4)),
+    (heads.split_product, LAYER),
+    (heads.join_gradients, LAYER | dict(REST_PAD=32)),
     (documents.finite_rows, dict(D=80, D_PAD=128, ARE_KEYS=True, BM=16)),
     (
         compression.mean_forward,
@@ -339,6 +346,17 @@ SMALL_KERNELS = [
 )
 def test_small_kernels_compile(kernel, constants, capability):
     assert compile_kernel(kernel, capability, constants).asm["cubin"]
+
+
+def test_what_only_moves_numbers_moves_16_bytes_at_a_time():
+    sums = dict.fromkeys(("p_x", "p_y"), "*fp32")
+    zeros = compile_kernel(block_index.zero_two, 90, dict(BLOCK=4096), pointers=sums).asm["ptx"]
+    # 32 numbers of a thread in full blocks; what is behind a mask is for the last one.
+    assert len(re.findall(r"st\.global\.v4", zeros)) >= 8
+    for kernel, constants in ((heads.split_product, {}), (heads.join_gradients, dict(REST_PAD=32))):
+        ptx = compile_kernel(kernel, 90, LAYER | constants).asm["ptx"]
+        # 8 numbers of a row: of 12 heads of q 3 times 2 x 2, of each key 2, of each value 2.
+        assert len(re.findall(r"st\.global\.v4", ptx)) == 12 + 3 * 2 + 3 * 2, kernel
 
 
 def test_queries_with_an_offset_choose_among_many_blocks_in_registers():

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa.ops import machine
-from nsa.ops.triton import by_query, launcher, problem
+from nsa.ops.triton import launcher, problem
 
 MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 MAX_SHARED_BYTES |= {100: 227 << 10, 120: 99 << 10}
@@ -42,9 +42,22 @@ POINTERS = {
         "p_dq",
         "p_clean",
     )
-    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits"),
-    "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates", "p_dq_sel")
-    + ("p_dk", "p_dv", "p_dk_parts", "p_dv_parts", "p_slots", "p_sum", "p_losses"),
+    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits")
+    + ("p_k_sel", "p_k_win", "p_k_cmp", "p_v_cmp", "p_v_sel", "p_v_win")
+    + ("p_dk_sel", "p_dk_win", "p_dk_cmp", "p_dv_cmp", "p_dv_sel", "p_dv_win"),
+    "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates")
+    + (
+        "p_cos",
+        "p_sin",
+        "p_bias",
+        "p_dk",
+        "p_dv",
+        "p_dk_parts",
+        "p_dv_parts",
+        "p_slots",
+        "p_sum",
+        "p_losses",
+    ),
     "*i16": ("p_places",),
     "*i64": ("p_targets",),
 }
@@ -69,8 +82,6 @@ def compile_kernel(
     types = {name: kind.replace("bf16", dtype) for name, kind in types.items()}
     types |= {name: "*i32" for name in kernel.arg_names if name.startswith("p_")} | types
     types |= {"scale": "fp32", "scale_log2": "fp32"}
-    if kernel is by_query.query_dq:
-        types["p_dq"] = "*fp32"
     types |= pointers or {}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")

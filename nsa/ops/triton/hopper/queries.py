@@ -1,10 +1,9 @@
-"""Gradient of queries on Hopper, of all branches that are bands: the last kernel of the backward
-pass.
+"""Gradient of queries on Hopper, of all branches that are bands.
 
 The order of work is that of forward.py: an item is 64 queries of NC heads of a group. They walk the
 tiles of their window, then, where compressed keys are given, those, and then, where the selected
-branch masks the past, all of it. The kernel also adds what the other branches gave, and writes the
-final gradient. banded_backward.py has the equations, parts.py the names.
+branch masks the past, all of it. The kernel also adds what another library computed.
+banded_backward.py has the equations, parts.py the names.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ far end; of the compressed keys and of the masked past, the last ones."""
 @gluon.jit(do_not_specialize=COUNTS)
 def gluon_dq(
     t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_k_sel, t_v_sel, t_dq,
-    p_stats, p_stats_cmp, p_stats_sel, p_dq_sel, p_dq_more,
+    p_stats, p_stats_cmp, p_stats_sel, p_dq_more,
     S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, L_SEL: gl.constexpr,
     NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dq [B, S, Hq, D] = window + compressed + selected + dq_sel (fp32) + dq_more, where given.
+    """dq [B, S, Hq, D] = window + compressed + selected + dq_more, where given.
 
-    dq, dq_sel and dq_more are contiguous. stats are [B, Hq, S, 4], as in tile.py. NARROW: W < 64.
+    dq and dq_more are contiguous. stats are [B, Hq, S, 4], as in tile.py. NARROW: W < 64.
     """
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -91,7 +90,7 @@ def gluon_dq(
     bars = (q_full, q_empty, full, empty)
     sizes = (NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, S)
     copied = (t_q, t_dout, t_k, t_v, t_k_cmp, t_v_cmp, t_k_sel, t_v_sel)
-    pointers = (p_stats, p_stats_cmp, p_stats_sel, p_dq_sel, p_dq_more)
+    pointers = (p_stats, p_stats_cmp, p_stats_sel, p_dq_more)
     shared = (t_dq, pointers, bufs, bars, sizes, scale, scale_log2)
     gl.warp_specialize(
         [
@@ -239,7 +238,7 @@ def _consume(
         stats = _load_stats(pointers[0], row, t0, S, SL)
         dq, ds = warpgroup_mma_wait(1, deps=(dq, ds))
         mbarrier.arrive(empty.index(last))
-        dq = _add_others(dq * scale, pointers, at_b, at_t, at_h, S, Hkv * SHARES * NC, D, OL)
+        dq = _add_more(dq * scale, pointers, at_b, at_t, at_h, S, Hkv * SHARES * NC, D, OL)
         tma.store_wait(0)  # the item before has left the buffer
         matrix(o_bufs, C).store(rounded(dq, o_bufs.dtype))
         fence_async_shared()
@@ -371,15 +370,13 @@ def _left(p, dp, stats, dtype: gl.constexpr, OL: gl.constexpr):
 
 
 @gluon.jit
-def _add_others(dq, pointers, i_b, t0, i_h, S, Hq, D: gl.constexpr, OL: gl.constexpr):
-    """dq and what the other branches gave, of [B, S, Hq, D]."""
-    p_stats, p_stats_cmp, p_stats_sel, p_dq_sel, p_dq_more = pointers
+def _add_more(dq, pointers, i_b, t0, i_h, S, Hq, D: gl.constexpr, OL: gl.constexpr):
+    """dq and what another library gave, of [B, S, Hq, D]."""
+    p_stats, p_stats_cmp, p_stats_sel, p_dq_more = pointers
     o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, OL))
     o_d = gl.arange(0, D, gl.SliceLayout(0, OL))
     at = ((i_b.to(gl.int64) * S + o_t) * Hq + i_h)[:, None] * D + o_d[None, :]
     mask = (o_t < S)[:, None]
-    if p_dq_sel is not None:
-        dq += gl.load(p_dq_sel + at, mask=mask, other=0.0)
     if p_dq_more is not None:
         dq += gl.load(p_dq_more + at, mask=mask, other=0.0).to(gl.float32)
     return dq
@@ -396,22 +393,21 @@ def backward_q(
     win: tuple[Tensor, Tensor],  # [B, S, Hkv, D]
     dout: Tensor,  # [B, S, Hq, D]
     stats: Tensor,  # [3, B, Hq, S, 4] fp32
-    dq_sel: Tensor | None,  # [B, S, Hq, D] fp32
     dq_more: Tensor | None,  # [B, S, Hq, D]
 ) -> Tensor:
     """Gradient of q: of the window and, if given, the compressed branch and the selected one, which
-    masks the past, and what others gave."""
+    masks the past, and what another library gave."""
     dq, spec = problem.empty(*q.shape), problem.spec
     start(
         problem.memo,
-        (_place(cmp, sel), dq_sel is None, dq_more is None),
+        (_place(cmp, sel), dq_more is None),
         gluon_dq,
         (
             *(tile_rows(x) for x in (q, dout, *win)),
             *((None, None) if cmp is None else (tile_rows(x) for x in cmp)),
             *((None, None) if sel is None else (tile_rows(x) for x in sel)),
             tile_rows(dq), stats[2], None if cmp is None else stats[0],
-            None if sel is None else stats[1], dq_sel, dq_more,
+            None if sel is None else stats[1], dq_more,
         ),
         lambda: launch(
             num_programs(problem, CONSUMERS),
