@@ -250,8 +250,7 @@ class Decoder:
                 | {"NB": padded(self.num_blocks), "WHOLE": self.whole, "AHEAD": self.reads_ahead}
                 | {"EARLY": self.early, "UPCAST": interpreted()}
                 | {"BM": tiles.BM, "BN": tiles.TOKENS},
-                self._options(tiles.tok_warps, tiles.tok_stages)
-                | ({"maxnreg": tiles.tok_registers} if tiles.tok_registers else {}),
+                self._options(tiles.tok_warps, tiles.tok_stages),
             ),
         )  # fmt: skip
 

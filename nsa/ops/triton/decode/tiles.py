@@ -72,9 +72,6 @@ class DecodeTiles(NamedTuple):
     tok_warps: int
     tok_stages: int
     merge_warps: int
-    tok_registers: int = 0
-    """At most so many for a thread of attend_tokens, so that more programs share a multiprocessor;
-    0: as many as the compiler takes."""
     programs: int = 0
     """Programs of a segment where one launch does it all (resident.py); 0: a launch per phase."""
 
