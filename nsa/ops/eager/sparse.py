@@ -72,12 +72,17 @@ class Fetched(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """All keys and values, finite, and which of them each query of a chunk reads."""
+    """All keys and values, and which of them each query of a chunk reads.
+
+    What is not finite reaches the rows that see it and no other, and changes no bit of those.
+    """
 
     k: Tensor  # [B, H, Sk, Dk]
-    v: Tensor  # [B, H, Sk, Dv]
+    finite_k: Tensor  # [B, H, Sk, Dk]  0 for a key that is not finite
+    v: Tensor  # [B, H, Sk, Dv]  0 for a value that is not finite
     visible: Tensor  # [B, H, T, Sk] bool
-    bad: Tensor  # [B, H, T] bool, all false
+    bad: Tensor  # [B, H, T] bool  whether the query sees a value that is not finite
+    is_finite: bool  # whether all keys and values are
 
     def times_k(self, q: Tensor) -> Tensor:  # [B, H, T, R, Dk] -> [B, H, T, R, Sk]
         return (q.flatten(2, 3) @ self.k.mT).unflatten(2, q.shape[2:4])
@@ -86,12 +91,14 @@ class InPlace(NamedTuple):
         return (grad.flatten(2, 3) @ self.v.mT).unflatten(2, grad.shape[2:4])
 
     def sum_k(self, weights: Tensor) -> Tensor:
-        return (weights.flatten(2, 3) @ self.k).unflatten(2, weights.shape[2:4])
+        return (weights.flatten(2, 3) @ self.finite_k).unflatten(2, weights.shape[2:4])
 
     def sum_v(self, weights: Tensor) -> Tensor:
         return (weights.flatten(2, 3) @ self.v).unflatten(2, weights.shape[2:4])
 
     def add(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
+        if not self.is_finite:  # weights of a row of NaN are NaN for all keys
+            weights = weights.masked_fill(~self.visible[..., None, :], 0.0)
         # Heads of a group that have an index of their own share a KV head of the total.
         share = weights.flatten(2, 3).mT @ rows.flatten(2, 3)  # [B, H, Sk, D]
         total += share.unflatten(1, (total.shape[1], -1)).sum(dim=2)
@@ -214,15 +221,22 @@ def _keys(
     """Chunks of the queries, with what they read."""
     num_heads, num_fetched = ids.shape[1], ids.shape[3] * problem.block
     in_place = q.device.type == "cpu" and k.shape[1] <= FETCH_COST * num_fetched
-    # What is not finite must reach its own rows alone: fetching takes care of that.
-    if in_place and bool(k.isfinite().all()) and bool(v.isfinite().all()):
+    # Never by the data: the two ways round differently.
+    if in_place:
         per_head = num_heads // k.shape[2]
         keys, values = (
             x.transpose(1, 2).to(dtype).repeat_interleave(per_head, dim=1) for x in (k, v)
         )
+        bad_k, bad_v = (~x.isfinite().all(dim=-1) for x in (keys, values))  # [B, H, Sk]
+        is_finite = not bool(bad_k.any() | bad_v.any())
+        finite_k = keys if is_finite else keys.masked_fill(bad_k[..., None], 0.0)
+        values = values if is_finite else values.masked_fill(bad_v[..., None], 0.0)
         for rows in _chunks(ids.shape[2], q.shape[0] * q.shape[2] * k.shape[1]):
             visible = _visible(ids[:, :, rows], problem, rows, k.shape[1])
-            yield rows, InPlace(keys, values, visible, visible.new_zeros(visible.shape[:3]))
+            bad = visible.new_zeros(visible.shape[:3])
+            if not is_finite:
+                bad = (visible & bad_v[:, :, None, :]).any(dim=-1)
+            yield rows, InPlace(keys, finite_k, values, visible, bad, is_finite)
         return
     width = num_fetched * (k.shape[3] + v.shape[3])
     for rows in _chunks(ids.shape[2], q.shape[0] * num_heads * width):
