@@ -39,7 +39,7 @@ class Command:
     until_s: float = 0.0
     device: bool = False
     lane: int = 0
-    limit_s: float = 180.0
+    limit_s: float = 400.0
 
     @property
     def rehearsed(self) -> str:
