@@ -74,7 +74,7 @@ class Fetched(NamedTuple):
 class InPlace(NamedTuple):
     """All keys and values, and which of them each query of a chunk reads.
 
-    What is not finite reaches the rows that see it and no other, and changes no bit of those.
+    What is not finite reaches the rows that see it. No bit of another row depends on it.
     """
 
     k: Tensor  # [B, H, Sk, Dk]

@@ -168,6 +168,24 @@ def test_outputs_do_not_depend_on_later_keys_even_where_they_are_nan(backend: st
     assert not after[2][:, :41].isnan().any()  # nor does their gradient
 
 
+def test_how_keys_are_read_does_not_depend_on_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ways may round differently, though not on every machine."""
+    tensors, rest = make(Case(16, 3, num_queries=70, offset=0))
+    ways = []
+    for way in ("Fetched", "InPlace"):
+        kind = getattr(sparse, way)
+        monkeypatch.setattr(
+            sparse, way, lambda *x, kind=kind, way=way: ways.append(way) or kind(*x)
+        )
+    run(tensors, "torch", **rest)
+    finite = ways.copy()
+    with torch.no_grad():
+        tensors["k"][:, 41:] = math.nan
+        tensors["v"][:, 50:] = math.inf
+    run(tensors, "torch", **rest)
+    assert finite and ways == 2 * finite
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_a_query_without_keys_gives_zero_and_has_no_gradient(backend: str) -> None:
     tensors, rest = make(Case(16, 3, sink=True))
