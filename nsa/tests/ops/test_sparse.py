@@ -171,12 +171,19 @@ def test_outputs_do_not_depend_on_later_keys_even_where_they_are_nan(backend: st
 def test_how_keys_are_read_does_not_depend_on_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two ways may round differently, though not on every machine."""
     tensors, rest = make(Case(16, 3, num_queries=70, offset=0))
-    ways = []
-    for way in ("Fetched", "InPlace"):
+    ways: list[str] = []
+
+    def watch(way: str) -> None:
         kind = getattr(sparse, way)
-        monkeypatch.setattr(
-            sparse, way, lambda *x, kind=kind, way=way: ways.append(way) or kind(*x)
-        )
+
+        def taken(*args: object) -> object:
+            ways.append(way)
+            return kind(*args)
+
+        monkeypatch.setattr(sparse, way, taken)
+
+    watch("Fetched")
+    watch("InPlace")
     run(tensors, "torch", **rest)
     finite = ways.copy()
     with torch.no_grad():
