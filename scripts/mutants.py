@@ -251,6 +251,53 @@ KERNELS = (
     ),
 )
 
+GLUON = ("test_gluon_on_cpu.py::test_outputs_and_gradients_equal_float64",)
+
+HOPPER = (
+    Mutant(
+        "keys-given-back-before-they-are-read",
+        "ops/triton/hopper/forward.py",
+        (
+            (
+                "    o, p = warpgroup_mma_wait(0, deps=(o, p))\n"
+                "    mbarrier.arrive(empty.index(before))\n",
+                "    mbarrier.arrive(empty.index(before))\n"
+                "    o, p = warpgroup_mma_wait(0, deps=(o, p))\n",
+            ),
+        ),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
+        "dq-overwritten-while-it-is-copied",
+        "ops/triton/hopper/queries.py",
+        (("        tma.store_wait(0)  # the item before has left the buffer\n", ""),),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
+        "tile-waited-for-in-the-wrong-phase",
+        "ops/triton/hopper/keys.py",
+        (
+            (
+                "mbarrier.wait(full.index(stage), phase_of(begin + i, STAGES))\n"
+                "        dk, dv = _start_sums(",
+                "mbarrier.wait(full.index(stage), phase_of(begin + i, STAGES) ^ 1)\n"
+                "        dk, dv = _start_sums(",
+            ),
+        ),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
+        "rows-of-a-neighbour",
+        "ops/triton/hopper/selected_rows.py",
+        (("o_r - nth * G\n", "o_r - nth * (G - 1)\n"),),
+        GLUON,
+        interpreted=True,
+    ),
+)
+
 LOOP = "train/trainer.py"
 STORED, SHELF = "train/checkpoint/file.py", "train/checkpoint/find.py"
 RANKS, GROUP = "train/distributed/strategy.py", "train/distributed/ddp.py"
@@ -338,7 +385,7 @@ OPERATION = (
 )
 """Bugs that would lose a run, or mislead its operator."""
 
-MUTANTS = TORCH_PATH + ROTATION + DECODE + KERNELS + OPERATION
+MUTANTS = TORCH_PATH + ROTATION + DECODE + KERNELS + HOPPER + OPERATION
 
 
 UNTOUCHED = "(none)"

@@ -1,7 +1,7 @@
 """Window and compressed branch on Hopper: which calls take the kernels, that they compile, and the
 oracle.
 
-The kernels are in Gluon, which has no interpreter: without a GPU they are compiled and not run.
+Without a GPU the kernels are compiled here, and test_gluon_on_cpu.py runs them as Python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The Triton kernels without a GPU: run by Triton's interpreter, compiled for sm_80 and sm_90."""
+"""The kernels without a GPU: run by Triton's interpreter, those in Gluon as Python, and compiled for
+sm_80 and sm_90."""
 
 import re
 import subprocess
@@ -73,6 +74,7 @@ INTERPRETED = {
         "model/test_fused.py",
         "parallel/test_windows.py",
     ],
+    "Gluon": ["ops/test_gluon_on_cpu.py"],
 }
 
 

@@ -1,0 +1,207 @@
+"""The kernels in hopper/ against float64 without a GPU: as Python (support/gluon.py), beside the
+others in Triton's interpreter.
+
+test_triton_on_cpu.py runs this file with TRITON_INTERPRET=1, in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from nsa import BlockSpec
+from nsa.ops import machine
+from nsa.ops.triton import problem
+from nsa.ops.triton.problem import Problem
+from nsa.tests.support import gluon
+from nsa.tests.support.gpu import DEVICE, compare
+from nsa.tests.support.helpers import Case
+
+if not machine.interpreted() or DEVICE != "cpu":
+    pytest.skip("needs the interpreter", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+gluon.install()
+
+BANDS = {"gluon_forward", "gluon_dkv"}
+
+
+class Example(NamedTuple):
+    """Heads and tokens, whether the selected branch masks the past, and the kernels that run."""
+
+    case: Case
+    masked: bool
+    kernels: set[str]
+
+
+FEW = BlockSpec(n_sel=3, w=100)
+EXAMPLES = {
+    "16 heads": Example(
+        Case(FEW, S=197, Hkv=1, G=16, Dk=64, Dv=64),
+        False,
+        BANDS | {"gluon_dq", "selected_forward", "selected_backward"},
+    ),
+    "2 heads of 128": Example(
+        Case(FEW, S=193, Hkv=1, G=2, Dk=128, Dv=128),
+        False,
+        BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
+    ),
+    "6 heads in a fixed order": Example(
+        Case(FEW, S=261, Hkv=1, G=6, Dk=64, Dv=64),
+        False,
+        BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
+    ),
+    "10 heads of 128, more than a round": Example(
+        Case(BlockSpec(l=64, d=32, n_sel=3, w=64), S=130, Hkv=2, G=10, Dk=128, Dv=128),
+        False,
+        BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
+    ),
+    "documents": Example(
+        Case(FEW, S=200, Hkv=1, G=3, Dk=64, Dv=64, docs=(1, 79, 120)),
+        False,
+        {"selected_forward", "selected_rows_backward"},
+    ),
+    "a masked past and a narrow window": Example(
+        Case(BlockSpec(w=63), S=131, B=2, Hkv=1, G=2, Dk=64, Dv=64), True, BANDS | {"gluon_dq"}
+    ),
+    "a masked past and no compressed token": Example(
+        Case(BlockSpec(l=256, w=80), S=150, Hkv=2, G=4, Dk=128, Dv=128), True, BANDS | {"gluon_dq"}
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short calls take the kernels, too, as if the CPU were that GPU."""
+    monkeypatch.setattr(Problem, "_takes_hopper", True)
+    monkeypatch.setattr(problem, "HOPPER", True)
+    monkeypatch.setattr(problem, "FULL_ENOUGH", 0.0)
+    monkeypatch.setattr(problem, "COMPRESSED_FROM", 0)
+    for name in ("COMPRESSED_DIMS", "MASKED_DIMS"):
+        monkeypatch.setattr(problem, name, (64, 128))
+    monkeypatch.setattr(problem, "MASKED_TILES", 0)
+    problem._kept.clear()
+    gluon.launched.clear()
+    yield
+    problem._kept.clear()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_outputs_and_gradients_equal_float64(name, monkeypatch):
+    case, masked, kernels = EXAMPLES[name]
+    monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 2 if masked else 0)
+    monkeypatch.setattr(problem, "H200_PROCESSORS", 7)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms("order" in name)
+    try:
+        compare(case, torch.float16)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    assert set(gluon.launched) == kernels
+
+
+# --- what is wrong is found ---
+
+
+def run(role: Any, other: Any, tensor: torch.Tensor | None = None) -> None:
+    """A program of two roles, which share a barrier and a buffer of four rows of 64."""
+    gl, mbarrier = gluon.language(), gluon.mbarrier
+
+    def kernel(p_x: Any) -> None:
+        barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(barrier, 1)
+        buf = gl.allocate_shared_memory(gl.float32, [4, 64], gl.NVMMASharedLayout(128, 32))
+        one = SimpleNamespace(p_x=p_x, barrier=barrier, buf=buf)
+        gl.warp_specialize([(role, (one,)), (other, (one,))], [1], [24])
+
+    gluon.jit(kernel)[(1,)](torch.ones(4, 64) if tensor is None else tensor)
+
+
+def nothing(one: Any) -> None:
+    pass
+
+
+def test_a_phase_that_nobody_completes_is_an_error(monkeypatch):
+    monkeypatch.setattr(gluon, "SECONDS", 0.4)
+    with pytest.raises(AssertionError, match="nobody completes this phase"):
+        run(lambda one: gluon.mbarrier.wait(one.barrier, 0), nothing)
+    run(lambda one: gluon.mbarrier.wait(one.barrier, 1), nothing)  # as if it had just ended
+    run(
+        lambda one: gluon.mbarrier.wait(one.barrier, 0),
+        lambda one: gluon.mbarrier.arrive(one.barrier),
+    )
+
+
+def test_addresses_outside_of_a_tensor_are_an_error():
+    gl = gluon.language()
+    for at, mask, is_wrong in ((255, None, False), (256, None, True), (256, False, False)):
+
+        def role(one: Any, at: int = at, mask: Any = mask) -> None:
+            gl.store(one.p_x + at, gl.load(one.p_x + at, mask=mask, other=0.0), mask=mask)
+
+        if is_wrong:
+            with pytest.raises(AssertionError, match="outside of the tensor"):
+                run(role, nothing)
+        else:
+            run(role, nothing)
+
+
+def test_a_copy_reads_zeros_outside_of_the_tensor_and_shared_memory_begins_as_nan():
+    x = torch.arange(128.0).view(2, 64)
+    found = []
+
+    def role(one: Any) -> None:
+        t = gluon.TensorDescriptor(x, x.shape, x.stride(), (4, 64), gluon.Layout(128))
+        found.append(one.buf.load())
+        gluon.mbarrier.expect(one.barrier, 4 * 64 * 4)
+        gluon.tma.async_copy_global_to_shared(t, [-1, 0], one.barrier, one.buf)
+        gluon.mbarrier.wait(one.barrier, 0)
+        found.append(one.buf.load())
+        gluon.tma.async_copy_shared_to_global(t, [0, 0], one.buf)
+        gluon.tma.store_wait(0)
+
+    run(role, nothing)
+    assert found[0].isnan().all()
+    assert torch.equal(found[1][1:3].as_subclass(torch.Tensor), torch.arange(128.0).view(2, 64))
+    assert not found[1][[0, 3]].any()
+    assert torch.equal(x[1], torch.arange(64.0)) and not x[0].any()
+
+
+def test_products_are_made_when_they_are_waited_for():
+    gl = gluon.language()
+    ones = gluon.as_value(torch.ones(4, 4, dtype=torch.float16))
+    none = gluon.as_value(torch.zeros(4, 4))
+
+    def role(one: Any) -> None:
+        right = gl.allocate_shared_memory(gl.float16, [4, 4], gl.NVMMASharedLayout(128, 16))
+        right.store(ones)
+        first = gluon.warpgroup_mma(ones, right, none, use_acc=False, is_async=True)
+        second: Any = gluon.warpgroup_mma(ones, right, first, is_async=True)
+        first = gluon.warpgroup_mma_wait(1, deps=(first,))
+        assert (first == 4).all()
+        right.store(2 * ones)  # too early
+        with pytest.raises(TypeError):
+            second + 1
+        second = gluon.warpgroup_mma_wait(0, deps=(second,))
+        assert (second == 12).all()
+
+    run(role, nothing)
+    with pytest.raises(AssertionError, match="not waited for"):
+        run(lambda _: gluon.warpgroup_mma(ones, ones, none, is_async=True), nothing)
+
+
+def test_panels_lie_one_after_the_other():
+    """As TMA writes tiles of more than 128 bytes in a row, and other views of their memory read."""
+    gl = gluon.language()
+    tile = gl.allocate_shared_memory(gl.float16, [2, 64, 128], gl.NVMMASharedLayout(128, 16))
+    x = torch.arange(64 * 128).view(64, 128).to(torch.float16)
+    tile.index(1).store(x)
+    panels = tile._reinterpret(gl.float16, [4, 64, 64], gl.NVMMASharedLayout(128, 16))
+    assert torch.equal(panels.index(3).load().as_subclass(torch.Tensor), x[:, 64:])
+    assert torch.equal(tile.index(1).permute((1, 0)).load().as_subclass(torch.Tensor), x.T)
+    assert torch.equal(tile.index(1).slice(16, 8).load().as_subclass(torch.Tensor), x[16:24])
