@@ -23,10 +23,10 @@ from nsa.tests.support import gluon
 from nsa.tests.support.gpu import DEVICE, compare
 from nsa.tests.support.helpers import Case
 
-if not machine.interpreted() or DEVICE != "cpu":
-    pytest.skip("needs the interpreter", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-gluon.install()
+ON_CPU = machine.interpreted() and DEVICE == "cpu"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_CPU, reason="needs the interpreter")]
+if ON_CPU:
+    gluon.install()
 
 BANDS = {"gluon_forward", "gluon_dkv"}
 

@@ -1,5 +1,4 @@
-"""The kernels without a GPU: run by Triton's interpreter, those in Gluon as Python, and compiled for
-sm_80 and sm_90."""
+"""The kernels without a GPU: interpreted, and compiled for sm_80 and sm_90."""
 
 import re
 import subprocess
