@@ -324,7 +324,7 @@ async_copy = SimpleNamespace(
 
 def load(p: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Any:
     at, mask = p.seen(mask)
-    found = p.memory[at]
+    found = p.memory.take(at)  # never a view
     if other is None:
         assert mask.all(), "what the mask leaves out has no value"
         return as_value(found)
@@ -341,7 +341,7 @@ def atomic_add(p: Pointer, x: Any, mask: Any = None, **_: str) -> Any:
     at, mask = p.seen(mask)
     x = torch.as_tensor(x, dtype=p.memory.dtype).as_subclass(Tensor).broadcast_to(at.shape)
     with _adding:
-        before = as_value(p.memory[at])
+        before = as_value(p.memory.take(at))
         p.memory.index_put_((at[mask],), x[mask], accumulate=True)
     return before
 
