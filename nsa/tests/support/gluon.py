@@ -86,7 +86,7 @@ class Pointer:
 
     def to(self, dtype: torch.dtype) -> Pointer:
         memory = self.memory.view(dtype)
-        return Pointer(memory, self.at * self.memory.numel() // memory.numel())
+        return Pointer(memory, self.at * memory.numel() // self.memory.numel())
 
     @property
     def dtype(self) -> Any:
