@@ -13,7 +13,7 @@ import nsa
 from bench.cases import Case
 from nsa.model.cost import Pairs, count_pairs, dense_pairs
 
-__all__ = ["Pairs", "Work", "count_pairs", "dense_work", "nsa_work"]
+__all__ = ["Pairs", "Work", "count_pairs", "dense_work", "nsa_work", "products"]
 
 FLOPS_PER_S = 790e12
 """Dense bf16 products of large matrices; measured on an H200."""
@@ -42,7 +42,7 @@ def nsa_work(case: Case, spec: nsa.BlockSpec, *, scored: bool, itemsize: int) ->
     pairs = count_pairs(case.length, spec)
     heads = case.batch * shape.Hq
     scores = 2 * shape.Dk * pairs.cmp * heads if scored else 0
-    fwd_flops, bwd_flops = _products(sum(pairs) * heads, case)
+    fwd_flops, bwd_flops = products(sum(pairs) * heads, case)
     q, kv = shape.Hq * shape.Dk, 3 * shape.Hkv * (shape.Dk + shape.Dv)
     gates = 4 * 3 * shape.Hq  # fp32
     inputs = tokens * ((q + kv) * itemsize + gates)
@@ -54,13 +54,13 @@ def dense_work(case: Case, *, itemsize: int) -> Work:
     """Causal attention over every earlier key."""
     shape, tokens = case.shape, case.batch * case.length
     pairs = dense_pairs(case.length)
-    fwd_flops, bwd_flops = _products(pairs * case.batch * shape.Hq, case)
+    fwd_flops, bwd_flops = products(pairs * case.batch * shape.Hq, case)
     size = shape.Hq * shape.Dk + shape.Hkv * (shape.Dk + shape.Dv)
     inputs, out = tokens * size * itemsize, tokens * shape.Hq * shape.Dv * itemsize
     return Work(fwd_flops, bwd_flops, inputs + out, inputs + out + inputs)
 
 
-def _products(pairs: int, case: Case) -> tuple[float, float]:
+def products(pairs: int, case: Case) -> tuple[float, float]:
     """Operations of two products forward and five backward."""
     d_k, d_v = case.shape.Dk, case.shape.Dv
     return 2.0 * pairs * (d_k + d_v), 2.0 * pairs * (3 * d_k + 2 * d_v)

@@ -1,0 +1,118 @@
+"""The benchmark of all goals, rehearsed: what it measures, prints, and does with what fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import bench_goals, goals, train_report
+from bench.goals import Row, Run
+from bench.train_cases import GOALS
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+
+TINY = Run("cpu", tiny=True)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    """Exit code and lines of a rehearsal."""
+    code = bench_goals.main(["--device", "cpu", "--tiny", *arguments])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_a_part_is_measured_in_a_process_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "goals.json"
+    code, lines = run(capsys, "--parts", "long", "--json", str(path), "--commit", "abc")
+    result = json.loads(lines[-1])
+    assert code == 0 and json.loads(path.read_text()) == result
+    assert result["environment"]["commit"] == "abc"
+    (row,) = result["rows"]
+    assert (row["part"], row["reason"]) == ("long", "")
+    assert "32/8/128 at 1048576, all memory" in lines[-2]
+
+
+def test_every_goal_has_a_row_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {goals.SMALL: {4096: 0.48, 8192: 0.86}}
+    monkeypatch.setattr(goals, "GRAPH_MS", small)
+    rows = [*goals.attention(TINY), *goals.window(TINY)]
+    assert [row.what.removeprefix("12/2/64 at ") for row in rows] == [
+        *("4096, graph", "4096, eager", "8192, graph", "8192, eager / graph"),
+        *(f"{length}, {way}" for length in (8192, 65536) for way in ("forward", "backward")),
+    ]
+    assert all(row.value is not None and row.value > 0 for row in rows if "back" not in row.what)
+    monkeypatch.setattr(goals, "DECODE_OVER_DENSE", goals.DECODE_OVER_DENSE[:1])
+    *steps, model = goals.decode(TINY)
+    assert [row.limit for row in steps] == [105.0, 17.0, 1.0]
+    assert all(row.value is not None and row.value > 0 for row in [*steps, model])
+    assert model.at_least and model.unit == "tokens/s"
+
+
+def test_training_is_held_to_the_goals_of_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bench_train(command: list[str], **_: Any) -> Any:
+        cells = command[command.index("--cells") + 1].split(",")
+        assert "nsa-compiled,dense-compiled" in command and cells == [str(cell) for cell in GOALS]
+        result = train_report.new_result(command, "abc")
+        ours = {"variant": "nsa-compiled", "tokens_per_s": 80_000.0, "ratio": 0.9}
+        failed = {"variant": "nsa-compiled", "reason": "out of memory"}
+        result["cells"] = [{"cell": cell, "rows": [ours]} for cell in cells[:-2]]
+        result["cells"].append({"cell": cells[-1], "rows": [ours]})
+        result["cells"].append({"cell": cells[-2], "rows": [failed]})
+        train_report.write_result(command[command.index("--json") + 1], result)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", bench_train)
+    rows = list(goals.training(Run("cuda")))
+    assert [(row.limit, row.value) for row in rows] == [
+        *((0.88, 0.9), (1.1, 0.9), (2.2, 0.9), (3.4, None), (70_000.0, 80_000.0))
+    ]
+    assert [row.reason for row in rows] == ["", "", "", "out of memory", ""]
+
+
+def test_a_goal_is_met_at_its_limit_and_what_has_no_value_is_not() -> None:
+    def verdict(value: float | None, *, at_least: bool = False, reason: str = "") -> str:
+        row = bench_goals.as_json(Row("decode", "a step", "us", 100.0, value, at_least, reason))
+        return bench_goals.table([row]).splitlines()[1].split("us")[1].strip()
+
+    assert [verdict(x) for x in (99.0, 100.0, 108.0)] == ["met", "met", "missed by 8.0%"]
+    assert [verdict(x, at_least=True) for x in (101.0, 95.0)] == ["met", "missed by 5.0%"]
+    assert verdict(None, reason="no memory") == "not measured: no memory"
+    assert verdict(math.nan) == "not measured: no value"
+
+
+def test_a_part_that_crashes_leaves_its_rows_and_is_not_met(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Row("decode", "one", "us", 100.0, 50.0)
+
+    def crash(command: list[str], **_: Any) -> Any:
+        Path(command[command.index("--child") + 1]).write_text(json.dumps(row) + '\n["half')
+        return subprocess.CompletedProcess(command, -11)
+
+    monkeypatch.setattr(subprocess, "run", crash)
+    code, lines = run(capsys, "--parts", "decode", "--commit", "abc")
+    assert code == 1
+    assert "the rest" in lines[-2] and "its process ended with code -11" in lines[-2]
+    assert json.loads(lines[-1])["rows"][0]["value"] == 50.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tiny", "--parts", "speed"], "choose from attention, window, long, training, decode"),
+        (["--tiny", "--json", "nowhere/g.json"], "create it first"),
+        ([], "add --tiny to rehearse"),
+    ],
+)
+def test_it_refuses_before_it_measures(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_goals.main(["--device", "cpu", *arguments])
+    assert message in " ".join(capsys.readouterr().err.split())
