@@ -1,1 +1,1 @@
-"""The operator on a GPU: one file per operation, its Triton kernels first, its launchers below."""
+"""The operator on a GPU. A file is an operation: its Triton kernels first, its launchers below."""

@@ -14,18 +14,11 @@ from torch import Tensor
 
 from nsa.ops.plan import NO_FLAGS, Flags, nvtx
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import (
-    banded_backward,
-    banded_forward,
-    by_block_backward,
-    by_block_forward,
-    by_query,
-    flash,
-    select,
-    tile,
-)
-from nsa.ops.triton.banded_forward import Gated
-from nsa.ops.triton.block_index import QueryLists, empty_lists, list_queries
+from nsa.ops.triton import tile
+from nsa.ops.triton.bands import banded_backward, banded_forward, flash
+from nsa.ops.triton.bands.banded_forward import Gated
+from nsa.ops.triton.choice import best
+from nsa.ops.triton.choice.selection import Selection, no_choice, pack_given, split_ids
 from nsa.ops.triton.launcher import (
     Launch,
     ceil_div,
@@ -36,7 +29,8 @@ from nsa.ops.triton.launcher import (
     start,
 )
 from nsa.ops.triton.problem import Problem, problem_of
-from nsa.ops.triton.select import Selection, split_ids
+from nsa.ops.triton.selected import by_block_backward, by_block_forward, by_query
+from nsa.ops.triton.selected.block_index import QueryLists, empty_lists, list_queries
 from nsa.ops.triton.tiles import padded
 
 GATE_TOKENS, GATE_HEADS = 2, 16
@@ -104,12 +98,12 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
     with nvtx("pcmp_all", marked):
         o_cmp = _band(problem, 0, q, inputs.k_cmp, inputs.v_cmp, lse[0], routes)
     if selection is not None and problem.flags.no_sel:
-        chosen = select.no_choice(problem, selection)
+        chosen = no_choice(problem, selection)
     elif selection is None:
         with nvtx("nsa.sel.ranges_v2", marked):
-            chosen = select.choose(problem, q, inputs.k_cmp, lse[0], has_bits=problem.masked)
+            chosen = best.choose(problem, q, inputs.k_cmp, lse[0], has_bits=problem.masked)
     else:
-        chosen = select.given(problem, selection, has_bits=problem.masked)
+        chosen = pack_given(problem, selection, has_bits=problem.masked)
     with nvtx("branch_attn+gate", marked):
         if problem.flags.no_win:
             o_win = o_cmp  # its gate is 0
@@ -123,7 +117,7 @@ def forward(problem: Problem, inputs: Inputs, selection: Tensor | None) -> Resul
         gated = Gated(gates, o_cmp, o_win, problem.empty(*o_cmp.shape))
         read = chosen
         if problem.reader is not problem and not problem.masked:
-            read = select.given(problem.reader, _read_ids(problem, chosen.ids))
+            read = pack_given(problem.reader, _read_ids(problem, chosen.ids))
         o_sel, lists = _selected(problem, inputs, read, lse[1], gated)
     return Results(gated.out, chosen.ids, o_cmp, o_sel, o_win, lse, *read[1:], *lists)
 

@@ -29,9 +29,9 @@ from torch import Tensor
 from nsa.ops.checks import PLAIN, Layout, is_intercepted
 from nsa.ops.plan import NO_FLAGS, Flags
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import banded_forward, select
 from nsa.ops.triton.attention import Inputs, Results, Saved
-from nsa.ops.triton.block_index import empty_lists
+from nsa.ops.triton.bands import banded_forward
+from nsa.ops.triton.choice import best
 from nsa.ops.triton.launcher import describable, padded_head, positive_scale
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.replay import calls
@@ -44,6 +44,7 @@ from nsa.ops.triton.replay.calls import (
     repeat_attention,
     repeat_mean,
 )
+from nsa.ops.triton.selected.block_index import empty_lists
 
 __all__ = ["compress", "nsa_attention", "repeat_attention", "repeat_mean", "select_blocks"]
 
@@ -195,7 +196,7 @@ def select_by_tokens(
         q, k = describable(q), describable(k)
         with torch.cuda.device_of(q):
             problem = problem_of((q, k), q, q, blocks, 1.0, [q.shape[1]], flags)
-            return select.choose_by_tokens(problem, q, k).ids
+            return best.choose_by_tokens(problem, q, k).ids
 
     return _by_batches(choose, (padded_head(q), padded_head(k)))
 
@@ -293,7 +294,7 @@ def _select(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
     problem = problem_of((q, k_cmp), q, k_cmp, *Static.of(*static), kind)
     lse = problem.empty(problem.batch, problem.num_heads, problem.seq_len, dtype=torch.float32)
     banded_forward.forward(problem, 0, q, k_cmp, k_cmp, lse)
-    return select.choose(problem, q, k_cmp, lse).ids
+    return best.choose(problem, q, k_cmp, lse).ids
 
 
 def _select_fake(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:

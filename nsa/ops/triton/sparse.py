@@ -19,8 +19,7 @@ from torch import Tensor
 from nsa.ops.checks import Layout
 from nsa.ops.plan import NO_FLAGS
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import by_block_backward, by_block_forward, by_query, select
-from nsa.ops.triton.block_index import QueryLists, empty_lists, list_queries
+from nsa.ops.triton.choice.selection import Selection, pack_given, split_ids
 from nsa.ops.triton.documents import QUERY, RAW, finite_only
 from nsa.ops.triton.launcher import (
     Launch,
@@ -34,7 +33,8 @@ from nsa.ops.triton.launcher import (
 )
 from nsa.ops.triton.operators import MAX_GRID, cut, in_one_row, must_be_one_row
 from nsa.ops.triton.problem import Problem, problem_of
-from nsa.ops.triton.select import Selection
+from nsa.ops.triton.selected import by_block_backward, by_block_forward, by_query
+from nsa.ops.triton.selected.block_index import QueryLists, empty_lists, list_queries
 from nsa.ops.triton.tile import COUNTS
 from nsa.ops.triton.tiles import capability_of, padded, read_spec, sparse_spec
 
@@ -121,7 +121,7 @@ def sparse_attention(
     q, k, v = (padded_head(x) for x in (q, k, v))
     sizes = (q.shape[3], v.shape[3], q.shape[2] // k.shape[2], sparse_spec(block, index.shape[3]))
     spec = read_spec(*sizes, q.dtype, capability_of(q.device))
-    index = select.split_ids(index, block // spec.l_sel)
+    index = split_ids(index, block // spec.l_sel)
     if not layout.whole:
         batch, apart = q.shape[0], must_be_one_row(layout, q)
         layout = layout.in_one_row(batch) if apart else layout.up_to_last_query()
@@ -218,7 +218,7 @@ class Results(NamedTuple):
 
 
 def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Results:
-    chosen = select.given(problem, index)
+    chosen = pack_given(problem, index)
     size = (problem.batch, problem.num_heads, problem.seq_len)
     lse = problem.empty(*size, dtype=torch.float32)
     if not problem.has_lists:

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import select
+from nsa.ops.triton.choice import best
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -133,8 +133,8 @@ def _run(
     seq_len, parts = first_row + num_rows, parts.to(DEVICE).contiguous()
     ids = torch.full((seq_len, spec.n_sel), -7, dtype=torch.int32, device=DEVICE)
     num_chosen = ids.new_full((seq_len,), -7)
-    together = min(max(select.BLOCKS_TOGETHER // padded_blocks, 1), select.MOST_TOGETHER)
-    select.choose_blocks[-(-num_rows // together), 1](
+    together = min(max(best.BLOCKS_TOGETHER // padded_blocks, 1), best.MOST_TOGETHER)
+    best.choose_blocks[-(-num_rows // together), 1](
         *(parts, ids, num_chosen, ids, ids, ids, first_row, num_rows, seq_len, 1, width),
         *(spec.l - 1, spec.d, 0),
         L_SEL=spec.l_sel,
@@ -151,6 +151,6 @@ def _run(
         HAS_DOCS=False,
         HAS_BITS=False,
         BQ=together,
-        **select._options(padded_blocks),
+        **best._options(padded_blocks),
     )
     return ids[first_row:].cpu(), num_chosen[first_row:].cpu()

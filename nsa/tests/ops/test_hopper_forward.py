@@ -15,8 +15,9 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa import BlockSpec, compress, nsa_attention, sparse_attention
 from nsa.ops import machine
 from nsa.ops.machine import interpreted
-from nsa.ops.triton import block_index, by_block_forward, launcher, problem
-from nsa.ops.triton.select import Selection
+from nsa.ops.triton import launcher, problem
+from nsa.ops.triton.choice.selection import Selection
+from nsa.ops.triton.selected import block_index, by_block_forward
 from nsa.tests.support.compiling import (
     MAX_SHARED_BYTES,
     Started,

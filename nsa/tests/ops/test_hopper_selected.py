@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from nsa.ops import machine
 from nsa.ops.machine import interpreted
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton import block_index, by_block_backward, launcher, problem
-from nsa.ops.triton.select import Selection
+from nsa.ops.triton import launcher, problem
+from nsa.ops.triton.choice.selection import Selection
+from nsa.ops.triton.selected import block_index, by_block_backward
 from nsa.tests.support.compiling import (
     MAX_SHARED_BYTES,
     Started,

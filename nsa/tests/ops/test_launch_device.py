@@ -29,7 +29,7 @@ from nsa.model.rope import document_positions
 from nsa.ops import triton as triton_path
 from nsa.ops.checks import refuse_captured_documents
 from nsa.ops.machine import interpreted
-from nsa.ops.triton import attention, launcher, problem
+from nsa.ops.triton import attention, bands, choice, launcher, problem, selected
 from nsa.ops.triton.documents import index_documents
 from nsa.ops.triton.launcher import CachedLaunch, Launch
 from nsa.ops.triton.replay import calls as replayed
@@ -258,8 +258,13 @@ def test_a_new_length_needs_no_code_that_the_first_call_has_not_compiled(
     monkeypatch.setattr(problem, "AHEAD_LENGTHS", tuple(1 << power for power in range(6, 18)))
     monkeypatch.setattr(replayed, "_compile_once", lambda *args, **_: calls.append(args))
     # All are imported first: one that is imported later would keep the launcher of this test.
-    found = pkgutil.iter_modules(triton_path.__path__, "nsa.ops.triton.")
-    for module in [importlib.import_module(one.name) for one in found]:
+    packages = (triton_path, bands, choice, selected)
+    found = [
+        one.name
+        for package in packages
+        for one in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ]
+    for module in map(importlib.import_module, found):
         if hasattr(module, "start"):
             monkeypatch.setattr(module, "start", lambda *given: seen.append(form_of(*given)))
     attend_without_kernels(4096)

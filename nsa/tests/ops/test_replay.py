@@ -19,8 +19,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa import BlockSpec, compress, nsa_attention
 from nsa.ops import reference
 from nsa.ops.triton import operators, problem
-from nsa.ops.triton import select as scoring
 from nsa.ops.triton import tiles as tile_sizes
+from nsa.ops.triton.choice import best
 from nsa.ops.triton.launcher import CachedLaunch
 from nsa.ops.triton.replay import calls
 from nsa.ops.triton.replay.recorder import Block, Recorder, record
@@ -186,7 +186,7 @@ def test_a_switch_counts_for_calls_that_are_known(monkeypatch: pytest.MonkeyPatc
     assert len(chosen) == 2
     monkeypatch.delenv("NSA_SEL_RANGES_V2")
     checked: list[Any] = []
-    monkeypatch.setattr(scoring, "assert_selection", lambda *args: checked.append(args))
+    monkeypatch.setattr(best, "assert_selection", lambda *args: checked.append(args))
     monkeypatch.setenv("NSA_STRICT_ASSERTS", "1")
     for _ in range(2):
         assert_equal(attend(tensors), expected)

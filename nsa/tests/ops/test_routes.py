@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa import BlockSpec, NSAAttention, compress, nsa_attention
 from nsa.ops import fallbacks, plan, plan_attention
 from nsa.ops.fallbacks import Fallback
-from nsa.ops.triton import flash
+from nsa.ops.triton.bands import flash
 from nsa.tests.support.gpu import compare, interpreted, needs_gpu
 from nsa.tests.support.helpers import Case, assert_near, make_inputs, run, run_with_gradients
 

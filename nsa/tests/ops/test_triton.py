@@ -14,15 +14,15 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa import BlockSpec, compress, nsa_attention, select_blocks
 from nsa.ops.triton import (
     attention,
-    banded_backward,
-    block_index,
-    by_block_backward,
     operators,
     problem,
-    select,
 )
 from nsa.ops.triton import tiles as tile_sizes
+from nsa.ops.triton.bands import banded_backward
+from nsa.ops.triton.choice import best, scores
+from nsa.ops.triton.choice.selection import pack_given
 from nsa.ops.triton.replay import calls as replayed
+from nsa.ops.triton.selected import block_index, by_block_backward
 from nsa.ops.triton.tiles import forward_tiles
 from nsa.tests.support import matrix
 from nsa.tests.support.gpu import forward_backward
@@ -231,8 +231,8 @@ def test_chunks_of_queries_change_nothing(force_order, monkeypatch):
     monkeypatch.setattr(block_index, "piece_size", lambda problem: 3)
     monkeypatch.setattr(block_index, "MIN_SUB", 4)
     monkeypatch.setattr(block_index, "PART_TOKENS", 1)
-    monkeypatch.setattr(select, "SCORE_BYTES", 1)
-    monkeypatch.setattr(select, "ROWS", 32)
+    monkeypatch.setattr(scores, "SCORE_BYTES", 1)
+    monkeypatch.setattr(scores, "ROWS", 32)
     for case in (TINY_CASES[2], TINY_CASES[3]):
         compare(case, torch.float32, "reference", 1e-5, 1e-4)
         inputs = make_inputs(case, torch.float32)
@@ -300,7 +300,7 @@ def test_the_index_is_a_stable_sort_of_the_choices(docs, monkeypatch):
     x = torch.zeros(2, 41, 2, 8, device=DEVICE)
     one = problem.Problem(x, x, SHORT, 1.0, list(docs) or [41])
     assert block_index.sub_size(one) < 16
-    chosen = select.given(one, careless_selection(case).to(DEVICE))
+    chosen = pack_given(one, careless_selection(case).to(DEVICE))
     lists = block_index.list_queries(one, chosen)
 
     for segment, row in enumerate(chosen.ids.transpose(1, 2).flatten(0, 1).cpu()):
@@ -341,14 +341,14 @@ def test_a_planted_future_block_raises_under_strict_asserts(monkeypatch):
     case = Case(SMALL, S=20, Hkv=1, G=2)
     inputs = to_device(make_inputs(case, torch.float32))
     assert run(case, inputs, "triton").isfinite().all()
-    run_kernel = select.start
+    run_kernel = best.start
 
     def read_the_future(memo, place, kernel, tensors, one):
         run_kernel(memo, place, kernel, tensors, one)
-        if kernel is select.choose_blocks:
+        if kernel is best.choose_blocks:
             tensors[1][0, 9, 0, -1] = 2
 
-    monkeypatch.setattr(select, "start", read_the_future)
+    monkeypatch.setattr(best, "start", read_the_future)
     with pytest.raises(AssertionError, match="would read the future"):
         run(case, inputs, "triton")
 

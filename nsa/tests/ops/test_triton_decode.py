@@ -22,7 +22,7 @@ from nsa.model.rope import RopeScaling
 from nsa.ops.eager import attention
 from nsa.ops.eager.attention import attend_cached, split_heads
 from nsa.ops.eager.rows import forward_rows
-from nsa.ops.triton import select
+from nsa.ops.triton.choice import best
 from nsa.ops.triton.decode.launch import Token
 from nsa.ops.triton.replay import calls as replayed
 from nsa.tests.support.gpu import DEVICE, TOLERANCE, on_gpu
@@ -329,13 +329,13 @@ def test_chunked_prefill_by_kernels_is_that_of_the_torch_path(shape, sizes, monk
     x = torch.randn(2, sum(sizes), shape["dim"], device=DEVICE)
     cache, wide_cache = module.new_cache(2, sum(sizes)), wide.new_cache(2, sum(sizes))
     chosen: list[Tensor] = []  # [B, T, Hkv, n_sel] each
-    choose = select.choose
+    choose = best.choose
 
     def recording(*given, **rest):
         chosen.append((made := choose(*given, **rest)).ids)
         return made
 
-    monkeypatch.setattr(select, "choose", recording)
+    monkeypatch.setattr(best, "choose", recording)
     monkeypatch.setattr(replayed, "_compile_once", lambda *_, **__: None)  # recorded, too
     outs = []
     for part in x.split(sizes, dim=1):

@@ -13,21 +13,18 @@ import triton
 import triton.language as tl
 
 from nsa.ops.spec import BlockSpec
+from nsa.ops.triton import compress as compression
 from nsa.ops.triton import (
-    banded_backward,
-    banded_forward,
-    block_index,
-    by_block_backward,
-    by_block_forward,
-    by_query,
     cross_entropy,
     documents,
     heads,
     problem,
     tile,
 )
-from nsa.ops.triton import compress as compression
-from nsa.ops.triton import select as scoring
+from nsa.ops.triton.bands import banded_backward, banded_forward
+from nsa.ops.triton.choice import best, selection
+from nsa.ops.triton.choice.scores import group_scores, token_scores
+from nsa.ops.triton.selected import block_index, by_block_backward, by_block_forward, by_query
 from nsa.ops.triton.tiles import (
     block_tiles,
     dkv_tiles,
@@ -106,10 +103,10 @@ def attention_cases(heads, dtype=torch.bfloat16, l_sel=64, selects=(False, True)
             yield banded_backward.band_dq, walked, dq_tiles(d_k, d_v, dtype)
         flags = dict(HAS_DOCS=False, UPCAST=False)
         scores = dict(DK1=main, DK2=rest, STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False) | flags
-        yield scoring.group_scores, scores, score_tiles(d_k, dtype)
+        yield group_scores, scores, score_tiles(d_k, dtype)
         if l_sel == 128:
             tokens = dict(DK1=main, DK2=rest, L_SEL=l_sel, TILES=16, UPCAST=False)
-            yield scoring.token_scores, tokens, token_tiles(d_k, l_sel, dtype)
+            yield token_scores, tokens, token_tiles(d_k, l_sel, dtype)
         if not fits_blocks(d_k, d_v, spec, dtype):
             continue
         sizes = (d_k, d_v, per_group, spec, dtype)
@@ -214,7 +211,7 @@ BANDS = (
     banded_forward.band_forward,
     banded_backward.band_dkv,
     banded_backward.band_dq,
-    scoring.group_scores,
+    group_scores,
 )
 BLOCKS = (by_block_forward.block_forward, by_block_backward.block_backward)
 ROWS_FIRST = (by_query.query_forward, by_query.query_dq)
@@ -311,12 +308,12 @@ LAYER |= dict(HQ_PAD=16, TOKENS=16, ROWS_Q=64, ROWS_KV=32)
 PACKED = dict(L_SEL=64, NW=32, HAS_DOCS=True)
 SMALL_KERNELS = [
     (
-        scoring.choose_blocks,
+        best.choose_blocks,
         dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, STRIDES=4, OVERLAP=2, LEVELS=2, NB=1024, NW=32)
         | dict(HAS_DOCS=True, HAS_BITS=True, LARGEST=True, BQ=1),
     ),
-    (scoring.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
-    (scoring.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
+    (selection.pack_selection, PACKED | dict(N_SEL=16, N_SEL_PAD=16, HAS_BITS=True, BQ=16)),
+    (selection.pack_selection, PACKED | dict(N_SEL=32, N_SEL_PAD=32, HAS_BITS=False, BQ=1)),
     (by_block_forward.merge_parts, dict(DV=128, DV_PAD=128, N_SEL=16, N_PAD=16, G_PAD=4)),
     (by_block_backward.sum_places, dict(DK=128, DK_PAD=128, N_SEL=16, G_PAD=4, ADDS=True)),
     (by_block_backward.sum_items, dict(D=128, D_PAD=128, L_SEL=64, HAS_DOCS=True, BN=64)),
@@ -365,19 +362,19 @@ def test_queries_with_an_offset_choose_among_many_blocks_in_registers():
     folded = dict(STRIDES=4, OVERLAP=2, LEVELS=2, LARGEST=False, HAS_DOCS=True)
     chosen = dict(L_SEL=64, N_SEL=16, N_SEL_PAD=16, NUM_FIRST=1, NUM_LOCAL=2, NB=4096, NW=128)
     chosen |= dict(HAS_BITS=False, BQ=1)
-    warps = 4096 // scoring.BLOCKS_PER_WARP
-    compiled = compile_kernel(scoring.choose_blocks, 90, chosen | folded, num_warps=warps)
+    warps = 4096 // best.BLOCKS_PER_WARP
+    compiled = compile_kernel(best.choose_blocks, 90, chosen | folded, num_warps=warps)
     assert stack_bytes(compiled) == 0
     tiles = score_tiles(128, torch.bfloat16)
     sizes = dict(DK1=128, DK2=0, UPCAST=False, BM=tiles.BM, BN=tiles.BN) | folded
-    compiled = compile_kernel(scoring.group_scores, 90, sizes, **tiles.options)
+    compiled = compile_kernel(group_scores, 90, sizes, **tiles.options)
     assert stack_bytes(compiled) <= MAX_STACK_BYTES[128, 128]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 def test_selection_and_index_are_linear_in_the_tokens(packed, monkeypatch):
     """Bytes of a token, of the bits where they are the mask, and of the temporary counts, too."""
-    for module in (block_index, scoring):
+    for module in (block_index, selection):
         monkeypatch.setattr(module, "start", lambda *_: None)
     monkeypatch.setattr(problem, "capability_of", lambda _: (9, 0))
     counts = []
@@ -390,7 +387,7 @@ def test_selection_and_index_are_linear_in_the_tokens(packed, monkeypatch):
         assert one.masked == packed
         ids = torch.empty(1, length, 2, 16, dtype=torch.int32, device="meta")
         one.__dict__["documents"] = None  # they are linear, and need memory
-        chosen = scoring.given(one, ids, has_bits=one.masked)
+        chosen = selection.pack_given(one, ids, has_bits=one.masked)
         kept = [*chosen, *([] if packed else block_index.list_queries(one, chosen)), *counts]
         assert len(counts) == (not packed)
         per_token.append(sum(x.nbytes for x in kept) / length)

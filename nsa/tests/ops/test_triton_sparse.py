@@ -12,7 +12,9 @@ from torch import Tensor
 
 from nsa import BlockSpec, sparse_attention
 from nsa.model.rules import InfLLMRule, MSARule, NSARule, Rule, Span
-from nsa.ops.triton import by_query, problem, select, tiles
+from nsa.ops.triton import problem, tiles
+from nsa.ops.triton.choice import scores
+from nsa.ops.triton.selected import by_query
 from nsa.tests.ops.test_sparse import Case, make, run
 
 pytestmark = pytest.mark.gpu
@@ -235,8 +237,8 @@ def test_rules_choose_by_kernels_what_they_choose_in_torch(
     monkeypatch.setattr(rule, "backend", "torch")
     expected = rule.index(q, k, x, span)
     monkeypatch.setattr(rule, "backend", "triton")
-    monkeypatch.setattr(select, "SCORE_BYTES", 1)  # several chunks of queries
-    monkeypatch.setattr(select, "ROWS", 64)
+    monkeypatch.setattr(scores, "SCORE_BYTES", 1)  # several chunks of queries
+    monkeypatch.setattr(scores, "ROWS", 64)
     monkeypatch.setattr(Rule, "_of_document", lambda *_: pytest.fail("torch chose the blocks"))
     problem._kept.clear()
     assert torch.equal(rule.index(q, k, x, span), expected)

@@ -1,1 +1,1 @@
-"""One decode step in four launches: launch.py has their order, the kernels are beside it."""
+"""One decode step in four launches or in one: launch.py has their order, kernels are beside it."""

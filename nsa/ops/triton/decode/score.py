@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.select import FIRST_GUESS
+from nsa.ops.triton.choice.best import FIRST_GUESS
 from nsa.ops.triton.tile import _let_next_come, _wait
 
 
@@ -180,7 +180,7 @@ def _chosen(
     """Which of the blocks o_j the query in block `current` reads: 1 or 0 each.
 
     The n-th best score is found by bisection of its bits: scores are not negative, so their bits
-    as integers have the same order. Of equal scores the lower block wins. select.py does
+    as integers have the same order. Of equal scores the lower block wins. choice/best.py does
     the same for many queries.
     """
     # The first and the local blocks are always read (Eq. 11 ranks the others).

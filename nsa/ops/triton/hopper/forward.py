@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.ops.triton.banded_forward import NOT_GATED, Gated, gate_strides
+from nsa.ops.triton.bands.banded_forward import NOT_GATED, Gated, gate_strides
 from nsa.ops.triton.hopper.parts import (
     COUNTS,
     PRODUCER_REGISTERS,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.ops.triton.banded_backward import sum_all
+from nsa.ops.triton.bands.banded_backward import sum_all
 from nsa.ops.triton.hopper.division import divided
 from nsa.ops.triton.hopper.parts import (
     PRODUCER_REGISTERS,

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from nsa.ops.triton.block_index import Group, QueryLists, piece_size
 from nsa.ops.triton.hopper.gather import (
     ROWS,
     block_rows,
@@ -38,6 +37,7 @@ from nsa.ops.triton.hopper.parts import sync_warps
 from nsa.ops.triton.hopper.selected_tiles import Bars, Buffers, Sums, consume, find_item
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.selected.block_index import Group, QueryLists, piece_size
 from nsa.ops.triton.tile import COUNTS
 
 STAGES = {128: 4, 64: 8}

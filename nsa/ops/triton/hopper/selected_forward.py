@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.ops.triton.block_index import Group, QueryLists, item_constants, item_sizes
 from nsa.ops.triton.hopper.parts import exchanged, rounded, row_layout, sync_warps
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.selected.block_index import Group, QueryLists, item_constants, item_sizes
 from nsa.ops.triton.tile import COUNTS
 
 ROWS = gl.constexpr(64)

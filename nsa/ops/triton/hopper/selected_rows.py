@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from nsa.ops.triton.block_index import WIDE, Group, QueryLists, _extent, piece_size
 from nsa.ops.triton.hopper.gather import ROWS, block_rows
 from nsa.ops.triton.hopper.parts import sync_warps
 from nsa.ops.triton.hopper.selected_tiles import (
@@ -33,6 +32,7 @@ from nsa.ops.triton.hopper.selected_tiles import (
 )
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.selected.block_index import WIDE, Group, QueryLists, _extent, piece_size
 from nsa.ops.triton.tile import COUNTS
 
 STAGES = {128: 2, 64: 4}

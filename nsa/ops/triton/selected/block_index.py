@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops.triton.choice.selection import Selection
 from nsa.ops.triton.launcher import Launch, ceil_div, start
 from nsa.ops.triton.problem import Problem
-from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tile import COUNTS
 from nsa.ops.triton.tiles import Tiles, fitted_block_tiles, padded
 

@@ -18,8 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.banded_forward import NOT_GATED, Gated, gate_strides
-from nsa.ops.triton.block_index import (
+from nsa.ops.triton.bands.banded_forward import NOT_GATED, Gated, gate_strides
+from nsa.ops.triton.choice.selection import Selection
+from nsa.ops.triton.launcher import Launch, start
+from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.selected.block_index import (
     PART_BYTES,
     Group,
     QueryLists,
@@ -31,9 +34,6 @@ from nsa.ops.triton.block_index import (
     item_sizes,
     part_bytes,
 )
-from nsa.ops.triton.launcher import Launch, start
-from nsa.ops.triton.problem import Problem
-from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tile import COUNTS, _dot, _dot_add, _load, _offsets, _rows, _store_gated
 from nsa.ops.triton.tiles import padded
 

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.banded_forward import NOT_GATED, Gated, gate_strides
+from nsa.ops.triton.bands.banded_forward import NOT_GATED, Gated, gate_strides
+from nsa.ops.triton.choice.selection import Selection
 from nsa.ops.triton.launcher import Launch, start
 from nsa.ops.triton.problem import Problem
-from nsa.ops.triton.select import Selection
 from nsa.ops.triton.tile import COUNTS, _dot, _dot_add, _load, _rows, _stats, _store_gated
 from nsa.ops.triton.tiles import Tiles, query_tiles
 

@@ -1,0 +1,1 @@
+"""The choice of blocks: their scores, the best of them, and selections that are given."""

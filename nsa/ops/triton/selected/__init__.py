@@ -1,0 +1,1 @@
+"""Attention to chosen blocks: block by block with the queries that chose it, or query by query."""
