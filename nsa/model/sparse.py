@@ -18,7 +18,7 @@ from nsa.model.rope import LINEAR, Rope, RopeScaling, document_positions
 from nsa.model.rules import MSARule, Rule, Span, make_rule
 from nsa.model.stats import AttentionStats
 from nsa.ops import BlockSpec, sparse_attention
-from nsa.ops.checks import check_documents
+from nsa.ops.checks import check_block, check_documents
 from nsa.ops.fallbacks import in_layer
 
 Attended = tuple[Tensor, Tensor, Tensor | None]
@@ -89,6 +89,7 @@ class SparseAttention(DenseAttention):
             dim, n_heads, n_kv_groups, d_k, d_v, rope_base=rope_base, rope_scale=rope_scale,
             rope_scaling=rope_scaling, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_eps=norm_eps,
         )  # fmt: skip
+        check_block(spec.l_sel, "l_sel", " with one K and V (kv=shared, or a rule other than nsa)")
         self.spec, self.backend = spec, backend
         self.rule = make_rule(
             rule, spec, pool=pool, pool_block=pool_block, dim=dim, num_groups=n_kv_groups,

@@ -196,14 +196,7 @@ def check_sparse(
     q, k, v = (tensors[name] for name in "qkv")
     check_floats(tensors, lenient="sink")
     check_scale(scale)
-    if isinstance(block, bool) or not isinstance(block, int):
-        raise ValueError(f"block={block!r} is not an integer; give the tokens of a block")
-    if not BLOCK_STEP <= block <= MAX_BLOCK or block % BLOCK_STEP:
-        near = min(max(round(block / BLOCK_STEP), 1) * BLOCK_STEP, MAX_BLOCK)
-        raise ValueError(
-            f"block={block} is not a multiple of {BLOCK_STEP} up to {MAX_BLOCK}; use {near}, and "
-            f"an index that counts such blocks"
-        )
+    check_block(block, "block", ", and an index that counts such blocks")
     batch, num_queries, num_heads, d_k = check_rank(q, "q", "[B, Sq, Hq, Dk]")
     num_keys, num_groups = check_rank(k, "k", "[B, Sk, Hkv, Dk]")[1:3]
     d_v = check_rank(v, "v", "[B, Sk, Hkv, Dv]")[3]
@@ -214,6 +207,17 @@ def check_sparse(
         check_shape(tensors["sink"], "sink", (num_heads,), ": one logit for each query head")
     _check_index(index, (batch, num_queries), (1, num_groups, num_heads), q.device)
     return _check_layout(batch, num_queries, num_keys, q_offset, cu_seqlens, cu_seqlens_k, q)
+
+
+def check_block(block: int, name: str, hint: str = "") -> None:
+    """Refuse tokens of a block that sparse_attention does not take."""
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise ValueError(f"{name}={block!r} is not an integer; give the tokens of a block")
+    if not BLOCK_STEP <= block <= MAX_BLOCK or block % BLOCK_STEP:
+        near = min(max(round(block / BLOCK_STEP), 1) * BLOCK_STEP, MAX_BLOCK)
+        raise ValueError(
+            f"{name}={block} is not a multiple of {BLOCK_STEP} up to {MAX_BLOCK}; use {near}{hint}"
+        )
 
 
 def _check_layout(

@@ -377,6 +377,10 @@ def test_blocks_that_a_rule_cannot_use_are_refused() -> None:
         MoBARule(SPEC, 24)
     with pytest.raises(ValueError, match="d_index=3.*even"):
         MSARule(SPEC, 24, 2, 3, 1e4, 1.0)
+    for l_sel, allowed in ((8, "use 16"), (24, "use 32"), (512, "use 256")):
+        spec = BlockSpec(l=8, d=8, l_sel=l_sel)
+        with pytest.raises(ValueError, match=f"l_sel={l_sel} is not a multiple of 16.*{allowed}"):
+            SparseAttention(**HEADS, spec=spec, rule="nsa")
     with pytest.raises(ValueError, match="one of .*separate"):
         TinyLM(vocab=4, n_layers=1, **HEADS, kv="none")
     model = new_model("msa")
