@@ -290,6 +290,20 @@ HOPPER = (
         interpreted=True,
     ),
     Mutant(
+        "mask-of-the-next-block",
+        "ops/triton/hopper/forward.py",
+        (
+            (
+                "        for j in range(1, masked):\n"
+                "            bit = word >> (j * TILE_ROWS // L_SEL)\n",
+                "        for j in range(1, masked):\n"
+                "            bit = word >> (j * TILE_ROWS // L_SEL + 1)\n",
+            ),
+        ),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
         "rows-of-a-neighbour",
         "ops/triton/hopper/selected_rows.py",
         (("o_r - nth * G\n", "o_r - nth * (G - 1)\n"),),

@@ -66,11 +66,16 @@ EXAMPLES = {
         False,
         {"selected_forward", "selected_rows_backward"},
     ),
+    # More blocks than are chosen: otherwise the mask is that of causal attention.
     "a masked past and a narrow window": Example(
-        Case(BlockSpec(w=63), S=131, B=2, Hkv=1, G=2, Dk=64, Dv=64), True, BANDS | {"gluon_dq"}
+        Case(BlockSpec(n_sel=3, w=63), S=259, B=2, Hkv=1, G=2, Dk=64, Dv=64),
+        True,
+        BANDS | {"gluon_dq"},
     ),
     "a masked past and no compressed token": Example(
-        Case(BlockSpec(l=256, w=80), S=150, Hkv=2, G=4, Dk=128, Dv=128), True, BANDS | {"gluon_dq"}
+        Case(BlockSpec(l=320, n_sel=3, w=80), S=270, Hkv=1, G=4, Dk=128, Dv=128),
+        True,
+        BANDS | {"gluon_dq"},
     ),
 }
 
