@@ -55,7 +55,7 @@ DECODE_REPEATS = 40
 PROFILED = 7
 """Calls whose kernels are timed."""
 TRAINING = ["--variants", "nsa-compiled,dense-compiled", "--steps", "7", "--warmup", "2"]
-MODEL = "configs/m7c_125m_2xa100_production.yaml"
+MODEL, TINY_MODEL = "configs/m7c_125m_2xa100_production.yaml", "configs/quickstart.yaml"
 TINY = {LARGE: Shape(4, 2, 16, 16), SMALL: Shape(2, 1, 8, 8), MIDDLE: Shape(2, 2, 16, 16)}
 TINY_SPEC = BlockSpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
 TINY_LENGTH = 48
@@ -255,7 +255,7 @@ def decode(run: Run) -> Iterator[Row]:
         what = f"{_heads(shape)} at {length}, batch {batch}, over dense"
         yield Row("decode", what, "x", 1.0, None if ours is None else ours / best)
     for (batch, length), limit in MODEL_TOKENS_PER_S.items():
-        config = load_config("configs/quickstart.yaml" if run.tiny else REPOSITORY / MODEL, [])
+        config = load_config(REPOSITORY / (TINY_MODEL if run.tiny else MODEL), [])
         found = decode_cell.measure_model(
             config, batch, TINY_LENGTH if run.tiny else length, 5, run.device, run.dtype
         )
