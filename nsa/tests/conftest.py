@@ -64,6 +64,18 @@ def pytest_configure(config: pytest.Config) -> None:
         problem.AHEAD_LENGTHS = ()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` need a CUDA device, or Triton's interpreter."""
+    of_kernels = [item for item in items if item.get_closest_marker("gpu")]
+    if not of_kernels or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in of_kernels:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, or TRITON_INTERPRET=1"))
+
+
 @pytest.fixture(autouse=True)
 def _tf32_as_before() -> Iterator[None]:
     """A training run on a GPU allows TF32 in its process; tests of exact kernels may come next."""
