@@ -304,6 +304,13 @@ HOPPER = (
         interpreted=True,
     ),
     Mutant(
+        "rows-loaded-before-their-buffer-is-free",
+        "ops/triton/hopper/selected.py",
+        (("(turn // HALF & 1) ^ 1", "1"),),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
         "rows-of-a-neighbour",
         "ops/triton/hopper/selected_rows.py",
         (("o_r - nth * G\n", "o_r - nth * (G - 1)\n"),),

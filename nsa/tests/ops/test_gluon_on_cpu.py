@@ -19,6 +19,7 @@ from nsa import BlockSpec
 from nsa.ops import machine
 from nsa.ops.triton import problem
 from nsa.ops.triton.problem import Problem
+from nsa.ops.triton.selected import block_index
 from nsa.tests.support import gluon
 from nsa.tests.support.gpu import DEVICE, compare
 from nsa.tests.support.helpers import Case
@@ -78,6 +79,8 @@ EXAMPLES = {
         BANDS | {"gluon_dq"},
     ),
 }
+LONG_ITEMS = {"16 heads", "2 heads of 128", "10 heads of 128, more than a round"}
+"""All queries of a block are one item: buffers are used again, as in long sequences."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +104,8 @@ def test_outputs_and_gradients_equal_float64(name, monkeypatch):
     case, masked, kernels = EXAMPLES[name]
     monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 2 if masked else 0)
     monkeypatch.setattr(problem, "H200_PROCESSORS", 7)
+    if name in LONG_ITEMS:
+        monkeypatch.setattr(block_index, "MIN_PIECE", 256)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms("order" in name)
     try:
