@@ -100,14 +100,12 @@ def _in_child(part: str, args: argparse.Namespace) -> list[Row]:
         path.touch()
         command = [sys.executable, __file__, "--parts", part, "--child", str(path)]
         command += ["--device", args.device, *(["--tiny"] if args.tiny else [])]
-        try:
-            code = subprocess.run(command, stdout=STDERR, timeout=args.part_timeout).returncode
-            ending = f"its process ended with code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            ending = f"it took more than {args.part_timeout:g} s (--part-timeout)"
+        code = subprocess.run(command, stdout=STDERR).returncode
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     rows = [Row(*json.loads(line)) for line in lines if line.endswith("\n")]
-    return rows if not ending else [*rows, Row(part, "the rest", "", 0.0, reason=ending)]
+    if code:
+        rows.append(Row(part, "the rest", "", 0.0, reason=f"its process ended with code {code}"))
+    return rows
 
 
 def _measure(part: str, run: Run, path: str) -> None:
@@ -126,7 +124,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a rehearsal")
     parser.add_argument("--commit", metavar="NAME", help="commit to record if git is not available")
-    parser.add_argument("--part-timeout", type=float, default=900.0, metavar="SECONDS")
     parser.add_argument("--child", metavar="FILE", help=argparse.SUPPRESS)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)

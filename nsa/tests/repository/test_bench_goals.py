@@ -56,23 +56,37 @@ def test_every_goal_has_a_row_with_what_was_measured(monkeypatch: pytest.MonkeyP
 
 def test_training_is_held_to_the_goals_of_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     def bench_train(command: list[str], **_: Any) -> Any:
-        cells = command[command.index("--cells") + 1].split(",")
-        assert "nsa-compiled,dense-compiled" in command and cells == [str(cell) for cell in GOALS]
-        result = train_report.new_result(command, "abc")
-        ours = {"variant": "nsa-compiled", "tokens_per_s": 80_000.0, "ratio": 0.9}
-        failed = {"variant": "nsa-compiled", "reason": "out of memory"}
-        result["cells"] = [{"cell": cell, "rows": [ours]} for cell in cells[:-2]]
-        result["cells"].append({"cell": cells[-1], "rows": [ours]})
-        result["cells"].append({"cell": cells[-2], "rows": [failed]})
-        train_report.write_result(command[command.index("--json") + 1], result)
+        cell = command[command.index("--cells") + 1]
+        cells.append(cell)
+        assert "nsa-compiled,dense-compiled" in command
+        row: dict[str, Any] = {"variant": "nsa-compiled", "tokens_per_s": 80_000.0, "ratio": 0.9}
+        if cell == "65536x1":
+            row = {"variant": "nsa-compiled", "reason": "out of memory"}
+        result = train_report.new_result(command, "abc") | {"cells": [{"rows": [row]}]}
+        if cell != "32768x1":
+            train_report.write_result(command[command.index("--json") + 1], result)
         return subprocess.CompletedProcess(command, 1)
 
+    cells: list[str] = []
     monkeypatch.setattr(subprocess, "run", bench_train)
     rows = list(goals.training(Run("cuda")))
+    assert cells == [str(cell) for cell in GOALS]
     assert [(row.limit, row.value) for row in rows] == [
-        *((0.88, 0.9), (1.1, 0.9), (2.2, 0.9), (3.4, None), (70_000.0, 80_000.0))
+        *((0.88, 0.9), (1.1, 0.9), (2.2, None), (3.4, None), (70_000.0, 80_000.0))
     ]
-    assert [row.reason for row in rows] == ["", "", "", "out of memory", ""]
+    assert [row.reason for row in rows] == ["", "", "bench_train.py: exit 1", "out of memory", ""]
+
+
+def test_kernels_of_the_window_are_found_by_name_and_none_is_no_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = {"gluon_forward": 2.0, "band_dkv": 3.0, "gluon_dq": 4.0, "sum_parts": 0.5, "mul": 9.0}
+    slower = {name: 10 * ms for name, ms in call.items()}
+    assert goals._kernels([call, slower, call], "forward") == 2.0
+    assert goals._kernels([call, slower, call], "dkv", "dq", "sum_parts") == 7.5
+    monkeypatch.setattr(goals, "_window_ms", lambda *_: (0.0, 0.0))
+    for row in goals.window(Run("cuda")):
+        assert row.missed_by is None and row.reason == "no kernel of the window was seen"
 
 
 def test_a_goal_is_met_at_its_limit_and_what_has_no_value_is_not() -> None:
