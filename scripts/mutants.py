@@ -252,8 +252,37 @@ KERNELS = (
 )
 
 GLUON = ("test_gluon_on_cpu.py::test_outputs_and_gradients_equal_float64",)
+BY_SEGMENT = ("test_gluon_on_cpu.py::test_a_decode_step_by_segment_is_that_of_several_launches",)
 
 HOPPER = (
+    Mutant(
+        "buffers-that-change-their-reader",
+        "ops/triton/hopper/decode.py",
+        (("SLOTS = 4\n", "SLOTS = 3\n"), ("SLOTS % 2 == 0", "SLOTS > 0")),
+        BY_SEGMENT,
+        interpreted=True,
+    ),
+    Mutant(
+        "values-after-the-end-kept",
+        "ops/triton/hopper/decode_attend.py",
+        (("gl.where((o_r < num)[:, None], b, 0)", "b"),),
+        BY_SEGMENT,
+        interpreted=True,
+    ),
+    Mutant(
+        "scores-of-padding",
+        "ops/triton/hopper/decode_lead.py",
+        (("(o_h < G)[None, :]\n    at", "(o_h >= 0)[None, :]\n    at"),),
+        BY_SEGMENT,
+        interpreted=True,
+    ),
+    Mutant(
+        "carried-from-the-first-block",
+        "ops/triton/hopper/decode_attend.py",
+        (("(o_c == BLOCKS - 1)", "(o_c == 0)"),),
+        BY_SEGMENT,
+        interpreted=True,
+    ),
     Mutant(
         "keys-given-back-before-they-are-read",
         "ops/triton/hopper/forward.py",

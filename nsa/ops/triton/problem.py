@@ -121,6 +121,14 @@ class Hopper(NamedTuple):
 BANDS_ALONE = Hopper()
 
 
+def takes_gluon(capability: Capability, device: torch.device) -> bool:
+    """Whether the kernels in hopper/ run on this machine: they were written for one GPU, and no
+    other can run them."""
+    if HOPPER is False or interpreted() or capability != H200:
+        return False
+    return machine_of(device).triton in GLUON_VERSIONS
+
+
 class Problem:
     """Sizes, block sizes and documents of calls of one form, and the memo of their launches."""
 
@@ -302,11 +310,8 @@ class Problem:
 
     @property
     def _takes_hopper(self) -> bool:
-        """Whether the kernels in hopper/ take such heads on this machine: they were written for one
-        GPU, and no other can run them."""
-        if HOPPER is False or interpreted() or self.capability != H200:
-            return False
-        if machine_of(self.device).triton not in GLUON_VERSIONS:
+        """Whether the kernels in hopper/ take such heads on this machine."""
+        if not takes_gluon(self.capability, self.device):
             return False
         is_half = self.dtype in (torch.bfloat16, torch.float16)
         return is_half and self.d_k == self.d_v and self.d_k in HOPPER_DIMS

@@ -21,6 +21,7 @@ from nsa.ops.triton import problem
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.selected import block_index
 from nsa.tests.support import gluon
+from nsa.tests.support.decoding import SEGMENTS, assert_both_ways_agree
 from nsa.tests.support.gpu import DEVICE, compare
 from nsa.tests.support.helpers import Case
 
@@ -113,6 +114,12 @@ def test_outputs_and_gradients_equal_float64(name, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(deterministic)
     assert set(gluon.launched) == kernels
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_a_decode_step_by_segment_is_that_of_several_launches(name, monkeypatch):
+    assert_both_ways_agree(SEGMENTS[name], monkeypatch)
+    assert set(gluon.launched) == {"step_by_segment"}
 
 
 # --- what is wrong is found ---

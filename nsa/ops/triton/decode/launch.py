@@ -1,7 +1,8 @@
 """Decoder: one decode step of a layer, one new token per sequence, in four launches or in one.
 
-Three for sequences of at most n_sel blocks, all of which are read: there is nothing to score. One
-for few sequences on Hopper, whose programs are all on the GPU at once (resident.py).
+Three for sequences of at most n_sel blocks, all of which are read: there is nothing to score. On
+Hopper one for few sequences, whose programs are all on the GPU at once (resident.py), and one where
+each segment can have a multiprocessor (hopper/decode.py).
 
 No host sync, and no size depends on data: a step can be captured in a CUDA graph and replayed while
 the sequences grow, up to the length that their caches were allocated for.
@@ -22,9 +23,18 @@ from nsa.ops.machine import interpreted
 from nsa.ops.plan import read_switches
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.decode import attend, merge, resident, score
-from nsa.ops.triton.decode.tiles import DecodeTiles, Workspace, decode_tiles, reads_pass_l1
+from nsa.ops.triton.decode.tiles import (
+    BY_SEGMENT,
+    SEGMENT_HEADS,
+    SEGMENT_ROWS,
+    DecodeTiles,
+    Workspace,
+    decode_tiles,
+    reads_pass_l1,
+    takes_segments,
+)
 from nsa.ops.triton.launcher import Launch, Memo, ceil_div, form, start
-from nsa.ops.triton.problem import LOG2_E
+from nsa.ops.triton.problem import LOG2_E, takes_gluon
 from nsa.ops.triton.tiles import capability_of, padded, parts_of
 
 LOGITS_STEP = 32
@@ -76,6 +86,8 @@ class Decoder:
         """Every block is read: none is scored, and none counts as forced."""
         self.num_forced = 0 if self.whole else spec.num_forced
         self.tiles = self._tiles()
+        self.by_segment = self._takes_segments()
+        """One launch with a program for each segment (hopper/decode.py)."""
         # Parts of a segment, in the order in which they are stored and merged.
         self.cmp_parts = ceil_div(self.num_cmp, self.tiles.CMP_PART)
         self.win_parts = ceil_div(self.window, self.tiles.WIN_PART)
@@ -98,6 +110,13 @@ class Decoder:
             whole=self.whole, processors=self._processors,
         )  # fmt: skip
 
+    def _takes_segments(self) -> bool:
+        in_gluon = BY_SEGMENT and takes_gluon(capability_of(self.device), self.device)
+        if self._paged or not in_gluon:
+            return False
+        heads = (self.d_k, self.d_v, self.dtype), self.per_group
+        return takes_segments(*heads, self.spec, self.max_len, self.segments, self._processors)
+
     @property
     def _processors(self) -> int:
         """Multiprocessors of the GPU; 0 where programs of a launch do not wait for each other."""
@@ -114,9 +133,17 @@ class Decoder:
         def whole(name: str, *size: int) -> Tensor:
             return workspace.get(name, *size, dtype=torch.int32, device=self.device)
 
-        rows = (self.segments, self.num_parts, self.per_group)
-        self.part, self.part_lse = wide("part", *rows, self.d_v), wide("part_lse", *rows)
-        self.logits, self.tops = self._score_buffers(wide)
+        if self.by_segment:
+            tiles = self.segments, ceil_div(self.num_cmp, SEGMENT_ROWS)
+            self.carried = wide("carried", *tiles, SEGMENT_HEADS)
+            self.tops = wide("tops", *tiles, SEGMENT_HEADS)
+            self.tickets = workspace.zeros(
+                f"tickets of {self.num_groups}", self.batch, dtype=torch.int64, device=self.device
+            )
+        else:
+            rows = (self.segments, self.num_parts, self.per_group)
+            self.part, self.part_lse = wide("part", *rows, self.d_v), wide("part_lse", *rows)
+            self.logits, self.tops = self._score_buffers(wide)
         self.scores = wide("scores", self.segments, self.levels, self.num_blocks)
         self.current = whole("current", self.batch)
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
@@ -154,18 +181,25 @@ class Decoder:
         )  # fmt: skip
         # Part of every launch key: the same decoder may see tensors of another form.
         key = form(token.q, *token.k, *token.v, token.gates, *(token.made or ()))
+        if self.by_segment:
+            from nsa.ops.triton.hopper import decode  # Gluon: only where it runs
+
+            decode.start_step(self, token, out, key, advance)
+            self._check_selection()
+            return out
         if self.programs and self._step_resident(token, out, key, advance):
             return out
         self._attend_compressed(token, key)
         if not self.whole:
             self._score(key)
         self._attend_tokens(token, key)
-        if self.strict and not torch.cuda.is_current_stream_capturing():
-            self._assert_selection()
+        self._check_selection()
         self._merge(token.gates, out, key, advance)
         return out
 
-    def _assert_selection(self) -> None:
+    def _check_selection(self) -> None:
+        if not self.strict or torch.cuda.is_current_stream_capturing():
+            return
         for i, length in enumerate(self.current):
             assert_selection(self.selection[i : i + 1, :, None], length[None], self.spec)
 
@@ -287,8 +321,7 @@ class Decoder:
                 raise
             self.programs = 0
             return False
-        if self.strict and not torch.cuda.is_current_stream_capturing():
-            self._assert_selection()
+        self._check_selection()
         return True
 
     def _launch_resident(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops.spec import BlockSpec
+from nsa.ops.triton.problem import HOPPER_DIMS
 from nsa.ops.triton.tiles import (
     H200,
     SMALLEST,
@@ -120,6 +121,18 @@ MAX_WIN_PARTS = 128
 """Parts of the window that a program merges, beside those of the other branches."""
 MAX_SCORED = 1 << 17
 """Logits (heads * compressed tokens of its blocks) that a program scores."""
+BY_SEGMENT = False
+"""Whether hopper/decode.py runs where it was measured to be faster. Off until its last form has
+passed its tests, ten thousand launches and compute-sanitizer on the card."""
+SEGMENT_HEADS, SEGMENT_ROWS = 16, 64
+"""Of hopper/decode.py: heads of a group at most, rows of a tile."""
+SEGMENT_BLOCKS = 1024
+"""Blocks whose sums fit its shared memory."""
+SEGMENT_RING = 64
+"""Raw tokens behind a compressed one, at most: they lie in registers."""
+HALF_BUSY, MAINLY_BUSY, MOST_BUSY = 0.45, 0.7, 0.9
+"""Shares of the multiprocessors that it must keep busy: the least one of one round of programs, for
+long caches of narrow heads, and of several rounds."""
 MAX_BLOCKS = 16384
 """Selection blocks of a sequence: one program holds all their scores in registers."""
 
@@ -230,6 +243,40 @@ def decode_tiles(
         merge_warps=min(8, max(1, padded(num_parts) * padded(d_v) // MERGED_BY_A_WARP)),
         programs=programs,
     )
+
+
+def takes_segments(
+    caches: tuple[int, int, torch.dtype],
+    per_group: int,
+    spec: BlockSpec,
+    max_len: int,
+    segments: int,
+    processors: int,
+) -> bool:
+    """Whether hopper/decode.py takes such caches (d_k, d_v, dtype), and is faster than several
+    launches (docs/log/kernels.md).
+
+    Each program has a multiprocessor of its own, so segments must come in about as many; 0
+    multiprocessors: on such a machine it does not run.
+    """
+    if not processors:
+        return False
+    d_k, d_v, dtype = caches
+    strides, num_blocks = spec.l_sel // spec.d, spec.num_blocks(max_len)
+    if not (
+        d_k == d_v and d_k in HOPPER_DIMS and dtype.itemsize == 2
+        and per_group <= SEGMENT_HEADS and num_blocks <= SEGMENT_BLOCKS
+        and spec.num_cmp(max_len) > 0 and spec.l_sel % SEGMENT_ROWS == 0
+        and strides & (strides - 1) == 0 and strides <= SEGMENT_ROWS
+        and spec.l <= SEGMENT_RING and spec.l - spec.d <= spec.l_sel
+    ):  # fmt: skip
+        return False
+    rounds = -(-segments // processors)
+    narrow, whole = d_k == 64, num_blocks <= spec.n_sel
+    least = MOST_BUSY if rounds > 1 or (narrow and whole) else HALF_BUSY
+    if narrow and spec.num_cmp(max_len) > LONG:
+        least = max(least, MAINLY_BUSY)
+    return segments >= least * rounds * processors
 
 
 def _programs(room: int, cmp_parts: int, token_parts: int) -> int:
