@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nsa.ops.spec import BlockSpec
-from nsa.ops.triton.problem import HOPPER_DIMS
 from nsa.ops.triton.tiles import (
     H200,
     SMALLEST,
@@ -124,8 +123,8 @@ MAX_SCORED = 1 << 17
 BY_SEGMENT = False
 """Whether hopper/decode.py runs where it was measured to be faster. Off until its last form has
 passed its tests, ten thousand launches and compute-sanitizer on the card."""
-SEGMENT_HEADS, SEGMENT_ROWS = 16, 64
-"""Of hopper/decode.py: heads of a group at most, rows of a tile."""
+SEGMENT_DIMS, SEGMENT_HEADS, SEGMENT_ROWS = (64, 128), 16, 64
+"""Of hopper/decode.py: head dims, heads of a group at most, rows of a tile."""
 SEGMENT_BLOCKS = 1024
 """Blocks whose sums fit its shared memory."""
 SEGMENT_RING = 64
@@ -264,7 +263,7 @@ def takes_segments(
     d_k, d_v, dtype = caches
     strides, num_blocks = spec.l_sel // spec.d, spec.num_blocks(max_len)
     if not (
-        d_k == d_v and d_k in HOPPER_DIMS and dtype.itemsize == 2
+        d_k == d_v and d_k in SEGMENT_DIMS and dtype.itemsize == 2
         and per_group <= SEGMENT_HEADS and num_blocks <= SEGMENT_BLOCKS
         and spec.num_cmp(max_len) > 0 and spec.l_sel % SEGMENT_ROWS == 0
         and strides & (strides - 1) == 0 and strides <= SEGMENT_ROWS
