@@ -16,7 +16,7 @@ Names as in decode/attend.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,9 +29,6 @@ from nsa.ops.triton.hopper.parts import sync_warps
 from nsa.ops.triton.launcher import Launch, Rows, start
 from nsa.ops.triton.problem import LOG2_E
 from nsa.ops.triton.tiles import padded
-
-if TYPE_CHECKING:
-    from nsa.ops.triton.decode.launch import Decoder, Token
 
 SLOTS = 4
 """Buffers of the ring. Even, so that each is always read by the same warpgroup: a wait knows a
@@ -315,8 +312,8 @@ def _copy(t_k, t_v, row, ring, it, D: gl.constexpr, SLOTS: gl.constexpr):
 # --- Launcher ---
 
 
-def start_step(decoder: Decoder, token: Token, out: Tensor, key: Any, advance: bool) -> None:
-    """A step of a decoder whose segments each take a program."""
+def start_step(decoder: Any, token: Any, out: Tensor, key: Any, advance: bool) -> None:
+    """A step of a Decoder (decode/launch.py) whose segments each take a program."""
     caches, spec, dim = decoder.caches, decoder.spec, decoder.d_k
     news = (x for pair in zip(token.k, token.v, strict=True) for x in pair)
     made = token.made or (token.k[0], token.v[0])
