@@ -93,7 +93,6 @@ def new_decoder(
     with monkeypatch.context() as patch:
         patch.setattr(launch, "takes_segments", lambda *_: by_segment)
         patch.setattr(launch, "takes_gluon", lambda *_: True)
-        patch.setattr(launch, "BY_SEGMENT", True)
         heads = example.Hkv * example.G
         decoder = Decoder(
             caches, example.spec, example.max_len, heads, example.D**-0.5, Workspace()

@@ -24,7 +24,6 @@ from nsa.ops.plan import read_switches
 from nsa.ops.spec import BlockSpec
 from nsa.ops.triton.decode import attend, merge, resident, score
 from nsa.ops.triton.decode.tiles import (
-    BY_SEGMENT,
     SEGMENT_HEADS,
     SEGMENT_ROWS,
     DecodeTiles,
@@ -111,8 +110,7 @@ class Decoder:
         )  # fmt: skip
 
     def _takes_segments(self) -> bool:
-        in_gluon = BY_SEGMENT and takes_gluon(capability_of(self.device), self.device)
-        if self._paged or not in_gluon:
+        if self._paged or not takes_gluon(capability_of(self.device), self.device):
             return False
         heads = (self.d_k, self.d_v, self.dtype), self.per_group
         return takes_segments(*heads, self.spec, self.max_len, self.segments, self._processors)

@@ -120,9 +120,6 @@ MAX_WIN_PARTS = 128
 """Parts of the window that a program merges, beside those of the other branches."""
 MAX_SCORED = 1 << 17
 """Logits (heads * compressed tokens of its blocks) that a program scores."""
-BY_SEGMENT = False
-"""Whether hopper/decode.py runs where it was measured to be faster. Off until its last form has
-passed its tests, ten thousand launches and compute-sanitizer on the card."""
 SEGMENT_DIMS, SEGMENT_HEADS, SEGMENT_ROWS = (64, 128), 16, 64
 """Of hopper/decode.py: head dims, heads of a group at most, rows of a tile."""
 SEGMENT_BLOCKS = 1024
