@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench import bench_goals, goals, train_report
+from bench.cases import Shape
 from bench.goals import Row, Run
 from bench.train_cases import GOALS
 
@@ -52,6 +53,13 @@ def test_every_goal_has_a_row_with_what_was_measured(monkeypatch: pytest.MonkeyP
     assert [row.limit for row in steps] == [105.0, 17.0, 1.0]
     assert all(row.value is not None and row.value > 0 for row in [*steps, model])
     assert model.at_least and model.unit == "tokens/s"
+
+
+def test_the_long_row_is_longer_than_any_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goals, "REPEATS", {64: 1})
+    monkeypatch.setattr(goals, "LONG", (Shape(2, 1, 16, 16), 128))
+    (row,) = goals.long(Run("cpu"))
+    assert (row.what, row.reason) == ("2/1/16 at 128, all memory", "")
 
 
 def test_training_is_held_to_the_goals_of_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
