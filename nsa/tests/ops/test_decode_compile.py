@@ -20,6 +20,7 @@ from nsa.tests.support.compiling import (
     MAX_SHARED_BYTES,
     compile_kernel,
     compiling_until,
+    shared_addresses,
     stack_bytes,
 )
 
@@ -28,6 +29,8 @@ CASES = [  # heads, segments, compute capability: the pairs that occur, in few c
     (64, 64, 6, 4, 90),
     (128, 128, 16, 128, 90),
     (128, 128, 16, 4, 80),
+    (128, 128, 16, 4, 90),
+    (32, 16, 64, 2, 90),
     (192, 128, 16, 4, 90),
     (256, 256, 4, 128, 90),
 ]
@@ -113,14 +116,14 @@ def constants_of(
         dict(num_warps=tiles.merge_warps),
     )
     if tiles.programs and early:
-        own = dict(TOKENS=tiles.TOKENS, SCORED=tiles.BLOCKS, STRIDES_PAD=4)
+        own = dict(TOKENS=tiles.TOKENS)
         own |= dict(CMP_PADDED=power_of_2(num_parts), PARTS=power_of_2(num_more))
-        own |= dict(NUM=tiles.programs, FIRST_AHEAD=0, ADVANCE=True, PHASE=0)
+        own |= dict(NUM=tiles.programs, FIRST_AHEAD=0, FIRST_FREE=16, ADVANCE=True, PHASE=0)
         own |= dict(PAGED=paged, MADE=False, CMP_PART=tiles.CMP_PART)
         each.pop("PER_PAGE")
         yield (
             resident.step_resident,
-            dims | blocks | choice | each | own | last | dict(UPCAST=False, BN=tiles.BN),
+            dims | blocks | choice | each | own | last | dict(UPCAST=False),
             dict(num_warps=tiles.cmp_warps, num_stages=tiles.cmp_stages),
         )
 
@@ -136,6 +139,7 @@ def test_decode_kernels_compile_and_fit(d_k, d_v, per_group, segments, capabilit
         assert compiled.metadata.shared <= MAX_SHARED_BYTES[capability], kernel.__name__
         if capability == 90:
             assert stack_bytes(compiled) <= MAX_STACK_BYTES, kernel.__name__
+            assert not shared_addresses(compiled), kernel.__name__
             ptx = compiled.asm["ptx"]
             waits, lets_come = (ptx.index(f"griddepcontrol.{word}") for word in ORDER)
             # The next kernel reads ahead beside the one before this, or beside this one.

@@ -152,6 +152,8 @@ def shared_addresses(compiled: Any) -> list[str]:
     register that does not hold the address: docs/log/kernels.md, "Wrong code".
     """
     assert compiled.asm["ptx"], "compiled until the memory is laid out"
+    if "wgmma" not in compiled.asm["ptx"]:
+        return []  # large constants are then added to indices
     layouts: dict[str, set[int]] = {}
     made = r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{10,});"
     for base, constant in re.findall(made, compiled.asm["ptx"]):

@@ -135,13 +135,16 @@ def _steps(example: Example, caches: Caches, decoder: Decoder) -> Iterator[Tenso
 
 def _block_scores(decoder: Decoder) -> Tensor:
     """Of all blocks up to the new token's; 0 for the others."""
-    parts, spec = decoder.scores, decoder.spec
+    parts, spec = decoder.scores[:, :, : decoder.num_blocks], decoder.spec
     scores = parts[:, 0].clone()
     if decoder.levels > 1:
-        # What is carried into a block, or only into the first one after each tile of 64 tokens.
-        step = SEGMENT_ROWS // (spec.l_sel // spec.d) if decoder.by_segment else 1
-        into = scores[:, step::step]
-        into += parts[:, 1, : into.shape[1]]
+        if decoder.by_segment:
+            # What is carried into the first block after each tile of 64 tokens.
+            step = SEGMENT_ROWS // (spec.l_sel // spec.d)
+            into = scores[:, step::step]
+            into += parts[:, 1, : into.shape[1]]
+        else:
+            scores[:, 1:] += parts[:, 1, 1:]
     current = decoder.current.repeat_interleave(decoder.num_groups) // spec.l_sel
     blocks = torch.arange(decoder.num_blocks, device=DEVICE)
     return torch.where(blocks <= current[:, None], scores, 0.0)

@@ -77,14 +77,14 @@ def attend_compressed(
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
     _compressed_part(
-        b_q, b_q2, 0, 0, 0, 0,
+        b_q, b_q2,
         p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
         p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
         p_logits, p_tops, p_part, p_part_lse, p_table, i_seg, i_b, i_g, part, t, num_cmp,
         G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
         s_table, s_logits, s_kb, s_kh, s_vb, s_vh, s_cmp, s_sel, s_head_cmp, s_head_sel,
         DK, DV, DK1, DK2, DV_PAD, L, STEP, L_SEL, PAGED, MADE, CMP_PART, LEVELS, SUMS, UPCAST,
-        False, BM, BN,
+        BM, BN,
     )  # fmt: skip
 
 
@@ -92,8 +92,8 @@ def attend_compressed(
 def attend_tokens(
     p_q, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel, p_k_win, p_v_win,
     p_scores, p_part, p_part_lse, p_selection, p_reads, p_last_reads, p_lengths, p_table,
-    Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, NUM_BLOCKS, MAX_LEN, WIN, scale_log2,
-    s_table, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+    Hkv, G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, MAX_LEN, WIN, scale_log2,
+    s_table, s_scores, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
@@ -140,13 +140,13 @@ def attend_tokens(
     num_win, current = num_of[0], num_of[1]
     p_ids = p_selection + i_seg * N_SEL
     counts = (part == 0) & in_free
+    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
     # Every free part repeats the choice and stores the same ids: cheaper than a ticket, for which
     # one program would read in sequence what all read at once (docs/log/kernels.md).
     if not WHOLE and in_free:
-        p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
         _choose(
-            p_own, p_ids, current, NUM_BLOCKS,
-            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
+            p_scores + i_seg * LEVELS * s_scores, p_ids, current, num_cmp, s_scores, True,
+            L_SEL // STEP, N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
         )  # fmt: skip
         tl.debug_barrier()  # the ids are read by other threads than the ones that wrote them
     o_s, o_c = tl.arange(0, N_SEL_PAD), tl.arange(0, 4)
@@ -174,7 +174,6 @@ def attend_tokens(
     part_at = i_seg * NUM_PARTS + CMP_PARTS + tl.program_id(1)
     _store_part(p_part, p_part_lse, b_out, top, total, part_at, G, DV, DV_PAD, BM)
     # Count what this step read: one part per segment adds to the running counters.
-    num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
     num_sel = tl.sum(tl.where(ids >= 0, tl.minimum(length - ids * L_SEL, L_SEL), 0), axis=0)
     num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, num_win))
     tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=m_c)

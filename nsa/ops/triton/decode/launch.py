@@ -142,7 +142,9 @@ class Decoder:
             rows = (self.segments, self.num_parts, self.per_group)
             self.part, self.part_lse = wide("part", *rows, self.d_v), wide("part_lse", *rows)
             self.logits, self.tops = self._score_buffers(wide)
-        self.scores = wide("scores", self.segments, self.levels, self.num_blocks)
+        # A program that chooses reads whole rows; the one launch by segment does not.
+        row = self.num_blocks if self.by_segment else padded(self.num_blocks)
+        self.scores = wide("scores", self.segments, self.levels, row)
         self.current = whole("current", self.batch)
         self.selection = whole("selection", self.batch, self.num_groups, self.spec.n_sel)
         """Blocks that the latest step has read, ascending, then -1."""
@@ -241,7 +243,7 @@ class Decoder:
                 (ceil_div(self.num_blocks, tiles.BLOCKS), self.segments),
                 (
                     self.num_groups, self.per_group, self.num_cmp, self.num_parts,
-                    self.num_blocks, self.max_len, self.logits.stride(1),
+                    self.max_len, self.logits.stride(1), self.scores.stride(1),
                 ),
                 {"L": self.spec.l, "STEP": self.spec.d, "L_SEL": self.spec.l_sel}
                 | {"CMP_PART": tiles.CMP_PART, "PARTS": padded(self.cmp_parts)}
@@ -267,8 +269,8 @@ class Decoder:
                 (
                     self.num_groups, self.per_group, self.num_parts, self.cmp_parts,
                     self.win_parts, self.win_parts + self.forced_parts,
-                    self.num_blocks, self.max_len, self.window,
-                    self.scale * LOG2_E, self._table_width,
+                    self.max_len, self.window,
+                    self.scale * LOG2_E, self._table_width, self.scores.stride(1),
                     *(x.stride(i) for x in (token.q, token.k[1], token.v[1]) for i in (0, 2)),
                     self.num_groups * caches.sel.k.shape[2], caches.sel.k.shape[2],
                 ),
@@ -331,7 +333,7 @@ class Decoder:
         start(
             self.memo, ("resident", key, advance, phase), resident.step_resident,
             (
-                token.q, *news, *made, *(x for kv in caches[:4] for x in kv[:2]), self.logits,
+                token.q, *news, *made, *(x for kv in caches[:4] for x in kv[:2]),
                 self.part, self.part_lse, caches.lengths, self.current, self._table, self.scores,
                 self.selection, caches.reads, caches.last_reads,
                 gates, out, self.counters,
@@ -341,9 +343,8 @@ class Decoder:
                 (
                     self.num_groups, self.per_group, self.num_cmp, self.num_parts,
                     self.cmp_parts, self.win_parts, self.win_parts + self.forced_parts,
-                    self.free_parts, self.num_blocks,
-                    self.max_len, self.window, self.scale * LOG2_E,
-                    self._table_width, self.logits.stride(1),
+                    self.free_parts, self.max_len, self.window, self.scale * LOG2_E,
+                    self._table_width, self.scores.stride(1),
                     *(x.stride(i) for x in (token.q, token.k[0], token.v[0]) for i in (0, 2)),
                     *(self.num_groups * kv.k.shape[2] for kv in (caches.cmp, caches.sel)),
                     caches.cmp.k.shape[2], caches.sel.k.shape[2],
@@ -360,19 +361,21 @@ class Decoder:
         tiles, spec = self.tiles, self.spec
         # Where there is room, parts that need no score have programs of their own.
         room = self.programs >= self.cmp_parts + self.token_parts
+        first_ahead = self.cmp_parts if room else 0
+        # Chosen blocks are read last, so by programs that have none of these and merge no head.
+        first_free = max(first_ahead + self.win_parts + self.forced_parts, self.per_group)
         return (
             self._dims()
             | {"L": spec.l, "STEP": spec.d, "L_SEL": spec.l_sel, "PAGED": self._paged}
             | {"MADE": made, "CMP_PART": tiles.CMP_PART, "LEVELS": self.levels}
-            | {"EARLY": self.early, "UPCAST": interpreted(), "BM": tiles.BM, "BN": tiles.BN}
+            | {"EARLY": self.early, "UPCAST": interpreted(), "BM": tiles.BM}
             | {"N_SEL": spec.n_sel, "N_SEL_PAD": padded(spec.n_sel)}
             | {"NUM_FIRST": spec.num_first, "NUM_LOCAL": spec.num_local}
             | {"PER_PART": tiles.PER_PART, "WIN_PART": tiles.WIN_PART}
             | {"NB": padded(self.num_blocks), "TOKENS": tiles.TOKENS}
-            | {"STRIDES_PAD": self._strides_pad, "SCORED": tiles.BLOCKS}
             | {"CMP_PADDED": power_of_2(self.cmp_parts), "PARTS": power_of_2(self.token_parts)}
             | {"STAGES": tiles.tok_stages, "NUM": self.programs}
-            | {"FIRST_AHEAD": self.cmp_parts if room else 0}
+            | {"FIRST_AHEAD": first_ahead, "FIRST_FREE": first_free % self.programs}
         )
 
     @cached_property

@@ -18,7 +18,7 @@ AVERAGED = tl.constexpr(32)
 
 @triton.jit
 def _compressed_part(
-    b_q, b_q2, b_raw_k, b_new_k, b_raw_v, b_new_v,
+    b_q, b_q2,
     p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
     p_logits, p_tops, p_part, p_part_lse, p_table, i_seg, i_b, i_g, part, t, num_cmp,
@@ -27,13 +27,10 @@ def _compressed_part(
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
-    LEVELS: tl.constexpr, SUMS: tl.constexpr, UPCAST: tl.constexpr, HELD: tl.constexpr,
+    LEVELS: tl.constexpr, SUMS: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Attend to part `part` of num_cmp compressed tokens; the first part stores the new token.
-
-    HELD: the raw tokens were loaded before (_hold_raw).
-    """
+    """Attend to part `part` of num_cmp compressed tokens; the first part stores the new token."""
     stores = part == 0
     first = part * CMP_PART
     stop = tl.minimum(first + CMP_PART, num_cmp)
@@ -49,25 +46,18 @@ def _compressed_part(
     b_out = tl.zeros([BM, DV_PAD], tl.float32)
     # The new token is loaded here and stored at the end: no instruction waits for it in between.
     DK_PAD: tl.constexpr = DK1 if DK2 == 0 else 2 * DK1
-    b_k_sel = _new(p_k_sel_new + new_k, stores, DK, DK_PAD)
-    b_v_sel = _new(p_v_sel_new + new_v, stores, DV, DV_PAD)
-    b_k_win = _new(p_k_win_new + new_k, stores, DK, DK_PAD)
-    b_v_win = _new(p_v_win_new + new_v, stores, DV, DV_PAD)
-    b_k_raw = _new(p_k_cmp_new + new_k, stores, DK, DK_PAD)
-    b_v_raw = _new(p_v_cmp_new + new_v, stores, DV, DV_PAD)
+    news = _new_heads(
+        p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_cmp_new, p_v_cmp_new,
+        new_k, new_v, stores, DK, DV, DK_PAD, DV_PAD,
+    )  # fmt: skip
     p_k_cmp += i_g * s_head_cmp * DK
     p_v_cmp += i_g * s_head_cmp * DV
     # The completed token opens the online softmax: top = its logit, total = 1, out = its value.
     if (newest >= first) & (newest < stop):
         p_k = p_k_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DK, per_page)
         p_v = p_v_cmp + _base(p_table, i_b, newest, s_cmp, s_table, DV, per_page)
-        if HELD:
-            b_k, b_v = _mean_of(b_raw_k, b_new_k, t, L), _mean_of(b_raw_v, b_new_v, t, L)
-        else:
-            b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
-            b_v = _completed(
-                p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE
-            )
+        b_k = _completed(p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t, 0, DK, DK1, L, MADE)
+        b_v = _completed(p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE)
         # Its logit [BM]: a sum over the head, since a product needs 16 keys or more.
         top = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32)[None, :], axis=1)
         _put(p_k, 0, b_k, True, DK, DK1)
@@ -112,15 +102,46 @@ def _compressed_part(
             p_rows = p_logits + (i_seg * G + o_h)[:, None] * s_logits + o_k[None, :]
             tl.store(p_rows, b_s, mask=m_h[:, None])
     _store_part(p_part, p_part_lse, b_out, top, total, i_seg * NUM_PARTS + part, G, DV, DV_PAD, BM)
-    # Append the new token: selected cache at t, the rings at t % their size.
+    _append(
+        news, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw, p_table, i_seg, i_b, i_g, t,
+        stores, WIN, s_table, s_sel, s_head_sel, DK, DV, DK_PAD, DV_PAD, L, L_SEL, PAGED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _new_heads(
+    p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_cmp_new, p_v_cmp_new,
+    new_k, new_v, is_mine,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
+    """k and v of the new token for selected cache, window and raw ring: a head each."""
+    return (
+        _new(p_k_sel_new + new_k, is_mine, DK, DK_PAD),
+        _new(p_v_sel_new + new_v, is_mine, DV, DV_PAD),
+        _new(p_k_win_new + new_k, is_mine, DK, DK_PAD),
+        _new(p_v_win_new + new_v, is_mine, DV, DV_PAD),
+        _new(p_k_cmp_new + new_k, is_mine, DK, DK_PAD),
+        _new(p_v_cmp_new + new_v, is_mine, DV, DV_PAD),
+    )
+
+
+@triton.jit
+def _append(
+    news, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw, p_table, i_seg, i_b, i_g, t,
+    is_mine, WIN, s_table, s_sel, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    L: tl.constexpr, L_SEL: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Store the new token (_new_heads): selected cache at t, the rings at t % their size."""
+    b_k_sel, b_v_sel, b_k_win, b_v_win, b_k_raw, b_v_raw = news
     at = _base(p_table, i_b, t, s_sel, s_table, DK, L_SEL if PAGED else 0)
-    _put(p_k_sel, at + i_g * s_head_sel * DK, b_k_sel, stores, DK, DK_PAD)
+    _put(p_k_sel, at + i_g * s_head_sel * DK, b_k_sel, is_mine, DK, DK_PAD)
     at = _base(p_table, i_b, t, s_sel, s_table, DV, L_SEL if PAGED else 0)
-    _put(p_v_sel, at + i_g * s_head_sel * DV, b_v_sel, stores, DV, DV_PAD)
-    _put(p_k_win, (i_seg * WIN + t % WIN) * DK, b_k_win, stores, DK, DK_PAD)
-    _put(p_v_win, (i_seg * WIN + t % WIN) * DV, b_v_win, stores, DV, DV_PAD)
-    _put(p_k_raw, (i_seg * L + t % L) * DK, b_k_raw, stores, DK, DK_PAD)
-    _put(p_v_raw, (i_seg * L + t % L) * DV, b_v_raw, stores, DV, DV_PAD)
+    _put(p_v_sel, at + i_g * s_head_sel * DV, b_v_sel, is_mine, DV, DV_PAD)
+    _put(p_k_win, (i_seg * WIN + t % WIN) * DK, b_k_win, is_mine, DK, DK_PAD)
+    _put(p_v_win, (i_seg * WIN + t % WIN) * DV, b_v_win, is_mine, DV, DV_PAD)
+    _put(p_k_raw, (i_seg * L + t % L) * DK, b_k_raw, is_mine, DK, DK_PAD)
+    _put(p_v_raw, (i_seg * L + t % L) * DV, b_v_raw, is_mine, DV, DV_PAD)
 
 
 @triton.jit
@@ -181,7 +202,9 @@ def _token_part(
         elif not WHOLE:
             block = tl.where(place < NUM_FIRST, place, current + 1 - num_forced + place)
             block = tl.load(p_ids + NUM_FIRST + place, mask=in_free, other=block)
-        in_block = i % STEPS * BN + o_n
+        # KNOWN: not a remainder, which may be a constant. Loads that do not depend on i would leave
+        # the loop, and then v waits for k.
+        in_block = (i - part * size if KNOWN else i % STEPS) * BN + o_n
         # [BN] tokens of the tile; the mask: within sequence and block, and not the new token.
         o_k = tl.where(in_win, i * BN + o_n, block * L_SEL + in_block)
         m_k = (o_k < num_keys) & (o_k != newest) & (in_win | (in_block < L_SEL))
@@ -241,24 +264,6 @@ def _put(p, at, b, is_mine, D: tl.constexpr, D_PAD: tl.constexpr):
     """Store a head [D] at offset `at`, in the program that `is_mine` names."""
     o_d = tl.arange(0, D_PAD)
     tl.store(p + at + o_d, b, mask=(o_d < D) & is_mine)
-
-
-@triton.jit
-def _hold_raw(p_new, p_raw, i_seg, D: tl.constexpr, D_PAD: tl.constexpr, L: tl.constexpr):
-    """The ring of raw tokens [AVERAGED, D_PAD] and the new token [D_PAD], before t is known."""
-    o_l, o_d = tl.arange(0, AVERAGED), tl.arange(0, D_PAD)
-    p_rows = p_raw + (i_seg * L + o_l)[:, None] * D + o_d[None, :]
-    mask = (o_l < L)[:, None] & (o_d < D)[None, :]
-    b_raw = tl.load(p_rows, mask=mask, other=0.0, cache_modifier=".cg")
-    return b_raw, tl.load(p_new + o_d, mask=o_d < D, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _mean_of(b_raw, b_new, t, L: tl.constexpr):
-    """Mean of a held ring with the new token in the place of the oldest, as it is stored."""
-    # Another program may be writing that slot: what was read from it does not count.
-    b_old = tl.where((tl.arange(0, AVERAGED) != t % L)[:, None], b_raw.to(tl.float32), 0.0)
-    return ((b_new.to(tl.float32) + tl.sum(b_old, axis=0)) / L).to(b_new.dtype)
 
 
 @triton.jit
@@ -344,13 +349,26 @@ def _store_part(
     p_part, p_part_lse, b_out, top, total, part, G,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """The output of a part and its log-sum-exp; -inf, and zeros, where it saw nothing."""
-    o_h, o_dv = tl.arange(0, BM), tl.arange(0, DV_PAD)
-    m_h = o_h < G
-    # out / total [G, DV] and lse [G], base 2; both are fp32 until merge_parts.
+    """The output of a part and its log-sum-exp; zeros, and -inf, where it saw nothing."""
+    _store_lse(p_part_lse, top, total, part, G, BM)
+    _store_out(p_part, b_out, total, part, G, DV, DV_PAD, BM)
+
+
+@triton.jit
+def _store_lse(p_part_lse, top, total, part, G, BM: tl.constexpr):
+    """Log-sum-exps of a part [G], base 2, fp32 until merge_parts."""
+    o_h = tl.arange(0, BM)
     sees_none = total == 0.0
-    b_out = b_out * (1.0 / tl.where(sees_none, 1.0, total))[:, None]
     lse = tl.where(sees_none, float("-inf"), top + tl.math.log2(tl.where(sees_none, 1.0, total)))
-    tl.store(p_part_lse + part * G + o_h, lse, mask=m_h)
+    tl.store(p_part_lse + part * G + o_h, lse, mask=o_h < G)
+
+
+@triton.jit
+def _store_out(
+    p_part, b_out, total, part, G, DV: tl.constexpr, DV_PAD: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """The output of a part, out / total [G, DV], fp32 until merge_parts."""
+    o_h, o_dv = tl.arange(0, BM), tl.arange(0, DV_PAD)
+    b_out = b_out * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     at = (part * G + o_h)[:, None] * DV + o_dv[None, :]
-    tl.store(p_part + at, b_out, mask=m_h[:, None] & (o_dv < DV)[None, :])
+    tl.store(p_part + at, b_out, mask=(o_h < G)[:, None] & (o_dv < DV)[None, :])

@@ -3,18 +3,23 @@
 A launch costs about 3 us even if it starts early; a barrier in memory costs about one. `NUM`
 programs of a segment do what the kernels of attend.py, score.py and merge.py do, in four phases:
 
-1. parts of the compressed branch, window and forced blocks
-2. scores of the blocks
+1. a part of the compressed branch
+2. scores of the blocks of that part, from its logits; parts of the window and of forced blocks
 3. choice, and parts of the chosen blocks
 4. the gated sum of all parts, some heads for each program
 
-A segment has a counter for the end of each phase but the last. They only grow: a program that has
-arrived at none yet reads the first one, and knows from it how many steps there were. So nothing is
-reset between steps, and a captured graph can be replayed. The launch is cooperative, which makes
-sure that no program waits for one that never starts.
+A segment has a counter for the end of each phase but the last, and one for the output of the last
+compressed part, which comes late: it holds the token that completes in this step. Counters only
+grow: a program that has arrived at none yet reads the first one, and knows from it how many steps
+there were. So nothing is reset between steps, and a captured graph can be replayed. The launch is
+cooperative, which makes sure that no program waits for one that never starts.
 
 PHASE 0 is all of it. In the interpreter, which runs one program after another, each phase from 1 to
 4 is a launch. Names as in attend.py.
+
+At batch 1 such a step is a chain of waits, so loads are started as early as they can be: a part of
+the compressed branch is one tile, loaded before the length is known, and what others do not need at
+once is stored after a program has said that it has arrived.
 """
 
 from __future__ import annotations
@@ -25,23 +30,24 @@ import triton.language as tl
 from nsa.ops.triton.decode.merge import _gates, _num_parts, _sum_compressed, _sum_tokens
 from nsa.ops.triton.decode.parts import (
     AVERAGED,
-    _compressed_part,
+    _append,
+    _base,
+    _completed,
     _counts,
-    _hold_raw,
+    _new_heads,
+    _put,
     _query,
+    _store_lse,
+    _store_out,
     _store_part,
+    _stream,
     _token_part,
 )
-from nsa.ops.triton.decode.score import (
-    _choose,
-    _load_logits,
-    _lse_of_parts,
-    _score_logits,
-)
-from nsa.ops.triton.tile import _let_next_come, _wait
+from nsa.ops.triton.decode.score import _choose, _lse_of_parts, _store_level, _weights_of
+from nsa.ops.triton.tile import _dot, _dot_add, _let_next_come, _wait
 
-NUM_COUNTERS = 3
-"""Counters of a segment, int64: the ends of the phases 1 to 3."""
+NUM_COUNTERS = 4
+"""Counters of a segment, int64: the ends of the phases 1 to 3, and the output of the last part."""
 COUNTERS = tl.constexpr(NUM_COUNTERS)
 
 
@@ -73,28 +79,26 @@ def _count_at(address):
 def step_resident(
     p_q, p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
     p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw,
-    p_logits, p_part, p_part_lse, p_lengths, p_current, p_table,
+    p_part, p_part_lse, p_lengths, p_current, p_table,
     p_scores, p_selection, p_reads, p_last_reads, p_gates, p_out, p_counters,
-    Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, FREE_PARTS, NUM_BLOCKS,
+    Hkv, G, NUM_CMP, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, FREE_PARTS,
     MAX_LEN, WIN, scale_log2,
-    s_table, s_logits, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
+    s_table, s_scores, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
     s_cmp, s_sel, s_head_cmp, s_head_sel, s_gb, s_gh, s_ob, s_oh,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
     DV_PAD: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr,
     PAGED: tl.constexpr, MADE: tl.constexpr, CMP_PART: tl.constexpr,
-    LEVELS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    LEVELS: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, PER_PART: tl.constexpr, WIN_PART: tl.constexpr,
-    NB: tl.constexpr, TOKENS: tl.constexpr, STRIDES_PAD: tl.constexpr,
-    SCORED: tl.constexpr, CMP_PADDED: tl.constexpr, PARTS: tl.constexpr,
+    NB: tl.constexpr, TOKENS: tl.constexpr, CMP_PADDED: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, NUM: tl.constexpr, FIRST_AHEAD: tl.constexpr,
-    ADVANCE: tl.constexpr, PHASE: tl.constexpr,
+    FIRST_FREE: tl.constexpr, ADVANCE: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """A decode step, by NUM programs for each segment; grid (NUM, segments).
 
-    Program p has the part p of the compressed branch, and scores blocks; FIRST_AHEAD has the first
-    part that needs no score, the last program the first part that needs one.
+    Program p has the part p of the compressed branch, if there is one, and scores its blocks;
+    FIRST_AHEAD has the first part that needs no score, FIRST_FREE the first one that needs them.
     """
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
@@ -110,62 +114,139 @@ def step_resident(
     b_q2 = b_q
     if DK2 > 0:
         b_q2 = _query(p_q, i_b, i_g, G, s_qb, s_qh, DK, DK2, DK1, BM)
-    # Few programs, each with few tokens: the one that needs the raw tokens would be the last.
-    HELD: tl.constexpr = not MADE and L <= AVERAGED and DK2 == 0 and PHASE <= 1
-    b_raw_k, b_new_k, b_raw_v, b_new_v = 0, 0, 0, 0
-    if HELD:
-        new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
-        b_raw_k, b_new_k = _hold_raw(p_k_cmp_new + new_k, p_k_raw, i_seg, DK, DK1, L)
-        b_raw_v, b_new_v = _hold_raw(p_v_cmp_new + new_v, p_v_raw, i_seg, DV, DV_PAD, L)
+    num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
+    p_ids = p_selection + i_seg * N_SEL
+    new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
+    first, o_k = i_p * CMP_PART, tl.arange(0, CMP_PART)
+    b_k, b_k2, b_v, raw, raw2, raw_v = b_q, b_q, b_q, (b_q, b_q), (b_q, b_q), (b_q, b_q)
+    HELD: tl.constexpr = not MADE and L <= AVERAGED
+    PER_PAGE: tl.constexpr = L_SEL // STEP if PAGED else 0
+    if PHASE <= 2:
+        if HELD:
+            raw = _hold_raw(p_k_cmp_new + new_k, p_k_raw, i_seg, 0, DK, DK1, L)
+            if DK2 > 0:
+                raw2 = _hold_raw(p_k_cmp_new + new_k, p_k_raw, i_seg, DK1, DK, DK2, L)
+            raw_v = _hold_raw(p_v_cmp_new + new_v, p_v_raw, i_seg, 0, DV, DV_PAD, L)
+        # Rows of the cache up to its end: how many tokens it has is not known yet, except that
+        # where they lie in pages, pages are only known for those.
+        m_k = first + o_k < (num_cmp if PAGED else NUM_CMP)
+        if PAGED:
+            p_pages = p_table + i_b * s_table + (first + o_k) // PER_PAGE
+            page = tl.load(p_pages, mask=m_k, other=0).to(tl.int64)
+            origin, row = i_g * s_head_cmp, page * s_cmp + (first + o_k) % PER_PAGE
+        else:
+            origin, row = i_b * s_cmp + i_g * s_head_cmp + first, o_k
+        b_k = _columns(p_k_cmp + origin * DK, row, m_k, 0, DK, DK1)
+        if DK2 > 0:
+            b_k2 = _columns(p_k_cmp + origin * DK, row, m_k, DK1, DK, DK2)
+        b_v = _columns(p_v_cmp + origin * DV, row, m_k, 0, DV, DV_PAD)
     if PHASE <= 1:
         tl.store(p_current + i_b, t, mask=i_p == 0)
+    # The first use of the length.
     if t >= MAX_LEN:
         return
-    num_cmp = tl.minimum(tl.maximum((t + 1 - L + STEP) // STEP, 0), NUM_CMP)
-    PER_PAGE: tl.constexpr = L_SEL if PAGED else 0
-    p_ids = p_selection + i_seg * N_SEL
-    if PHASE <= 1:
-        # Program p has the compressed part p. Part 0 always runs: it stores the new token.
-        if (i_p * CMP_PART < num_cmp) | (i_p == 0):
-            _compressed_part(
-                b_q, b_q2, b_raw_k, b_new_k, b_raw_v, b_new_v,
-                p_k_cmp_new, p_v_cmp_new, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
-                p_k_made, p_v_made, p_k_cmp, p_v_cmp, p_k_sel, p_v_sel,
-                p_k_win, p_v_win, p_k_raw, p_v_raw, p_logits, p_logits, p_part, p_part_lse,
-                p_table, i_seg, i_b, i_g, i_p, t, num_cmp, G, NUM_CMP, NUM_PARTS, WIN, scale_log2,
-                s_table, s_logits, s_kb, s_kh, s_vb, s_vh, s_cmp, s_sel, s_head_cmp, s_head_sel,
-                DK, DV, DK1, DK2, DV_PAD, L, STEP, L_SEL, PAGED, MADE, CMP_PART, LEVELS, False,
-                UPCAST, HELD, BM, BN,
+    if PHASE <= 2:
+        # The token that completes here, -1: none. It is not in the cache, so its logit is a sum.
+        completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
+        newest = tl.where(completes, num_cmp - 1 - first, -1)
+        is_mine = (newest >= 0) & (newest < CMP_PART)
+        last = tl.maximum(tl.cdiv(num_cmp, CMP_PART) - 1, 0)
+        logit = tl.zeros([BM], tl.float32)
+        if is_mine:
+            at = _base(p_table, i_b, first + newest, s_cmp, s_table, DK, PER_PAGE)
+            p_row = p_k_cmp + at + i_g * s_head_cmp * DK
+            logit += _newest_logit(
+                b_q, raw, p_row, p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t,
+                0, DK, DK1, L, HELD, MADE, PHASE,
             )  # fmt: skip
+            if DK2 > 0:
+                logit += _newest_logit(
+                    b_q2, raw2, p_row, p_k_cmp_new + new_k, p_k_made, p_k_raw, i_seg, t,
+                    DK1, DK, DK2, L, HELD, MADE, PHASE,
+                )  # fmt: skip
+        # s' = q k^T * scale_log2: [BM, CMP_PART].
+        b_s = _dot(b_q, tl.trans(b_k), UPCAST)
+        if DK2 > 0:
+            b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
+        b_s = tl.where((o_k == newest)[None, :], logit[:, None], b_s) * scale_log2
+        b_s = tl.where((first + o_k < num_cmp)[None, :], b_s, float("-inf"))
+    if PHASE <= 1:
+        part = i_seg * NUM_PARTS + i_p
+        top = tl.max(b_s, axis=1)
+        safe_top = tl.where(top == float("-inf"), 0.0, top)
+        b_p = tl.math.exp2(b_s - safe_top[:, None])
+        total = tl.sum(b_p, axis=1)
+        if first < num_cmp:
+            _store_lse(p_part_lse, top, total, part, G, BM)
         if PHASE == 0:
             _arrive(p_ends)
+        # Outputs are not read before phase 4. That of the last part may wait for the scores.
+        if i_p < last:
+            b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST)
+            _store_out(p_part, b_out, total, part, G, DV, DV_PAD, BM)
     if PHASE == 0 or PHASE == 2:
-        _score_phase(
-            p_logits, p_part_lse, p_scores, p_ends, target, i_seg, i_p, t, num_cmp,
-            G, NUM_PARTS, NUM_BLOCKS, s_logits,
-            L, STEP, L_SEL, CMP_PART, STRIDES_PAD, LEVELS, BM, SCORED, CMP_PADDED, NUM, PHASE,
-        )  # fmt: skip
+        if first < num_cmp:
+            _score_phase(
+                b_s, p_part_lse, p_scores, p_ends, target, i_seg, i_p, num_cmp,
+                G, NUM_PARTS, s_scores, L, STEP, L_SEL, CMP_PART, LEVELS, BM, CMP_PADDED, PHASE,
+            )  # fmt: skip
+        if PHASE == 0:
+            _arrive(p_ends + 1)
+    if PHASE <= 1 and i_p == last:
+        # Rows that are not filled may hold anything.
+        m_v = (first + o_k < num_cmp) & (o_k != newest)
+        b_v = tl.where(m_v[:, None], b_v, 0.0)
+        b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST)
+        if is_mine:
+            if HELD:
+                b_made = _mean_of(raw_v, t, L)
+            else:
+                b_made = _completed(
+                    p_v_cmp_new + new_v, p_v_made, p_v_raw, i_seg, t, 0, DV, DV_PAD, L, MADE
+                )
+            at = _base(p_table, i_b, first + newest, s_cmp, s_table, DV, PER_PAGE)
+            _put(p_v_cmp + at + i_g * s_head_cmp * DV, 0, b_made, True, DV, DV_PAD)
+            weight = tl.math.exp2(logit * scale_log2 - safe_top)
+            b_out += weight[:, None] * b_made.to(tl.float32)[None, :]
+        if num_cmp > 0:
+            _store_out(p_part, b_out, total, part, G, DV, DV_PAD, BM)
+        if PHASE == 0:
+            _arrive(p_ends + 3)
+    SEL_PAGE: tl.constexpr = L_SEL if PAGED else 0
     if PHASE <= 1:
+        if i_p == 0:
+            DK_PAD: tl.constexpr = DK1 if DK2 == 0 else 2 * DK1
+            news = _new_heads(
+                p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_cmp_new, p_v_cmp_new,
+                new_k, new_v, True, DK, DV, DK_PAD, DV_PAD,
+            )  # fmt: skip
+            _append(
+                news, p_k_sel, p_v_sel, p_k_win, p_v_win, p_k_raw, p_v_raw, p_table,
+                i_seg, i_b, i_g, t, True, WIN, s_table, s_sel, s_head_sel,
+                DK, DV, DK_PAD, DV_PAD, L, L_SEL, PAGED,
+            )  # fmt: skip
         _ahead_phase(
             b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
             p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, i_seg, i_b, i_g, i_p, t,
             G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, WIN, scale_log2,
             s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
-            DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, PER_PAGE, PER_PART,
+            DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL, SEL_PAGE, PER_PART,
             WIN_PART, STAGES, UPCAST, BM, TOKENS, FIRST_AHEAD, NUM,
         )  # fmt: skip
     if PHASE == 0 or PHASE == 3:
         _free_phase(
             b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
-            p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, p_scores, p_reads, p_last_reads,
+            p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, p_scores,
             p_ends, target, i_seg, i_b, i_g, i_p, t, num_cmp,
-            G, NUM_PARTS, CMP_PARTS, AHEAD_PARTS, FREE_PARTS, NUM_BLOCKS, WIN, scale_log2,
-            s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
-            DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS,
-            PER_PAGE, PER_PART, WIN_PART, NB, STAGES, UPCAST, BM, TOKENS, NUM, PHASE,
+            G, NUM_PARTS, CMP_PARTS, AHEAD_PARTS, FREE_PARTS, WIN, scale_log2,
+            s_table, s_scores, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+            DK, DV, DK1, DK2, DV_PAD, STEP, L_SEL, N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS,
+            SEL_PAGE, PER_PART, WIN_PART, NB, STAGES, UPCAST, BM, TOKENS, FIRST_FREE, NUM, PHASE,
         )  # fmt: skip
     if PHASE == 0:
         _arrive(p_ends + 2)
+    if (PHASE == 0 or PHASE == 3) and i_p == FIRST_FREE:
+        _count_reads(p_reads, p_last_reads, i_seg, t, num_cmp, WIN, L_SEL, N_SEL)
     if PHASE == 0 or PHASE == 4:
         _merge_phase(
             p_part, p_part_lse, p_gates, p_out, p_ends, target, i_seg, i_b, i_g, i_p, t,
@@ -184,19 +265,20 @@ def step_resident(
 @triton.jit
 def _free_phase(
     b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
-    p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, p_scores, p_reads, p_last_reads,
+    p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, p_scores,
     p_ends, target, i_seg, i_b, i_g, i_p, t, num_cmp,
-    G, NUM_PARTS, CMP_PARTS, AHEAD_PARTS, FREE_PARTS, NUM_BLOCKS, WIN, scale_log2,
-    s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+    G, NUM_PARTS, CMP_PARTS, AHEAD_PARTS, FREE_PARTS, WIN, scale_log2,
+    s_table, s_scores, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
     DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
-    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
-    NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr,
-    PER_PAGE: tl.constexpr, PER_PART: tl.constexpr, WIN_PART: tl.constexpr,
+    DV_PAD: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
+    N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    LEVELS: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr, WIN_PART: tl.constexpr,
     NB: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, TOKENS: tl.constexpr, NUM: tl.constexpr, PHASE: tl.constexpr,
+    BM: tl.constexpr, TOKENS: tl.constexpr, FIRST_FREE: tl.constexpr, NUM: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Choice, and parts of the chosen blocks; the segment's last program has the first part."""
-    first = NUM - 1 - i_p
+    """Choice, and parts of the chosen blocks; program FIRST_FREE has the first part."""
+    first = (i_p + NUM - FIRST_FREE) % NUM
     if first < FREE_PARTS:
         # One block to a part: its id needs no way through memory.
         ONE: tl.constexpr = PER_PART == 1
@@ -204,13 +286,13 @@ def _free_phase(
         if PHASE == 0:
             _await(p_ends + 1, target)
         places = _choose(
-            p_scores + i_seg * LEVELS * NUM_BLOCKS, p_ids, t // L_SEL, NUM_BLOCKS,
-            N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL, LEVELS, NB,
+            p_scores + i_seg * LEVELS * s_scores, p_ids, t // L_SEL, num_cmp, s_scores,
+            (first == 0) | (not ONE), L_SEL // STEP, N_SEL, N_SEL_PAD, NUM_FIRST, NUM_LOCAL,
+            LEVELS, NB,
         )  # fmt: skip
         if not ONE:
             tl.debug_barrier()  # the ids are read by other threads than those that wrote them
         num_of = _counts(t, True, WIN, L_SEL, N_SEL, NUM_FIRST + NUM_LOCAL)
-        _count_reads(p_reads, p_last_reads, i_seg, t, num_cmp, first, WIN, L_SEL, N_SEL)
         for part in tl.range(first, FREE_PARTS, NUM, num_stages=1):
             if ONE:
                 mine = places == NUM_FIRST + part + 1
@@ -229,14 +311,14 @@ def _free_phase(
 
 @triton.jit
 def _count_reads(
-    p_reads, p_last_reads, i_seg, t, num_cmp, part, WIN, L_SEL: tl.constexpr, N_SEL: tl.constexpr
+    p_reads, p_last_reads, i_seg, t, num_cmp, WIN, L_SEL: tl.constexpr, N_SEL: tl.constexpr
 ):  # fmt: skip
-    """Tokens that this step reads, counted by part 0: compressed, selected, window."""
+    """Tokens that this step reads: compressed, selected, window."""
     o_c = tl.arange(0, 4)
     # All blocks are read whole but the current one, which is always among them.
     num_sel = (tl.minimum(t // L_SEL + 1, N_SEL) - 1) * L_SEL + t % L_SEL + 1
     num = tl.where(o_c == 0, num_cmp, tl.where(o_c == 1, num_sel, tl.minimum(t + 1, WIN)))
-    mask, p_sums = (o_c < 3) & (part == 0), p_reads + i_seg * 3 + o_c
+    mask, p_sums = o_c < 3, p_reads + i_seg * 3 + o_c
     b_sums = tl.load(p_sums, mask=mask, other=0, cache_modifier=".cg")
     tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=mask)
     tl.store(p_sums, b_sums + num, mask=mask)
@@ -272,39 +354,78 @@ def _ahead_phase(
 
 
 @triton.jit
-def _score_phase(
-    p_logits, p_part_lse, p_scores, p_ends, target, i_seg, i_p, t, num_cmp,
-    G, NUM_PARTS, NUM_BLOCKS, s_logits,
-    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
-    STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr, SCORED: tl.constexpr,
-    CMP_PADDED: tl.constexpr, NUM: tl.constexpr, PHASE: tl.constexpr,
+def _columns(
+    p, row, m_rows, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
 ):  # fmt: skip
-    """Scores of the segment's blocks, SCORED at a time, by all its programs in turn."""
-    num_tiles = tl.cdiv(t // L_SEL + 1, SCORED)
-    STRIDES: tl.constexpr = L_SEL // STEP
-    # Where a program scores its own part, it loads the logits before the wait.
-    OWN: tl.constexpr = SCORED * STRIDES == CMP_PART
-    p_rows, p_own = p_logits + i_seg * G * s_logits, p_scores + i_seg * LEVELS * NUM_BLOCKS
-    if i_p < num_tiles:
-        if OWN:
-            b_s = _load_logits(p_rows, i_p * SCORED, G, s_logits, STRIDES, STRIDES_PAD, BM, SCORED)
-        if PHASE == 0:
-            _await(p_ends, target)
-        num_parts = tl.cdiv(num_cmp, CMP_PART)
-        lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, CMP_PADDED)
-        if OWN:
-            _score_logits(
-                b_s, p_own, lse, i_p * SCORED, num_cmp, G, NUM_BLOCKS,
-                L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, SCORED,
-            )  # fmt: skip
-        for i in tl.range(i_p + (NUM if OWN else 0), num_tiles, NUM, num_stages=1):
-            b_s = _load_logits(p_rows, i * SCORED, G, s_logits, STRIDES, STRIDES_PAD, BM, SCORED)
-            _score_logits(
-                b_s, p_own, lse, i * SCORED, num_cmp, G, NUM_BLOCKS,
-                L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, SCORED,
-            )  # fmt: skip
+    """Columns of rows of a cache from `column` on: [rows, D_PAD]."""
+    o_d = column + tl.arange(0, D_PAD)
+    return _stream(p + row[:, None] * D + o_d[None, :], m_rows, o_d, D, column + D_PAD)
+
+
+@triton.jit
+def _hold_raw(
+    p_new, p_raw, i_seg, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    L: tl.constexpr,
+):  # fmt: skip
+    """The ring of raw tokens [AVERAGED, D_PAD] and the new token [D_PAD], before t is known."""
+    o_l, o_d = tl.arange(0, AVERAGED), column + tl.arange(0, D_PAD)
+    p_rows = p_raw + (i_seg * L + o_l)[:, None] * D + o_d[None, :]
+    mask = (o_l < L)[:, None] & (o_d < D)[None, :]
+    b_raw = tl.load(p_rows, mask=mask, other=0.0, cache_modifier=".cg")
+    return b_raw, tl.load(p_new + o_d, mask=o_d < D, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _mean_of(raw, t, L: tl.constexpr):
+    """Mean of a held ring with the new token in the place of the oldest, as it is stored."""
+    b_raw, b_new = raw
+    # Another program may be writing that slot: what was read from it does not count.
+    b_old = tl.where((tl.arange(0, AVERAGED) != t % L)[:, None], b_raw.to(tl.float32), 0.0)
+    return ((b_new.to(tl.float32) + tl.sum(b_old, axis=0)) / L).to(b_new.dtype)
+
+
+@triton.jit
+def _newest_logit(
+    b_q, raw, p_row, p_new, p_made, p_raw, i_seg, t, column: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, L: tl.constexpr, HELD: tl.constexpr,
+    MADE: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries with the compressed token that completes, which is stored at p_row.
+
+    Over the columns of b_q. HELD: `raw` is of _hold_raw.
+    """
+    if HELD:
+        b_made = _mean_of(raw, t, L)
+    else:
+        b_made = _completed(p_new, p_made, p_raw, i_seg, t, column, D, D_PAD, L, MADE)
+    if PHASE <= 1:
+        _put(p_row, column, b_made, True, D - column, D_PAD)
+    return tl.sum(b_q.to(tl.float32) * b_made.to(tl.float32)[None, :], axis=1)
+
+
+@triton.jit
+def _score_phase(
+    b_s, p_part_lse, p_scores, p_ends, target, i_seg, i_p, num_cmp,
+    G, NUM_PARTS, s_scores,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
+    LEVELS: tl.constexpr, BM: tl.constexpr, CMP_PADDED: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of the blocks of part i_p, from its logits [BM, CMP_PART]."""
     if PHASE == 0:
-        _arrive(p_ends + 1)
+        _await(p_ends, target)
+    num_parts = tl.cdiv(num_cmp, CMP_PART)
+    lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, CMP_PADDED)
+    STRIDES: tl.constexpr = L_SEL // STEP
+    BLOCKS: tl.constexpr = CMP_PART // STRIDES
+    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES)
+    o_j = i_p * BLOCKS + tl.arange(0, BLOCKS)
+    # p_cmp = exp2(logit - lse), summed over the heads: [BLOCKS, STRIDES].
+    b_p = tl.where((o_h < G)[:, None], tl.math.exp2(b_s - lse[:, None]), 0.0)
+    b_tokens = tl.reshape(tl.sum(b_p, axis=0), [BLOCKS, STRIDES])
+    for level in tl.static_range(LEVELS):
+        weight = _weights_of(o_s, level, STRIDES, L // STEP)
+        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
+        _store_level(p_scores + i_seg * LEVELS * s_scores, b_part, o_j, level, s_scores)
 
 
 @triton.jit
@@ -331,7 +452,8 @@ def _merge_phase(
         p_gate = p_gates + i_b * s_gb + (i_g * G + o_h) * s_gh
         gate_cmp, gate_sel, gate_win = _gates(p_gate, m_h)
         if PHASE == 0:
-            _await(p_ends, target)
+            _await(p_ends + 1, target)
+            _await(p_ends + 3, target // NUM)
         b_sum = _sum_compressed(
             p_part, p_part_lse, gate_cmp, first, o_h, m_h, num_cmp, G, DV, DV_PAD, CMP_PADDED
         )

@@ -3,8 +3,11 @@
 The scores come from logits [segments, G, tokens] or, where tiles of BN tokens hold whole blocks,
 from sums: of exp2(logit - top) over the tokens of a block by level, fp32 [segments, tiles, LEVELS,
 G, blocks of a tile], with the top of each tile, [segments, tiles, G]. Sums are half the bytes and
-need no exponential per token afterwards. Level k of block j is what the tokens that start in block
-j give to block j + k. Names as in attend.py.
+need no exponential per token afterwards.
+
+Parts of the scores are fp32 [segments, LEVELS, s_scores]: at [k, j] lies what the tokens that start
+in block j - k give to block j, so that a program that chooses reads aligned rows. Names as in
+attend.py.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ def _store_sums(
 
 @triton.jit
 def _score_sums(
-    p_sums, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS,
+    p_sums, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, s_scores,
     L_SEL: tl.constexpr, STEP: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +87,13 @@ def _score_sums(
         p = p_sums + rows[:, :, None] * BLOCKS + o_c[None, None, :]
         b_sum = tl.load(p, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
         b_part = tl.sum(b_sum * factor[:, :, None], axis=1)
-        tl.store(p_scores + level * NUM_BLOCKS + o_j, b_part, mask=o_j < NUM_BLOCKS)
+        _store_level(p_scores, b_part, o_j, level, s_scores)
+
+
+@triton.jit
+def _store_level(p_scores, b_part, o_j, level: tl.constexpr, s_scores):
+    """What blocks o_j give to the blocks `level` further on."""
+    tl.store(p_scores + level * s_scores + o_j + level, b_part, mask=o_j + level < s_scores)
 
 
 @triton.jit
@@ -105,7 +114,7 @@ def _load_logits(
 
 @triton.jit
 def _score_logits(
-    b_s, p_scores, lse, first, num_cmp, G, NUM_BLOCKS,
+    b_s, p_scores, lse, first, num_cmp, G, s_scores,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
     LEVELS: tl.constexpr, BM: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
@@ -121,53 +130,54 @@ def _score_logits(
     for level in tl.static_range(LEVELS):
         weight = _weights_of(o_s, level, STRIDES, L // STEP)
         b_part = tl.sum(b_tokens * weight[None, :], axis=1)
-        tl.store(p_scores + level * NUM_BLOCKS + o_j, b_part, mask=o_j < NUM_BLOCKS)
+        _store_level(p_scores, b_part, o_j, level, s_scores)
 
 
 @triton.jit
 def _score_tile(
-    p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS, s_logits,
+    p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, s_logits, s_scores,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, STRIDES_PAD: tl.constexpr,
     LEVELS: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
     """Parts of the scores of NB blocks of a segment, from logits or, SUMS, from sums."""
-    p_own = p_scores + i_seg * LEVELS * NUM_BLOCKS
+    p_own = p_scores + i_seg * LEVELS * s_scores
     if SUMS:
         _score_sums(
-            p_logits, p_tops, p_own, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS,
+            p_logits, p_tops, p_own, lse, i_seg, first, num_cmp, G, NUM_CMP, s_scores,
             L_SEL, STEP, LEVELS, BM, BN, NB,
         )  # fmt: skip
     else:
         p_rows = p_logits + i_seg * G * s_logits
         b_s = _load_logits(p_rows, first, G, s_logits, L_SEL // STEP, STRIDES_PAD, BM, NB)
         _score_logits(
-            b_s, p_own, lse, first, num_cmp, G, NUM_BLOCKS,
+            b_s, p_own, lse, first, num_cmp, G, s_scores,
             L, STEP, L_SEL, STRIDES_PAD, LEVELS, BM, NB,
         )  # fmt: skip
 
 
 @triton.jit
 def _choose(
-    p_scores, p_ids, current, NUM_BLOCKS,
+    p_scores, p_ids, current, num_cmp, s_scores, stores, STRIDES: tl.constexpr,
     N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, NUM_FIRST: tl.constexpr,
     NUM_LOCAL: tl.constexpr, LEVELS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Ids of the blocks that a query in block `current` reads: ascending, then -1.
+    """Place of each block among those that a query in block `current` reads, from 1 on; or 0.
 
-    Returns the place of each block among them, from 1 on; 0 if it is not read.
+    `stores`: this program stores their ids, ascending, then -1.
     """
     o_j, o_s = tl.arange(0, NB), tl.arange(0, N_SEL_PAD)
     b_scores = tl.zeros([NB], tl.float32)
-    # score[j] = sum over levels of part[level, j - level]: [NB].
+    # score[j] = sum over levels of part[level, j], where it is stored: [NB]. The loads have no mask
+    # by block, which would make them 4 bytes wide and, with 1024 blocks, wait for each other.
+    num_giving = tl.cdiv(num_cmp, STRIDES)
     for level in tl.static_range(LEVELS):
-        p_row = p_scores + level * NUM_BLOCKS - level
-        mask = (o_j >= level) & (o_j <= current)
-        b_scores += tl.load(p_row + o_j, mask=mask, other=0.0, cache_modifier=".cg")
+        b_part = tl.load(p_scores + level * s_scores + o_j, cache_modifier=".cg")
+        b_scores += tl.where((o_j >= level) & (o_j - level < num_giving), b_part, 0.0)
     chosen = _chosen(b_scores, o_j, current, N_SEL, NUM_FIRST, NUM_LOCAL)
     places = tl.cumsum(chosen, axis=0)
-    tl.store(p_ids + places - 1, o_j, mask=chosen != 0)
-    unused = (o_s > current) & (o_s < N_SEL)
+    tl.store(p_ids + places - 1, o_j, mask=(chosen != 0) & stores)
+    unused = (o_s > current) & (o_s < N_SEL) & stores
     tl.store(p_ids + o_s, tl.full([N_SEL_PAD], -1, tl.int32), mask=unused)
     return places * chosen
 
@@ -192,38 +202,59 @@ def _chosen(
     # How many blocks are left to rank: n_sel minus the forced ones, or all there are.
     num_forced = tl.minimum(current + 1, NUM_FIRST + NUM_LOCAL)
     need = tl.minimum(N_SEL - num_forced, current + 1 - num_forced)
-    # Bisection for the largest `low` that at least `need` keys reach. Where every candidate is
-    # taken, 0 is enough and the loop does not run. The n-th score is likely to lie above a quarter
-    # of the largest one, so that is the first guess. An exact hit ends the loop early.
+    # Search for the largest `low` that at least `need` keys reach, by three bounds at a time, whose
+    # counts are fields of one sum. Where every candidate is taken, 0 is enough and the loop does
+    # not run. The n-th score is likely to lie above a quarter of the largest one, so the first
+    # bounds are there. An exact hit ends the loop early.
+    FITS: tl.constexpr = scores.shape[0] - NUM_FIRST - NUM_LOCAL < 1 << 10
+    BITS: tl.constexpr = 10 if FITS else 20
     low = 0
     high = 0
-    if current + 1 > N_SEL:
+    is_exact = current + 1 <= N_SEL
+    if not is_exact:
         high = tl.max(key, axis=0)
-    middle = tl.maximum(high - FIRST_GUESS, (high + 1) // 2)
+    step = tl.full([], FIRST_GUESS // 3, tl.int32)
+    bound = tl.maximum(high - FIRST_GUESS, 1)
     while low < high:
-        reached = tl.sum((key >= middle).to(tl.int32), axis=0)
-        low = tl.where(reached >= need, middle, low)
-        high = tl.where(reached == need, middle, tl.where(reached > need, high, middle - 1))
-        middle = low + (high - low + 1) // 2
-    # Keys above `low` are taken; those equal to it share the places that are left.
-    above = key > low
-    equal = key == low
-    spare = need - tl.sum(above.to(tl.int32), axis=0)
-    if tl.sum(equal.to(tl.int32), axis=0) > spare:  # a tie: the lower blocks win
-        equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare)
-    return ((forced & legal) | above | equal).to(tl.int32)
+        second = tl.minimum(bound + step, high)
+        third = tl.minimum(second + step, high)
+        counts = (key >= third).to(tl.int32 if FITS else tl.int64)
+        counts = (counts << BITS) + (key >= second).to(tl.int32)
+        counts = tl.sum((counts << BITS) + (key >= bound).to(tl.int32), axis=0)
+        at_first = (counts & ((1 << BITS) - 1)).to(tl.int32)
+        at_second = ((counts >> BITS) & ((1 << BITS) - 1)).to(tl.int32)
+        at_third = (counts >> (2 * BITS)).to(tl.int32)
+        is_exact = (at_first == need) | (at_second == need) | (at_third == need)
+        if at_first < need:
+            high = bound - 1
+        elif at_second < need:
+            low, high = bound, second - 1
+        elif at_third < need:
+            low, high = second, third - 1
+        else:
+            low = third
+        high = tl.where(is_exact, low, high)
+        step = (high - low + 3) // 4
+        bound = low + step
+    taken = key >= low
+    if not is_exact:
+        # More keys than needed are equal to `low`: the lower blocks win.
+        equal = key == low
+        spare = need - tl.sum((key > low).to(tl.int32), axis=0)
+        taken = taken & ((equal == 0) | (tl.cumsum(equal.to(tl.int32), axis=0) <= spare))
+    return ((forced & legal) | taken).to(tl.int32)
 
 
 @triton.jit
 def score_blocks(
     p_logits, p_tops, p_part_lse, p_scores, p_lengths,
-    Hkv, G, NUM_CMP, NUM_PARTS, NUM_BLOCKS, MAX_LEN, s_logits,
+    Hkv, G, NUM_CMP, NUM_PARTS, MAX_LEN, s_logits, s_scores,
     L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
     PARTS: tl.constexpr, STRIDES_PAD: tl.constexpr, LEVELS: tl.constexpr, SUMS: tl.constexpr,
     EARLY: tl.constexpr, BESIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the scores of NB blocks of a segment: fp32 [segments, LEVELS, NUM_BLOCKS]."""
+    """Parts of the scores of NB blocks of a segment: fp32 [segments, LEVELS, s_scores]."""
     i_seg = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * NB
     length = tl.load(p_lengths + i_seg // Hkv, cache_modifier=".cg") + 1
@@ -238,6 +269,6 @@ def score_blocks(
     num_parts = tl.cdiv(num_cmp, CMP_PART)
     lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, PARTS)
     _score_tile(
-        p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, NUM_BLOCKS, s_logits,
+        p_logits, p_tops, p_scores, lse, i_seg, first, num_cmp, G, NUM_CMP, s_logits, s_scores,
         L, STEP, L_SEL, STRIDES_PAD, LEVELS, SUMS, BM, BN, NB,
     )  # fmt: skip

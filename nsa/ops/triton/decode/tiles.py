@@ -129,6 +129,9 @@ SEGMENT_RING = 64
 HALF_BUSY, MAINLY_BUSY, MOST_BUSY = 0.45, 0.7, 0.9
 """Shares of the multiprocessors that it must keep busy: the least one of one round of programs, for
 long caches of narrow heads, and of several rounds."""
+RESIDENT_PARTS, RESIDENT_ROWS = (64, 128), 32
+"""Of resident.py: compressed tokens of a part, which are one tile, and rows of a tile at most. With
+64 rows products are wgmma, and two operands may share an address, which ptxas miscompiles."""
 MAX_BLOCKS = 16384
 """Selection blocks of a sequence: one program holds all their scores in registers."""
 
@@ -205,7 +208,8 @@ def decode_tiles(
     win_part = max(keys, cut.win_part, _round_up(-(-window // MAX_WIN_PARTS), keys))
     # Parts of a head, which decide the warps of the merge.
     cmp_parts, token_parts = -(-num_cmp // cmp_part), -(-window // win_part)
-    token_parts += -(-num_forced // per_part) + -(-(spec.n_sel - num_forced) // per_part)
+    free_parts = -(-(spec.n_sel - num_forced) // per_part)
+    token_parts += -(-num_forced // per_part) + free_parts
     num_parts = cmp_parts + token_parts
     scored = min(max(SUMS_AT_A_TIME // rows, 64), max(padded(num_cmp // strides + 1), 64))
     # Tiles are only ever halved to fit, so they still divide the parts.
@@ -216,12 +220,14 @@ def decode_tiles(
     tokens = Tiles(rows, min(keys, padded(spec.l_sel)), cut.token_warps if fits else 4, 2)
     tokens = _fitting(tokens, *sizes, SMALLEST) or tokens
     logits = min(32 if segments < FEW_SEGMENTS else 64, MAX_SCORED // (rows * _strides_pad(spec)))
-    # One program to a multiprocessor always fits. Narrow heads, and caches that are read whole, are
-    # faster in several launches.
-    together = fits and not (sums or whole) and wide > 64
-    programs = _programs(processors // segments if together else 0, cmp_parts, token_parts)
-    if programs and cmp_part == logits // 2 * strides:
-        logits //= 2  # every program scores the blocks of its own part
+    # One program to a multiprocessor always fits. Caches that are read whole are faster in several
+    # launches. A part is one tile of whole blocks.
+    together = fits and not (sums or whole) and rows <= RESIDENT_ROWS
+    together = together and cmp_part in RESIDENT_PARTS and cmp_part % strides == 0
+    # A program merges a head beside its parts: where there is room, others read the chosen blocks.
+    room = processors // segments if together else 0
+    wanted = max(cmp_parts + token_parts, per_group + free_parts)
+    programs = min(room, wanted) if room >= max(cmp_parts, token_parts) else 0
     return DecodeTiles(
         BM=rows,
         BN=cmp.BN,
@@ -273,11 +279,6 @@ def takes_segments(
     if narrow and spec.num_cmp(max_len) > LONG:
         least = max(least, MAINLY_BUSY)
     return segments >= least * rounds * processors
-
-
-def _programs(room: int, cmp_parts: int, token_parts: int) -> int:
-    """Programs of a segment in one launch: with at most one part of each kind, or none at all."""
-    return min(room, cmp_parts + token_parts) if room >= max(cmp_parts, token_parts) else 0
 
 
 def reads_pass_l1(d_k: int, d_v: int, dtype: torch.dtype, tiles: DecodeTiles) -> bool:
