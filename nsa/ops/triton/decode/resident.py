@@ -118,8 +118,8 @@ def step_resident(
     p_ids = p_selection + i_seg * N_SEL
     new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
     first, o_k = i_p * CMP_PART, tl.arange(0, CMP_PART)
-    b_k, b_k2, b_v, raw, raw2, raw_v = b_q, b_q, b_q, (b_q, b_q), (b_q, b_q), (b_q, b_q)
     HELD: tl.constexpr = not MADE and L <= AVERAGED
+    raw, raw2, raw_v = (0, 0), (0, 0), (0, 0)
     PER_PAGE: tl.constexpr = L_SEL // STEP if PAGED else 0
     if PHASE <= 2:
         if HELD:
@@ -127,8 +127,8 @@ def step_resident(
             if DK2 > 0:
                 raw2 = _hold_raw(p_k_cmp_new + new_k, p_k_raw, i_seg, DK1, DK, DK2, L)
             raw_v = _hold_raw(p_v_cmp_new + new_v, p_v_raw, i_seg, 0, DV, DV_PAD, L)
-        # Rows of the cache up to its end: how many tokens it has is not known yet, except that
-        # where they lie in pages, pages are only known for those.
+        # Rows up to the cache's end: how many of them are filled is not known yet. Pages are known
+        # for filled ones alone.
         m_k = first + o_k < (num_cmp if PAGED else NUM_CMP)
         if PAGED:
             p_pages = p_table + i_b * s_table + (first + o_k) // PER_PAGE
@@ -146,7 +146,7 @@ def step_resident(
     if t >= MAX_LEN:
         return
     if PHASE <= 2:
-        # The token that completes here, -1: none. It is not in the cache, so its logit is a sum.
+        # The token that completes here, -1: none. It is not in the cache yet: its logit is a sum.
         completes = (t + 1 >= L) & ((t + 1 - L) % STEP == 0)
         newest = tl.where(completes, num_cmp - 1 - first, -1)
         is_mine = (newest >= 0) & (newest < CMP_PART)
@@ -180,7 +180,7 @@ def step_resident(
             _store_lse(p_part_lse, top, total, part, G, BM)
         if PHASE == 0:
             _arrive(p_ends)
-        # Outputs are not read before phase 4. That of the last part may wait for the scores.
+        # Outputs are not read before phase 4. That of the last part comes after the scores.
         if i_p < last:
             b_out = _dot(b_p.to(b_v.dtype), b_v, UPCAST)
             _store_out(p_part, b_out, total, part, G, DV, DV_PAD, BM)
