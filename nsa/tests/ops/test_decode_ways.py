@@ -65,8 +65,12 @@ def new_caches(spec: BlockSpec, max_len: int = MAX_LEN, filled: Sequence[int] = 
     return Caches(
         kv(num_tokens // spec.d, [spec.num_cmp(n) for n in filled], 0),
         kv(num_tokens, filled, 1),
-        *(kv(spec.w, rings, 2), kv(spec.l, rings, 3)),
-        *(lengths, None, reads, torch.zeros_like(reads)),
+        kv(spec.w, rings, 2),
+        kv(spec.l, rings, 3),
+        lengths,
+        None,
+        reads,
+        torch.zeros_like(reads),
     )
 
 

@@ -149,7 +149,7 @@ def shared_addresses(compiled: Any) -> list[str]:
 
     A descriptor is an address of shared memory plus a constant whose upper half names the layout.
     ptxas 12.8 (in Triton 3.6 and 3.7) computes some of the second operand's descriptors from a
-    register that does not hold the address: docs/log/kernels.md, "Wrong code".
+    register that does not hold the address: docs/log/kernels.md, "Miscompilation".
     """
     assert compiled.asm["ptx"], "compiled until the memory is laid out"
     if "wgmma" not in compiled.asm["ptx"]:
