@@ -31,6 +31,7 @@ from nsa.tests.support.compiling import (
     compiling_until,
     ptxas_report,
     reused_barriers,
+    shared_addresses,
     spilled_bytes,
     starting_on,
 )
@@ -269,6 +270,7 @@ def test_the_kernels_fit_and_stay_asynchronous(compiled):
         assert "serializ" not in report, (name, report)
         assert spilled_bytes(report) <= 160, (name, report)  # measured, not a wish
         assert not reused_barriers(one.asm["ptx"]), name
+        assert not shared_addresses(one), name
 
 
 def test_warps_meet_before_one_of_them_arrives_for_all(compiled):

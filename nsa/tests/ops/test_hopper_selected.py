@@ -31,6 +31,7 @@ from nsa.tests.support.compiling import (
     compiling_until,
     ptxas_report,
     reused_barriers,
+    shared_addresses,
     spilled_bytes,
     starting_on,
 )
@@ -158,6 +159,7 @@ def test_it_fits_and_its_products_run_side_by_side(monkeypatch):
         assert spilled_bytes(report) <= SPILLED[dim], report
         assert_synchronised(one.compiled.asm["ptx"], by_tma=one.name == "selected_backward")
         assert not reused_barriers(one.compiled.asm["ptx"])
+        assert not shared_addresses(one.compiled)
 
 
 def assert_synchronised(ptx: str, *, by_tma: bool) -> None:

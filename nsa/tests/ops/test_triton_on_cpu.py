@@ -251,12 +251,21 @@ def test_the_widest_heads_and_blocks_fit_shared_memory(dtype, name):
         assert not shared_addresses(compiled)
 
 
+BACKWARD = (
+    banded_backward.band_dkv,
+    banded_backward.band_dq,
+    by_block_backward.block_backward,
+)
+FORWARD = (banded_forward.band_forward, by_block_forward.block_forward, by_query.query_forward)
 UNEQUAL = named(
-    (kernel, constants | dict(HAS_DOCS=True), tiles)
-    for case in attention_cases(((16, 64, 4), (40, 128, 4)), selects=(False,))
+    (kernel, constants | dict(HAS_DOCS=docs), tiles)
+    for heads, kernels, docs in (
+        (((16, 64, 4), (40, 128, 4)), BACKWARD, True),
+        (((24, 16, 4), (64, 32, 16)), FORWARD, False),
+    )
+    for case in attention_cases(heads, selects=(False,))
     for kernel, constants, tiles in [case]
-    if kernel
-    in (banded_backward.band_dkv, banded_backward.band_dq, by_block_backward.block_backward)
+    if kernel in kernels
 )
 """Operands of several layouts in one kernel."""
 

@@ -119,27 +119,13 @@ def step_resident(
     new_k, new_v = i_b * s_kb + i_g * s_kh, i_b * s_vb + i_g * s_vh
     first, o_k = i_p * CMP_PART, tl.arange(0, CMP_PART)
     HELD: tl.constexpr = not MADE and L <= AVERAGED
-    raw, raw2, raw_v = (0, 0), (0, 0), (0, 0)
     PER_PAGE: tl.constexpr = L_SEL // STEP if PAGED else 0
     if PHASE <= 2:
-        if HELD:
-            raw = _hold_raw(p_k_cmp_new + new_k, p_k_raw, i_seg, 0, DK, DK1, L)
-            if DK2 > 0:
-                raw2 = _hold_raw(p_k_cmp_new + new_k, p_k_raw, i_seg, DK1, DK, DK2, L)
-            raw_v = _hold_raw(p_v_cmp_new + new_v, p_v_raw, i_seg, 0, DV, DV_PAD, L)
-        # Rows up to the cache's end: how many of them are filled is not known yet. Pages are known
-        # for filled ones alone.
-        m_k = first + o_k < (num_cmp if PAGED else NUM_CMP)
-        if PAGED:
-            p_pages = p_table + i_b * s_table + (first + o_k) // PER_PAGE
-            page = tl.load(p_pages, mask=m_k, other=0).to(tl.int64)
-            origin, row = i_g * s_head_cmp, page * s_cmp + (first + o_k) % PER_PAGE
-        else:
-            origin, row = i_b * s_cmp + i_g * s_head_cmp + first, o_k
-        b_k = _columns(p_k_cmp + origin * DK, row, m_k, 0, DK, DK1)
-        if DK2 > 0:
-            b_k2 = _columns(p_k_cmp + origin * DK, row, m_k, DK1, DK, DK2)
-        b_v = _columns(p_v_cmp + origin * DV, row, m_k, 0, DV, DV_PAD)
+        b_k, b_k2, b_v, raw, raw2, raw_v = _early_loads(
+            p_k_cmp_new + new_k, p_v_cmp_new + new_v, p_k_raw, p_v_raw, p_k_cmp, p_v_cmp, p_table,
+            i_seg, i_b, i_g, first, num_cmp, NUM_CMP, s_table, s_cmp, s_head_cmp,
+            DK, DV, DK1, DK2, DV_PAD, L, CMP_PART, PER_PAGE, HELD,
+        )  # fmt: skip
     if PHASE <= 1:
         tl.store(p_current + i_b, t, mask=i_p == 0)
     # The first use of the length.
@@ -263,6 +249,146 @@ def step_resident(
 
 
 @triton.jit
+def _early_loads(
+    p_new_k, p_new_v, p_k_raw, p_v_raw, p_k_cmp, p_v_cmp, p_table, i_seg, i_b, i_g, first,
+    num_cmp, NUM_CMP, s_table, s_cmp, s_head_cmp,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L: tl.constexpr, CMP_PART: tl.constexpr, PER_PAGE: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of a part from `first` on, and the raw tokens: all that needs no length.
+
+    b_k and raw have the columns of DK1, b_k2 and raw2 those of DK2, if there are any.
+    """
+    raw, raw2, raw_v = (0, 0), (0, 0), (0, 0)
+    if HELD:
+        raw = _hold_raw(p_new_k, p_k_raw, i_seg, 0, DK, DK1, L)
+        if DK2 > 0:
+            raw2 = _hold_raw(p_new_k, p_k_raw, i_seg, DK1, DK, DK2, L)
+        raw_v = _hold_raw(p_new_v, p_v_raw, i_seg, 0, DV, DV_PAD, L)
+    o_k = tl.arange(0, CMP_PART)
+    # Rows up to the cache's end: how many of them are filled is not known yet. Pages are known
+    # for filled ones alone.
+    m_k = first + o_k < (num_cmp if PER_PAGE > 0 else NUM_CMP)
+    if PER_PAGE > 0:
+        p_pages = p_table + i_b * s_table + (first + o_k) // PER_PAGE
+        page = tl.load(p_pages, mask=m_k, other=0).to(tl.int64)
+        origin, row = i_g * s_head_cmp, page * s_cmp + (first + o_k) % PER_PAGE
+    else:
+        origin, row = i_b * s_cmp + i_g * s_head_cmp + first, o_k
+    b_k = _columns(p_k_cmp + origin * DK, row, m_k, 0, DK, DK1)
+    b_k2 = b_k
+    if DK2 > 0:
+        b_k2 = _columns(p_k_cmp + origin * DK, row, m_k, DK1, DK, DK2)
+    b_v = _columns(p_v_cmp + origin * DV, row, m_k, 0, DV, DV_PAD)
+    return b_k, b_k2, b_v, raw, raw2, raw_v
+
+
+@triton.jit
+def _columns(
+    p, row, m_rows, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
+):  # fmt: skip
+    """Columns of rows of a cache from `column` on: [rows, D_PAD]."""
+    o_d = column + tl.arange(0, D_PAD)
+    return _stream(p + row[:, None] * D + o_d[None, :], m_rows, o_d, D, column + D_PAD)
+
+
+@triton.jit
+def _hold_raw(
+    p_new, p_raw, i_seg, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    L: tl.constexpr,
+):  # fmt: skip
+    """The ring of raw tokens [AVERAGED, D_PAD] and the new token [D_PAD], before t is known."""
+    o_l, o_d = tl.arange(0, AVERAGED), column + tl.arange(0, D_PAD)
+    p_rows = p_raw + (i_seg * L + o_l)[:, None] * D + o_d[None, :]
+    mask = (o_l < L)[:, None] & (o_d < D)[None, :]
+    b_raw = tl.load(p_rows, mask=mask, other=0.0, cache_modifier=".cg")
+    return b_raw, tl.load(p_new + o_d, mask=o_d < D, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _newest_logit(
+    b_q, raw, p_row, p_new, p_made, p_raw, i_seg, t, column: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, L: tl.constexpr, HELD: tl.constexpr,
+    MADE: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries with the compressed token that completes, which is stored at p_row.
+
+    Over the columns of b_q. HELD: `raw` is of _hold_raw.
+    """
+    if HELD:
+        b_made = _mean_of(raw, t, L)
+    else:
+        b_made = _completed(p_new, p_made, p_raw, i_seg, t, column, D, D_PAD, L, MADE)
+    if PHASE <= 1:
+        _put(p_row, column, b_made, True, D - column, D_PAD)
+    return tl.sum(b_q.to(tl.float32) * b_made.to(tl.float32)[None, :], axis=1)
+
+
+@triton.jit
+def _mean_of(raw, t, L: tl.constexpr):
+    """Mean of a held ring with the new token in the place of the oldest, as it is stored."""
+    b_raw, b_new = raw
+    # Another program may be writing that slot: what was read from it does not count.
+    b_old = tl.where((tl.arange(0, AVERAGED) != t % L)[:, None], b_raw.to(tl.float32), 0.0)
+    return ((b_new.to(tl.float32) + tl.sum(b_old, axis=0)) / L).to(b_new.dtype)
+
+
+@triton.jit
+def _score_phase(
+    b_s, p_part_lse, p_scores, p_ends, target, i_seg, i_p, num_cmp,
+    G, NUM_PARTS, s_scores,
+    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
+    LEVELS: tl.constexpr, BM: tl.constexpr, CMP_PADDED: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """Parts of the scores of the blocks of part i_p, from its logits [BM, CMP_PART]."""
+    if PHASE == 0:
+        _await(p_ends, target)
+    num_parts = tl.cdiv(num_cmp, CMP_PART)
+    lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, CMP_PADDED)
+    STRIDES: tl.constexpr = L_SEL // STEP
+    BLOCKS: tl.constexpr = CMP_PART // STRIDES
+    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES)
+    o_j = i_p * BLOCKS + tl.arange(0, BLOCKS)
+    # p_cmp = exp2(logit - lse), summed over the heads: [BLOCKS, STRIDES].
+    b_p = tl.where((o_h < G)[:, None], tl.math.exp2(b_s - lse[:, None]), 0.0)
+    b_tokens = tl.reshape(tl.sum(b_p, axis=0), [BLOCKS, STRIDES])
+    for level in tl.static_range(LEVELS):
+        weight = _weights_of(o_s, level, STRIDES, L // STEP)
+        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
+        _store_level(p_scores + i_seg * LEVELS * s_scores, b_part, o_j, level, s_scores)
+
+
+@triton.jit
+def _ahead_phase(
+    b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
+    p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, i_seg, i_b, i_g, i_p, t,
+    G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, WIN, scale_log2,
+    s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
+    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
+    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
+    WIN_PART: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, TOKENS: tl.constexpr, FIRST_AHEAD: tl.constexpr, NUM: tl.constexpr,
+):  # fmt: skip
+    """Parts that need no score, of window and forced blocks, by the segment's programs in turn."""
+    num_of = _counts(t, False, WIN, L_SEL, N_SEL, NUM_FIRST + NUM_LOCAL)
+    first_ahead = (i_p + NUM - FIRST_AHEAD) % NUM
+    for a in tl.range(first_ahead, AHEAD_PARTS, NUM, num_stages=1):
+        in_win = a < WIN_PARTS
+        part = a - tl.where(in_win, 0, WIN_PARTS)
+        b_out, top, total = _token_part(
+            b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
+            p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
+            in_win, False, part == 0, 0, num_of, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh,
+            s_sel, s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
+            PER_PAGE, PER_PART, WIN_PART, STAGES, False, True, False, UPCAST, BM, TOKENS,
+        )  # fmt: skip
+        at = i_seg * NUM_PARTS + CMP_PARTS + a
+        _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
+
+
+@triton.jit
 def _free_phase(
     b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
     p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, p_scores,
@@ -322,110 +448,6 @@ def _count_reads(
     b_sums = tl.load(p_sums, mask=mask, other=0, cache_modifier=".cg")
     tl.store(p_last_reads + i_seg * 3 + o_c, num.to(tl.int64), mask=mask)
     tl.store(p_sums, b_sums + num, mask=mask)
-
-
-@triton.jit
-def _ahead_phase(
-    b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new, p_k_sel, p_v_sel,
-    p_k_win, p_v_win, p_ids, p_table, p_part, p_part_lse, i_seg, i_b, i_g, i_p, t,
-    G, NUM_PARTS, CMP_PARTS, WIN_PARTS, AHEAD_PARTS, WIN, scale_log2,
-    s_table, s_kb, s_kh, s_vb, s_vh, s_sel, s_head_sel,
-    DK: tl.constexpr, DV: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr,
-    DV_PAD: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, NUM_FIRST: tl.constexpr,
-    NUM_LOCAL: tl.constexpr, PER_PAGE: tl.constexpr, PER_PART: tl.constexpr,
-    WIN_PART: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, TOKENS: tl.constexpr, FIRST_AHEAD: tl.constexpr, NUM: tl.constexpr,
-):  # fmt: skip
-    """Parts that need no score, of window and forced blocks, by the segment's programs in turn."""
-    num_of = _counts(t, False, WIN, L_SEL, N_SEL, NUM_FIRST + NUM_LOCAL)
-    first_ahead = (i_p + NUM - FIRST_AHEAD) % NUM
-    for a in tl.range(first_ahead, AHEAD_PARTS, NUM, num_stages=1):
-        in_win = a < WIN_PARTS
-        part = a - tl.where(in_win, 0, WIN_PARTS)
-        b_out, top, total = _token_part(
-            b_q, b_q2, p_k_sel_new, p_v_sel_new, p_k_win_new, p_v_win_new,
-            p_k_sel, p_v_sel, p_k_win, p_v_win, p_ids, p_table, i_seg, i_b, i_g, t, part,
-            in_win, False, part == 0, 0, num_of, WIN, scale_log2, s_table, s_kb, s_kh, s_vb, s_vh,
-            s_sel, s_head_sel, DK, DV, DK1, DK2, DV_PAD, L_SEL, N_SEL, NUM_FIRST, NUM_LOCAL,
-            PER_PAGE, PER_PART, WIN_PART, STAGES, False, True, False, UPCAST, BM, TOKENS,
-        )  # fmt: skip
-        at = i_seg * NUM_PARTS + CMP_PARTS + a
-        _store_part(p_part, p_part_lse, b_out, top, total, at, G, DV, DV_PAD, BM)
-
-
-@triton.jit
-def _columns(
-    p, row, m_rows, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
-):  # fmt: skip
-    """Columns of rows of a cache from `column` on: [rows, D_PAD]."""
-    o_d = column + tl.arange(0, D_PAD)
-    return _stream(p + row[:, None] * D + o_d[None, :], m_rows, o_d, D, column + D_PAD)
-
-
-@triton.jit
-def _hold_raw(
-    p_new, p_raw, i_seg, column: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    L: tl.constexpr,
-):  # fmt: skip
-    """The ring of raw tokens [AVERAGED, D_PAD] and the new token [D_PAD], before t is known."""
-    o_l, o_d = tl.arange(0, AVERAGED), column + tl.arange(0, D_PAD)
-    p_rows = p_raw + (i_seg * L + o_l)[:, None] * D + o_d[None, :]
-    mask = (o_l < L)[:, None] & (o_d < D)[None, :]
-    b_raw = tl.load(p_rows, mask=mask, other=0.0, cache_modifier=".cg")
-    return b_raw, tl.load(p_new + o_d, mask=o_d < D, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _mean_of(raw, t, L: tl.constexpr):
-    """Mean of a held ring with the new token in the place of the oldest, as it is stored."""
-    b_raw, b_new = raw
-    # Another program may be writing that slot: what was read from it does not count.
-    b_old = tl.where((tl.arange(0, AVERAGED) != t % L)[:, None], b_raw.to(tl.float32), 0.0)
-    return ((b_new.to(tl.float32) + tl.sum(b_old, axis=0)) / L).to(b_new.dtype)
-
-
-@triton.jit
-def _newest_logit(
-    b_q, raw, p_row, p_new, p_made, p_raw, i_seg, t, column: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, L: tl.constexpr, HELD: tl.constexpr,
-    MADE: tl.constexpr, PHASE: tl.constexpr,
-):  # fmt: skip
-    """Products of the queries with the compressed token that completes, which is stored at p_row.
-
-    Over the columns of b_q. HELD: `raw` is of _hold_raw.
-    """
-    if HELD:
-        b_made = _mean_of(raw, t, L)
-    else:
-        b_made = _completed(p_new, p_made, p_raw, i_seg, t, column, D, D_PAD, L, MADE)
-    if PHASE <= 1:
-        _put(p_row, column, b_made, True, D - column, D_PAD)
-    return tl.sum(b_q.to(tl.float32) * b_made.to(tl.float32)[None, :], axis=1)
-
-
-@triton.jit
-def _score_phase(
-    b_s, p_part_lse, p_scores, p_ends, target, i_seg, i_p, num_cmp,
-    G, NUM_PARTS, s_scores,
-    L: tl.constexpr, STEP: tl.constexpr, L_SEL: tl.constexpr, CMP_PART: tl.constexpr,
-    LEVELS: tl.constexpr, BM: tl.constexpr, CMP_PADDED: tl.constexpr, PHASE: tl.constexpr,
-):  # fmt: skip
-    """Parts of the scores of the blocks of part i_p, from its logits [BM, CMP_PART]."""
-    if PHASE == 0:
-        _await(p_ends, target)
-    num_parts = tl.cdiv(num_cmp, CMP_PART)
-    lse = _lse_of_parts(p_part_lse + i_seg * NUM_PARTS * G, num_parts, G, BM, CMP_PADDED)
-    STRIDES: tl.constexpr = L_SEL // STEP
-    BLOCKS: tl.constexpr = CMP_PART // STRIDES
-    o_h, o_s = tl.arange(0, BM), tl.arange(0, STRIDES)
-    o_j = i_p * BLOCKS + tl.arange(0, BLOCKS)
-    # p_cmp = exp2(logit - lse), summed over the heads: [BLOCKS, STRIDES].
-    b_p = tl.where((o_h < G)[:, None], tl.math.exp2(b_s - lse[:, None]), 0.0)
-    b_tokens = tl.reshape(tl.sum(b_p, axis=0), [BLOCKS, STRIDES])
-    for level in tl.static_range(LEVELS):
-        weight = _weights_of(o_s, level, STRIDES, L // STEP)
-        b_part = tl.sum(b_tokens * weight[None, :], axis=1)
-        _store_level(p_scores + i_seg * LEVELS * s_scores, b_part, o_j, level, s_scores)
 
 
 @triton.jit
