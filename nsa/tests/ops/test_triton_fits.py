@@ -35,6 +35,7 @@ from nsa.tests.support.compiling import (
     MAX_SHARED_BYTES,
     assert_fits,
     compiling_until,
+    shared_addresses,
     starting_on,
 )
 
@@ -196,6 +197,33 @@ def test_every_shape_fits_every_gpu(shape, capability):
         assert compiled
         for one in compiled:
             assert_fits(one, capability)
+
+
+def assert_no_shared_addresses(shape: Shape, call: str, kernels: tuple[str, ...]) -> None:
+    """What ptxas miscompiles on sm_90: operands of two layouts at one address."""
+    with compiling_until("ptx"), starting_on(90, kernels) as started:
+        getattr(shape, call)()
+    compiled = [one for one in started if one.compiled is not None]
+    assert compiled
+    for one in compiled:
+        assert not shared_addresses(one.compiled), (shape, one.name)
+
+
+@pytest.mark.parametrize("d_k", [40, 72])
+def test_heads_in_two_parts_never_share_an_address(d_k):
+    """The second part of the queries has a layout of its own."""
+    assert_no_shared_addresses(Shape(d_k, 16), "attend_blocks", ("block_forward",))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("d_v", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("call", CALLS)
+def test_no_head_shares_an_address(call, d_v):
+    """All sums of two powers of two, as parts_of makes them."""
+    for d_k in (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 136, 160, 192, 248, 256):
+        for group in (4, 16, 64):
+            assert_no_shared_addresses(Shape(d_k, d_v, group=group), call, LARGE)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])

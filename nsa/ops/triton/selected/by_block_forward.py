@@ -106,10 +106,13 @@ def block_forward(
             t = tl.load(p_queries + at, mask=m_r, other=0)
             p_rows = p_qh + _offsets(t, s_qs, head, s_qh, NARROW)[:, None]
             b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
+            if DK2 > 0:
+                # Before the product, or it may take the address of b_q in shared memory, and the
+                # two have different layouts there (docs/log/kernels.md, "Miscompilation").
+                b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
             # s = q k^T: [BM, BN].
             b_s = _dot(b_q, tl.trans(b_k), UPCAST)
             if DK2 > 0:
-                b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
                 b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
             if part == 0:
                 last = t  # the key at the query's position
