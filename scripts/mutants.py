@@ -340,6 +340,28 @@ HOPPER = (
         interpreted=True,
     ),
     Mutant(
+        "slot-given-back-before-it-is-multiplied",
+        "ops/triton/hopper/dq_sums.py",
+        (
+            (
+                "    b_dq = warpgroup_mma_wait(0, deps=(b_dq,))\n"
+                "    sync_warps()\n"
+                "    mbarrier.arrive(sums.empty.index(slot))\n",
+                "    mbarrier.arrive(sums.empty.index(slot))\n"
+                "    b_dq = warpgroup_mma_wait(0, deps=(b_dq,))\n",
+            ),
+        ),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
+        "second-consumer-without-its-first-tile",
+        "ops/triton/hopper/dq_sums.py",
+        (("if (i >= first) &", "if (i > first) &"),),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
         "rows-of-a-neighbour",
         "ops/triton/hopper/selected_rows.py",
         (("o_r - nth * G\n", "o_r - nth * (G - 1)\n"),),

@@ -30,9 +30,16 @@ from nsa.ops.triton.launcher import (
 )
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.selected import by_block_backward, by_block_forward, by_query
-from nsa.ops.triton.selected.block_index import QueryLists, empty_lists, list_queries
+from nsa.ops.triton.selected.block_index import (
+    QueryLists,
+    empty_lists,
+    fill_zeros,
+    list_queries,
+)
 from nsa.ops.triton.tiles import padded
 
+QUERY_TILE = 64
+"""Queries that are added to at a time."""
 GATE_TOKENS, GATE_HEADS = 2, 16
 """Tokens and heads of one program of gate_backward."""
 
@@ -142,11 +149,14 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     for branch in skipped:
         grads[branch] = torch.zeros_like(keys[branch][0]), torch.zeros_like(keys[branch][1])
         dgates[..., branch] = 0.0
-    for branch in (0, 2):
+    summed = set() if ordered else set(problem.one_pass) - skipped - set(routes)
+    dq_sum = _no_queries(problem, q) if summed else None
+    for branch in (0, 1, 2) if problem.masked else (0, 2):
         if branch in skipped:
             continue
         if branch not in routes:
-            grads[branch] = _band_kv(problem, branch, q, keys[branch], dout, stats, bits)
+            rest = (q, keys[branch], dout, stats, bits, dq_sum if branch in summed else None)
+            grads[branch] = _band_kv(problem, branch, *rest)
         else:
             dq, *grads_kv = flash.backward(
                 *(branch, q, *keys[branch], saved.o_cmp if branch == 0 else saved.o_win),
@@ -155,35 +165,20 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
             )
             grads[branch] = grads_kv[0], grads_kv[1]
             dq_more = dq if dq_more is None else dq_more + dq
+    if dq_sum is not None:
+        dq_more = dq_sum if dq_more is None else dq_sum + dq_more
     # dq of the branches that are bands; that of chosen blocks is added to it.
-    walked = {0, 1, 2} - skipped - set(routes)
+    walked = {0, 1, 2} - skipped - set(routes) - summed
     walked -= set() if problem.masked else {1}
-    dq = _backward_q(problem, q, keys, dout, stats, bits, dq_more, walked)
-    # Selected branch. By queries, dq and dk, dv are separate passes; the kernel in Gluon needs one
-    # for large groups, too.
-    if problem.flags.no_sel:
-        pass
-    elif problem.masked:
-        grads[1] = _band_kv(problem, 1, q, keys[1], dout, stats, bits)
+    walked -= set() if problem.num_cmp > 0 else {0}
+    if walked or dq_more is None:
+        dq = _backward_q(problem, q, keys, dout, stats, bits, dq_more, walked)
+    elif problem.masked or problem.flags.no_sel or problem.by_query:
+        dq = banded_backward.rounded(problem, "dq", dq_more)
     else:
-        reader = problem.reader
-        ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
-        chosen = Selection(ids, saved.num_chosen, bits)
-        stats_sel = stats[1]
-        if _is_by_token(problem):
-            stats_sel = stats_sel.view(problem.batch, problem.seq_len, problem.num_heads, 4)
-        rest = (q, *keys[1], dout, stats_sel)
-        lists = QueryLists(*saved[-len(QueryLists._fields) :])
-        if not problem.has_lists:
-            lists = list_queries(reader, chosen)
-        if problem.by_query and not reader.in_gluon:
-            by_query.backward_q(reader, *rest, chosen, dq)
-            grads[1] = by_block_backward.backward_kv(reader, *rest, lists, ordered=ordered)
-        else:
-            _, *grads_kv = by_block_backward.backward(
-                reader, *rest, chosen, lists, ordered=ordered, dq=dq
-            )
-            grads[1] = grads_kv[0], grads_kv[1]
+        dq = dq_more
+    if not (problem.flags.no_sel or problem.masked):
+        dq, grads[1] = _backward_selected(problem, inputs, saved, dout, stats[1], dq, ordered)
     return Inputs(dq, *grads[0], *grads[1], *grads[2], dgates)
 
 
@@ -205,6 +200,44 @@ def compile_ahead(
             if backward_too:
                 saved = Saved._make(getattr(results, name) for name in Saved._fields)
                 backward(twin, given, saved, twin.empty(*results.out.shape))
+
+
+def _backward_selected(
+    problem: Problem,
+    inputs: Inputs,
+    saved: Saved,
+    dout: Tensor,
+    stats: Tensor,  # [B, Hq, S, 4] fp32
+    dq: Tensor,
+    ordered: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Gradient of q, dq of the other branches included, and those of the selected keys and values.
+
+    By queries, dq and dk, dv are separate passes; the kernel in Gluon needs one for large groups,
+    too.
+    """
+    reader = problem.reader
+    ids = saved.ids if reader is problem else _read_ids(problem, saved.ids)
+    chosen = Selection(ids, saved.num_chosen, saved.bits)
+    if _is_by_token(problem):
+        stats = stats.view(problem.batch, problem.seq_len, problem.num_heads, 4)
+    rest = (inputs.q, inputs.k_sel, inputs.v_sel, dout, stats)
+    lists = QueryLists(*saved[-len(QueryLists._fields) :])
+    if not problem.has_lists:
+        lists = list_queries(reader, chosen)
+    if problem.by_query and not reader.in_gluon:
+        by_query.backward_q(reader, *rest, chosen, dq)
+        return dq, by_block_backward.backward_kv(reader, *rest, lists, ordered=ordered)
+    dq, *grads = by_block_backward.backward(reader, *rest, chosen, lists, ordered=ordered, more=dq)
+    return dq, (grads[0], grads[1])
+
+
+def _no_queries(problem: Problem, q: Tensor) -> Tensor:
+    """Zeros [B, S, Hq, Dk] fp32, to which programs add whole tiles of queries."""
+    rows = problem.batch * problem.seq_len
+    total = problem.empty(rows + QUERY_TILE, *q.shape[2:], dtype=torch.float32)[:rows].view(q.shape)
+    fill_zeros(problem, "no dq", total)
+    return total
 
 
 def _routes(problem: Problem, long: bool) -> dict[int, flash.Kernel]:
@@ -323,13 +356,15 @@ def _band_kv(
     dout: Tensor,
     stats: Tensor,
     bits: Tensor,
+    dq_sum: Tensor | None,  # [B, S, Hq, Dk] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the keys and values of a branch that is a band."""
+    """Gradients of the keys and values of a branch that is a band; what they give the queries is
+    added to dq_sum."""
     hopper = problem.hopper
     if (hopper.cmp_keys, hopper.sel_keys, hopper.keys)[branch]:
         from nsa.ops.triton.hopper import keys as hopper_keys
 
-        return hopper_keys.backward_kv(problem, branch, q, *keys, dout, stats)
+        return hopper_keys.backward_kv(problem, branch, q, *keys, dout, stats, dq_sum)
     return banded_backward.backward_kv(problem, branch, q, *keys, dout, stats, bits)
 
 

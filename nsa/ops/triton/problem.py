@@ -67,6 +67,9 @@ MASKED_DIMS, MASKED_TILES = (64,), 16
 """Head dims and tiles of queries and heads, for each multiprocessor, from which the kernels of a
 selected branch that masks the past are taken, and next to it that of the compressed forward. They
 were faster at 47; fewer programs of such different lengths were not timed."""
+ONE_PASS: frozenset[int] = frozenset()
+"""The branches of which, at D 64 and outside of deterministic mode, one pass gives the gradients of
+queries, keys and values (hopper/dq_sums.py). None: it has not run on a GPU yet."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_FROM = {(128, 16): 4096, (64, 6): 4096, (128, 4): 4096}
@@ -274,17 +277,25 @@ class Problem:
         return Hopper(
             forward=forward,
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
-            queries=queries and self.d_k == 128,
+            queries=queries and (self.d_k == 128 or 0 in ONE_PASS),
             cmp_forward=forward
             and ((has_cmp and self.d_k in COMPRESSED_DIMS) or (masked and self.num_cmp > 0)),
             cmp_keys=has_cmp
             and programs >= FULL_ENOUGH * self.processors
-            and (self.d_k == 128 or self.seq_len < LONG_FROM),
+            and (self.d_k == 128 or 0 in ONE_PASS or self.seq_len < LONG_FROM),
             both_queries=has_cmp and queries,
             sel_forward=masked and forward,
             sel_keys=masked,
             all_queries=masked and queries,
         )
+
+    @property
+    def one_pass(self) -> frozenset[int]:
+        """Branches whose gradient of queries is added in memory beside those of the keys, where
+        sums need no order."""
+        by_keys = (self.hopper.cmp_keys, self.hopper.sel_keys, self.hopper.keys)
+        able = frozenset(branch for branch in range(3) if by_keys[branch])
+        return able & ONE_PASS if self.d_k == 64 else frozenset()
 
     @property
     def in_gluon(self) -> bool:

@@ -34,11 +34,13 @@ BANDS = {"gluon_forward", "gluon_dkv"}
 
 
 class Example(NamedTuple):
-    """Heads and tokens, whether the selected branch masks the past, and the kernels that run."""
+    """Heads and tokens, whether the selected branch masks the past, the kernels that run, and the
+    branches of which one pass gives all gradients."""
 
     case: Case
     masked: bool
     kernels: set[str]
+    one_pass: frozenset[int] = frozenset()
 
 
 FEW = BlockSpec(n_sel=3, w=100)
@@ -79,6 +81,24 @@ EXAMPLES = {
         True,
         BANDS | {"gluon_dq"},
     ),
+    "one pass, its slots used again": Example(
+        Case(BlockSpec(l=16, d=4, n_sel=3, w=100), S=401, Hkv=1, G=3, Dk=64, Dv=64),
+        False,
+        BANDS | {"selected_forward", "selected_rows_backward"},
+        frozenset({0, 2}),
+    ),
+    "one pass and a masked past": Example(
+        Case(BlockSpec(n_sel=3, w=63), S=259, B=2, Hkv=1, G=2, Dk=64, Dv=64),
+        True,
+        BANDS,
+        frozenset({0, 1, 2}),
+    ),
+    "one pass, the window apart": Example(
+        Case(FEW, S=196, Hkv=1, G=2, Dk=64, Dv=64),
+        False,
+        BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
+        frozenset({0}),
+    ),
 }
 LONG_ITEMS = {"16 heads", "2 heads of 128", "10 heads of 128, more than a round"}
 """All queries of a block are one item: buffers are used again, as in long sequences."""
@@ -102,7 +122,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_outputs_and_gradients_equal_float64(name, monkeypatch):
-    case, masked, kernels = EXAMPLES[name]
+    case, masked, kernels, one_pass = EXAMPLES[name]
+    monkeypatch.setattr(problem, "ONE_PASS", one_pass)
     monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 2 if masked else 0)
     monkeypatch.setattr(problem, "H200_PROCESSORS", 7)
     if name in LONG_ITEMS:

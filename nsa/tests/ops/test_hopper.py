@@ -40,6 +40,7 @@ from nsa.tests.support.helpers import Case
 
 KERNELS = {"gluon_forward", "gluon_dkv", "gluon_dq"}
 BANDS = {"band_forward", "band_dkv", "band_dq"}
+NO_BRANCH, ALL_BRANCHES = frozenset[int](), frozenset({0, 1, 2})
 ALL, NONE = Hopper(*(True,) * 6), Hopper()
 """ALL: of the window and the compressed branch, beside a selected branch that reads its blocks."""
 HOPPER, AMPERE, BLACKWELL = ((major, 0) for major in (9, 8, 10))
@@ -223,6 +224,14 @@ def test_every_branch_is_computed_once(monkeypatch):
         attend(300, BlockSpec(), 64)
     names = [one.name for one in started if one.name in KERNELS | BANDS]
     assert sorted(names) == sorted([*2 * ["gluon_forward", "gluon_dkv"], *KERNELS])
+    # Gradients in one pass: no kernel for those of queries, whose sums are in fp32.
+    monkeypatch.setattr(problem, "ONE_PASS", ALL_BRANCHES)
+    for spec, last in ((BOTH, "sum_places"), (BlockSpec(), "sum_parts")):
+        with starting_on(90, ()) as started:
+            attend(300, spec, 64)
+        names = [one.name for one in started]
+        assert names.count("gluon_dkv") == (2 if spec is BOTH else 3)
+        assert not {"gluon_dq", "band_dq"}.intersection(names) and last in names
     monkeypatch.setattr(problem, "HOPPER", False)
     with starting_on(90, ()) as started:
         attend(300, BOTH)
@@ -245,15 +254,17 @@ def pairs(pattern: str, ptx: str) -> set[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def compiled() -> list[tuple[str, Any]]:
     """The kernels for D 128, which need the most registers and shared memory, and gradients at D 64
-    that mask the past, too."""
+    that mask the past, too, in two passes and in one."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         take_everywhere(patch)
-        for spec, dim, names in (
-            (SPARSE, 128, {"gluon_dq"}),
-            (BOTH, 128, KERNELS),
-            (BlockSpec(), 64, {"gluon_dq", "gluon_dkv"}),
+        for spec, dim, names, one_pass in (
+            (SPARSE, 128, {"gluon_dq"}, NO_BRANCH),
+            (BOTH, 128, KERNELS, NO_BRANCH),
+            (BlockSpec(), 64, {"gluon_dq", "gluon_dkv"}, NO_BRANCH),
+            (BlockSpec(), 64, {"gluon_dkv"}, ALL_BRANCHES),
         ):
+            patch.setattr(problem, "ONE_PASS", one_pass)
             with compiling_until("ptx"), starting_on(90, names) as started:
                 attend(300, spec, dim)
             found += [(one.name, one.compiled) for one in started if one.compiled is not None]
@@ -308,6 +319,11 @@ CASES = [
     (Case(BlockSpec(l_sel=128, n_sel=5), S=1270, G=6, Dk=64, Dv=64), "bf16"),
     (Case(BlockSpec(l=64, n_sel=8), S=63, B=2, G=2, Dk=64, Dv=64), "fp16"),  # no compressed token
 ]
+ONE_PASS = [
+    (Case(BlockSpec(), S=2500, B=2, Hkv=2, G=6, Dk=64, Dv=64), "bf16"),
+    (Case(BlockSpec(), S=1983, B=2, Hkv=1, G=4, Dk=64, Dv=64), "fp16"),  # masks the past
+    (Case(BlockSpec(l=8, d=4, n_sel=4, w=50), S=1537, G=3, Dk=64, Dv=64), "bf16"),
+]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -348,6 +364,19 @@ class TestOnGpu:
         assert ("selected dq" in names) == (even and in_tiles and not has_cmp)
         assert ("both dq" in names) == (even and not masks and has_cmp)
         assert ("window dq" in names) == (even and not masks and not has_cmp and case.Dk == 128)
+
+    @pytest.mark.parametrize("branches", [{0}, {0, 1}, {0, 2}, {0, 1, 2}], ids=str)
+    @pytest.mark.parametrize(("case", "dtype"), ONE_PASS, ids=[f"{d}-{c}" for c, d in ONE_PASS])
+    def test_one_pass_gives_all_gradients(self, case, dtype, branches, on_hopper, monkeypatch):
+        monkeypatch.setattr(problem, "ONE_PASS", frozenset(branches))
+        gpu.compare(case, DTYPES[dtype])
+        names = launched()
+        masks = 2 * case.spec.n_sel * case.spec.l_sel >= case.S
+        taken = branches - (set() if masks else {1})
+        for branch, name in enumerate(("compressed", "selected", "window")):
+            assert (f"{name} dkv and dq" in names) == (branch in taken), name
+        apart = {"dq", "window dq", "both dq", "selected dq", "all dq"}.intersection(names)
+        assert bool(apart) == (len(taken) < 2 + masks), apart
 
     def test_gradients_of_queries_add_those_of_cudnn(self, on_hopper, monkeypatch):
         """As for long sequences, and those of the selected blocks."""

@@ -42,7 +42,7 @@ POINTERS = {
         "p_dq",
         "p_clean",
     )
-    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_logits")
+    + ("p_o_cmp", "p_o_sel", "p_o_win", "p_dcmp", "p_dwin", "p_dq_more", "p_more", "p_logits")
     + ("p_k_sel", "p_k_win", "p_k_cmp", "p_v_cmp", "p_v_sel", "p_v_win")
     + ("p_dk_sel", "p_dk_win", "p_dk_cmp", "p_dv_cmp", "p_dv_sel", "p_dv_win"),
     "*fp32": ("p_part_lse", "p_lse", "p_stats", "p_gates", "p_scores", "p_dgates")

@@ -431,6 +431,21 @@ def sum_all(
     return totals
 
 
+def rounded(problem: Problem, place: str, total: Tensor) -> Tensor:
+    """A sum in fp32 in the dtype of the inputs."""
+    out, size = problem.empty(*total.shape), total.numel() // problem.batch
+    start(
+        problem.memo,
+        ("rounded", place),
+        sum_parts,
+        (total, total, out, out),
+        lambda: Launch.plain(
+            (ceil_div(size, SUM_BLOCK), problem.batch), (size, 0, 1), {"BLOCK": SUM_BLOCK}
+        ),
+    )
+    return out
+
+
 def backward_q(
     problem: Problem,
     q: Tensor,

@@ -27,16 +27,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.bands.banded_backward import sum_all
+from nsa.ops.triton.hopper import dq_sums
 from nsa.ops.triton.hopper.division import divided
 from nsa.ops.triton.hopper.parts import (
     PRODUCER_REGISTERS,
     TILE,
     TILE_ROWS,
+    Registers,
     copy_in,
     copy_out,
     launch,
     matrix,
     phase_of,
+    query_tile,
     rounded,
     stage_of,
     stat_rows,
@@ -48,13 +51,15 @@ from nsa.ops.triton.problem import Problem
 
 STAGES = 4
 """Tiles of queries, and as many of dout, that are in flight or being read."""
-HELD = True
-"""Whether keys and values are in registers, where there are enough of them: at D 64."""
+WITH_QUERIES = Registers(208, 128)
+"""Where a third warpgroup adds up the gradient of queries."""
+NEITHER, BOTH, VALUES = 0, 1, 2
+"""What of keys and values is in registers, at D 64: as much as there are registers for."""
 
 
 @gluon.jit(do_not_specialize=("S", "K", "Hkv", "G", "W", "OFF", "STEP", "BATCH", "HEADS", "SLICES"))
 def gluon_dkv(
-    t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats, p_dk, p_dv,
+    t_q, t_dout, t_k, t_v, t_dk, t_dv, t_stats, p_dk, p_dv, p_dq,
     S, K, Hkv, G, W, OFF, STEP, BATCH, HEADS, SLICES, scale, scale_log2,
     D: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr,
     L_SEL: gl.constexpr, HELD: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
@@ -62,7 +67,8 @@ def gluon_dkv(
     """dk, dv [B, K, Hkv, D], or, in their place, partial sums p_dk, p_dv.
 
     Those are [B, parts, K, Hkv, D] fp32, with parts = G / HEADS * SLICES. stats are [B * Hq, S, 4],
-    as in tile.py. L_SEL > 0: the selected branch, also COMPRESSED.
+    as in tile.py. L_SEL > 0: the selected branch, also COMPRESSED. p_dq: what the keys give dq
+    [B, S, Hq, D] fp32 is added there (dq_sums.py).
     """
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -79,6 +85,8 @@ def gluon_dkv(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=NC)
+    if p_dq is not None:
+        sums = dq_sums.allocate(dtype, D, NC)
     # The copies are asynchronous, and must see the barriers as they were just written.
     fence_async_shared()
     bufs = (k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs)
@@ -91,16 +99,34 @@ def gluon_dkv(
     sizes = (S, K, Hkv, G, HEADS, G // HEADS * SLICES)
     copied = (t_q, t_dout, t_k, t_v, t_stats)
     given = (t_dk, t_dv, p_dk, p_dv)
-    shared = (given, bufs, bars, place, sizes, band, scale, scale_log2)
-    gl.warp_specialize(
-        [
-            (_consume, (0, shared, D, STAGES, COMPRESSED, L_SEL, HELD)),
-            (_consume, (1, shared, D, STAGES, COMPRESSED, L_SEL, HELD)),
-            (_produce, (copied, bufs, bars, place, sizes, D, STAGES, COMPRESSED, NC)),
-        ],
-        [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
-    )
+    if p_dq is None:
+        shared = (given, bufs, bars, None, place, sizes, band, scale, scale_log2)
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, D, STAGES, COMPRESSED, L_SEL, HELD)),
+                (_consume, (1, shared, D, STAGES, COMPRESSED, L_SEL, HELD)),
+                (_produce, (copied, bufs, bars, place, sizes, D, STAGES, COMPRESSED, NC)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        shared = (given, bufs, bars, sums, place, sizes, band, scale, scale_log2)
+        k0 = place[2] * TILE_ROWS
+        spans = (
+            _span(k0, place, sizes, band, COMPRESSED),
+            _span(k0 + TILE_ROWS, place, sizes, band, COMPRESSED),
+        )
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, D, STAGES, COMPRESSED, L_SEL, HELD)),
+                (_consume, (1, shared, D, STAGES, COMPRESSED, L_SEL, HELD)),
+                (dq_sums.add_queries, (p_dq, scale, sums, place, sizes, spans, D, COMPRESSED)),
+                (_produce, (copied, bufs, bars, place, sizes, D, STAGES, COMPRESSED, NC)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, dq_sums.REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 @gluon.jit
@@ -157,7 +183,7 @@ def _produce(
     for it in range(total * HEADS):
         stage = stage_of(it, STAGES)
         i_h = i_g * G + h0 + it // total
-        t0 = _query_tile(start, it % total, COMPRESSED) * TILE_ROWS
+        t0 = query_tile(start, it % total, COMPRESSED) * TILE_ROWS
         mbarrier.wait(empty.index(stage), phase_of(it, STAGES) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, 2 * SIZE + TILE_ROWS * 16)
@@ -168,22 +194,12 @@ def _produce(
 
 
 @gluon.jit
-def _query_tile(start, i, COMPRESSED: gl.constexpr):
-    """The tile of queries that is walked as number i for a head."""
-    if COMPRESSED:
-        tile = start - i
-    else:
-        tile = start + i
-    return tile
-
-
-@gluon.jit
 def _consume(
     C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr,
     COMPRESSED: gl.constexpr, L_SEL: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Gradients of 64 keys and values."""
-    given, bufs, bars, place, sizes, band, scale, scale_log2 = shared
+    given, bufs, bars, sums, place, sizes, band, scale, scale_log2 = shared
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
     i_b, i_g, tile, i_part, h0, start, total = place
     S, K, Hkv, G, HEADS, parts = sizes
@@ -191,17 +207,21 @@ def _consume(
     dk = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     dv = gl.zeros([TILE_ROWS, D], gl.float32, OL)
     mbarrier.wait(bars[0].index(C), 0)
-    b_k = _held(k_bufs, C, HELD)
-    b_v = _held(v_bufs, C, HELD)
+    b_k = _held(k_bufs, C, HELD == 1)
+    b_v = _held(v_bufs, C, HELD > 0)
+    if sums is not None:
+        dq_sums.keep_keys(sums, k_bufs, C, D)
     k0 = (tile + C) * TILE_ROWS
     first, own = _span(k0, place, sizes, band, COMPRESSED)
-    walked = (bufs, bars, b_k, b_v, start, k0, band, scale_log2)
+    walked = (bufs, bars, sums, b_k, b_v, start, k0, band, scale_log2)
     for i in range(HEADS):
         begin = i * total
         _skip(bars, begin, first, STAGES)
         if D == 64:
             if own > 0:
-                dk, dv = _walk(dk, dv, walked, begin, first, own, D, STAGES, COMPRESSED, L_SEL)
+                dk, dv = _walk(
+                    dk, dv, walked, begin, first, own, i * own, C, D, STAGES, COMPRESSED, L_SEL
+                )
         else:
             dk, dv = _walk_plainly(dk, dv, walked, begin, first, own, D, STAGES, COMPRESSED, L_SEL)
         _skip(bars, begin + first + own, total - first - own, STAGES)
@@ -270,7 +290,7 @@ def _skip(bars, it, num, STAGES: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    dk, dv, walked, begin, first, own,
+    dk, dv, walked, begin, first, own, before_head, C: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, L_SEL: gl.constexpr,
 ):  # fmt: skip
     """What a consumer's tiles of queries of a head add, of which there is one at least.
@@ -278,7 +298,7 @@ def _walk(
     The products with P and dS of a tile are started together with the scores of the next: while
     one consumer multiplies, the other has time for its exponentials.
     """
-    bufs, bars, b_k, b_v, start, k0, band, scale_log2 = walked
+    bufs, bars, sums, b_k, b_v, start, k0, band, scale_log2 = walked
     k_full, full, empty = bars
     stage = stage_of(begin + first, STAGES)
     mbarrier.wait(full.index(stage), phase_of(begin + first, STAGES))
@@ -286,7 +306,7 @@ def _walk(
     s = warpgroup_mma_wait(1, deps=(s,))
     p, b_p, delta = _probabilities(s, walked, stage, first, D, COMPRESSED, L_SEL)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds = _left(p, dp, delta, bufs, stage, D)
+    ds = _give_left(p, dp, delta, bufs, stage, sums, before_head, C, D)
     for i in range(first + 1, first + own):
         stage = stage_of(begin + i, STAGES)
         before = stage_of(begin + i - 1, STAGES)
@@ -296,7 +316,7 @@ def _walk(
         s, dk, dv, b_p, ds = warpgroup_mma_wait(1, deps=(s, dk, dv, b_p, ds))
         p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        ds = _left(p, dp, delta, bufs, stage, D)
+        ds = _give_left(p, dp, delta, bufs, stage, sums, before_head + i - first, C, D)
         # As late as this: between it and the stats, Triton would put one barrier more.
         mbarrier.arrive(empty.index(before))
     last = stage_of(begin + first + own - 1, STAGES)
@@ -312,7 +332,7 @@ def _walk_plainly(
     D: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, L_SEL: gl.constexpr,
 ):  # fmt: skip
     """The same, one tile after the other: at D 128, registers do not suffice for two."""
-    bufs, bars, b_k, b_v, start, k0, band, scale_log2 = walked
+    bufs, bars, sums, b_k, b_v, start, k0, band, scale_log2 = walked
     k_bufs, v_bufs, q_bufs, d_bufs, stat_bufs = bufs
     k_full, full, empty = bars
     for i in range(first, first + own):
@@ -323,7 +343,7 @@ def _walk_plainly(
         p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)
         dv = warpgroup_mma(b_p, matrix(d_bufs, stage), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = _left(p, dp, delta, bufs, stage, D)
+        ds = _as_left(_gradient(p, dp, delta, bufs, stage, D), D)
         dk = warpgroup_mma(ds, matrix(q_bufs, stage), dk, is_async=True)
         dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
         mbarrier.arrive(empty.index(stage))
@@ -357,28 +377,41 @@ def _probabilities(
 ):
     """P^T * gate of a tile, the same as a left operand, and delta of the queries, of which those
     beyond S have a gate of 0."""
-    bufs, bars, b_k, b_v, start, k0, band, scale_log2 = walked
+    bufs, bars, sums, b_k, b_v, start, k0, band, scale_log2 = walked
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     lse, delta, gate, word = _stats(bufs[4], stage, SL)
     if L_SEL > 0:
         # exp2(s - inf) = 0 of queries that did not choose the block of these keys.
         lse = gl.where((word >> (k0 // L_SEL) & 1) != 0, lse, float("inf"))
     p = gl.exp2(s * scale_log2 - lse[None, :]) * gate[None, :]
-    p = _mask(p, _query_tile(start, i, COMPRESSED) * TILE_ROWS, k0, band, COMPRESSED, SL)
-    return p, gl.convert_layout(rounded(p, bufs[2].dtype), gl.DotOperandLayout(0, OL, 2)), delta
+    p = _mask(p, query_tile(start, i, COMPRESSED) * TILE_ROWS, k0, band, COMPRESSED, SL)
+    return p, _as_left(rounded(p, bufs[2].dtype), D), delta
 
 
 @gluon.jit
-def _left(p, dp, delta, bufs, stage, D: gl.constexpr):
-    """dS^T = P^T * (dP^T - delta), as a left operand."""
+def _give_left(p, dp, delta, bufs, stage, sums, n, C: gl.constexpr, D: gl.constexpr):
+    """dS^T of a consumer's tile n as a left operand; where dq is wanted, too, also for that."""
+    ds = _gradient(p, dp, delta, bufs, stage, D)
+    if sums is not None:
+        dq_sums.give(sums, ds, C, n)
+    return _as_left(ds, D)
+
+
+@gluon.jit
+def _gradient(p, dp, delta, bufs, stage, D: gl.constexpr):
+    """dS^T = P^T * (dP^T - delta), in 16 bits."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     if D == 128:
         # Read again: together with the others they would not fit the registers.
         _, delta, _, _ = _stats(bufs[4], stage, SL)
-    ds = rounded(p * (dp - delta[None, :]), bufs[2].dtype)
-    return gl.convert_layout(ds, gl.DotOperandLayout(0, OL, 2))
+    return rounded(p * (dp - delta[None, :]), bufs[2].dtype)
+
+
+@gluon.jit
+def _as_left(b, D: gl.constexpr):
+    """A tile [keys, queries] as the left operand of a product with rows of queries."""
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    return gl.convert_layout(b, gl.DotOperandLayout(0, OL, 2))
 
 
 @gluon.jit
@@ -420,6 +453,7 @@ def _stats(stat_bufs, stage, SL: gl.constexpr):
 # --- Launcher ---
 
 PLACES = {0: "compressed dkv", 1: "selected dkv", 2: "window dkv"}
+ONE_PASS = {branch: f"{place} and dq" for branch, place in PLACES.items()}
 
 
 def backward_kv(
@@ -430,9 +464,10 @@ def backward_kv(
     v: Tensor,  # [B, K, Hkv, D]
     dout: Tensor,  # [B, S, Hq, D]
     stats: Tensor,  # [3, B, Hq, S, 4] fp32
+    dq_sum: Tensor | None = None,  # [B, S, Hq, D] fp32
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v of a branch; of the selected one, whose words are in the stats, where it
-    masks the past."""
+    masks the past. What they give the queries is added to dq_sum."""
     num_keys, window = k.shape[1], problem.spec.w
     shares, slices = (1, 1) if branch == 2 else divided(problem, branch)
     parts, band = shares * slices, problem.bands[branch]
@@ -441,13 +476,14 @@ def backward_kv(
     dk, dv = problem.empty(*size, dtype=dtype), problem.empty(*size, dtype=dtype)
     start(
         problem.memo,
-        PLACES[branch],
+        PLACES[branch] if dq_sum is None else ONE_PASS[branch],
         gluon_dkv,
         (
             *(tile_rows(x) for x in (q, dout, k, v)),
             *((tile_rows(dk), tile_rows(dv)) if parts == 1 else (None, None)),
             stat_rows(stats[branch]),
             *((None, None) if parts == 1 else (dk, dv)),
+            dq_sum,
         ),
         lambda: launch(
             problem.num_segments * ceil_div(num_keys, 2 * TILE) * parts,
@@ -458,10 +494,15 @@ def backward_kv(
             ),
             {"D": problem.d_k, "STAGES": STAGES}
             | {"COMPRESSED": branch != 2, "L_SEL": problem.spec.l_sel if band.SELECT else 0}
-            | {"HELD": HELD and problem.d_k == 64},
+            | {"HELD": _held_of(problem, branch, dq_sum)},
             2,
+            None if dq_sum is None else WITH_QUERIES,
         ),
     )  # fmt: skip
     if parts == 1:
         return dk, dv
     return sum_all(problem, branch, (dk, dv), parts, k, v)
+
+
+def _held_of(problem: Problem, branch: int, dq_sum: Tensor | None) -> int:
+    return BOTH if problem.d_k == 64 and dq_sum is None else NEITHER

@@ -14,7 +14,7 @@ a program, `n` its items. Import this only where Gluon is needed: see problem.ho
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,6 +98,17 @@ def compressed_tiles(t0, S, OFF, STEP):
     whole, so that only those after them need a mask."""
     seen = num_compressed(gl.minimum(t0 + TILE_ROWS, S) - 1, OFF, STEP)
     return (seen + TILE_ROWS - 1) // TILE_ROWS, num_compressed(t0, OFF, STEP) // TILE_ROWS
+
+
+@gluon.jit
+def query_tile(start, i, COMPRESSED: gl.constexpr):
+    """The tile of queries that is walked as number i for a head: backwards where keys have no last
+    query."""
+    if COMPRESSED:
+        tile = start - i
+    else:
+        tile = start + i
+    return tile
 
 
 @gluon.jit
@@ -209,14 +220,29 @@ def num_programs(problem: Problem, consumers: int) -> int:
     return min(problem.processors, item_counts(problem, consumers)[1])
 
 
+class Registers(NamedTuple):
+    """Registers of a thread that multiplies, and of every thread before roles are given out."""
+
+    consumer: int
+    each: int
+
+
+REGISTERS = {2: Registers(240, 168), 3: Registers(160, 128)}
+"""By consumers, where the only other role is the producer."""
+
+
 def launch(
-    programs: int, numbers: tuple[Any, ...], constants: dict[str, Any], consumers: int
+    programs: int,
+    numbers: tuple[Any, ...],
+    constants: dict[str, Any],
+    consumers: int,
+    registers: Registers | None = None,
 ) -> Launch:
     """A launch with that many consumers.
 
     The registers of a multiprocessor are divided by `maxnreg` first; warp_specialize then takes
     them from the producer for the consumers.
     """
-    registers, limit = (240, 168) if consumers == 2 else (160, 128)
-    sized = {**constants, "NC": consumers, "REGISTERS": registers}
-    return Launch((programs,), numbers, sized, {"num_warps": 4, "maxnreg": limit})
+    consumer, each = registers or REGISTERS[consumers]
+    sized = {**constants, "NC": consumers, "REGISTERS": consumer}
+    return Launch((programs,), numbers, sized, {"num_warps": 4, "maxnreg": each})

@@ -179,12 +179,11 @@ def sum_items(
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_places(
-    p_part, p_num_chosen, p_dq, first_row, num_rows, S, Hkv, G,
+    p_part, p_num_chosen, p_dq, p_more, first_row, num_rows, S, Hkv, G,
     DK: tl.constexpr, DK_PAD: tl.constexpr, N_SEL: tl.constexpr, G_PAD: tl.constexpr,
-    ADDS: tl.constexpr,
 ):  # fmt: skip
-    """dq of one query and group: the sum over its places, in order, [B, S, Hq, DK]. ADDS: and what
-    it holds."""
+    """dq of one query and group: the sum over its places, in order, and of `more`, if given; both
+    are [B, S, Hq, DK], and may be one tensor."""
     i_seg = tl.program_id(1).to(tl.int64)
     i_b, i_g = i_seg // Hkv, i_seg % Hkv
     t = first_row + tl.program_id(0)
@@ -193,8 +192,8 @@ def sum_places(
     row = (i_seg * num_rows + tl.program_id(0)) * N_SEL * G + o_h
     at = ((i_b * S + t) * Hkv * G + i_g * G + o_h)[:, None] * DK + o_d[None, :]
     b_dq = tl.zeros([G_PAD, DK_PAD], tl.float32)
-    if ADDS:
-        b_dq += tl.load(p_dq + at, mask=mask, other=0.0).to(tl.float32)
+    if p_more is not None:
+        b_dq += tl.load(p_more + at, mask=mask, other=0.0).to(tl.float32)
     # dq = sum over the places n of part[n]: [G_PAD, DK_PAD].
     for n in tl.range(0, tl.load(p_num_chosen + i_seg * S + t), loop_unroll_factor=8):
         p_rows = p_part + (row + n * G)[:, None] * DK + o_d[None, :]
@@ -221,16 +220,15 @@ def backward(
     lists: QueryLists,
     *,
     ordered: bool = False,
-    dq: Tensor | None = None,  # [B, S, Hq, Dk]
+    more: Tensor | None = None,  # [B, S, Hq, Dk]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, which is added to `dq` where that is given, k and v.
+    """Gradients of q, k and v. That of q includes `more`, in whose place it is if the dtype fits.
 
     Several programs add to those of k and v, atomically and in no fixed order. `ordered`: each
     writes to its own slot, and a second kernel sums the slots in order (deterministic).
     """
     sums = _zeros(problem, k, v)
-    adds = dq is not None
-    dq = problem.empty(*q.shape) if dq is None else dq
+    dq = problem.empty(*q.shape) if more is None or more.dtype != problem.dtype else more
     groups = group_chunks(problem, lists, part_bytes(problem, problem.d_k), ordered)
     size = problem.num_segments * groups[0].num_rows * problem.spec.n_sel * problem.per_group
     if problem.in_gluon:
@@ -239,7 +237,7 @@ def backward(
     slots = _slots(problem, lists, groups[0]) if ordered else None
     for group in groups:
         _backward_group(problem, group, q, k, v, dout, stats, lists, slots or sums, part, ordered)
-        _sum_group(problem, group, part, chosen, dq, adds)
+        _sum_group(problem, group, part, chosen, dq, more)
         if slots:
             _sum_slots(problem, group, q, lists, slots, sums)
     return dq, *sum_all(problem, 1, sums, 1, k, v)
@@ -312,22 +310,26 @@ def _backward_group(
 
 
 def _sum_group(
-    problem: Problem, group: Group, part: Tensor, chosen: Selection, dq: Tensor, adds: bool
+    problem: Problem,
+    group: Group,
+    part: Tensor,
+    chosen: Selection,
+    dq: Tensor,
+    more: Tensor | None,
 ) -> None:
     heads, width = 1 << (problem.per_group - 1).bit_length(), padded(problem.d_k)
     start(
         problem.memo,
-        ("sum of places", group, adds),
+        ("sum of places", group, None if more is None else more.dtype),
         sum_places,
-        (part, chosen.num_chosen, dq),
+        (part, chosen.num_chosen, dq, more),
         lambda: Launch.plain(
             (group.num_rows, problem.num_segments),
             (
                 group.first_row, group.num_rows, problem.seq_len, problem.num_groups,
                 problem.per_group,
             ),
-            {"DK": problem.d_k, "DK_PAD": width, "N_SEL": problem.spec.n_sel, "G_PAD": heads}
-            | {"ADDS": adds},
+            {"DK": problem.d_k, "DK_PAD": width, "N_SEL": problem.spec.n_sel, "G_PAD": heads},
             num_warps=min(max(heads * width // SUMMED, 1), 8),
         ),
     )  # fmt: skip
