@@ -30,6 +30,22 @@ def graph_ms(function: Callable[[], object], repeats: int, at_a_time: int = 1) -
 
     Short ones are timed several at a time: a pair of events has a cost of its own.
     """
+    try:
+        graph, kept = captured(function)
+    except RuntimeError as error:
+        return f"graph: {first_line(error)}"
+
+    def replay() -> None:
+        for _ in range(at_a_time):
+            graph.replay()
+
+    total = median_ms(replay, repeats, "cuda")
+    del kept  # the results live in the graph's memory: they must outlast the replays
+    return total / at_a_time
+
+
+def captured(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    """The graph of a call and its results, which live in the graph's memory."""
     stream = torch.cuda.current_stream()
     side = torch.cuda.Stream()
     side.wait_stream(stream)
@@ -41,17 +57,10 @@ def graph_ms(function: Callable[[], object], repeats: int, at_a_time: int = 1) -
     try:
         with torch.cuda.graph(graph):
             kept = function()
-    except RuntimeError as error:
+    except RuntimeError:
         torch.cuda.set_stream(stream)  # a capture that fails to end leaves its own stream set
-        return f"graph: {first_line(error)}"
-
-    def replay() -> None:
-        for _ in range(at_a_time):
-            graph.replay()
-
-    total = median_ms(replay, repeats, "cuda")
-    del kept  # the results live in the graph's memory: they must outlast the replays
-    return total / at_a_time
+        raise
+    return graph, kept
 
 
 def peak_mib(function: Callable[[], object]) -> float:

@@ -560,6 +560,11 @@ def keep(key: tuple[Any, ...], value: Any) -> None:
     _kept[key] = value
 
 
+def forget() -> None:
+    """Drop problems and recorded calls: they know the constants above as they were."""
+    _kept.clear()
+
+
 def _stream_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 0

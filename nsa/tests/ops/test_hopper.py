@@ -49,9 +49,9 @@ HOPPER, AMPERE, BLACKWELL = ((major, 0) for major in (9, 8, 10))
 @pytest.fixture(autouse=True)
 def forget_calls() -> Iterator[None]:
     """A problem keeps which kernels it runs, and tests change that."""
-    problem._kept.clear()
+    problem.forget()
     yield
-    problem._kept.clear()
+    problem.forget()
 
 
 def take_everywhere(patch: pytest.MonkeyPatch) -> None:

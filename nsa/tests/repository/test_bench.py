@@ -17,6 +17,7 @@ from bench import (
     bench_prefill,
     bench_sparse,
     bench_startup,
+    bench_switches,
     bench_torch,
     bench_train,
     flops,
@@ -32,6 +33,7 @@ from bench.cases import PRESETS, Case, Shape, parse_shape
 from bench.train_cases import GOALS, NAMES, Cell, Variant, config_of
 from nsa.model.cost import training_flops_per_token
 from nsa.ops import reference
+from nsa.ops.eager import attention
 from nsa.tests.cli.test_profiler_comparison import run_here
 from nsa.tests.conftest import REPOSITORY
 
@@ -658,3 +660,31 @@ def test_a_row_is_timed_beside_dense_attention_and_compared_with_the_torch_path(
     found = bench_sparse.measure(row, "torch", "cpu", repeats=1)
     assert min(found[name] for name in ("forward_ms", "both_ms", "dense_ms")) > 0
     assert found["error"] < 1e-5
+
+
+# --- bench_switches.py ---
+
+
+def test_constants_are_changed_for_their_rows_alone(tmp_path, capsys):
+    sizes = ["--shape", "2,1,8,8", "--lengths", "70", "--repeats", "1", "--device", "cpu"]
+    variant = "eager.attention.CHUNK_LOGITS=64 eager.attention.MIN_CHUNK=1"
+    path = tmp_path / "switches.json"
+    before = attention.CHUNK_LOGITS, attention.MIN_CHUNK
+    assert bench_switches.main([*sizes, "--variant", variant, "--json", str(path)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report.read_json(path) == result
+    plain, other = result["rows"]
+    assert (plain["variant"], other["variant"]) == ("as it is", variant)
+    assert (plain["ratio"], plain["error"]) == (1.0, 0.0)
+    # Shorter chunks: sums of another order.
+    assert 0 < other["error"] < 1e-5
+    assert before == (attention.CHUNK_LOGITS, attention.MIN_CHUNK)
+
+
+@pytest.mark.parametrize(
+    "text", ["eager.attention.NOTHING=1", "nowhere.X=1", "eager.rows.X", "a=("]
+)
+def test_a_constant_that_cannot_be_set_is_refused(text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_switches.main(["--variant", text])
+    assert "use MODULE.NAME=LITERAL" in capsys.readouterr().err

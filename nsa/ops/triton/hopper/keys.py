@@ -54,7 +54,9 @@ STAGES = 4
 WITH_QUERIES = Registers(208, 128)
 """Where a third warpgroup adds up the gradient of queries."""
 NEITHER, BOTH, VALUES = 0, 1, 2
-"""What of keys and values is in registers, at D 64: as much as there are registers for."""
+"""What of keys and values is in registers, at D 64."""
+HELD_ALONE, HELD_WITH_QUERIES = BOTH, NEITHER
+"""As much as there are registers for, without and with that warpgroup."""
 
 
 @gluon.jit(do_not_specialize=("S", "K", "Hkv", "G", "W", "OFF", "STEP", "BATCH", "HEADS", "SLICES"))
@@ -494,7 +496,7 @@ def backward_kv(
             ),
             {"D": problem.d_k, "STAGES": STAGES}
             | {"COMPRESSED": branch != 2, "L_SEL": problem.spec.l_sel if band.SELECT else 0}
-            | {"HELD": _held_of(problem, branch, dq_sum)},
+            | {"HELD": _held_of(problem, dq_sum)},
             2,
             None if dq_sum is None else WITH_QUERIES,
         ),
@@ -504,5 +506,7 @@ def backward_kv(
     return sum_all(problem, branch, (dk, dv), parts, k, v)
 
 
-def _held_of(problem: Problem, branch: int, dq_sum: Tensor | None) -> int:
-    return BOTH if problem.d_k == 64 and dq_sum is None else NEITHER
+def _held_of(problem: Problem, dq_sum: Tensor | None) -> int:
+    if problem.d_k != 64:
+        return NEITHER
+    return HELD_ALONE if dq_sum is None else HELD_WITH_QUERIES
