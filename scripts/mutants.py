@@ -355,6 +355,13 @@ HOPPER = (
         interpreted=True,
     ),
     Mutant(
+        "nan-for-the-next-batch-element",
+        "ops/triton/hopper/dq_sums.py",
+        (("if t0 + TILE_ROWS > S:", "if t0 > S:"),),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
         "second-consumer-without-its-first-tile",
         "ops/triton/hopper/dq_sums.py",
         (("if (i >= first) &", "if (i > first) &"),),

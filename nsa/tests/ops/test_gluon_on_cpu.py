@@ -22,7 +22,13 @@ from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.selected import block_index
 from nsa.tests.support import gluon
 from nsa.tests.support.decoding import SEGMENTS, assert_both_ways_agree
-from nsa.tests.support.gpu import DEVICE, compare
+from nsa.tests.support.gpu import (
+    DEVICE,
+    compare,
+    device_dout,
+    device_inputs,
+    forward_backward,
+)
 from nsa.tests.support.helpers import Case
 
 ON_CPU = machine.interpreted() and DEVICE == "cpu"
@@ -114,10 +120,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("COMPRESSED_DIMS", "MASKED_DIMS"):
         monkeypatch.setattr(problem, name, (64, 128))
     monkeypatch.setattr(problem, "MASKED_TILES", 0)
-    problem._kept.clear()
+    problem.forget()
     gluon.launched.clear()
     yield
-    problem._kept.clear()
+    problem.forget()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -135,6 +141,18 @@ def test_outputs_and_gradients_equal_float64(name, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(deterministic)
     assert set(gluon.launched) == kernels
+
+
+def test_a_nan_stays_in_its_batch_element_in_one_pass(monkeypatch):
+    """Tiles of queries reach beyond the end of a row, to the next."""
+    monkeypatch.setattr(problem, "ONE_PASS", frozenset({0, 2}))
+    case = Case(FEW, S=100, B=2, Hkv=1, G=2, Dk=64, Dv=64)
+    inputs, dout = device_inputs(case, torch.float16), device_dout(case, torch.float16)
+    _, wanted = forward_backward(case, inputs, dout)
+    inputs["v_cmp"][0, 1] = inputs["v_win"][0, -1] = torch.nan
+    _, found = forward_backward(case, inputs, dout)
+    assert found["q"][0].isnan().any()
+    torch.testing.assert_close(found["q"][1], wanted["q"][1], rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", SEGMENTS)

@@ -114,9 +114,10 @@ def add_queries(p_dq, scale, sums, place, sizes, spans, D: gl.constexpr, COMPRES
             b_dq = gl.reshape(b_dq * scale, [TILE_ROWS, D // 16, 2, 4, 2])
             b_dq = gl.reshape(gl.permute(b_dq, (0, 1, 3, 2, 4)), [TILE_ROWS, D])
             t0 = query_tile(start, i, COMPRESSED) * TILE_ROWS
-            # The conversion moves nothing. Queries past S have a gate of 0.
-            p = p_head + t0.to(gl.int64) * (Hkv * G * D)
-            gl.atomic_add(p + at, gl.convert_layout(b_dq, IO), sem="relaxed")
+            b_dq = gl.convert_layout(b_dq, IO)  # nothing moves
+            if t0 + TILE_ROWS > S:  # a NaN there would reach the next batch element
+                b_dq = gl.where((t0 + o_t < S)[:, None], b_dq, 0.0)
+            gl.atomic_add(p_head + t0.to(gl.int64) * (Hkv * G * D) + at, b_dq, sem="relaxed")
 
 
 @gluon.jit
