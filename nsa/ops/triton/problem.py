@@ -76,6 +76,12 @@ SELECTED_FROM = {(128, 16): 4096, (64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its gradients in Gluon were faster."""
 SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
+SCORES_FROM: dict[tuple[int, int], int] = {}
+"""By head dim and group, the tokens from which the scores in Gluon were faster. None: they have not
+run on a GPU yet."""
+SCORES_WIDTH, SCORED_TOGETHER = 512, 4
+"""Columns of the heads of a group, at most, that they keep for 64 queries. For 16 queries they keep
+four times as many, of groups of a multiple of so many heads."""
 SELECTED_BLOCK, SELECTED_GROUP = 64, 64
 """Tokens of the blocks that it takes, and heads of a group, at most. Where the past is masked,
 blocks may be multiples of these."""
@@ -318,6 +324,19 @@ class Problem:
             return False
         since = SELECTED_FORWARD.get((self.d_k, self.per_group), MAX_TOKENS + 1)
         return bool(HOPPER) or (self.seq_len >= since and not self.packed)
+
+    @property
+    def scores_in_gluon(self) -> bool:
+        """Whether hopper/scores.py scores the blocks of one document, where a tile holds whole
+        blocks."""
+        if not self._takes_hopper or self.packed:
+            return False
+        strides, width = self.spec.l_sel // self.spec.d, self.per_group * self.d_k
+        most = SCORES_WIDTH if self.per_group % SCORED_TOGETHER else 4 * SCORES_WIDTH
+        if strides > SELECTED_BLOCK or width > most:
+            return False
+        since = SCORES_FROM.get((self.d_k, self.per_group), MAX_TOKENS + 1)
+        return bool(HOPPER) or self.seq_len >= since
 
     @property
     def _takes_hopper(self) -> bool:

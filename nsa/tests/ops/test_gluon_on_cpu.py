@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa import BlockSpec
 from nsa.ops import machine
 from nsa.ops.triton import problem
+from nsa.ops.triton.choice import scores
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.selected import block_index
 from nsa.tests.support import gluon
@@ -30,6 +31,7 @@ from nsa.tests.support.gpu import (
     forward_backward,
 )
 from nsa.tests.support.helpers import Case
+from nsa.tests.support.scoring import assert_same_choice
 
 ON_CPU = machine.interpreted() and DEVICE == "cpu"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_CPU, reason="needs the interpreter")]
@@ -155,6 +157,27 @@ def test_a_nan_stays_in_its_batch_element_in_one_pass(monkeypatch):
     torch.testing.assert_close(found["q"][1], wanted["q"][1], rtol=2e-3, atol=1e-3)
 
 
+SCORED = [
+    Case(BlockSpec(n_sel=4, num_local=1), S=700, B=2, Hkv=2, G=3, Dk=64, Dv=64),
+    Case(BlockSpec(l=16, d=4, l_sel=16, n_sel=5), S=1100, Hkv=1, G=2, Dk=64, Dv=64),
+    Case(BlockSpec(l=8, d=8, l_sel=32, n_sel=5), S=1601, Hkv=1, G=1, Dk=128, Dv=128),
+    Case(BlockSpec(l=64, d=2, l_sel=128, n_sel=4), S=909, Hkv=1, G=8, Dk=64, Dv=64),
+    Case(BlockSpec(l=16, d=4, l_sel=16, n_sel=5, num_local=1), S=909, Hkv=1, G=16, Dk=64, Dv=64),
+    Case(BlockSpec(l=16, d=16, l_sel=64, n_sel=4), S=801, Hkv=2, G=8, Dk=128, Dv=128),
+]
+"""Blocks of several lengths, in tokens of several overlaps, few and many heads. With one local
+block, the one before it is ranked, of which a query does not see all tokens."""
+
+
+@pytest.mark.parametrize("case", SCORED, ids=str)
+def test_scores_choose_the_blocks_that_those_of_triton_choose(case, monkeypatch):
+    monkeypatch.setattr(problem, "H200_PROCESSORS", 1)
+    monkeypatch.setattr(scores, "SCORE_BYTES", 1 << 19)  # several chunks of queries
+    assert_same_choice(case, torch.float16, monkeypatch)
+    many = case.G * case.Dk > problem.SCORES_WIDTH
+    assert set(gluon.launched) == {"many_head_scores" if many else "few_head_scores"}
+
+
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_a_decode_step_by_segment_is_that_of_several_launches(name, monkeypatch):
     assert_both_ways_agree(SEGMENTS[name], monkeypatch)
@@ -164,7 +187,7 @@ def test_a_decode_step_by_segment_is_that_of_several_launches(name, monkeypatch)
 # --- what is wrong is found ---
 
 
-def run(role: Any, other: Any, tensor: torch.Tensor | None = None) -> None:
+def run_roles(role: Any, other: Any, tensor: torch.Tensor | None = None) -> None:
     """A program of two roles, which share a barrier and a buffer of four rows of 64."""
     gl, mbarrier = gluon.language(), gluon.mbarrier
 
@@ -183,14 +206,14 @@ def nothing(one: Any) -> None:
 
 
 def test_a_phase_that_nobody_completes_is_an_error(monkeypatch):
-    run(lambda one: gluon.mbarrier.wait(one.barrier, 1), nothing)  # as if it had just ended
-    run(
+    run_roles(lambda one: gluon.mbarrier.wait(one.barrier, 1), nothing)  # as if it had just ended
+    run_roles(
         lambda one: gluon.mbarrier.wait(one.barrier, 0),
         lambda one: gluon.mbarrier.arrive(one.barrier),
     )
     monkeypatch.setattr(gluon, "SECONDS", 0.4)
     with pytest.raises(AssertionError, match="nobody completes this phase"):
-        run(lambda one: gluon.mbarrier.wait(one.barrier, 0), nothing)
+        run_roles(lambda one: gluon.mbarrier.wait(one.barrier, 0), nothing)
 
 
 def test_addresses_outside_of_a_tensor_are_an_error():
@@ -202,9 +225,9 @@ def test_addresses_outside_of_a_tensor_are_an_error():
 
         if is_wrong:
             with pytest.raises(AssertionError, match="outside of the tensor"):
-                run(role, nothing)
+                run_roles(role, nothing)
         else:
-            run(role, nothing)
+            run_roles(role, nothing)
 
 
 def test_a_copy_reads_zeros_outside_of_the_tensor_and_shared_memory_begins_as_nan():
@@ -221,7 +244,7 @@ def test_a_copy_reads_zeros_outside_of_the_tensor_and_shared_memory_begins_as_na
         gluon.tma.async_copy_shared_to_global(t, [0, 0], one.buf)
         gluon.tma.store_wait(0)
 
-    run(role, nothing)
+    run_roles(role, nothing)
     assert found[0].isnan().all()
     assert torch.equal(found[1][1:3].as_subclass(torch.Tensor), torch.arange(128.0).view(2, 64))
     assert not found[1][[0, 3]].any()
@@ -246,9 +269,9 @@ def test_products_are_made_when_they_are_waited_for():
         second = gluon.warpgroup_mma_wait(0, deps=(second,))
         assert (second == 12).all()
 
-    run(role, nothing)
+    run_roles(role, nothing)
     with pytest.raises(AssertionError, match="not waited for"):
-        run(lambda _: gluon.warpgroup_mma(ones, ones, none, is_async=True), nothing)
+        run_roles(lambda _: gluon.warpgroup_mma(ones, ones, none, is_async=True), nothing)
 
 
 def test_panels_lie_one_after_the_other():

@@ -187,6 +187,14 @@ def tile_rows(x: Tensor, num_rows: int = TILE) -> Rows:
     return Rows(x, num_rows, x.shape[3], layout_of(num_rows, x.shape[3], x.dtype))
 
 
+def head_rows(x: Tensor, num_heads: int, num_rows: int) -> Rows:
+    """Tiles of rows of several heads of x [B, S, H, D], one head after the other."""
+    rows = Rows.by_head(x, num_rows, x.shape[3])
+    rows.block_shape = (1, num_heads, num_rows, x.shape[3])
+    rows.layout = layout_of(num_rows, x.shape[3], x.dtype, num_heads)
+    return rows
+
+
 def stat_rows(stats: Tensor) -> Rows:
     """Tiles of the stats of one head, of [B, Hq, S, 4]."""
     batch, num_heads, seq_len, _ = stats.shape
@@ -202,10 +210,10 @@ def stats_layout() -> Any:
 
 
 @cache
-def layout_of(num_rows: int, width: int, dtype: torch.dtype) -> Any:
+def layout_of(num_rows: int, width: int, dtype: torch.dtype, num_heads: int = 1) -> Any:
     """Layout of such a tile in shared memory, as wgmma reads it."""
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for([1, num_rows, 1, width], kinds[dtype])
+    return gl.NVMMASharedLayout.get_default_for([1, num_heads, num_rows, width], kinds[dtype])
 
 
 def item_counts(problem: Problem, consumers: int) -> tuple[int, ...]:
