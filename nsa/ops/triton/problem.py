@@ -70,6 +70,9 @@ were faster at 47; fewer programs of such different lengths were not timed."""
 ONE_PASS: frozenset[int] = frozenset()
 """The branches of which, at D 64 and outside of deterministic mode, one pass gives the gradients of
 queries, keys and values (hopper/dq_sums.py). None: it has not run on a GPU yet."""
+WIDE_TILES = False
+"""Whether, at D 64 and for even groups, the forwards of window and compressed branch take 128 keys
+at a time. False: it has not run on a GPU yet."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_FROM = {(128, 16): 4096, (64, 6): 4096, (128, 4): 4096}
@@ -285,7 +288,10 @@ class Problem:
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
             queries=queries and (self.d_k == 128 or 0 in ONE_PASS),
             cmp_forward=forward
-            and ((has_cmp and self.d_k in COMPRESSED_DIMS) or (masked and self.num_cmp > 0)),
+            and (
+                (has_cmp and (self.d_k in COMPRESSED_DIMS or self.wide_tiles))
+                or (masked and self.num_cmp > 0)
+            ),
             cmp_keys=has_cmp
             and programs >= FULL_ENOUGH * self.processors
             and (self.d_k == 128 or 0 in ONE_PASS or self.seq_len < LONG_FROM),
@@ -357,6 +363,10 @@ class Problem:
         if self.device.type != "cuda":  # compiled for a GPU that is not here
             return H200_PROCESSORS
         return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @property
+    def wide_tiles(self) -> bool:
+        return WIDE_TILES and self.d_k == 64 and self.per_group % 2 == 0
 
     @property
     def consumers(self) -> int:

@@ -42,13 +42,14 @@ BANDS = {"gluon_forward", "gluon_dkv"}
 
 
 class Example(NamedTuple):
-    """Heads and tokens, whether the selected branch masks the past, the kernels that run, and the
-    branches of which one pass gives all gradients."""
+    """Heads and tokens, whether the selected branch masks the past, the kernels that run, the
+    branches of which one pass gives all gradients, and whether forwards take 128 keys at a time."""
 
     case: Case
     masked: bool
     kernels: set[str]
     one_pass: frozenset[int] = frozenset()
+    wide: bool = False
 
 
 FEW = BlockSpec(n_sel=3, w=100)
@@ -107,6 +108,18 @@ EXAMPLES = {
         BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
         frozenset({0}),
     ),
+    "128 keys at a time": Example(
+        Case(BlockSpec(l=16, d=4, n_sel=3, w=300), S=660, Hkv=1, G=2, Dk=64, Dv=64),
+        False,
+        BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
+        wide=True,
+    ),
+    "128 keys at a time, a narrow window and a masked past": Example(
+        Case(BlockSpec(n_sel=3, w=70), S=333, B=2, Hkv=1, G=6, Dk=64, Dv=64),
+        True,
+        BANDS | {"gluon_dq"},
+        wide=True,
+    ),
 }
 LONG_ITEMS = {"16 heads", "2 heads of 128", "10 heads of 128, more than a round"}
 """All queries of a block are one item: buffers are used again, as in long sequences."""
@@ -130,8 +143,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_outputs_and_gradients_equal_float64(name, monkeypatch):
-    case, masked, kernels, one_pass = EXAMPLES[name]
+    case, masked, kernels, one_pass, wide = EXAMPLES[name]
     monkeypatch.setattr(problem, "ONE_PASS", one_pass)
+    monkeypatch.setattr(problem, "WIDE_TILES", wide)
     monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 2 if masked else 0)
     monkeypatch.setattr(problem, "H200_PROCESSORS", 7)
     if name in LONG_ITEMS:

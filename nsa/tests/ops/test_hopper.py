@@ -270,6 +270,10 @@ def compiled() -> list[tuple[str, Any]]:
             with compiling_until("ptx"), starting_on(90, names) as started:
                 attend(300, spec, dim)
             found += [(one.name, one.compiled) for one in started if one.compiled is not None]
+        patch.setattr(problem, "WIDE_TILES", True)
+        with compiling_until("ptx"), starting_on(90, {"gluon_forward"}) as started:
+            attend(300, BOTH, 64)
+        found += [(one.name, one.compiled) for one in started if one.compiled is not None]
         patch.setattr(problem, "HOPPER", True)
         for dim, group in ((64, 6), (128, 4), (128, 16)):
             with compiling_until("ptx"), starting_on(90, SCORES) as started:
@@ -331,6 +335,12 @@ ONE_PASS = [
     (Case(BlockSpec(), S=1983, B=2, Hkv=1, G=4, Dk=64, Dv=64), "fp16"),  # masks the past
     (Case(BlockSpec(l=8, d=4, n_sel=4, w=50), S=1537, G=3, Dk=64, Dv=64), "bf16"),
 ]
+WIDE = [
+    (Case(BlockSpec(), S=4999, Hkv=2, G=6, Dk=64, Dv=64), "bf16"),
+    (Case(BlockSpec(w=100), S=1600, B=3, Hkv=1, G=4, Dk=64, Dv=64), "fp16"),
+    (Case(BlockSpec(l=8, d=4, l_sel=16, n_sel=4, w=1000), S=2001, G=2, Dk=64, Dv=64), "bf16"),
+    (Case(BlockSpec(w=129), S=129, B=2, Hkv=1, G=2, Dk=64, Dv=64), "bf16"),
+]
 SCORED = [
     Case(BlockSpec(), S=8191, Hkv=2, G=6, Dk=64, Dv=64),
     Case(BlockSpec(), S=4500, B=2, Hkv=2, G=4, Dk=128, Dv=128),
@@ -391,6 +401,12 @@ class TestOnGpu:
             assert (f"{name} dkv and dq" in names) == (branch in taken), name
         apart = {"dq", "window dq", "both dq", "selected dq", "all dq"}.intersection(names)
         assert bool(apart) == (len(taken) < 2 + masks), apart
+
+    @pytest.mark.parametrize(("case", "dtype"), WIDE, ids=[f"{d}-{c}" for c, d in WIDE])
+    def test_forwards_take_128_keys_at_a_time(self, case, dtype, on_hopper, monkeypatch):
+        monkeypatch.setattr(problem, "WIDE_TILES", True)
+        gpu.compare(case, DTYPES[dtype])
+        assert {"window forward", "compressed forward"} <= launched()
 
     @pytest.mark.parametrize("case", SCORED, ids=str)
     def test_scores_choose_the_blocks_that_those_of_triton_choose(

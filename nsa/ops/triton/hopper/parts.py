@@ -77,13 +77,15 @@ def place_after(n, rounds, sizes, NC: gl.constexpr):
 
 
 @gluon.jit
-def num_key_tiles(t0, W):
-    """Tiles of keys that the queries of a tile see. Tile 0 is on the diagonal, the others before.
+def num_key_tiles(t0, W, KEYS: gl.constexpr):
+    """Tiles of KEYS keys that the queries of a tile see. Tile 0 ends with their own keys, the
+    others are before.
 
     Also the first one, of those before, that the window does not cover whole: it needs a mask.
     """
-    n = (t0 - gl.maximum(t0 - W + 1, 0) // TILE_ROWS * TILE_ROWS) // TILE_ROWS + 1
-    return n, gl.maximum(gl.minimum(W // TILE_ROWS, n), 1)
+    stop = t0 + TILE_ROWS
+    n = (stop - gl.maximum(t0 - W + 1, 0) + KEYS - 1) // KEYS
+    return n, gl.maximum(gl.minimum(W, stop) // KEYS, 1)
 
 
 @gluon.jit
@@ -93,11 +95,11 @@ def num_compressed(t, OFF, STEP):
 
 
 @gluon.jit
-def compressed_tiles(t0, S, OFF, STEP):
-    """Tiles of compressed keys that the queries of a tile see; and how many all of them see
+def compressed_tiles(t0, S, OFF, STEP, KEYS: gl.constexpr):
+    """Tiles of KEYS compressed keys that the queries of a tile see; and how many all of them see
     whole, so that only those after them need a mask."""
     seen = num_compressed(gl.minimum(t0 + TILE_ROWS, S) - 1, OFF, STEP)
-    return (seen + TILE_ROWS - 1) // TILE_ROWS, num_compressed(t0, OFF, STEP) // TILE_ROWS
+    return (seen + KEYS - 1) // KEYS, num_compressed(t0, OFF, STEP) // KEYS
 
 
 @gluon.jit
