@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,6 +311,8 @@ def test_the_check_finds_what_ptxas_compiles_to_wrong_code():
         )
     assert len(shared_addresses(once)) == 1
     assert not shared_addresses(twice)
+    indices = "add.s64 %rd2, %rd1, 52776558133248; add.s64 %rd3, %rd1, 59373627899904;"
+    assert not shared_addresses(SimpleNamespace(asm={"ptx": indices}))
 
 
 LAYER = dict(COLUMNS=1600, HQ=12, HKV=2, DK=64, DV=64, SOFTMAX=True, HALF_PAD=32, DV_PAD=64)

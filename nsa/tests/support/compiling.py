@@ -147,17 +147,19 @@ def spilled_bytes(report: str) -> int:
 def shared_addresses(compiled: Any) -> list[str]:
     """Addresses that wgmma operands of two layouts share, as registers of the PTX.
 
-    A descriptor is an address of shared memory plus a constant whose upper half names the layout.
+    A descriptor is an address of shared memory plus a constant whose upper half names the layout:
+    its two highest bits are the swizzle, which every tile has, and the ten below them are 0. Other
+    large constants are added to indices.
     ptxas 12.8 (in Triton 3.6 and 3.7) computes some of the second operand's descriptors from a
     register that does not hold the address: docs/log/kernels.md, "Miscompilation".
     """
     assert compiled.asm["ptx"], "compiled until the memory is laid out"
-    if "wgmma" not in compiled.asm["ptx"]:
-        return []  # large constants are then added to indices
     layouts: dict[str, set[int]] = {}
     made = r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{10,});"
-    for base, constant in re.findall(made, compiled.asm["ptx"]):
-        layouts.setdefault(base, set()).add((int(constant) % (1 << 64)) >> 32)
+    for base, text in re.findall(made, compiled.asm["ptx"]):
+        constant = int(text) % (1 << 64)
+        if constant >> 62 and not constant >> 52 & 0x3FF:
+            layouts.setdefault(base, set()).add(constant >> 32)
     return [base for base, kinds in layouts.items() if len(kinds) > 1]
 
 
