@@ -8,6 +8,9 @@ values are Python literals. The first row is the code as it is. A round times ev
 that what the machine does in the meantime meets all of them. Times are those of forward and
 backward: CUDA graphs on a GPU, eager calls on a CPU. The error is the largest difference of a
 gradient from the first row's over its largest value. `--kernels` adds the device time of kernels.
+
+`--launches 10000` times nothing: it calls every variant so often and compares every hundredth
+result with its first, bit for bit. With `--launches 1` it can run under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -39,9 +42,14 @@ from nsa.config import StrictParser
 from nsa.config.describe import text_table
 
 VERSION = 1
-"""Of the JSON: `environment`, and `rows`: shape, B, S, variant, ms, ratio, error, kernels."""
+"""Of the JSON: `environment`, and `rows`: shape, B, S, variant, error, and either ms, ratio and
+kernels or launches, others (compared results that had other bits) and spread (their largest
+difference)."""
 AS_IT_IS = "as it is"
-HEAD = ("Hq,Hkv,Dk,Dv", "B", "S", "variant", "ms", "ratio", "error")
+CASE = ("Hq,Hkv,Dk,Dv", "B", "S", "variant", "error")
+TIMES, REPEATED = ("ms", "ratio"), ("launches", "others", "spread")
+COMPARED = 100
+"""Launches between two that are compared."""
 
 
 class Setting:
@@ -102,26 +110,45 @@ def measure(
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attention.call(), attention.leaves, grad)
 
-    clocks, rows = {}, []
+    rows: list[dict[str, Any]] = []
+    clocks: list[Callable[[], float]] = []
     wanted: tuple[Tensor, ...] = ()
     for name, settings in variants.items():
         with changed(settings):
             found = both()
             wanted = wanted or found
             error = max(_difference(*pair) for pair in zip(found, wanted, strict=True))
-            kernels = timing.kernel_ms(both) if args.kernels else {}
-            clocks[name] = _clock(both, settings, args.device)
-        where = {"shape": ",".join(map(str, case.shape)), "B": case.batch, "S": case.length}
-        rows.append({**where, "variant": name, "error": error, "kernels": kernels})
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(case.repeats):
-        for name, clock in clocks.items():
-            times[name].append(clock())
-    first = statistics.median(times[AS_IT_IS])
-    for row in rows:
-        row["ms"] = statistics.median(times[row["variant"]])
-        row["ratio"] = row["ms"] / first
+            where = {"shape": ",".join(map(str, case.shape)), "B": case.batch, "S": case.length}
+            rows.append({**where, "variant": name, "error": error})
+            if args.launches:
+                rows[-1] |= repeat(both, args.launches)
+            else:
+                clocks.append(_clock(both, settings, args.device))
+    if args.launches:
+        return rows
+    rounds = [[clock() for clock in clocks] for _ in range(case.repeats)]
+    times = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    for row, ms, settings in zip(rows, times, variants.values(), strict=True):
+        row |= {"ms": ms, "ratio": ms / times[0], "kernels": {}}
+        if args.kernels:  # after all that is timed
+            with changed(settings):
+                row["kernels"] = timing.kernel_ms(both)
     return rows
+
+
+def repeat(function: Callable[[], tuple[Tensor, ...]], launches: int) -> dict[str, Any]:
+    """Call it so often; how many of the compared results had other bits than the first, and by how
+    much they differed."""
+    first = function()
+    others, spread = 0, 0.0
+    for i in range(1, launches):
+        found = function()
+        if i % COMPARED and i + 1 < launches:
+            continue
+        if not all(torch.equal(*pair) for pair in zip(found, first, strict=True)):
+            others += 1
+            spread = max(spread, *(_difference(*pair) for pair in zip(found, first, strict=True)))
+    return {"launches": launches, "others": others, "spread": spread}
 
 
 @contextmanager
@@ -139,15 +166,18 @@ def changed(settings: list[Setting]) -> Iterator[None]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [HEAD]
+    repeated = "launches" in rows[0]
+    lines = [(*CASE, *(REPEATED if repeated else TIMES))]
     for row in rows:
-        numbers = (f"{row['ms']:.3f}", f"{row['ratio']:.3f}", f"{row['error']:.1e}")
-        lines.append((row["shape"], str(row["B"]), str(row["S"]), row["variant"], *numbers))
-        lines += [
-            ("", "", "", f"  {name[:60]}", f"{ms:.3f}", "", "")
-            for name, ms in row["kernels"].items()
-        ]
-    return text_table(lines, right=(1, 2, 4, 5, 6))
+        where = (row["shape"], str(row["B"]), str(row["S"]), row["variant"], f"{row['error']:.1e}")
+        if repeated:
+            found = str(row["launches"]), str(row["others"]), f"{row['spread']:.1e}"
+            lines.append((*where, *found))
+            continue
+        lines.append((*where, f"{row['ms']:.3f}", f"{row['ratio']:.3f}"))
+        for name, ms in row["kernels"].items():
+            lines.append(("", "", "", f"  {name[:60]}", "", f"{ms:.3f}", ""))
+    return text_table(lines, right=range(4, len(lines[0])))
 
 
 def _clock(
@@ -172,7 +202,8 @@ def _replay_ms(graph: torch.cuda.CUDAGraph, results: object) -> float:
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    largest = wanted.float().abs().max().clamp(min=1e-30)
+    return float((found.float() - wanted.float()).abs().max() / largest)
 
 
 def _forget() -> None:
@@ -191,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variant", nargs="+", action="extend", default=[], metavar="M.NAME=VALUE")
     parser.add_argument("--backend", default="auto", help="backend of compress and nsa_attention")
     parser.add_argument("--kernels", action="store_true", help="also the device time of kernels")
+    parser.add_argument("--launches", type=int, default=0, help="calls to compare, not to time")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     parser.add_argument("--commit", metavar="NAME", help="commit to record if git is not available")
     default = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,5 +1,6 @@
 """The benchmarks run as their documentation calls them, here at tiny sizes."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -679,6 +680,15 @@ def test_constants_are_changed_for_their_rows_alone(tmp_path, capsys):
     # Shorter chunks: sums of another order.
     assert 0 < other["error"] < 1e-5
     assert before == (attention.CHUNK_LOGITS, attention.MIN_CHUNK)
+    assert bench_switches.main([*sizes, "--variant", variant, "--launches", "102"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["launches"], row["others"], row["spread"]) for row in rows] == 2 * [(102, 0, 0.0)]
+
+
+def test_results_that_change_from_launch_to_launch_are_counted():
+    numbers = itertools.count()
+    found = bench_switches.repeat(lambda: (torch.tensor([4.0, next(numbers) // 150.0]),), 301)
+    assert found == {"launches": 301, "others": 2, "spread": 0.5}
 
 
 @pytest.mark.parametrize(
