@@ -490,9 +490,16 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        in_gluon = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
-        long = (self.long, self.long_gradients)
-        return self.masked, self.by_query, *long, self.num_cmp > 0, *in_gluon, *self.hopper
+        selected = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
+        in_gluon = (*selected, self.scores_in_gluon, *self.hopper)
+        return (
+            self.masked,
+            self.by_query,
+            self.long,
+            self.long_gradients,
+            self.num_cmp > 0,
+            *in_gluon,
+        )
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""
