@@ -221,11 +221,6 @@ def score(
     levels: int,
 ) -> None:
     """Scores of a chunk by the compressed branch."""
-    if problem.scores_in_gluon and levels > 0:
-        from nsa.ops.triton.hopper import scores as hopper_scores
-
-        hopper_scores.score(problem, q, k_cmp, lse, scores, chunk, levels)
-        return
     tiles = _tiles(problem)
     start(
         problem.memo,
