@@ -37,8 +37,8 @@ from nsa.ops.triton import launcher
 
 SECONDS = 30.0
 """A wait that is longer is a deadlock."""
-SOON = 0.001
-"""Long enough for another thread to go on."""
+SOON, LATER = 0.001, 0.01
+"""Long enough for another thread to go on; to come as far as what it overwrites."""
 LOOK = 0.2
 """After so many, a waiter looks whether another role has failed."""
 THREADS_OF_A_WARPGROUP = 128
@@ -230,9 +230,10 @@ def start_barrier(barrier: Barrier, count: int) -> None:
 
 
 def arrive(barrier: Barrier) -> None:
-    """Whoever waits for it comes first, and overwrites what is given back too early."""
+    """Whoever waits for it comes first, and overwrites what is given back too early; who will wait
+    soon does so, too, if a product is not complete."""
     barrier.take(1)
-    time.sleep(SOON)
+    time.sleep(LATER if _role.products else SOON)
 
 
 mbarrier = SimpleNamespace(

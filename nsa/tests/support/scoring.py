@@ -25,7 +25,7 @@ def assert_same_choice(case: Case, dtype: torch.dtype, monkeypatch: pytest.Monke
 
     found, wanted = choose(True), choose(False)
     assert torch.equal(found, wanted)
-    assert (found[:, case.S // 2 :] >= 0).all()
+    assert (found[:, -1] >= 0).all()
 
 
 def _log_sum_exp(case: Case, inputs: dict[str, Tensor]) -> Tensor:
