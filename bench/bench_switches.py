@@ -10,7 +10,8 @@ backward: CUDA graphs on a GPU, eager calls on a CPU. The error is the largest d
 gradient from the first row's over its largest value. `--kernels` adds the device time of kernels.
 
 `--launches 10000` times nothing: it calls every variant so often and compares every hundredth
-result with its first, bit for bit. With `--launches 1` it can run under compute-sanitizer.
+result with its first, bit for bit. Nothing is captured then: `--launches 1` is meant for
+compute-sanitizer.
 """
 
 from __future__ import annotations

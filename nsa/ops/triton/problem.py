@@ -366,6 +366,7 @@ class Problem:
 
     @property
     def wide_tiles(self) -> bool:
+        """Whether the forwards of window and compressed branch take 128 keys at a time."""
         return WIDE_TILES and self.d_k == 64 and self.per_group % 2 == 0
 
     @property

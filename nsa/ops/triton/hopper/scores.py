@@ -248,6 +248,20 @@ def _weights(o_s, level, STRIDES: gl.constexpr, OVERLAP: gl.constexpr):
 
 
 @gluon.jit
+def _folded(
+    total, weight, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr,
+    AXIS: gl.constexpr, LARGEST: gl.constexpr,
+):  # fmt: skip
+    """Weighted sums over the tokens of a block, which are axis AXIS of [A, B, C]; LARGEST: the
+    largest number with a weight."""
+    if LARGEST:
+        part = gl.max(gl.reshape(gl.where(weight > 0.0, total, 0.0), [A, B, C]), AXIS)
+    else:
+        part = gl.sum(gl.reshape(total * weight, [A, B, C]), AXIS)
+    return part
+
+
+@gluon.jit
 def _store_rows(
     p_scores, total, tile, place,
     STRIDES: gl.constexpr, OVERLAP: gl.constexpr, LEVELS: gl.constexpr, LARGEST: gl.constexpr,
@@ -264,11 +278,7 @@ def _store_rows(
     o_j = tile * BLOCKS + gl.arange(0, BLOCKS, gl.SliceLayout(0, IO))
     for level in gl.static_range(LEVELS):
         weight = _weights(o_s, level, STRIDES, OVERLAP)[None, :]
-        if LARGEST:
-            part = gl.where(weight > 0.0, total, 0.0)
-            part = gl.max(gl.reshape(part, [TILE_ROWS, BLOCKS, STRIDES]), 2)
-        else:
-            part = gl.sum(gl.reshape(total * weight, [TILE_ROWS, BLOCKS, STRIDES]), 2)
+        part = _folded(total, weight, TILE_ROWS, BLOCKS, STRIDES, 2, LARGEST)
         p_rows = p_scores + (first_level + level) * num_rows * WIDTH
         at = o_r.to(gl.int64)[:, None] * WIDTH + (o_j + level)[None, :]
         mask = (o_r < num_rows)[:, None] & (o_j + level < WIDTH)[None, :]
@@ -292,11 +302,7 @@ def _store_columns(
     o_j = tile * BLOCKS + gl.arange(0, BLOCKS, gl.SliceLayout(1, IO))
     for level in gl.static_range(LEVELS):
         weight = _weights(o_s, level, STRIDES, OVERLAP)[:, None]
-        if LARGEST:
-            part = gl.where(weight > 0.0, total, 0.0)
-            part = gl.max(gl.reshape(part, [BLOCKS, STRIDES, FEW_QUERIES]), 1)
-        else:
-            part = gl.sum(gl.reshape(total * weight, [BLOCKS, STRIDES, FEW_QUERIES]), 1)
+        part = _folded(total, weight, BLOCKS, STRIDES, FEW_QUERIES, 1, LARGEST)
         p_rows = p_scores + (first_level + level) * num_rows * WIDTH
         at = o_r.to(gl.int64)[None, :] * WIDTH + (o_j + level)[:, None]
         mask = (o_r < num_rows)[None, :] & (o_j + level < WIDTH)[:, None]
