@@ -252,7 +252,6 @@ KERNELS = (
 )
 
 GLUON = ("test_gluon_on_cpu.py::test_outputs_and_gradients_equal_float64",)
-SCORED = ("test_gluon_on_cpu.py::test_scores_choose_the_blocks_that_those_of_triton_choose",)
 BATCHED = ("test_gluon_on_cpu.py::test_a_nan_stays_in_its_batch_element_in_one_pass",)
 BY_SEGMENT = ("test_gluon_on_cpu.py::test_a_decode_step_by_segment_is_that_of_several_launches",)
 
@@ -339,34 +338,6 @@ HOPPER = (
         "ops/triton/hopper/selected.py",
         (("(turn // HALF & 1) ^ 1", "1"),),
         GLUON,
-        interpreted=True,
-    ),
-    Mutant(
-        "last-score-not-waited-for",
-        "ops/triton/hopper/scores.py",
-        (
-            (
-                "                    s = warpgroup_mma_wait(0, deps=(s,))\n"
-                "                lse = lse_bufs.index(g)",
-                "                    s = warpgroup_mma_wait(1, deps=(s,))\n"
-                "                lse = lse_bufs.index(g)",
-            ),
-        ),
-        SCORED,
-        interpreted=True,
-    ),
-    Mutant(
-        "first-tile-at-the-edge-unmasked",
-        "ops/triton/hopper/scores.py",
-        (
-            (
-                "begin + i >= whole:\n"
-                "                visible = ((begin + i) * TILE_ROWS + o_k)[:, None]",
-                "begin + i > whole:\n"
-                "                visible = ((begin + i) * TILE_ROWS + o_k)[:, None]",
-            ),
-        ),
-        SCORED,
         interpreted=True,
     ),
     Mutant(

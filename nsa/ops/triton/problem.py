@@ -70,21 +70,12 @@ were faster at 47; fewer programs of such different lengths were not timed."""
 ONE_PASS: frozenset[int] = frozenset()
 """The branches of which, at D 64 and outside of deterministic mode, one pass gives the gradients of
 queries, keys and values (hopper/dq_sums.py). None: it has not run on a GPU yet."""
-WIDE_TILES = False
-"""Whether, at D 64 and for even groups, the forwards of window and compressed branch take 128 keys
-at a time. False: it has not run on a GPU yet."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_FROM = {(128, 16): 4096, (64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its gradients in Gluon were faster."""
 SELECTED_FORWARD = {(64, 6): 4096, (128, 4): 4096}
 """By head dim and group, the tokens from which its forward in Gluon, by blocks, was faster."""
-SCORES_FROM: dict[tuple[int, int], int] = {}
-"""By head dim and group, the tokens from which the scores in Gluon were faster. None: they have not
-run on a GPU yet."""
-SCORES_WIDTH, SCORED_TOGETHER = 512, 4
-"""Columns of the heads of a group, at most, that they keep for 64 queries. For 16 queries they keep
-four times as many, of groups of a multiple of so many heads."""
 SELECTED_BLOCK, SELECTED_GROUP = 64, 64
 """Tokens of the blocks that it takes, and heads of a group, at most. Where the past is masked,
 blocks may be multiples of these."""
@@ -288,10 +279,7 @@ class Problem:
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
             queries=queries and (self.d_k == 128 or 0 in ONE_PASS),
             cmp_forward=forward
-            and (
-                (has_cmp and (self.d_k in COMPRESSED_DIMS or self.wide_tiles))
-                or (masked and self.num_cmp > 0)
-            ),
+            and ((has_cmp and self.d_k in COMPRESSED_DIMS) or (masked and self.num_cmp > 0)),
             cmp_keys=has_cmp
             and programs >= FULL_ENOUGH * self.processors
             and (self.d_k == 128 or 0 in ONE_PASS or self.seq_len < LONG_FROM),
@@ -332,19 +320,6 @@ class Problem:
         return bool(HOPPER) or (self.seq_len >= since and not self.packed)
 
     @property
-    def scores_in_gluon(self) -> bool:
-        """Whether hopper/scores.py scores the blocks of one document, where a tile holds whole
-        blocks."""
-        if not self._takes_hopper or self.packed:
-            return False
-        strides, width = self.spec.l_sel // self.spec.d, self.per_group * self.d_k
-        most = SCORES_WIDTH if self.per_group % SCORED_TOGETHER else 4 * SCORES_WIDTH
-        if strides > SELECTED_BLOCK or width > most:
-            return False
-        since = SCORES_FROM.get((self.d_k, self.per_group), MAX_TOKENS + 1)
-        return bool(HOPPER) or self.seq_len >= since
-
-    @property
     def _takes_hopper(self) -> bool:
         """Whether the kernels in hopper/ take such heads on this machine."""
         if not takes_gluon(self.capability, self.device):
@@ -363,11 +338,6 @@ class Problem:
         if self.device.type != "cuda":  # compiled for a GPU that is not here
             return H200_PROCESSORS
         return torch.cuda.get_device_properties(self.device).multi_processor_count
-
-    @property
-    def wide_tiles(self) -> bool:
-        """Whether the forwards of window and compressed branch take 128 keys at a time."""
-        return WIDE_TILES and self.d_k == 64 and self.per_group % 2 == 0
 
     @property
     def consumers(self) -> int:
@@ -491,16 +461,9 @@ class Problem:
     @property
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
-        selected = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
-        in_gluon = (*selected, self.scores_in_gluon, *self.hopper)
-        return (
-            self.masked,
-            self.by_query,
-            self.long,
-            self.long_gradients,
-            self.num_cmp > 0,
-            *in_gluon,
-        )
+        in_gluon = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
+        long = (self.long, self.long_gradients)
+        return self.masked, self.by_query, *long, self.num_cmp > 0, *in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

@@ -18,7 +18,6 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from nsa import BlockSpec
 from nsa.ops import machine
 from nsa.ops.triton import problem
-from nsa.ops.triton.choice import scores
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.selected import block_index
 from nsa.tests.support import gluon
@@ -31,7 +30,6 @@ from nsa.tests.support.gpu import (
     forward_backward,
 )
 from nsa.tests.support.helpers import Case
-from nsa.tests.support.scoring import assert_same_choice
 
 ON_CPU = machine.interpreted() and DEVICE == "cpu"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_CPU, reason="needs the interpreter")]
@@ -42,14 +40,13 @@ BANDS = {"gluon_forward", "gluon_dkv"}
 
 
 class Example(NamedTuple):
-    """Heads and tokens, whether the selected branch masks the past, the kernels that run, the
-    branches of which one pass gives all gradients, and whether forwards take 128 keys at a time."""
+    """Heads and tokens, whether the selected branch masks the past, the kernels that run, and the
+    branches of which one pass gives all gradients."""
 
     case: Case
     masked: bool
     kernels: set[str]
     one_pass: frozenset[int] = frozenset()
-    wide: bool = False
 
 
 FEW = BlockSpec(n_sel=3, w=100)
@@ -108,18 +105,6 @@ EXAMPLES = {
         BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
         frozenset({0}),
     ),
-    "128 keys at a time": Example(
-        Case(BlockSpec(l=16, d=2, n_sel=3, w=200), S=390, Hkv=1, G=2, Dk=64, Dv=64),
-        False,
-        BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
-        wide=True,
-    ),
-    "128 keys at a time, a narrow window and a masked past": Example(
-        Case(BlockSpec(n_sel=3, w=70), S=203, B=2, Hkv=1, G=2, Dk=64, Dv=64),
-        True,
-        BANDS | {"gluon_dq"},
-        wide=True,
-    ),
 }
 LONG_ITEMS = {"16 heads", "2 heads of 128", "10 heads of 128, more than a round"}
 """All queries of a block are one item: buffers are used again, as in long sequences."""
@@ -143,9 +128,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_outputs_and_gradients_equal_float64(name, monkeypatch):
-    case, masked, kernels, one_pass, wide = EXAMPLES[name]
+    case, masked, kernels, one_pass = EXAMPLES[name]
     monkeypatch.setattr(problem, "ONE_PASS", one_pass)
-    monkeypatch.setattr(problem, "WIDE_TILES", wide)
     monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 2 if masked else 0)
     monkeypatch.setattr(problem, "H200_PROCESSORS", 7)
     if name in LONG_ITEMS:
@@ -169,27 +153,6 @@ def test_a_nan_stays_in_its_batch_element_in_one_pass(monkeypatch):
     _, found = forward_backward(case, inputs, dout)
     assert found["q"][0].isnan().any()
     torch.testing.assert_close(found["q"][1], wanted["q"][1], rtol=2e-3, atol=1e-3)
-
-
-SCORED = [
-    Case(BlockSpec(n_sel=4, num_local=1), S=420, B=2, Hkv=1, G=3, Dk=64, Dv=64),
-    Case(BlockSpec(l=16, d=4, l_sel=16, n_sel=5), S=900, Hkv=1, G=2, Dk=64, Dv=64),
-    Case(BlockSpec(l=8, d=8, l_sel=32, n_sel=5), S=801, Hkv=1, G=1, Dk=128, Dv=128),
-    Case(BlockSpec(l=64, d=2, l_sel=128, n_sel=4), S=701, Hkv=1, G=8, Dk=64, Dv=64),
-    Case(BlockSpec(l=16, d=4, l_sel=16, n_sel=5, num_local=1), S=501, Hkv=1, G=16, Dk=64, Dv=64),
-    Case(BlockSpec(l=16, d=16, l_sel=64, n_sel=4), S=401, Hkv=2, G=8, Dk=128, Dv=128),
-]
-"""Blocks of several lengths, in tokens of several overlaps, few and many heads. With one local
-block, the one before it is ranked, of which a query does not see all tokens."""
-
-
-@pytest.mark.parametrize("case", SCORED, ids=str)
-def test_scores_choose_the_blocks_that_those_of_triton_choose(case, monkeypatch):
-    monkeypatch.setattr(problem, "H200_PROCESSORS", 1)
-    monkeypatch.setattr(scores, "SCORE_BYTES", 1 << 18)  # several chunks of queries
-    assert_same_choice(case, torch.float16, monkeypatch)
-    many = case.G * case.Dk > problem.SCORES_WIDTH
-    assert set(gluon.launched) == {"many_head_scores" if many else "few_head_scores"}
 
 
 @pytest.mark.parametrize("name", SEGMENTS)

@@ -37,10 +37,8 @@ from nsa.tests.support.compiling import (
 )
 from nsa.tests.support.gpu import device_dout, device_inputs, forward_backward, needs_gpu
 from nsa.tests.support.helpers import Case
-from nsa.tests.support.scoring import assert_same_choice
 
 KERNELS = {"gluon_forward", "gluon_dkv", "gluon_dq"}
-SCORES = {"few_head_scores", "many_head_scores"}
 BANDS = {"band_forward", "band_dkv", "band_dq"}
 NO_BRANCH, ALL_BRANCHES = frozenset[int](), frozenset({0, 1, 2})
 ALL, NONE = Hopper(*(True,) * 6), Hopper()
@@ -194,9 +192,9 @@ SPARSE = BlockSpec(l=320, l_sel=16, n_sel=3)
 all that is left to walk for the gradient of q."""
 
 
-def attend(seq_len: int, spec: BlockSpec = SPARSE, dim: int = 128, group: int = 2) -> None:
-    """Forward and backward of one KV head, on tensors that nobody reads."""
-    q, gates = (torch.zeros(1, seq_len, group, n, dtype=torch.bfloat16) for n in (dim, 3))
+def attend(seq_len: int, spec: BlockSpec = SPARSE, dim: int = 128) -> None:
+    """Forward and backward of one KV head with two query heads, on tensors that nobody reads."""
+    q, gates = (torch.zeros(1, seq_len, 2, n, dtype=torch.bfloat16) for n in (dim, 3))
     k, v = (torch.zeros(1, seq_len, 1, dim, dtype=torch.bfloat16) for _ in range(2))
     cmp = torch.zeros(1, spec.num_cmp(seq_len), 1, dim, dtype=torch.bfloat16)
     tensors = [x.requires_grad_() for x in (q, cmp, cmp.clone(), k, v, k.clone(), v.clone(), gates)]
@@ -270,21 +268,12 @@ def compiled() -> list[tuple[str, Any]]:
             with compiling_until("ptx"), starting_on(90, names) as started:
                 attend(300, spec, dim)
             found += [(one.name, one.compiled) for one in started if one.compiled is not None]
-        patch.setattr(problem, "WIDE_TILES", True)
-        with compiling_until("ptx"), starting_on(90, {"gluon_forward"}) as started:
-            attend(300, BOTH, 64)
-        found += [(one.name, one.compiled) for one in started if one.compiled is not None]
-        patch.setattr(problem, "HOPPER", True)
-        for dim, group in ((64, 6), (128, 4), (128, 16)):
-            with compiling_until("ptx"), starting_on(90, SCORES) as started:
-                attend(300, BOTH, dim, group)
-            found += [(one.name, one.compiled) for one in started if one.compiled is not None]
     return found
 
 
 @pytest.mark.timeout(300)
 def test_the_kernels_fit_and_stay_asynchronous(compiled):
-    assert {name for name, _ in compiled} == KERNELS | SCORES
+    assert {name for name, _ in compiled} == KERNELS
     for name, one in compiled:
         assert one.metadata.shared <= MAX_SHARED_BYTES[90], name
         assert "wgmma.mma_async" in one.asm["ptx"] and "cp.async.bulk.tensor" in one.asm["ptx"]
@@ -301,7 +290,7 @@ def test_warps_meet_before_one_of_them_arrives_for_all(compiled):
     for name, one in compiled:
         synced, stored = pairs(SYNC, one.asm["ptx"]), pairs(STORE, one.asm["ptx"])
         before = {first for first, second in synced if second.startswith("mbarrier.arrive")}
-        assert before == (set() if name in SCORES else {"bar.sync"}), (name, before)
+        assert before == {"bar.sync"}, (name, before)
         after = {second for first, second in synced if first.startswith("bulk")}
         assert after <= {"bar.sync"}, (name, after)
         before = {first for first, second in stored if second.startswith("bulk")}
@@ -334,19 +323,6 @@ ONE_PASS = [
     (Case(BlockSpec(), S=2500, B=2, Hkv=2, G=6, Dk=64, Dv=64), "bf16"),
     (Case(BlockSpec(), S=1983, B=2, Hkv=1, G=4, Dk=64, Dv=64), "fp16"),  # masks the past
     (Case(BlockSpec(l=8, d=4, n_sel=4, w=50), S=1537, G=3, Dk=64, Dv=64), "bf16"),
-]
-WIDE = [
-    (Case(BlockSpec(), S=4999, Hkv=2, G=6, Dk=64, Dv=64), "bf16"),
-    (Case(BlockSpec(w=100), S=1600, B=3, Hkv=1, G=4, Dk=64, Dv=64), "fp16"),
-    (Case(BlockSpec(l=8, d=4, l_sel=16, n_sel=4, w=1000), S=2001, G=2, Dk=64, Dv=64), "bf16"),
-    (Case(BlockSpec(w=129), S=129, B=2, Hkv=1, G=2, Dk=64, Dv=64), "bf16"),
-]
-SCORED = [
-    Case(BlockSpec(), S=8191, Hkv=2, G=6, Dk=64, Dv=64),
-    Case(BlockSpec(), S=4500, B=2, Hkv=2, G=4, Dk=128, Dv=128),
-    Case(BlockSpec(), S=5001, Hkv=2, G=16, Dk=128, Dv=128),
-    Case(BlockSpec(l=64, d=4, l_sel=128), S=3000, Hkv=1, G=1, Dk=64, Dv=64),
-    Case(BlockSpec(l=16, d=16), S=6000, Hkv=1, G=12, Dk=64, Dv=64),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -401,18 +377,6 @@ class TestOnGpu:
             assert (f"{name} dkv and dq" in names) == (branch in taken), name
         apart = {"dq", "window dq", "both dq", "selected dq", "all dq"}.intersection(names)
         assert bool(apart) == (len(taken) < 2 + masks), apart
-
-    @pytest.mark.parametrize(("case", "dtype"), WIDE, ids=[f"{d}-{c}" for c, d in WIDE])
-    def test_forwards_take_128_keys_at_a_time(self, case, dtype, on_hopper, monkeypatch):
-        monkeypatch.setattr(problem, "WIDE_TILES", True)
-        gpu.compare(case, DTYPES[dtype])
-        assert {"window forward", "compressed forward"} <= launched()
-
-    @pytest.mark.parametrize("case", SCORED, ids=str)
-    def test_scores_choose_the_blocks_that_those_of_triton_choose(
-        self, case, on_hopper, monkeypatch
-    ):
-        assert_same_choice(case, torch.bfloat16, monkeypatch)
 
     def test_gradients_of_queries_add_those_of_cudnn(self, on_hopper, monkeypatch):
         """As for long sequences, and those of the selected blocks."""

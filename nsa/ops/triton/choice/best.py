@@ -5,8 +5,6 @@ choose_blocks ranks the scores of scores.py: a bisection on their bits. Below it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -312,7 +310,7 @@ def choose(
     for chunk in chunks:
         if chunk.num_cmp:
             with nvtx("map_pcmp_to_pslc", problem.flags.nvtx):
-                _scoring(problem, levels)(problem, q, k_cmp, lse, scores, chunk, levels)
+                score(problem, q, k_cmp, lse, scores, chunk, levels)
         with nvtx("topk+ranges", problem.flags.nvtx):
             _choose(problem, q, scores, chosen, chunk, levels)
     if problem.flags.strict:
@@ -321,15 +319,6 @@ def choose(
             position = position - problem.row_index(0, q)[0]
         assert_selection(chosen.ids.transpose(1, 2), position, problem.spec)
     return chosen
-
-
-def _scoring(problem: Problem, levels: int) -> Callable[..., None]:
-    """The launcher of the scores: in Gluon, or `score`."""
-    if levels == 0 or not problem.scores_in_gluon:
-        return score
-    from nsa.ops.triton.hopper import scores as hopper_scores
-
-    return hopper_scores.score
 
 
 def choose_by_tokens(problem: Problem, q: Tensor, k: Tensor) -> Selection:

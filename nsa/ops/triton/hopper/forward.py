@@ -61,8 +61,8 @@ def gluon_forward(
     t_q, t_k, t_v, t_o, p_lse, p_bits, p_gates, p_o_cmp, p_o_win, p_out,
     S, NUM_ITEMS, NUM_TILES, Hkv, SHARES, PER_TILE, W, OFF, STEP, scale_log2,
     s_gb, s_gs, s_gh,
-    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    L_SEL: gl.constexpr, NC: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, L_SEL: gl.constexpr,
+    NC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output [B, S, Hq, D] and log-sum-exp [B, Hq, S], base 2.
 
@@ -71,8 +71,8 @@ def gluon_forward(
     dtype: gl.constexpr = t_q.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_q.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], t_k.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], t_v.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_k.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE_ROWS, 1, D], t_v.layout)
     o_bufs = gl.allocate_shared_memory(dtype, [NC, 1, TILE_ROWS, 1, D], t_o.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], bar)
@@ -95,9 +95,9 @@ def gluon_forward(
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, KEYS, STAGES, KIND, L_SEL, NC)),
-                (_consume, (1, shared, D, KEYS, STAGES, KIND, L_SEL, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, KEYS, STAGES, KIND, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, L_SEL, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, L_SEL, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, NC)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -105,10 +105,10 @@ def gluon_forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, D, KEYS, STAGES, KIND, L_SEL, NC)),
-                (_consume, (1, shared, D, KEYS, STAGES, KIND, L_SEL, NC)),
-                (_consume, (2, shared, D, KEYS, STAGES, KIND, L_SEL, NC)),
-                (_produce, (copied, bufs, bars, sizes, D, KEYS, STAGES, KIND, NC)),
+                (_consume, (0, shared, D, STAGES, KIND, L_SEL, NC)),
+                (_consume, (1, shared, D, STAGES, KIND, L_SEL, NC)),
+                (_consume, (2, shared, D, STAGES, KIND, L_SEL, NC)),
+                (_produce, (copied, bufs, bars, sizes, D, STAGES, KIND, NC)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -118,7 +118,7 @@ def gluon_forward(
 @gluon.jit
 def _produce(
     copied, bufs, bars, sizes,
-    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     NC: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of all items, in the order in which the consumers read them."""
@@ -126,17 +126,17 @@ def _produce(
     rounds = num_rounds(sizes[0])
     for n in range(rounds):
         item = item_of(n)
-        it = _copy_item(copied, bufs, bars, sizes, item, it, n, False, D, KEYS, STAGES, KIND, NC)
+        it = _copy_item(copied, bufs, bars, sizes, item, it, n, False, D, STAGES, KIND, NC)
     # The consumers begin one item more than there are, and do not end it.
     item = gl.program_id(0)
-    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, KEYS, STAGES, KIND, NC)
+    _copy_item(copied, bufs, bars, sizes, item, it, rounds, True, D, STAGES, KIND, NC)
 
 
 @gluon.jit
 def _copy_item(
     copied, bufs, bars, sizes, item, it, n,
-    FIRST: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, NC: gl.constexpr,
+    FIRST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    NC: gl.constexpr,
 ):  # fmt: skip
     """Queries of all consumers, then tiles of keys and values; FIRST: only one."""
     t_q, t_k, t_v = copied
@@ -150,15 +150,15 @@ def _copy_item(
         copy_in(t_q, i_b, t0, h0 + c, q_full.index(c), q_bufs.index(c))
     num_tiles = 1
     if not FIRST:
-        num_tiles, _ = _key_tiles(t0, sizes, KEYS, KIND)
+        num_tiles, _ = _key_tiles(t0, sizes, KIND)
     for j in range(num_tiles):
         stage = stage_of(it, STAGES)
         if KIND >= COMPRESSED:
-            k0 = j * KEYS
+            k0 = j * TILE_ROWS
         else:
-            k0 = t0 + TILE_ROWS - (j + 1) * KEYS
+            k0 = t0 - j * TILE_ROWS
         mbarrier.wait(empty.index(stage), phase_of(it, STAGES) ^ 1)
-        mbarrier.expect(full.index(stage), 2 * KEYS * D * 2)
+        mbarrier.expect(full.index(stage), 2 * SIZE)
         copy_in(t_k, i_b, k0, i_g, full.index(stage), k_bufs.index(stage))
         copy_in(t_v, i_b, k0, i_g, full.index(stage), v_bufs.index(stage))
         it += 1
@@ -166,34 +166,34 @@ def _copy_item(
 
 
 @gluon.jit
-def _key_tiles(t0, sizes, KEYS: gl.constexpr, KIND: gl.constexpr):
+def _key_tiles(t0, sizes, KIND: gl.constexpr):
     """Tiles of keys of an item, and the first of those after the first that needs a mask."""
     if KIND == COMPRESSED:
-        n, masked = compressed_tiles(t0, sizes[8], sizes[6], sizes[7], KEYS)
+        n, masked = compressed_tiles(t0, sizes[8], sizes[6], sizes[7])
         # Queries that see no key at all walk a tile, too.
         n, masked = gl.maximum(n, 1), gl.maximum(masked, 1)
     elif KIND == SELECTED:
         n = t0 // TILE_ROWS + 1
         masked = gl.maximum(n - 1, 1)
     else:
-        n, masked = num_key_tiles(t0, sizes[5], KEYS)
+        n, masked = num_key_tiles(t0, sizes[5])
     return n, masked
 
 
 @gluon.jit
 def _consume(
-    C: gl.constexpr, shared, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, L_SEL: gl.constexpr, NC: gl.constexpr,
+    C: gl.constexpr, shared, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    L_SEL: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """One head of every item. The next item's first scores are made beside the end of this one."""
     t_o, p_lse, p_bits, gated, bufs, bars, sizes, scale_log2 = shared
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, full, empty = bars
     num_items, num_tiles, Hkv, SHARES, PER_TILE, W, OFF, STEP, S = sizes
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-    none = gl.zeros([TILE_ROWS, KEYS], gl.float32, SL)
+    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
     # q is in registers: from shared memory, wgmma would wait for it.
     q = _take_queries(q_bufs, q_full, q_empty, 0, C, SL)
     mbarrier.wait(full.index(0), 0)
@@ -201,26 +201,25 @@ def _consume(
     s = warpgroup_mma_wait(0, deps=(s,))
     i_b, t0, i_g, h0 = place_of(gl.program_id(0), sizes, NC)
     word = _words(p_bits, i_b, t0, i_g, sizes, KIND, SL)
-    seen = _seen(t0, word, sizes, KEYS, KIND, SL)
-    p, top, total = _begin(s, seen, t0, W, scale_log2, KEYS, KIND, SL, OL, k_bufs.dtype)
+    seen = _seen(t0, word, sizes, KIND, SL)
+    p, top, total = _begin(s, seen, W, scale_log2, KIND, SL, OL, k_bufs.dtype)
     it = 1
     rounds = num_rounds(num_items)
     for n in range(rounds):
-        num_seen, masked = _key_tiles(t0, sizes, KEYS, KIND)
+        num_seen, masked = _key_tiles(t0, sizes, KIND)
         o = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         for j in range(1, masked):
             bit = word >> (j * TILE_ROWS // L_SEL)
             p, o, top, total = _step(
-                q, p, o, top, total, bufs, bars, it, 0, bit, scale_log2, False,
-                KEYS, STAGES, KIND, SL, OL,
-            )  # fmt: skip
+                q, p, o, top, total, bufs, bars, it, 0, bit, scale_log2, False, STAGES, KIND, SL, OL
+            )
             it += 1
         for j in range(masked, num_seen):
             bit = word >> (j * TILE_ROWS // L_SEL)
-            edge = _edge(t0, j, W, seen, KEYS, KIND, SL)
+            edge = _edge(t0, j, W, seen, KIND, SL)
             p, o, top, total = _step(
                 q, p, o, top, total, bufs, bars, it, edge, bit, scale_log2, True,
-                KEYS, STAGES, KIND, SL, OL,
+                STAGES, KIND, SL, OL,
             )  # fmt: skip
             it += 1
         # The last tile's product with values, beside the scores of the next item's first one.
@@ -234,7 +233,7 @@ def _consume(
         at_b, at_t, at_h = i_b, t0, h0 + C
         i_b, t0, i_g, h0 = place_after(n, rounds, sizes, NC)
         word = _words(p_bits, i_b, t0, i_g, sizes, KIND, SL)
-        seen = _seen(t0, word, sizes, KEYS, KIND, SL)
+        seen = _seen(t0, word, sizes, KIND, SL)
         row = (at_b * Hkv * SHARES * NC + at_h).to(gl.int64) * S
         lse, share = _finish(top, total, KIND)
         gl.store(p_lse + row + (at_t + o_t), lse, mask=at_t + o_t < S)
@@ -248,7 +247,7 @@ def _consume(
         if KIND == SELECTED:
             _store_gated(gated, matrix(o_bufs, C), at_b, at_t, at_h, S, Hkv * SHARES * NC, D)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p, top, total = _begin(s, seen, t0, W, scale_log2, KEYS, KIND, SL, OL, k_bufs.dtype)
+        p, top, total = _begin(s, seen, W, scale_log2, KIND, SL, OL, k_bufs.dtype)
         it += 1
     tma.store_wait(0)
 
@@ -277,7 +276,7 @@ def _words(p_bits, i_b, t0, i_g, sizes, KIND: gl.constexpr, SL: gl.constexpr):
 
 
 @gluon.jit
-def _seen(t0, word, sizes, KEYS: gl.constexpr, KIND: gl.constexpr, SL: gl.constexpr):
+def _seen(t0, word, sizes, KIND: gl.constexpr, SL: gl.constexpr):
     """Keys that the rows see, of those from the first tile's first key on; of the selected ones, of
     those in that tile."""
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
@@ -286,42 +285,35 @@ def _seen(t0, word, sizes, KEYS: gl.constexpr, KIND: gl.constexpr, SL: gl.conste
     elif KIND == SELECTED:
         seen = gl.where((word & 1) != 0, t0 + o_t + 1, 0)
     else:
-        seen = o_t + (KEYS - TILE_ROWS + 1)
+        seen = o_t + 1
     return seen
 
 
 @gluon.jit
-def _edge(t0, j, W, seen, KEYS: gl.constexpr, KIND: gl.constexpr, SL: gl.constexpr):
+def _edge(t0, j, W, seen, KIND: gl.constexpr, SL: gl.constexpr):
     """Where the rows' keys begin in tile j, or, of all but windows, where they end."""
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
     if KIND == COMPRESSED:
-        edge = seen - j * KEYS
+        edge = seen - j * TILE_ROWS
     elif KIND == SELECTED:
         edge = o_t + 1
     else:
-        before = (j + 1) * KEYS - TILE_ROWS  # of the first query
-        edge = o_t + (before - W)
-        if KEYS > TILE_ROWS:  # the tile may begin before key 0
-            edge = gl.maximum(edge, before - t0 - 1)
+        edge = o_t + (j * TILE_ROWS - W)
     return edge
 
 
 @gluon.jit
 def _begin(
-    s, seen, t0, W, scale_log2, KEYS: gl.constexpr, KIND: gl.constexpr,
+    s, seen, W, scale_log2, KIND: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Probabilities and running numbers of an item's first tile: the window's diagonal, or the
     first compressed keys."""
     o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
-    o_k = gl.arange(0, KEYS, gl.SliceLayout(0, SL))[None, :]
+    o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
     s = gl.where(o_k < seen[:, None], s, float("-inf"))
-    BEFORE: gl.constexpr = KEYS - TILE_ROWS
     if KIND == NARROW:
-        s = gl.where(o_k > (o_t + (BEFORE - W))[:, None], s, float("-inf"))
-    if KIND < COMPRESSED and BEFORE > 0:  # noqa: SIM102  known here; where the queries are is not
-        if t0 < BEFORE:
-            s = gl.where(o_k >= BEFORE - t0, s, float("-inf"))
+        s = gl.where(o_k > (o_t - W)[:, None], s, float("-inf"))
     top = gl.max(s, 1) * scale_log2
     used = top
     if KIND >= COMPRESSED:
@@ -369,7 +361,7 @@ def _softmax(
 @gluon.jit
 def _step(
     q, p, o, top, total, bufs, bars, it, edge, bit, scale_log2,
-    MASKED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `it`, beside the product with the values of the tile before.
@@ -381,13 +373,13 @@ def _step(
     q_full, q_empty, full, empty = bars
     stage = stage_of(it, STAGES)
     before = stage_of(it - 1, STAGES)
-    none = gl.zeros([TILE_ROWS, KEYS], gl.float32, SL)
+    none = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SL)
     mbarrier.wait(full.index(stage), phase_of(it, STAGES))
     s = warpgroup_mma(q, matrix(k_bufs, stage).permute((1, 0)), none, use_acc=False, is_async=True)
     o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     if MASKED:
-        o_k = gl.arange(0, KEYS, gl.SliceLayout(0, SL))[None, :]
+        o_k = gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SL))[None, :]
         if KIND >= COMPRESSED:
             s = gl.where(o_k < edge[:, None], s, float("-inf"))
         else:
@@ -438,25 +430,23 @@ def forward(
     gated: Gated | None = None,
 ) -> Tensor:  # [B, S, Hq, D]
     """Output of a branch. The selected one masks the past by its bits, and writes the gated sum."""
-    out, band = problem.empty(*q.shape), problem.bands[branch]
-    wide = problem.wide_tiles and not band.SELECT
-    keys, consumers = (2 * TILE, 2) if wide else (TILE, problem.consumers)
-    kind = WINDOW if keys <= band.W else NARROW
+    out = problem.empty(*q.shape)
+    consumers, band = problem.consumers, problem.bands[branch]
+    kind = NARROW if band.W < TILE else WINDOW
     if branch != 2:
         kind = SELECTED if band.SELECT else COMPRESSED
     start(
         problem.memo,
         PLACES[branch],
         gluon_forward,
-        (tile_rows(q), tile_rows(k, keys), tile_rows(v, keys), tile_rows(out))
-        + (lse, bits, *(gated or NOT_GATED)),
+        (*(tile_rows(x) for x in (q, k, v, out)), lse, bits, *(gated or NOT_GATED)),
         lambda: launch(
             num_programs(problem, consumers),
             (
                 *item_counts(problem, consumers), band.W, band.OFF, band.STEP, problem.scale_log2,
                 *gate_strides(gated),
             ),
-            {"D": problem.d_k, "KEYS": keys, "STAGES": STAGES, "KIND": kind.value}
+            {"D": problem.d_k, "STAGES": STAGES, "KIND": kind.value}
             | {"L_SEL": problem.spec.l_sel if band.SELECT else TILE},
             consumers,
         ),

@@ -77,15 +77,13 @@ def place_after(n, rounds, sizes, NC: gl.constexpr):
 
 
 @gluon.jit
-def num_key_tiles(t0, W, KEYS: gl.constexpr):
-    """Tiles of KEYS keys that the queries of a tile see. Tile 0 ends with their own keys, the
-    others are before.
+def num_key_tiles(t0, W):
+    """Tiles of keys that the queries of a tile see. Tile 0 is on the diagonal, the others before.
 
     Also the first one, of those before, that the window does not cover whole: it needs a mask.
     """
-    stop = t0 + TILE_ROWS
-    n = (stop - gl.maximum(t0 - W + 1, 0) + KEYS - 1) // KEYS
-    return n, gl.maximum(gl.minimum(W, stop) // KEYS, 1)
+    n = (t0 - gl.maximum(t0 - W + 1, 0) // TILE_ROWS * TILE_ROWS) // TILE_ROWS + 1
+    return n, gl.maximum(gl.minimum(W // TILE_ROWS, n), 1)
 
 
 @gluon.jit
@@ -95,11 +93,11 @@ def num_compressed(t, OFF, STEP):
 
 
 @gluon.jit
-def compressed_tiles(t0, S, OFF, STEP, KEYS: gl.constexpr):
-    """Tiles of KEYS compressed keys that the queries of a tile see; and how many all of them see
+def compressed_tiles(t0, S, OFF, STEP):
+    """Tiles of compressed keys that the queries of a tile see; and how many all of them see
     whole, so that only those after them need a mask."""
     seen = num_compressed(gl.minimum(t0 + TILE_ROWS, S) - 1, OFF, STEP)
-    return (seen + KEYS - 1) // KEYS, num_compressed(t0, OFF, STEP) // KEYS
+    return (seen + TILE_ROWS - 1) // TILE_ROWS, num_compressed(t0, OFF, STEP) // TILE_ROWS
 
 
 @gluon.jit
@@ -189,14 +187,6 @@ def tile_rows(x: Tensor, num_rows: int = TILE) -> Rows:
     return Rows(x, num_rows, x.shape[3], layout_of(num_rows, x.shape[3], x.dtype))
 
 
-def head_rows(x: Tensor, num_heads: int, num_rows: int) -> Rows:
-    """Tiles of rows of several heads of x [B, S, H, D], one head after the other."""
-    rows = Rows.by_head(x, num_rows, x.shape[3])
-    rows.block_shape = (1, num_heads, num_rows, x.shape[3])
-    rows.layout = layout_of(num_rows, x.shape[3], x.dtype, num_heads)
-    return rows
-
-
 def stat_rows(stats: Tensor) -> Rows:
     """Tiles of the stats of one head, of [B, Hq, S, 4]."""
     batch, num_heads, seq_len, _ = stats.shape
@@ -212,10 +202,10 @@ def stats_layout() -> Any:
 
 
 @cache
-def layout_of(num_rows: int, width: int, dtype: torch.dtype, num_heads: int = 1) -> Any:
+def layout_of(num_rows: int, width: int, dtype: torch.dtype) -> Any:
     """Layout of such a tile in shared memory, as wgmma reads it."""
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for([1, num_heads, num_rows, width], kinds[dtype])
+    return gl.NVMMASharedLayout.get_default_for([1, num_rows, 1, width], kinds[dtype])
 
 
 def item_counts(problem: Problem, consumers: int) -> tuple[int, ...]:

@@ -134,12 +134,12 @@ def _copy_item(
         copy_in(t_dout, i_b, t0, h0 + c, q_full.index(c), d_bufs.index(c))
     num_seen = 1
     if not BEGIN:
-        num_seen, _ = num_key_tiles(t0, sizes[5], TILE_ROWS)
+        num_seen, _ = num_key_tiles(t0, sizes[5])
     for j in range(num_seen):
         _copy_keys(t_k, t_v, bufs, bars, i_b, t0 - j * TILE_ROWS, i_g, it, SIZE, STAGES)
         it += 1
     if not BEGIN and t_k_cmp is not None:
-        num_seen, _ = compressed_tiles(t0, sizes[8], sizes[6], sizes[7], TILE_ROWS)
+        num_seen, _ = compressed_tiles(t0, sizes[8], sizes[6], sizes[7])
         for j in range(num_seen):
             _copy_keys(t_k_cmp, t_v_cmp, bufs, bars, i_b, j * TILE_ROWS, i_g, it, SIZE, STAGES)
             it += 1
@@ -185,7 +185,7 @@ def _consume(
     it = 0
     rounds = num_rounds(num_items)
     for n in range(rounds):
-        num_seen, masked = num_key_tiles(t0, W, TILE_ROWS)
+        num_seen, masked = num_key_tiles(t0, W)
         dq = gl.zeros([TILE_ROWS, D], gl.float32, OL)
         o_t = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
         it += 1
@@ -209,7 +209,7 @@ def _consume(
             it += 1
         if pointers[1] is not None:
             seen = num_compressed(t0 + o_t, OFF, STEP)
-            num_seen, masked = compressed_tiles(t0, S, OFF, STEP, TILE_ROWS)
+            num_seen, masked = compressed_tiles(t0, S, OFF, STEP)
             for j in range(num_seen):
                 dq, ds = _step(
                     dq, ds, q, dout, cmp_stats, bufs, bars, it, j >= masked, seen - j * TILE_ROWS,
