@@ -149,7 +149,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, dout: Tensor) -> In
     for branch in skipped:
         grads[branch] = torch.zeros_like(keys[branch][0]), torch.zeros_like(keys[branch][1])
         dgates[..., branch] = 0.0
-    summed = set() if ordered else set(problem.one_pass) - skipped - set(routes)
+    summed = {0, 2} - skipped - set(routes) if problem.one_pass and not ordered else set()
     dq_sum = _no_queries(problem, q) if summed else None
     for branch in (0, 1, 2) if problem.masked else (0, 2):
         if branch in skipped:

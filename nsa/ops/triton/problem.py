@@ -60,16 +60,16 @@ H200_PROCESSORS = 132
 FULL_ENOUGH = 0.75
 """Share of the multiprocessors that the window's kernels must keep busy: their programs are long,
 and with fewer the band kernels, whose programs are short, are faster."""
-COMPRESSED_FROM, COMPRESSED_DIMS = 4096, (128,)
+COMPRESSED_FROM, COMPRESSED_DIMS = 2048, (128,)
 """Tokens from which the kernels of the compressed branch were faster, and head dims at which its
-forward was; the others are at both, dk and dv at D 64 below LONG_FROM."""
+forward was."""
 MASKED_DIMS, MASKED_TILES = (64,), 16
 """Head dims and tiles of queries and heads, for each multiprocessor, from which the kernels of a
 selected branch that masks the past are taken, and next to it that of the compressed forward. They
 were faster at 47; fewer programs of such different lengths were not timed."""
-ONE_PASS: frozenset[int] = frozenset()
-"""The branches of which, at D 64 and outside of deterministic mode, one pass gives the gradients of
-queries, keys and values (hopper/dq_sums.py). None: it has not run on a GPU yet."""
+ONE_PASS_FROM = 8192
+"""Tokens from which, at D 64 and outside of deterministic mode, one pass over window and compressed
+keys gives the gradients of queries, keys and values (hopper/dq_sums.py): it was faster."""
 TILES_PER_PROGRAM = 6
 """Tiles of queries, at least, for which a program of its dk and dv is worth its start."""
 SELECTED_FROM = {(128, 16): 4096, (64, 6): 4096, (128, 4): 4096}
@@ -277,12 +277,10 @@ class Problem:
         return Hopper(
             forward=forward,
             keys=self._fills(self.num_segments * ceil_div(self.seq_len, 128)),
-            queries=queries and (self.d_k == 128 or 0 in ONE_PASS),
+            queries=queries and self.d_k == 128,
             cmp_forward=forward
             and ((has_cmp and self.d_k in COMPRESSED_DIMS) or (masked and self.num_cmp > 0)),
-            cmp_keys=has_cmp
-            and programs >= FULL_ENOUGH * self.processors
-            and (self.d_k == 128 or 0 in ONE_PASS or self.seq_len < LONG_FROM),
+            cmp_keys=has_cmp and programs >= FULL_ENOUGH * self.processors,
             both_queries=has_cmp and queries,
             sel_forward=masked and forward,
             sel_keys=masked,
@@ -290,12 +288,11 @@ class Problem:
         )
 
     @property
-    def one_pass(self) -> frozenset[int]:
-        """Branches whose gradient of queries is added in memory beside those of the keys, where
-        sums need no order."""
-        by_keys = (self.hopper.cmp_keys, self.hopper.sel_keys, self.hopper.keys)
-        able = frozenset(branch for branch in range(3) if by_keys[branch])
-        return able & ONE_PASS if self.d_k == 64 else frozenset()
+    def one_pass(self) -> bool:
+        """Whether what window and compressed keys give the queries is added in memory beside the
+        gradients of the keys, where sums need no order."""
+        able = self.hopper.cmp_keys and self.hopper.keys and not self.masked
+        return able and self.d_k == 64 and self.seq_len >= ONE_PASS_FROM
 
     @property
     def in_gluon(self) -> bool:
@@ -462,8 +459,8 @@ class Problem:
     def _route(self) -> tuple[bool, ...]:
         """Which kernels run."""
         in_gluon = (not self.masked and self.reader.in_gluon, self.reader.forward_in_gluon)
-        long = (self.long, self.long_gradients)
-        return self.masked, self.by_query, *long, self.num_cmp > 0, *in_gluon, *self.hopper
+        more = (self.long, self.long_gradients, self.num_cmp > 0, self.one_pass)
+        return self.masked, self.by_query, *more, *in_gluon, *self.hopper
 
     def row_index(self, branch: int, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Start of each row's document and of its keys; unread without documents."""

@@ -35,7 +35,7 @@ from nsa.ops.triton.operators import MAX_GRID, cut, in_one_row, must_be_one_row
 from nsa.ops.triton.problem import Problem, problem_of
 from nsa.ops.triton.selected import by_block_backward, by_block_forward, by_query
 from nsa.ops.triton.selected.block_index import QueryLists, empty_lists, list_queries
-from nsa.ops.triton.tile import COUNTS
+from nsa.ops.triton.tile import COUNTS, _with_gate
 from nsa.ops.triton.tiles import capability_of, padded, read_spec, sparse_spec
 
 ROWS = 16
@@ -65,8 +65,8 @@ def row_stats(
     p_o, p_dout, p_lse, p_dlse, p_stats, p_row_shift, NUM_ROWS, Hq, S, s_ob, s_os, s_oh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BY_TOKEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the backward kernels read of a row, [B, Hq, S, 4] fp32: log-sum-exp, delta, 1, and the
-    key at its position. BY_TOKEN: [B, S, Hq, 4].
+    """What the backward kernels read of a row, [B, Hq, S, 4] fp32: see tile.gate_backward; here the
+    gate is 1. BY_TOKEN: [B, S, Hq, 4].
 
     dS = P * (dP - <dout, o> + d lse), so delta = <dout, o> - d lse.
     """
@@ -89,9 +89,10 @@ def row_stats(
     if BY_TOKEN:
         at = o_r
     p_row = p_stats + at * 4
-    tl.store(p_row, lse, mask=m_r)
+    gate = tl.full([ROWS], 1.0, tl.float32)
+    tl.store(p_row, _with_gate(lse, gate), mask=m_r)
     tl.store(p_row + 1, delta, mask=m_r)
-    tl.store(p_row + 2, tl.full([ROWS], 1.0, tl.float32), mask=m_r)
+    tl.store(p_row + 2, gate, mask=m_r)
     key = i_t
     if p_row_shift is not None:
         key += tl.load(p_row_shift + i_t, mask=m_r, other=0)
@@ -199,7 +200,7 @@ class _Sparse(torch.autograd.Function):
             stats = _stats(problem, out, dout, lse, dlse)
             if is_bad is not None:
                 bad_rows = is_bad[:, None] if problem.in_gluon else is_bad
-                stats[..., 2].masked_fill_(bad_rows, math.nan)
+                stats[..., 0].masked_fill_(bad_rows, math.nan)
             has_dq = ctx.needs_input_grad[0]
             grads = _backward(problem, q, k, v, dout, stats, saved, has_dq=has_dq)
         return *grads, None, None

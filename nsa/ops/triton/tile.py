@@ -203,6 +203,15 @@ def _store_gated(p_o_cmp, p_o_win, p_out, p_gate, b_sel, at, m_rows, m_o):
     tl.store(p_out + at, b_sum.to(p_out.dtype.element_ty), mask=m_o)
 
 
+@triton.jit
+def _with_gate(lse, gate):
+    """lse - log2 |gate|, with a last bit of 1 for a gate below 0: inf for a gate of 0."""
+    lse -= tl.math.log2(tl.abs(gate))
+    below = (gate < 0.0) & (lse < float("inf"))  # a last bit would make a NaN of infinity
+    bits = (lse.to(tl.int32, bitcast=True) & -2) | below.to(tl.int32)
+    return bits.to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def gate_backward(
     p_o_cmp, p_o_sel, p_o_win, p_dout, p_lse, p_gates, p_dgates, p_stats, p_dcmp, p_dwin,
@@ -213,11 +222,13 @@ def gate_backward(
     """delta = <dout, branch> of each row: the gradient of its gate, and what its softmax subtracts.
 
     dgates is [B, S, Hq, 3]. stats [3, B, Hq, S, 4] fp32 holds what the other backward kernels read
-    of a row: log-sum-exp, delta, gate, and the key at its position; BY_TOKEN: those of the selected
-    branch are [B, S, Hq, 4], as hopper/selected.py gathers them. Its fourth number is the word of
-    p_bits [B, Hkv, 1, S], where given, for the kernels in hopper/ that mask the past. p_dcmp and
-    p_dwin, where given, get gate * dout of that branch, [B, S, Hq, DV], for the kernels of another
-    library.
+    of a row: log-sum-exp less log2 |gate|, delta, the sign of the gate as 1 or -1, and the key at
+    its position; BY_TOKEN: those of the selected branch are [B, S, Hq, 4], as hopper/selected.py
+    gathers them. So exp2(s' - first) is |gate| * P. The last bit of the first number is set for a
+    gate below 0: a kernel that is short of loads needs no third. The fourth number of the selected
+    branch is the word of p_bits [B, Hkv, 1, S], where given, for the kernels in hopper/ that mask
+    the past. p_dcmp and p_dwin, where given, get gate * dout of that branch, [B, S, Hq, DV], for
+    the kernels of another library.
     """
     # Rows of some heads of neighbouring tokens, whose stats are neighbours, too.
     i_b, o_r = tl.program_id(2).to(tl.int64), tl.arange(0, BT * BH)
@@ -265,11 +276,12 @@ def gate_backward(
         # d gate = <dout, o>. With dO = gate * dout, softmax's backward is
         # dS = gate * P * (dP - <dout, o>) with dP = dout V^T: the same number serves both.
         delta = tl.sum(dout * b_o.to(tl.float32), axis=1)
-        first = tl.where(o_4[None, :] == 0, lse[:, None], delta[:, None])
+        first = tl.where(o_4[None, :] == 0, _with_gate(lse, gate)[:, None], delta[:, None])
         fourth = key
         if branch == 1 and p_bits is not None:
             fourth = word
-        second = tl.where(o_4[None, :] == 2, gate[:, None], fourth[:, None])
+        sign = tl.where(gate < 0.0, -1.0, 1.0)
+        second = tl.where(o_4[None, :] == 2, sign[:, None], fourth[:, None])
         b_4 = tl.where(o_4[None, :] < 2, first, second)
         if BY_TOKEN and branch == 1:
             p_row = p_stats + (NUM_ROWS + row)[:, None] * 4

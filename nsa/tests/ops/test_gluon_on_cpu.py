@@ -40,13 +40,13 @@ BANDS = {"gluon_forward", "gluon_dkv"}
 
 
 class Example(NamedTuple):
-    """Heads and tokens, whether the selected branch masks the past, the kernels that run, and the
-    branches of which one pass gives all gradients."""
+    """Heads and tokens, whether the selected branch masks the past, the kernels that run, and
+    whether one pass gives all gradients of window and compressed branch."""
 
     case: Case
     masked: bool
     kernels: set[str]
-    one_pass: frozenset[int] = frozenset()
+    one_pass: bool = False
 
 
 FEW = BlockSpec(n_sel=3, w=100)
@@ -91,19 +91,13 @@ EXAMPLES = {
         Case(BlockSpec(l=16, d=4, n_sel=3, w=100), S=401, Hkv=1, G=3, Dk=64, Dv=64),
         False,
         BANDS | {"selected_forward", "selected_rows_backward"},
-        frozenset({0, 2}),
-    ),
-    "one pass and a masked past": Example(
-        Case(BlockSpec(n_sel=3, w=63), S=139, B=2, Hkv=1, G=2, Dk=64, Dv=64),
         True,
-        BANDS,
-        frozenset({0, 1, 2}),
     ),
-    "one pass, the window apart": Example(
-        Case(FEW, S=131, Hkv=1, G=2, Dk=64, Dv=64),
+    "one pass, a narrow window, two rows": Example(
+        Case(BlockSpec(n_sel=3, w=63), S=139, B=2, Hkv=1, G=2, Dk=64, Dv=64),
         False,
-        BANDS | {"gluon_dq", "selected_forward", "selected_rows_backward"},
-        frozenset({0}),
+        BANDS | {"selected_forward", "selected_rows_backward"},
+        True,
     ),
 }
 LONG_ITEMS = {"16 heads", "2 heads of 128", "10 heads of 128, more than a round"}
@@ -129,7 +123,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_outputs_and_gradients_equal_float64(name, monkeypatch):
     case, masked, kernels, one_pass = EXAMPLES[name]
-    monkeypatch.setattr(problem, "ONE_PASS", one_pass)
+    monkeypatch.setattr(problem, "ONE_PASS_FROM", 0 if one_pass else problem.MAX_TOKENS + 1)
     monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 2 if masked else 0)
     monkeypatch.setattr(problem, "H200_PROCESSORS", 7)
     if name in LONG_ITEMS:
@@ -145,7 +139,7 @@ def test_outputs_and_gradients_equal_float64(name, monkeypatch):
 
 def test_a_nan_stays_in_its_batch_element_in_one_pass(monkeypatch):
     """Tiles of queries reach beyond the end of a row, to the next."""
-    monkeypatch.setattr(problem, "ONE_PASS", frozenset({0, 2}))
+    monkeypatch.setattr(problem, "ONE_PASS_FROM", 0)
     case = Case(FEW, S=100, B=2, Hkv=1, G=2, Dk=64, Dv=64)
     inputs, dout = device_inputs(case, torch.float16), device_dout(case, torch.float16)
     _, wanted = forward_backward(case, inputs, dout)

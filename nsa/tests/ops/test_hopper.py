@@ -40,7 +40,7 @@ from nsa.tests.support.helpers import Case
 
 KERNELS = {"gluon_forward", "gluon_dkv", "gluon_dq"}
 BANDS = {"band_forward", "band_dkv", "band_dq"}
-NO_BRANCH, ALL_BRANCHES = frozenset[int](), frozenset({0, 1, 2})
+NEVER = problem.MAX_TOKENS + 1
 ALL, NONE = Hopper(*(True,) * 6), Hopper()
 """ALL: of the window and the compressed branch, beside a selected branch that reads its blocks."""
 HOPPER, AMPERE, BLACKWELL = ((major, 0) for major in (9, 8, 10))
@@ -55,18 +55,19 @@ def forget_calls() -> Iterator[None]:
 
 
 def take_everywhere(patch: pytest.MonkeyPatch) -> None:
-    """Short calls take the kernels, too, and at both head dims."""
+    """Short calls take the kernels, too, and at both head dims; never in one pass."""
     patch.setattr(problem, "FULL_ENOUGH", 0.0)
     patch.setattr(problem, "COMPRESSED_FROM", 0)
     patch.setattr(problem, "COMPRESSED_DIMS", (64, 128))
     patch.setattr(problem, "MASKED_DIMS", (64, 128))
     patch.setattr(problem, "MASKED_TILES", 0)
+    patch.setattr(problem, "ONE_PASS_FROM", NEVER)
 
 
 # --- which calls take the kernels ---
 
 
-def route(
+def problem_of(
     dims: int | tuple[int, int] = 128,
     group: int = 4,
     heads: int = 8,
@@ -74,12 +75,16 @@ def route(
     dtype: torch.dtype = torch.bfloat16,
     batch: int = 1,
     **more: Any,
-) -> Hopper:
+) -> Problem:
     d_k, d_v = (dims, dims) if isinstance(dims, int) else dims
     q = torch.empty(batch, seq_len, heads * group, d_k, dtype=dtype, device="meta")
     v = torch.empty(batch, seq_len, heads, d_v, dtype=dtype, device="meta")
     lens = more.pop("lens", [seq_len])
-    return Problem(q, v, more.pop("spec", BlockSpec()), 0.1, lens, **more).hopper
+    return Problem(q, v, more.pop("spec", BlockSpec()), 0.1, lens, **more)
+
+
+def route(*args: Any, **more: Any) -> Hopper:
+    return problem_of(*args, **more).hopper
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *facts: Any, **more: Any) -> None:
@@ -91,7 +96,6 @@ def test_heads_of_64_and_128_in_16_bits_take_the_kernels(monkeypatch):
     pretend(monkeypatch, HOPPER)
     assert route() == route(dtype=torch.float16) == route(group=16, heads=4) == ALL
     assert route(64, 6, 2) == ALL._replace(queries=False, cmp_forward=False)
-    assert not route(64, 6, 2, seq_len=65536).cmp_keys
     for other in (
         *(route(dims) for dims in (32, 96, 192, 256, (128, 64), (64, 128))),
         route(dtype=torch.float32),
@@ -103,7 +107,7 @@ def test_heads_of_64_and_128_in_16_bits_take_the_kernels(monkeypatch):
 
 def test_a_selected_branch_that_masks_the_past_takes_the_kernels(monkeypatch):
     pretend(monkeypatch, HOPPER)
-    taken = Hopper(True, True, False, True, False, False, True, True, True)
+    taken = Hopper(True, True, False, True, True, True, True, True, True)
     assert route(64, 6, 2, seq_len=2048, batch=16) == taken
     # One row has too little to do, from 4096 tokens on blocks are read, and D 128 was not timed.
     assert not any(any(route(64, 6, 2, seq_len=n)[6:]) for n in (2048, 4096))
@@ -141,7 +145,7 @@ def test_short_sequences_that_leave_processors_idle_take_the_band_kernels(monkey
     assert route(64, 6, 2, seq_len=1024) == NONE
     taken = Hopper(forward=True, cmp_keys=True, both_queries=True)
     assert route(64, 6, 2, seq_len=4096) == taken
-    assert route(seq_len=4095) == Hopper(True, True, True)  # the compressed branch was not timed
+    assert route(seq_len=2047) == Hopper(True, True, True)  # the compressed branch is slower
     assert not route(64, 1, 2, seq_len=8192).cmp_keys
     assert route(seq_len=1) == NONE
 
@@ -176,6 +180,21 @@ def test_cudnn_takes_the_gradients_of_the_longest_rows_alone(monkeypatch):
     assert runs(65536, 3) == (True, True)  # no kernel for dq of odd groups
     monkeypatch.setattr(problem, "HOPPER", False)
     assert runs(65536, 4) == (True, True)
+
+
+def test_one_pass_takes_long_rows_of_narrow_heads(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    for length in (8192, 65536):
+        assert problem_of(64, 6, 2, seq_len=length).one_pass
+    for one in (problem_of(64, 6, 2, seq_len=8191), problem_of(128), problem_of((64, 32), 6, 2)):
+        assert not one.one_pass
+    # Too few programs for the gradients of compressed keys: not for the window alone, either.
+    masked = problem_of(64, 6, 2, batch=2, spec=BlockSpec(l_sel=256))
+    assert masked.hopper.sel_keys and masked.hopper.cmp_keys and not masked.one_pass
+    few = problem_of(64, 1, 2)
+    assert few.hopper.keys and not few.hopper.cmp_keys and not few.one_pass
+    monkeypatch.setattr(problem, "HOPPER", False)
+    assert not problem_of(64, 6, 2).one_pass
 
 
 def test_keys_are_divided_until_all_processors_are_busy():
@@ -224,14 +243,14 @@ def test_every_branch_is_computed_once(monkeypatch):
         attend(300, BlockSpec(), 64)
     names = [one.name for one in started if one.name in KERNELS | BANDS]
     assert sorted(names) == sorted([*2 * ["gluon_forward", "gluon_dkv"], *KERNELS])
-    # Gradients in one pass: no kernel for those of queries, whose sums are in fp32.
-    monkeypatch.setattr(problem, "ONE_PASS", ALL_BRANCHES)
-    for spec, last in ((BOTH, "sum_places"), (BlockSpec(), "sum_parts")):
+    # Gradients in one pass: no kernel for those of queries. Not where the past is masked.
+    monkeypatch.setattr(problem, "ONE_PASS_FROM", 0)
+    for spec, counts in ((BOTH, (2, 0, 1)), (BlockSpec(), (3, 1, 0))):
         with starting_on(90, ()) as started:
             attend(300, spec, 64)
         names = [one.name for one in started]
-        assert names.count("gluon_dkv") == (2 if spec is BOTH else 3)
-        assert not {"gluon_dq", "band_dq"}.intersection(names) and last in names
+        assert tuple(map(names.count, ("gluon_dkv", "gluon_dq", "sum_places"))) == counts
+        assert "band_dq" not in names
     monkeypatch.setattr(problem, "HOPPER", False)
     with starting_on(90, ()) as started:
         attend(300, BOTH)
@@ -258,13 +277,13 @@ def compiled() -> list[tuple[str, Any]]:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         take_everywhere(patch)
-        for spec, dim, names, one_pass in (
-            (SPARSE, 128, {"gluon_dq"}, NO_BRANCH),
-            (BOTH, 128, KERNELS, NO_BRANCH),
-            (BlockSpec(), 64, {"gluon_dq", "gluon_dkv"}, NO_BRANCH),
-            (BlockSpec(), 64, {"gluon_dkv"}, ALL_BRANCHES),
+        for spec, dim, names, since in (
+            (SPARSE, 128, {"gluon_dq"}, NEVER),
+            (BOTH, 128, KERNELS, NEVER),
+            (BlockSpec(), 64, {"gluon_dq", "gluon_dkv"}, NEVER),
+            (BOTH, 64, {"gluon_dkv"}, 0),
         ):
-            patch.setattr(problem, "ONE_PASS", one_pass)
+            patch.setattr(problem, "ONE_PASS_FROM", since)
             with compiling_until("ptx"), starting_on(90, names) as started:
                 attend(300, spec, dim)
             found += [(one.name, one.compiled) for one in started if one.compiled is not None]
@@ -321,7 +340,7 @@ CASES = [
 ]
 ONE_PASS = [
     (Case(BlockSpec(), S=2500, B=2, Hkv=2, G=6, Dk=64, Dv=64), "bf16"),
-    (Case(BlockSpec(), S=1983, B=2, Hkv=1, G=4, Dk=64, Dv=64), "fp16"),  # masks the past
+    (Case(BlockSpec(n_sel=5), S=1983, B=2, Hkv=1, G=4, Dk=64, Dv=64), "fp16"),
     (Case(BlockSpec(l=8, d=4, n_sel=4, w=50), S=1537, G=3, Dk=64, Dv=64), "bf16"),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -365,18 +384,13 @@ class TestOnGpu:
         assert ("both dq" in names) == (even and not masks and has_cmp)
         assert ("window dq" in names) == (even and not masks and not has_cmp and case.Dk == 128)
 
-    @pytest.mark.parametrize("branches", [{0}, {0, 1}, {0, 2}, {0, 1, 2}], ids=str)
     @pytest.mark.parametrize(("case", "dtype"), ONE_PASS, ids=[f"{d}-{c}" for c, d in ONE_PASS])
-    def test_one_pass_gives_all_gradients(self, case, dtype, branches, on_hopper, monkeypatch):
-        monkeypatch.setattr(problem, "ONE_PASS", frozenset(branches))
+    def test_one_pass_gives_all_gradients(self, case, dtype, on_hopper, monkeypatch):
+        monkeypatch.setattr(problem, "ONE_PASS_FROM", 0)
         gpu.compare(case, DTYPES[dtype])
         names = launched()
-        masks = 2 * case.spec.n_sel * case.spec.l_sel >= case.S
-        taken = branches - (set() if masks else {1})
-        for branch, name in enumerate(("compressed", "selected", "window")):
-            assert (f"{name} dkv and dq" in names) == (branch in taken), name
-        apart = {"dq", "window dq", "both dq", "selected dq", "all dq"}.intersection(names)
-        assert bool(apart) == (len(taken) < 2 + masks), apart
+        assert {"compressed dkv and dq", "window dkv and dq"} <= names
+        assert not {"dq", "window dq", "both dq"}.intersection(names)
 
     def test_gradients_of_queries_add_those_of_cudnn(self, on_hopper, monkeypatch):
         """As for long sequences, and those of the selected blocks."""

@@ -4,6 +4,7 @@
 bf16 is not exact and shapes must be tiny.
 """
 
+import math
 from itertools import accumulate, product
 
 import pytest
@@ -572,19 +573,23 @@ def test_auto_takes_triton_on_a_gpu():
     assert "up to 256" in plan.reason
 
 
-def test_the_bits_of_a_masked_past_are_in_its_stats():
+def test_stats_hold_the_gate_in_the_log_sum_exp_and_the_bits_of_a_masked_past():
     """For the kernels in hopper/, which find them there; the other branches have positions."""
     size = (2, 13, 4, 8)
     q, v, o = (torch.randn(2, 13, n, 8, device=DEVICE) for n in (4, 2, 4))
     masked = problem.Problem(q, v, BlockSpec(), 0.1, [13])
     masked.__dict__["hopper"] = problem.Hopper(sel_keys=True)
     words = torch.randint(-(2**31), 2**31, (2, 2, 1, 13), device=DEVICE).to(torch.int32)
-    lse, gates = torch.randn(3, 2, 4, 13, device=DEVICE), torch.rand(2, 13, 4, 3, device=DEVICE)
+    lse, gates = torch.randn(3, 2, 4, 13, device=DEVICE), torch.randn(2, 13, 4, 3, device=DEVICE)
+    lse[1, :, :, 5], gates[:, 7] = math.inf, 0.0
     saved = attention.Saved(words, o, o, o, lse, words, words, *[words] * 5)
     dout = torch.randn(size, device=DEVICE)
     _, stats, _ = attention._gate_backward(masked, saved, dout, gates, {})
-    assert torch.equal(stats[..., 0], lse)
-    assert torch.equal(stats[..., 2], gates.permute(3, 0, 2, 1))
+    by_branch = gates.permute(3, 0, 2, 1)
+    torch.testing.assert_close(stats[..., 0], lse - by_branch.abs().log2())
+    below = (stats[..., 0].contiguous().view(torch.int32) & 1).bool()
+    assert torch.equal(below, (by_branch < 0) & lse.isfinite())
+    assert torch.equal(stats[..., 2], torch.where(by_branch < 0, -1.0, 1.0))
     found = stats[1, ..., 3].contiguous().view(torch.int32)
     assert torch.equal(found, words[:, :, 0].repeat_interleave(2, dim=1))
     assert torch.equal(stats[2, 0, 0, :, 3].cpu(), torch.arange(13.0))

@@ -25,9 +25,12 @@ def interpreted(test: Any) -> Any:
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 """Of outputs, relative to the largest value."""
-GRAD_TOLERANCE = {dtype: max(tolerance, 1e-4) for dtype, tolerance in TOLERANCE.items()}
-ROUNDING = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-4}
-"""Of gradients between two runs of one program, whose sums may be added in another order."""
+GRAD_TOLERANCE = {torch.bfloat16: 1.25e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+"""dS = P * (dP - <dout, o>), with o in 16 bits: that alone gives errors of up to 1.1e-2 with bf16,
+where a gradient is a sum of few such differences."""
+ROUNDING = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-4}
+"""Of gradients between two runs of one program, whose sums may be added in another order: a unit of
+the last place of the largest."""
 
 
 class OnDevice(Case):

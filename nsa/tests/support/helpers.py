@@ -56,7 +56,7 @@ class Case:
 def make_inputs(
     case: Case, dtype: torch.dtype = torch.float64, seed: int = 0, *, grad: bool = False
 ) -> dict[str, Tensor]:
-    """Random tensors of nsa_attention; gates are a softmax, so that they are of ordinary size."""
+    """Random tensors of nsa_attention; gates are of ordinary size, some below 0 and some 0."""
     generator = torch.Generator().manual_seed(seed)
     num_cmp = sum(case.spec.num_cmp(length) for length in case.doc_lens)
 
@@ -75,6 +75,9 @@ def make_inputs(
         "v_win": normal(case.B, case.S, case.Hkv, case.Dv),
         "gates": normal(case.B, case.S, heads, 3).softmax(dim=-1),
     }
+    signs = torch.tensor([1.0, 1.0, 1.0, -1.0, 0.0], dtype=dtype)
+    gates = tensors["gates"]
+    tensors["gates"] = gates * signs[torch.randint(5, gates.shape, generator=generator)]
     return {name: x.requires_grad_(grad) for name, x in tensors.items()}
 
 

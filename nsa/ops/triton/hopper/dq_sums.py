@@ -29,7 +29,7 @@ from nsa.ops.triton.hopper.parts import (
     sync_warps,
 )
 
-SLOTS = gl.constexpr(2)
+SLOTS = gl.constexpr(4)
 """Tiles of dS^T of a consumer that are multiplied or wait for it."""
 REGISTERS = gl.constexpr(64)
 """Of a thread of this warpgroup."""
@@ -76,13 +76,18 @@ def keep_keys(sums, k_bufs, C: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def give(sums, ds, C: gl.constexpr, n):
-    """dS^T of a consumer's tile n is there."""
+    """Store dS^T of a consumer's tile n."""
     slot = C * SLOTS + stage_of(n, SLOTS)
     mbarrier.wait(sums.empty.index(slot), phase_of(n, SLOTS) ^ 1)
     sums.ds.index(slot).store(ds)
+
+
+@gluon.jit
+def announce(sums, C: gl.constexpr, n):
+    """It is there: after the next products have begun, which need not wait for that."""
     fence_async_shared()
     sync_warps()
-    mbarrier.arrive(sums.full.index(slot))
+    mbarrier.arrive(sums.full.index(C * SLOTS + stage_of(n, SLOTS)))
 
 
 @gluon.jit

@@ -42,9 +42,11 @@ from nsa.ops.triton.hopper.parts import (
     query_tile,
     rounded,
     stage_of,
+    stat_column,
     stat_rows,
     sync_warps,
     tile_rows,
+    with_sign,
 )
 from nsa.ops.triton.launcher import ceil_div, start
 from nsa.ops.triton.problem import Problem
@@ -55,7 +57,7 @@ WITH_QUERIES = Registers(208, 128)
 """Where a third warpgroup adds up the gradient of queries."""
 NEITHER, BOTH, VALUES = 0, 1, 2
 """What of keys and values is in registers, at D 64."""
-HELD_ALONE, HELD_WITH_QUERIES = BOTH, NEITHER
+HELD_ALONE, HELD_WITH_QUERIES = BOTH, VALUES
 """As much as there are registers for, without and with that warpgroup."""
 
 
@@ -305,24 +307,30 @@ def _walk(
     stage = stage_of(begin + first, STAGES)
     mbarrier.wait(full.index(stage), phase_of(begin + first, STAGES))
     s, dp = _start_scores(b_k, b_v, bufs, stage)
+    lse = _log_sums(walked, stage, L_SEL)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, b_p, delta = _probabilities(s, walked, stage, first, D, COMPRESSED, L_SEL)
+    p, b_p = _probabilities(s, lse, walked, first, D, COMPRESSED)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds = _give_left(p, dp, delta, bufs, stage, sums, before_head, C, D)
+    ds = _give_left(p, dp, bufs, stage, sums, before_head, C, D)
     for i in range(first + 1, first + own):
         stage = stage_of(begin + i, STAGES)
         before = stage_of(begin + i - 1, STAGES)
         mbarrier.wait(full.index(stage), phase_of(begin + i, STAGES))
         dk, dv = _start_sums(dk, dv, ds, b_p, bufs, before)
         s, dp = _start_scores(b_k, b_v, bufs, stage)
+        if sums is not None:
+            dq_sums.announce(sums, C, before_head + i - first - 1)
+        lse = _log_sums(walked, stage, L_SEL)
         s, dk, dv, b_p, ds = warpgroup_mma_wait(1, deps=(s, dk, dv, b_p, ds))
-        p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)
+        p, b_p = _probabilities(s, lse, walked, i, D, COMPRESSED)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        ds = _give_left(p, dp, delta, bufs, stage, sums, before_head + i - first, C, D)
+        ds = _give_left(p, dp, bufs, stage, sums, before_head + i - first, C, D)
         # As late as this: between it and the stats, Triton would put one barrier more.
         mbarrier.arrive(empty.index(before))
     last = stage_of(begin + first + own - 1, STAGES)
     dk, dv = _start_sums(dk, dv, ds, b_p, bufs, last)
+    if sums is not None:
+        dq_sums.announce(sums, C, before_head + own - 1)
     dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
     mbarrier.arrive(empty.index(last))
     return dk, dv
@@ -341,11 +349,12 @@ def _walk_plainly(
         stage = stage_of(begin + i, STAGES)
         mbarrier.wait(full.index(stage), phase_of(begin + i, STAGES))
         s, dp = _start_scores(b_k, b_v, bufs, stage)
+        lse = _log_sums(walked, stage, L_SEL)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, b_p, delta = _probabilities(s, walked, stage, i, D, COMPRESSED, L_SEL)
+        p, b_p = _probabilities(s, lse, walked, i, D, COMPRESSED)
         dv = warpgroup_mma(b_p, matrix(d_bufs, stage), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = _as_left(_gradient(p, dp, delta, bufs, stage, D), D)
+        ds = _as_left(_gradient(p, dp, bufs, stage), D)
         dk = warpgroup_mma(ds, matrix(q_bufs, stage), dk, is_async=True)
         dk, dv, b_p, ds = warpgroup_mma_wait(0, deps=(dk, dv, b_p, ds))
         mbarrier.arrive(empty.index(stage))
@@ -374,38 +383,45 @@ def _start_sums(dk, dv, ds, b_p, bufs, stage):
 
 
 @gluon.jit
-def _probabilities(
-    s, walked, stage, i, D: gl.constexpr, COMPRESSED: gl.constexpr, L_SEL: gl.constexpr
-):
-    """P^T * gate of a tile, the same as a left operand, and delta of the queries, of which those
-    beyond S have a gate of 0."""
+def _log_sums(walked, stage, L_SEL: gl.constexpr):
+    """Log-sum-exps of the queries of a tile, with their gates, and the same as they are for these
+    keys: +inf, and so exp2(s - inf) = 0, for queries that did not choose the block."""
     bufs, bars, sums, b_k, b_v, start, k0, band, scale_log2 = walked
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
-    lse, delta, gate, word = _stats(bufs[4], stage, SL)
+    b_stats = bufs[4].index(stage).reshape([TILE_ROWS, 4])
+    gated = stat_column(b_stats, 0, SL)
+    lse = gated
     if L_SEL > 0:
-        # exp2(s - inf) = 0 of queries that did not choose the block of these keys.
-        lse = gl.where((word >> (k0 // L_SEL) & 1) != 0, lse, float("inf"))
-    p = gl.exp2(s * scale_log2 - lse[None, :]) * gate[None, :]
-    p = _mask(p, query_tile(start, i, COMPRESSED) * TILE_ROWS, k0, band, COMPRESSED, SL)
-    return p, _as_left(rounded(p, bufs[2].dtype), D), delta
+        word = stat_column(b_stats, 3, SL).to(gl.int32, bitcast=True)
+        lse = gl.where((word >> (k0 // L_SEL) & 1) != 0, gated, float("inf"))
+    return gated, lse
 
 
 @gluon.jit
-def _give_left(p, dp, delta, bufs, stage, sums, n, C: gl.constexpr, D: gl.constexpr):
+def _probabilities(s, log_sums, walked, i, D: gl.constexpr, COMPRESSED: gl.constexpr):
+    """P^T * gate of a tile, and the same as a left operand."""
+    bufs, bars, sums, b_k, b_v, start, k0, band, scale_log2 = walked
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    gated, lse = log_sums
+    p = with_sign(gl.exp2(s * scale_log2 - lse[None, :]), gated)
+    p = _mask(p, query_tile(start, i, COMPRESSED) * TILE_ROWS, k0, band, COMPRESSED, SL)
+    return p, _as_left(rounded(p, bufs[2].dtype), D)
+
+
+@gluon.jit
+def _give_left(p, dp, bufs, stage, sums, n, C: gl.constexpr, D: gl.constexpr):
     """dS^T of a consumer's tile n as a left operand; where dq is wanted, too, also for that."""
-    ds = _gradient(p, dp, delta, bufs, stage, D)
+    ds = _gradient(p, dp, bufs, stage)
     if sums is not None:
         dq_sums.give(sums, ds, C, n)
     return _as_left(ds, D)
 
 
 @gluon.jit
-def _gradient(p, dp, delta, bufs, stage, D: gl.constexpr):
+def _gradient(p, dp, bufs, stage):
     """dS^T = P^T * (dP^T - delta), in 16 bits."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
-    if D == 128:
-        # Read again: together with the others they would not fit the registers.
-        _, delta, _, _ = _stats(bufs[4], stage, SL)
+    delta = stat_column(bufs[4].index(stage).reshape([TILE_ROWS, 4]), 1, SL)
     return rounded(p * (dp - delta[None, :]), bufs[2].dtype)
 
 
@@ -431,31 +447,10 @@ def _mask(p, t0, k0, band, COMPRESSED: gl.constexpr, SL: gl.constexpr):
     return p
 
 
-@gluon.jit
-def _stats(stat_bufs, stage, SL: gl.constexpr):
-    """Log-sum-exp, delta, gate and word of the queries, as columns of a tile of scores."""
-    # A thread reads the four numbers of a query at once, of those queries whose columns it holds.
-    LL: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]],
-        lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        warp_bases=[[0, 0], [0, 0]],
-        block_bases=[],
-        shape=[TILE_ROWS, 4],
-    )
-    b_4 = stat_bufs.index(stage).reshape([TILE_ROWS, 4]).load(LL)
-    even, odd = gl.split(gl.reshape(b_4, [TILE_ROWS, 2, 2]))
-    lse, gate = gl.split(even)
-    delta, word = gl.split(odd)
-    CL: gl.constexpr = gl.SliceLayout(0, SL)
-    word = gl.convert_layout(word.to(gl.int32, bitcast=True), CL)
-    lse, delta = gl.convert_layout(lse, CL), gl.convert_layout(delta, CL)
-    return lse, delta, gl.convert_layout(gate, CL), word
-
-
 # --- Launcher ---
 
 PLACES = {0: "compressed dkv", 1: "selected dkv", 2: "window dkv"}
-ONE_PASS = {branch: f"{place} and dq" for branch, place in PLACES.items()}
+IN_ONE_PASS = {0: "compressed dkv and dq", 2: "window dkv and dq"}
 
 
 def backward_kv(
@@ -478,7 +473,7 @@ def backward_kv(
     dk, dv = problem.empty(*size, dtype=dtype), problem.empty(*size, dtype=dtype)
     start(
         problem.memo,
-        PLACES[branch] if dq_sum is None else ONE_PASS[branch],
+        PLACES[branch] if dq_sum is None else IN_ONE_PASS[branch],
         gluon_dkv,
         (
             *(tile_rows(x) for x in (q, dout, k, v)),

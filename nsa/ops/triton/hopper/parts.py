@@ -144,6 +144,27 @@ def matrix(bufs, i):
 
 
 @gluon.jit
+def stat_column(b_stats, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
+    """One of the four numbers of each row [64, 4], as columns of a tile [keys, rows] have it."""
+    WIDE: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0]],
+        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [TILE_ROWS, 1],
+    )
+    b = gl.reshape(b_stats.slice(COLUMN, 1, dim=1).load(WIDE), [TILE_ROWS])
+    return gl.convert_layout(b, gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def with_sign(p, lse):
+    """p [keys, rows] times the sign of the gates, which is the last bit of lse [rows]."""
+    bits = p.to(gl.int32, bitcast=True) ^ (lse.to(gl.int32, bitcast=True) << 31)[None, :]
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def rounded(x, dtype: gl.constexpr):
     """x in 16 bits, two numbers at a time: Triton converts one by one, and joins them then."""
     if dtype == gl.bfloat16:

@@ -22,7 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.ops.triton.hopper.gather import ROWS, pieces_of
-from nsa.ops.triton.hopper.parts import rounded, row_layout, sync_warps
+from nsa.ops.triton.hopper.parts import (
+    rounded,
+    row_layout,
+    stat_column,
+    sync_warps,
+    with_sign,
+)
 
 
 class Item(NamedTuple):
@@ -215,18 +221,19 @@ def _tiles(
         zero = gl.zeros([ROWS, ROWS], gl.float32, SL)
         b_s = warpgroup_mma(bufs.k, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_dp = warpgroup_mma(bufs.v, b_dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        lse = _column(b_stats, 0, SL)
+        gated_lse = stat_column(b_stats, 0, SL)
+        lse = gated_lse
         if parts is not None:  # past the end of the item are rows of its last query
             o_c = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, SL))
             lse = gl.where(o_c < (item.stop - item.first) * R, lse, float("inf"))
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
-        # P^T = exp2(s'^T - lse), masked, times the gate. dV += P^T dout.
+        # P^T = exp2(s'^T - lse), which is times the gate, masked. dV += P^T dout.
         b_p = gl.exp2(b_s * sums.scale_log2 - lse[None, :])
         if MASKED:
-            token = _column(b_stats, 3, SL)
+            token = stat_column(b_stats, 3, SL)
             o_k = (item.k0 + gl.arange(0, ROWS, gl.SliceLayout(1, SL))).to(gl.float32)
             b_p = gl.where(o_k[:, None] <= token[None, :], b_p, 0.0)
-        b_p = b_p * _column(b_stats, 2, SL)[None, :]
+        b_p = with_sign(b_p, gated_lse)
         if parts is None:
             b_pa = gl.convert_layout(rounded(b_p, dtype), AL)
             b_dv = warpgroup_mma(b_pa, b_dout, b_dv, is_async=True)
@@ -234,7 +241,7 @@ def _tiles(
         else:
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
         # dS^T = P^T * (dP^T - delta). dK += dS^T q.
-        delta = _column(b_stats, 1, SL)
+        delta = stat_column(b_stats, 1, SL)
         b_ds = rounded(b_p * (b_dp - delta[None, :]), dtype)
         if parts is not None:  # not before: registers
             b_pa = gl.convert_layout(rounded(b_p, dtype), AL)
@@ -276,20 +283,6 @@ def _tiles(
                 b_out = rounded(b_dq * sums.scale, dtype)
             _store_rows(parts, item, i, t, n, b_out, D // ROWS - 1, R, D, N_SEL)
     return b_dk, b_dv
-
-
-@gluon.jit
-def _column(b_stats, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
-    """One of the four numbers of each row [ROWS], as the columns of a tile [keys, rows] have it."""
-    WIDE: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [8, 0], [16, 0], [32, 0]],
-        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        [[0, 0], [0, 0]],
-        [],
-        [64, 1],
-    )
-    b = gl.reshape(b_stats.slice(COLUMN, 1, dim=1).load(WIDE), [ROWS])
-    return gl.convert_layout(b, gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit
