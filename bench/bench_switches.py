@@ -1,7 +1,7 @@
 """Times the operator with constants of `nsa/ops` set to other values, in turns in one run.
 
-`python bench/bench_switches.py --shape 12,2,64,64 --lengths 4096 16384 [--batch 1]
---variant "triton.problem.ONE_PASS={0}" "triton.problem.ONE_PASS={0,2}" [--kernels] [--json FILE]`
+`python bench/bench_switches.py --shape 12,2,64,64 --lengths 4096 16384 [--batch 1] [--json FILE]
+--variant triton.problem.ONE_PASS_FROM=0 triton.problem.COMPRESSED_FROM=4096 [--kernels]`
 
 A variant is one or more MODULE.NAME=VALUE, with spaces between them; modules are those of nsa/ops,
 values are Python literals. The first row is the code as it is. A round times every variant once, so

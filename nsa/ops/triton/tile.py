@@ -157,7 +157,7 @@ def _is_selected(
 
 @triton.jit
 def _stats(p_stats, rows, m_r):
-    """Log-sum-exp, delta, gate and index of rows of a branch's stats [B, Hq, S, 4]; masked: 0.
+    """The numbers of gate_backward of rows of a branch's stats [B, Hq, S, 4]; masked: 0.
 
     One 16-byte load per row: narrow loads would be repeated by every thread that holds the row.
     """

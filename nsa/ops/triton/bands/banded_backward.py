@@ -1,13 +1,14 @@
 """Gradients of attention over a band of keys: the branches of banded_forward.py.
 
 Keys and values by tiles of keys (band_dkv), queries by tiles of queries (band_dq). With
-P = exp2(s' - lse), dP = dout V^T and dS = gate * P * (dP - delta):
+P = sign * exp2(s' - lse), which is a probability times its gate, dP = dout V^T and
+dS = P * (dP - delta):
 
-    dV = (gate * P)^T dout,  dK = scale * dS^T Q,  dQ = scale * dS K
+    dV = P^T dout,  dK = scale * dS^T Q,  dQ = scale * dS K
 
-P is recomputed from the stored log-sum-exp; delta and gate come from tile.gate_backward. One pass
-for all three was slower: dq by additions in memory costs more than the two products that it saves
-(docs/log/kernels.md). tile.py has the names, the band and its letters.
+lse, with the size of the gate, delta and the sign of the gate come from tile.gate_backward. One
+pass for all three was slower: dq by additions in memory costs more than the two products that it
+saves (docs/log/kernels.md). tile.py has the names, the band and its letters.
 """
 
 from __future__ import annotations
@@ -125,10 +126,9 @@ def band_dkv(
             if DK2 > 0:
                 b_q2 = _rows(t_q2, i_b, t0, i_h, DK1, BM, DK2)
                 b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
-            lse, delta, gate, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + o_t, m_t)
-            # P^T * gate. A gate may be NaN (a document that holds a NaN): masking after the product
-            # keeps it within its document.
-            b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :]) * gate[None, :]
+            lse, delta, sign, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + o_t, m_t)
+            # lse is NaN where a document holds a NaN: masked after it, it stays in its document.
+            b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :]) * sign[None, :]
             if part != 1:
                 first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
                 visible = (o_k[:, None] >= first[None, :]) & (o_k[:, None] <= last[None, :])
@@ -204,7 +204,7 @@ def _branch_dq(
 
     BOUNDED: the band has a lower end within the sequence.
     """
-    lse, delta, gate, _ = _stats(p_stats, rows, m_t)
+    lse, delta, sign, _ = _stats(p_stats, rows, m_t)
     first, last = _band(o_t, m_t, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS)
     start, full, masked, stop = _tile_range(
         i_m, S, K, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS, BM, BN
@@ -238,8 +238,8 @@ def _branch_dq(
                         o_t, m_t, k0, o_k, p_bits, p_row_start, S, L_SEL, BN, HAS_DOCS
                     )
                 b_p = tl.where(visible, b_p, 0.0)
-            # dS = gate * P * (dP - delta), dQ += dS k.
-            b_p = b_p * gate[:, None]
+            # dS = P * (dP - delta), dQ += dS k.
+            b_p = b_p * sign[:, None]
             b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
             b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)
             b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)

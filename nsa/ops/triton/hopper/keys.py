@@ -8,8 +8,9 @@ keys are few, and many queries see each: there the heads of a group and slices o
 divided between programs, and sum_parts adds up what they found. The masked selected branch is the
 same band with one key for each token, and queries that did not choose a block have a probability of
 0 there: their words are the fourth numbers of the stats. Scores are [keys, queries]: P and
-dS are left operands as they are. Every sum has one fixed order. banded_backward.py has the
-equations, parts.py the names.
+dS are left operands as they are. Sums of keys and values have one fixed order; dq_sums.py adds up
+the gradient of queries, where it is wanted here. banded_backward.py has the equations, parts.py the
+names.
 """
 
 from __future__ import annotations

@@ -277,12 +277,12 @@ def _take_dout(bufs, bars, C: gl.constexpr, SL: gl.constexpr):
 
 @gluon.jit
 def _load_stats(p_stats, row, t0, S, SL: gl.constexpr):
-    """Log-sum-exp, gate, and gate * delta of a branch, of the queries of a tile."""
+    """Log-sum-exp, sign, and sign * delta of a branch, of the queries of a tile."""
     o_t = t0 + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, SL))
     p = p_stats + (row + o_t) * 4
     lse = gl.load(p, mask=o_t < S, other=0.0)
-    gate = gl.load(p + 2, mask=o_t < S, other=0.0)
-    return lse, gate, gl.load(p + 1, mask=o_t < S, other=0.0) * gate
+    sign = gl.load(p + 2, mask=o_t < S, other=0.0)
+    return lse, sign, gl.load(p + 1, mask=o_t < S, other=0.0) * sign
 
 
 @gluon.jit
@@ -296,8 +296,8 @@ def _load_words(p_stats, row, t0, S, SL: gl.constexpr):
 @gluon.jit
 def _if_chosen(stats, word, block):
     """The stats of the queries for the keys of a block: P = exp2(s - inf) = 0 if not chosen."""
-    lse, gate, gated_delta = stats
-    return gl.where((word >> block & 1) != 0, lse, float("inf")), gate, gated_delta
+    lse, sign, signed_delta = stats
+    return gl.where((word >> block & 1) != 0, lse, float("inf")), sign, signed_delta
 
 
 @gluon.jit
@@ -363,9 +363,9 @@ def _probabilities(
 
 @gluon.jit
 def _left(p, dp, stats, dtype: gl.constexpr, OL: gl.constexpr):
-    """dS = P * gate * (dP - delta), as the left operand of the product with keys."""
-    lse, gate, gated_delta = stats
-    ds = p * (dp * gate[:, None] - gated_delta[:, None])
+    """dS = P * sign * (dP - delta), as the left operand of the product with keys."""
+    lse, sign, signed_delta = stats
+    ds = p * (dp * sign[:, None] - signed_delta[:, None])
     return gl.convert_layout(rounded(ds, dtype), gl.DotOperandLayout(0, OL, 2))
 
 

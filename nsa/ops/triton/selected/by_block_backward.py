@@ -98,14 +98,14 @@ def block_backward(
             b_s = _dot_add(b_s, b_k2, tl.trans(b_q2), UPCAST)
         p_rows_o = p_dout + i_b * s_ob + _offsets(t, s_os, head, s_oh, NARROW)[:, None]
         b_dout = _load(p_rows_o + o_dv[None, :], m_r, o_dv, DV, DV_PAD, True)
-        # P^T = exp2(s'^T - lse), masked, times the gate. The position of the query comes with the
-        # stats, as fp32, which is exact up to MAX_TOKENS.
-        lse, delta, gate, token = _stats(p_stats, (i_b * Hkv * G + head) * S + t, m_r)
+        # P^T = sign * exp2(s'^T - lse), masked; it is times the gate. The position of the query
+        # comes with the stats, as fp32, which is exact up to MAX_TOKENS.
+        lse, delta, sign, token = _stats(p_stats, (i_b * Hkv * G + head) * S + t, m_r)
         b_p = tl.math.exp2(b_s * scale_log2 - lse[None, :])
         visible = o_k.to(tl.float32)[:, None] <= token[None, :]
         if HAS_DOCS or L_SEL < BN:  # else a key beyond the block is beyond every query, too
             visible = visible & m_k[:, None]
-        b_p = tl.where(visible, b_p, 0.0) * gate[None, :]
+        b_p = tl.where(visible, b_p, 0.0) * sign[None, :]
         # dV += P^T dout;  dS^T = P^T * (dP^T - delta) with dP^T = v dout^T;  dK += dS^T q.
         b_dv = _dot_add(b_dv, b_p.to(b_dout.dtype), b_dout, UPCAST)
         b_dp = _dot(b_v, tl.trans(b_dout), UPCAST)

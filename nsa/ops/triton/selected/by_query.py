@@ -128,11 +128,11 @@ def query_dq(
         b_dq2 = tl.zeros([BM, DK2], tl.float32)
     p_rows = p_dout + i_b * s_ob + tl.cast(t, tl.int64) * s_os + (i_h * s_oh)[:, None]
     b_dout = _load(p_rows + o_dv[None, :], m_h, o_dv, DV, DV_PAD, True)
-    lse, delta, gate, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + t, m_h)
+    lse, delta, sign, _ = _stats(p_stats, (i_b * Hkv * G + i_h) * S + t, m_h)
     p_ids = p_selection + ((i_b * S + t) * Hkv + i_g) * N_SEL
     num_chosen = tl.load(p_num_chosen + i_seg * S + t)
-    # The same flat loop as in the forward: dS = P * (dP - delta), dQ += dS k. The gate is the
-    # same for all keys of a row and is multiplied in at the end.
+    # The same flat loop as in the forward: dS = P * (dP - delta), dQ += dS k. The sign of the
+    # gate is the same for all keys of a row and is multiplied in at the end.
     STEPS: tl.constexpr = (L_SEL + BN - 1) // BN
     for i in range(0, num_chosen * STEPS):
         k0 = start + tl.load(p_ids + i // STEPS) * L_SEL + i % STEPS * BN
@@ -143,15 +143,16 @@ def query_dq(
             b_k2 = _rows(t_k2, i_b, k0, i_g, DK1, BN, DK2)
             b_s = _dot_add(b_s, b_q2, tl.trans(b_k2), UPCAST)
         b_v = _rows(t_v, i_b, k0, i_g, 0, BN, DV_PAD)
-        # P = exp2(s' - lse), dP = dout v^T, dS = P * (dP - delta): [BM, BN].
+        # P = exp2(s' - lse), which is times the size of the gate, dP = dout v^T and
+        # dS = P * (dP - delta): [BM, BN].
         b_p = tl.where(m_k[None, :], tl.math.exp2(b_s * scale_log2 - lse[:, None]), 0.0)
         b_dp = _dot(b_dout, tl.trans(b_v), UPCAST)
         b_ds = (b_p * (b_dp - delta[:, None])).to(b_k.dtype)
         b_dq = _dot_add(b_dq, b_ds, b_k, UPCAST)
         if DK2 > 0:
             b_dq2 = _dot_add(b_dq2, b_ds, b_k2, UPCAST)
-    # dq = gate * scale * sum, and what the other branches gave.
-    b_dq = b_dq * (gate * scale)[:, None]
+    # dq = sign * scale * sum, and what the other branches gave.
+    b_dq = b_dq * (sign * scale)[:, None]
     dtype = p_dq.dtype.element_ty
     p_rows = p_dq + ((i_b * S + t) * Hkv * G + i_h)[:, None] * DK
     m_rows = m_h[:, None] & (o_dk < DK)[None, :]
@@ -159,7 +160,7 @@ def query_dq(
         b_dq += tl.load(p_rows + o_dk[None, :], mask=m_rows, other=0.0).to(tl.float32)
     tl.store(p_rows + o_dk[None, :], b_dq.to(dtype), mask=m_rows)
     if DK2 > 0:
-        b_dq2 = b_dq2 * (gate * scale)[:, None]
+        b_dq2 = b_dq2 * (sign * scale)[:, None]
         m_rows = m_h[:, None] & (o_dk2 < DK)[None, :]
         if ADDS:
             b_dq2 += tl.load(p_rows + o_dk2[None, :], mask=m_rows, other=0.0).to(tl.float32)
