@@ -32,7 +32,7 @@ check: lint  ## lint and the tests of the first promises, in under a minute
 	$(PY) -m pytest -n 2 --timeout 60 -q $(CHECKED) -k "not bit_for_bit or plain"
 
 test: $(VENV)/.installed-dev  ## run the CPU test suite
-	$(PY) -m pytest -n 2 --timeout 600 -m "not gpu and not browser and not chaos and not rehearsal and not wheel and not slow"
+	$(PY) -m pytest -n 2 --dist worksteal --timeout 600 -m "not gpu and not browser and not chaos and not rehearsal and not wheel and not slow"
 
 sweep: $(VENV)/.installed-dev  ## compile every shape for every GPU; slow
 	$(PY) -m pytest -n 2 --timeout 7200 -m "slow and not gpu"

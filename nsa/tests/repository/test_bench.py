@@ -666,7 +666,7 @@ def test_a_row_is_timed_beside_dense_attention_and_compared_with_the_torch_path(
 # --- bench_switches.py ---
 
 
-def test_constants_are_changed_for_their_rows_alone(tmp_path, capsys):
+def test_constants_are_changed_for_their_rows_alone(tmp_path, capsys, monkeypatch):
     sizes = ["--shape", "2,1,8,8", "--lengths", "70", "--repeats", "1", "--device", "cpu"]
     variant = "eager.attention.CHUNK_LOGITS=64 eager.attention.MIN_CHUNK=1"
     path = tmp_path / "switches.json"
@@ -680,9 +680,10 @@ def test_constants_are_changed_for_their_rows_alone(tmp_path, capsys):
     # Shorter chunks: sums of another order.
     assert 0 < other["error"] < 1e-5
     assert before == (attention.CHUNK_LOGITS, attention.MIN_CHUNK)
-    assert bench_switches.main([*sizes, "--variant", variant, "--launches", "102"]) == 0
+    monkeypatch.setattr(bench_switches, "COMPARED", 2)
+    assert bench_switches.main([*sizes, "--variant", variant, "--launches", "4"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [(row["launches"], row["others"], row["spread"]) for row in rows] == 2 * [(102, 0, 0.0)]
+    assert [(row["launches"], row["others"], row["spread"]) for row in rows] == 2 * [(4, 0, 0.0)]
 
 
 def test_results_that_change_from_launch_to_launch_are_counted():
