@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PY
 
 import torch
 
-from bench import decode_report
-from bench.cases import Shape, parse_shape
-from bench.decode_cell import (
+from bench.attention.cases import Shape, parse_shape
+from bench.decoding import report as decode_report
+from bench.decoding.cell import (
     BACKENDS,
     Cell,
     measure_dense,
@@ -27,7 +27,7 @@ from bench.decode_cell import (
     measure_ours,
     memory_given_back,
 )
-from bench.report import commit
+from bench.results import commit
 from bench.timing import first_line
 from nsa.config import StrictParser, load_config
 from nsa.config.env import check_environment

@@ -22,9 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PY
 import torch
 
 from bench.goals import PARTS, STDERR, Row, Run
-from bench.report import write_json
-from bench.train_report import describe_machine
-from bench.train_report import new_result as new_environment
+from bench.results import describe_command, describe_machine, write_json
 from nsa.config import StrictParser
 from nsa.config.describe import text_table
 
@@ -59,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def new_result(command: list[str], commit: str | None, device: str) -> dict[str, Any]:
-    environment = new_environment(command, commit)["environment"] | describe_machine(device)
+    environment = describe_command(command, commit) | describe_machine(device)
     return {"version": VERSION, "environment": environment, "rows": []}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
-from bench.compare import RunFailed, Variant, run_variant
+from bench.training.compare import RunFailed, Variant, run_variant
 from nsa.config import StrictParser, load_config
 from nsa.config.load import REPOSITORY
 from nsa.records import TRAINING, TrainingRow, read_env, read_metrics, read_rows, write_config

@@ -3,8 +3,8 @@
 `python bench/bench_parallel.py [--bytes-ranks 4] [--length 262144] [--ranks 8] [--json FILE]`
 
 Bytes: real gloo ranks on CPUs, every rule, both ways to send the selected keys, against the formula
-(parallel_bytes.py). Times: the ranks of a virtual split one after another on one GPU, forward and
-backward, without collectives (parallel_parts.py): the slowest rank against the whole row divided by
+(ranks/received.py). Times: the ranks of a virtual split one after another on one GPU, forward and
+backward, without collectives (ranks/parts.py): the slowest rank against the whole row divided by
 the number of ranks, and against the mean of the ranks. On a CPU nothing is timed: each rank is only
 compared with the rows of the whole. `--seconds` ends the measurement early, with the ranks it has.
 The last line is JSON.
@@ -24,12 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PY
 import torch
 
 import nsa
-from bench.cases import Case, parse_shape
-from bench.parallel_bytes import count_bytes
-from bench.parallel_parts import Done, Rank, Whole, compare, relative_rms
-from bench.report import commit, write_json
+from bench.attention.cases import Case, parse_shape
+from bench.ranks.parts import Done, Rank, Whole, compare, relative_rms
+from bench.ranks.received import count_bytes
+from bench.results import describe_command, describe_machine, write_json
 from bench.timing import kernel_ms, median_ms
-from bench.train_report import describe_machine
 from nsa.config import StrictParser
 from nsa.config.describe import text_table
 from nsa.parallel import PARTS, Split
@@ -116,7 +115,7 @@ def _check(args: argparse.Namespace) -> Case:
 
 def _environment(args: argparse.Namespace, argv: list[str] | None) -> dict[str, Any]:
     command = ["bench/bench_parallel.py", *(sys.argv[1:] if argv is None else argv)]
-    return {"command": " ".join(command), "commit": commit()} | describe_machine(args.device)
+    return describe_command(command) | describe_machine(args.device)
 
 
 # --- The ranks of a virtual split ---

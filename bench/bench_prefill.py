@@ -1,8 +1,9 @@
 """Prefill benchmark: attention forward and backward, against dense SDPA and another NSA.
 
 `python bench/bench_prefill.py [--config FILE | --shape Hq,Hkv,Dk,Dv ... | --preset speed]`.
-Ours is mean compression of raw K/V plus nsa_attention; bench/peers.py says what the others are and
-how they differ. flash-linear-attention compresses with l = d = l' = 64 and runs without a window.
+Ours is mean compression of raw K/V plus nsa_attention; bench/attention/peers.py says what the
+others are and how they differ. flash-linear-attention compresses with l = d = l' = 64 and runs
+without a window.
 The last line is JSON; a peer that cannot run has a row with the reason.
 """
 
@@ -24,10 +25,11 @@ import torch
 from torch import Tensor
 
 import nsa
-from bench import measure, report, selections
-from bench.cases import PRESETS, Case, Shape, grid, parse_shape
-from bench.peers import DENSE_MAX_LENGTH, PEERS
-from bench.plot_prefill import plot_rows, title_of
+from bench.attention import measure, report, selections
+from bench.attention.cases import PRESETS, Case, Shape, grid, parse_shape
+from bench.attention.peers import DENSE_MAX_LENGTH, PEERS
+from bench.attention.plot import plot_rows, title_of
+from bench.results import write_json
 from nsa.config import StrictParser, load_config
 from nsa.ops import plan_attention
 
@@ -57,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         print(report.kernel_lines(result["kernels"][-1]), flush=True)
     print(f"{time.perf_counter() - start:.0f} s in all")
     if args.json:
-        report.write_json(args.json, result)
+        write_json(args.json, result)
     print(json.dumps(result))
     return 1 if failed else 0
 
@@ -85,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         default="random",
         metavar="random|clustered|FILE",
         help="random: chosen from random q and k; clustered: neighbours share their blocks; FILE: "
-        "recorded from a model (bench/selections.py)",
+        "recorded from a model (bench/attention/selections.py)",
     )
     parser.add_argument(
         "--selection-layer",
@@ -222,7 +224,7 @@ def _measure(
             result["rows"].append(measure.as_json(row))
             result["notes"] |= {row.name: row.note} if row.note else {}
         if path:
-            report.write_json(path, result)
+            write_json(path, result)
     for name, note in result["notes"].items():
         print(f"{name}: {note}")
     return rows

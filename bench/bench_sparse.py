@@ -4,11 +4,11 @@
 [--json FILE]`
 
 A row is Hq/Hkv/D:block:n:S. Neighbouring queries share their blocks, as the selections of trained
-models do (bench/selections.py). The time is that of a CUDA graph on a GPU, of an eager call on a
-CPU; packing, sorting and inverting the index is inside it. Each row also says how far its output is
-from the torch path on its first tokens: a fast wrong kernel is no use. `--rules` also times the
-index of each rule, and the KL loss of msa, forward and backward: a fast attention behind a slow
-score is no use either.
+models do (bench/attention/selections.py). The time is that of a CUDA graph on a GPU, of an eager
+call on a CPU; packing, sorting and inverting the index is inside it. Each row also says how far its
+output is from the torch path on its first tokens: a fast wrong kernel is no use. `--rules` also
+times the index of each rule, and the KL loss of msa, forward and backward: a fast attention behind
+a slow score is no use either.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nsa
-from bench.cases import Case, Shape
-from bench.selections import clustered
+from bench.attention.cases import Case, Shape
+from bench.attention.selections import clustered
 from bench.timing import graph_ms, median_ms
 from nsa.config import StrictParser
 from nsa.config.describe import text_table

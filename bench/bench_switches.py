@@ -34,11 +34,10 @@ import torch
 from torch import Tensor
 
 import nsa
-from bench import peers, timing
-from bench.cases import Case, make_inputs, parse_shape
-from bench.report import write_json
-from bench.train_report import describe_machine
-from bench.train_report import new_result as new_environment
+from bench import timing
+from bench.attention import peers
+from bench.attention.cases import Case, make_inputs, parse_shape
+from bench.results import describe_command, describe_machine, write_json
 from nsa.config import StrictParser
 from nsa.config.describe import text_table
 
@@ -82,10 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     given = sys.argv[1:] if argv is None else argv
-    environment = new_environment(["python", "bench/bench_switches.py", *given], args.commit)
+    command = ["python", "bench/bench_switches.py", *given]
     result: dict[str, Any] = {
         "version": VERSION,
-        "environment": environment["environment"] | describe_machine(args.device),
+        "environment": describe_command(command, args.commit) | describe_machine(args.device),
         "rows": [],
     }
     for shape in shapes:

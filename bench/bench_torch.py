@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import nsa
-from bench.cases import Case, Shape, make_inputs
-from bench.peers import call_dense, call_nsa
+from bench.attention.cases import Case, Shape, make_inputs
+from bench.attention.peers import call_dense, call_nsa
 from nsa.config.load import StrictParser
 
 SHAPE = Shape(8, 2, 64, 64)

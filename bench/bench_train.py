@@ -24,12 +24,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PY
 
 import torch
 
-from bench.train_cases import GOALS, NAMES, TINY_CELLS, Cell, Variant, parse_cells, parse_variants
-from bench.train_cell import Task
-from bench.train_report import new_result, summarize, table, write_result
+from bench.results import write_json
+from bench.training.cases import (
+    GOALS,
+    NAMES,
+    TINY_CELLS,
+    Cell,
+    Variant,
+    parse_cells,
+    parse_variants,
+)
+from bench.training.cell import Task
+from bench.training.report import new_result, summarize, table
 from nsa.config import StrictParser
 
-CHILD = Path(__file__).resolve().with_name("train_cell.py")
+CHILD = Path(__file__).resolve().with_name("training") / "cell.py"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         # After every cell: a run that is stopped leaves what it had.
         print(table({"cells": result["cells"][-1:]}), flush=True)
         if args.json:
-            write_result(args.json, result)
+            write_json(args.json, result)
     print(", ".join(f"{name} {value}" for name, value in result["environment"].items()))
     print(f"{time.perf_counter() - start:.0f} s in all\n")
     print(table(result), flush=True)

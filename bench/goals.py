@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import decode_cell, flops, measure, peers, timing
+from bench import timing
+from bench.attention import flops, measure, peers
+from bench.attention.cases import Case, Shape, make_inputs
 from bench.bench_decode import DENSE, MODEL
-from bench.cases import Case, Shape, make_inputs
-from bench.train_cases import GOALS, Cell
-from bench.train_report import read_result
+from bench.decoding import cell as decode_cell
+from bench.training.cases import GOALS, Cell
+from bench.training.report import read_result
 from nsa.config import load_config
 from nsa.config.load import REPOSITORY
 from nsa.model.cost import count_pairs

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import nsa
-from bench.selections import read_selection
+from bench.attention.selections import read_selection
 from nsa.config import StrictParser
 
 RECORDED = Path(__file__).resolve().parents[1] / "bench/recorded/selection-30m-8192-nsa-s1.npz"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
 
-from bench.compare import RunFailed, compare
-from bench.compare_report import describe, write_comparison
+from bench.training.compare import RunFailed, compare
+from bench.training.compare_report import describe, write_comparison
 from nsa.config import BAD_INPUT, StrictParser, load_config
 from nsa.config.env import check_environment, read
 from scripts.train_showcase import CONFIG

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PY
 import numpy as np
 import torch
 
-from bench.train_report import describe_machine, new_result
+from bench.results import describe_command, describe_machine
 from nsa.config import BAD_INPUT, StrictParser
 from nsa.data.documents import VAL
 from nsa.data.tokenizers import HFTokenizer
@@ -140,7 +140,7 @@ def _open(out: Path, preset: Preset, given: list[str], commit: str | None) -> Re
     """
     settings = dataclasses.asdict(preset)
     command = ["python", "studies/long_context/run.py", *given]
-    environment = new_result(command, commit)["environment"]
+    environment = describe_command(command, commit)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = Results(environment=environment | describe_machine(device), settings=settings)
     if not (out / NAME).is_file():

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PY
 
 from torch import nn
 
-from bench.selections import write_selection
+from bench.attention.selections import write_selection
 from nsa.config import Config, to_container
 from nsa.data import end_process, open_data
 from nsa.model import TinyLM

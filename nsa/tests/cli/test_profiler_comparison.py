@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import compare, compare_report
-from bench.compare import RunFailed, step_times
+from bench.training import compare, compare_report
+from bench.training.compare import RunFailed, step_times
 from nsa.config import Config
 from nsa.records import Heartbeat, read_metrics, write_config
 from scripts import train_showcase

@@ -443,7 +443,8 @@ def test_the_triton_path_sends_queries_with_an_offset_the_same_way(
 def test_a_rank_computes_its_two_parts_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls of a rank that shares a row: its windows apart, then the two other branches; with a
     plain softmax in the place of cuDNN."""
-    from bench import cases, parallel_parts
+    from bench.attention import cases
+    from bench.ranks import parts
     from nsa.ops.triton import problem
     from nsa.parallel import Split
 
@@ -452,11 +453,11 @@ def test_a_rank_computes_its_two_parts_on_the_kernels(monkeypatch: pytest.Monkey
     monkeypatch.setattr(problem, "MANY_QUERIES", 0)
     monkeypatch.setattr(problem, "cudnn_runs", lambda *_: True)
     sizes = cases.Case(cases.Shape(2, 1, 16, 16), batch=1, length=80, repeats=1)
-    whole = parallel_parts.Whole(sizes, SMALL, torch.float32, "cpu")
+    whole = parts.Whole(sizes, SMALL, torch.float32, "cpu")
     wanted = whole.run("torch")
-    rank = parallel_parts.Rank(whole, Split(80, 2), 0)
+    rank = parts.Rank(whole, Split(80, 2), 0)
 
-    found = parallel_parts.compare(rank, rank.run("triton"), wanted)
+    found = parts.compare(rank, rank.run("triton"), wanted)
 
     assert found["out_error"] < 1e-5 and found["dq_error"] < 1e-5
     assert found["same_blocks"] == 1.0

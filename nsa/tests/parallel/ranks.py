@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
-from bench.parallel_bytes import Received
+from bench.ranks.received import Received
 from nsa.model import AttentionStats, TinyLM
 from nsa.model.block import Block
 from nsa.parallel import (

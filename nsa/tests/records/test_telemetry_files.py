@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.compare_report import Comparison, Result
+from bench.training.compare_report import Comparison, Result
 from nsa.config.load import REPOSITORY
 from nsa.evaluate.results import NEEDLE, PERPLEXITY, Evaluation
 from nsa.model.stats import GATE_FIELDS, SELECTION_FIELDS

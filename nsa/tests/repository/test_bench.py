@@ -21,17 +21,13 @@ from bench import (
     bench_switches,
     bench_torch,
     bench_train,
-    flops,
-    measure,
-    peers,
-    plot_prefill,
-    report,
-    selections,
-    train_cell,
-    train_report,
+    results,
 )
-from bench.cases import PRESETS, Case, Shape, parse_shape
-from bench.train_cases import GOALS, NAMES, Cell, Variant, config_of
+from bench.attention import flops, measure, peers, plot, report, selections
+from bench.attention.cases import PRESETS, Case, Shape, parse_shape
+from bench.training import cell as train_cell
+from bench.training import report as train_report
+from bench.training.cases import GOALS, NAMES, Cell, Variant, config_of
 from nsa.model.cost import training_flops_per_token
 from nsa.ops import reference
 from nsa.ops.eager import attention
@@ -119,8 +115,8 @@ def test_prefill_bench_takes_several_shapes(capsys):
 def test_prefill_bench_writes_json_and_a_picture(tmp_path, capsys):
     picture, again, written = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "r.json"
     result = run_prefill(capsys, "--json", str(written), "--plot", str(picture))
-    assert report.read_json(written) == result
-    assert plot_prefill.main([str(written), str(again)]) == 0
+    assert report.read_result(written) == result
+    assert plot.main([str(written), str(again)]) == 0
     for path in (picture, again):
         assert path.read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "b.png", "r.json"}
@@ -131,11 +127,11 @@ def test_picture_has_every_peer_and_leaves_out_what_has_no_time(tmp_path):
     rows = [dict(where, name=name, S=4096, fwd_ms=1.0, both_ms=3.0) for name in ("nsa", "cudnn")]
     rows += [dict(where, name=name, S=8192, reason="no") for name in ("flash", "fla")]
     rows[0] |= dict(fwd_graph_ms=0.5, both_graph_ms="graph: not captured")
-    plot_prefill.plot_rows(rows, tmp_path / "a.png", "title")
+    plot.plot_rows(rows, tmp_path / "a.png", "title")
     assert (tmp_path / "a.png").stat().st_size > 0
-    curves = plot_prefill._curves(rows, (64, 4, 128, 128, 1), "both")
+    curves = plot._curves(rows, (64, 4, 128, 128, 1), "both")
     assert curves == {"nsa": [(4096, 3.0)], "cudnn": [(4096, 3.0)]}
-    assert "nsa graph" in plot_prefill._curves(rows, (64, 4, 128, 128, 1), "fwd")
+    assert "nsa graph" in plot._curves(rows, (64, 4, 128, 128, 1), "fwd")
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 64, 75])
@@ -203,7 +199,7 @@ def test_clustered_selection_differs_from_tile_to_tile():
 
 
 def test_the_selection_that_comes_with_the_benchmarks_can_be_read():
-    path = Path(selections.__file__).parent / "recorded" / "selection-30m-8192-nsa-s1.npz"
+    path = REPOSITORY / "bench" / "recorded" / "selection-30m-8192-nsa-s1.npz"
     found, spec = selections.read_selection(path)
     assert spec == nsa.BlockSpec() and found.shape == (10, 8192, 2, 16)
 
@@ -441,7 +437,7 @@ def test_kernels_are_listed_with_their_share():
 
 def test_commit_is_unknown_without_git(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert report.commit() == "unknown"
+    assert results.commit() == "unknown"
 
 
 def run_train(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -558,7 +554,7 @@ def test_train_bench_needs_no_optional_package():
         "import sys\n"
         "for name in ('tensorboard', 'matplotlib', 'tiktoken', 'tokenizers', 'datasets'):\n"
         "    sys.modules[name] = None\n"
-        "import bench.bench_train, bench.train_cell\n"
+        "import bench.bench_train, bench.training.cell\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
@@ -673,7 +669,7 @@ def test_constants_are_changed_for_their_rows_alone(tmp_path, capsys, monkeypatc
     before = attention.CHUNK_LOGITS, attention.MIN_CHUNK
     assert bench_switches.main([*sizes, "--variant", variant, "--json", str(path)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report.read_json(path) == result
+    assert results.read_json(path, bench_switches.VERSION, "bench_switches.py") == result
     plain, other = result["rows"]
     assert (plain["variant"], other["variant"]) == ("as it is", variant)
     assert (plain["ratio"], plain["error"]) == (1.0, 0.0)

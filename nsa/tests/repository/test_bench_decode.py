@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from bench import bench_decode, decode_cell, decode_report
-from bench.cases import Shape
-from bench.decode_cell import Cell, measure_dense, measure_ours, nsa_cache
+from bench import bench_decode
+from bench.attention.cases import Shape
+from bench.decoding import cell as decode_cell
+from bench.decoding import report as decode_report
+from bench.decoding.cell import Cell, measure_dense, measure_ours, nsa_cache
 from nsa import BlockSpec
 from nsa.ops.eager.attention import attend_cached
 from nsa.tests.conftest import REPOSITORY
@@ -85,7 +87,7 @@ def test_ours_is_counted_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> 
         out, reads = attend_cached(*args)
         return out, reads + 1
 
-    monkeypatch.setattr("bench.decode_cell.attend_cached", reads_more)
+    monkeypatch.setattr("bench.decoding.cell.attend_cached", reads_more)
     assert measure_ours(CELL)["reads"] == SPEC.num_reads(75) + 3
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from bench import bench_goals, goals, train_report
-from bench.cases import Shape
+from bench import bench_goals, goals, results
+from bench.attention.cases import Shape
 from bench.goals import Row, Run
-from bench.train_cases import GOALS
+from bench.training import report as train_report
+from bench.training.cases import GOALS
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -72,7 +73,7 @@ def test_training_is_held_to_the_goals_of_its_cells(monkeypatch: pytest.MonkeyPa
             row = {"variant": "nsa-compiled", "reason": "out of memory"}
         result = train_report.new_result(command, "abc") | {"cells": [{"rows": [row]}]}
         if cell != "32768x1":
-            train_report.write_result(command[command.index("--json") + 1], result)
+            results.write_json(command[command.index("--json") + 1], result)
         return subprocess.CompletedProcess(command, 1)
 
     cells: list[str] = []

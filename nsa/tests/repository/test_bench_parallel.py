@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import bench_parallel, parallel_bytes
-from bench.cases import Case, Shape
-from bench.parallel_parts import Rank, Whole, relative_rms
-from bench.report import read_json
+from bench import bench_parallel
+from bench.attention.cases import Case, Shape
+from bench.ranks import received
+from bench.ranks.parts import Rank, Whole, relative_rms
+from bench.results import read_json
 from nsa.parallel import PARTS, Split
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -21,8 +22,8 @@ ROUNDING = 1e-12
 
 @pytest.mark.dist
 def test_bytes_are_those_of_the_formula_for_every_rule_and_both_ways() -> None:
-    rows = parallel_bytes.count_bytes(2)
-    assert [row["equal"] for row in rows] == [True] * len(parallel_bytes.CASES) * len(PARTS)
+    rows = received.count_bytes(2)
+    assert [row["equal"] for row in rows] == [True] * len(received.CASES) * len(PARTS)
     assert {row["rule"].split(",")[0] for row in rows} == {"nsa", "pooled", "msa", "reuse", "dense"}
     gathered, few, many = (
         next(row for row in rows if (row["rule"], row["selected"]) == case)
@@ -30,7 +31,7 @@ def test_bytes_are_those_of_the_formula_for_every_rule_and_both_ways() -> None:
     )
     assert max(few["received"]) < max(gathered["received"])
     # Where all blocks are chosen, they are gathered, after the ranks have told which they read.
-    told = parallel_bytes.LENGTH // parallel_bytes.SIZES["l_sel"]
+    told = received.LENGTH // received.SIZES["l_sel"]
     assert max(many["received"]) == max(gathered["received"]) + told
 
 
@@ -57,7 +58,7 @@ def test_a_rehearsal_on_a_cpu_compares_and_claims_no_time(tmp_path, capsys) -> N
     assert bench_parallel.main(arguments) == 0
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
-    assert read_json(path) == result
+    assert read_json(path, bench_parallel.VERSION, "bench_parallel.py") == result
     assert set(result["environment"]) >= {"command", "commit", "device", "torch", "triton"}
     assert [split["parts"] for split in result["splits"]] == list(PARTS)
     for split in result["splits"]:

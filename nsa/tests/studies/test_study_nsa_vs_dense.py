@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.selections import read_selection
+from bench.attention.selections import read_selection
 from nsa import BlockSpec
 from nsa.config.env import changed
 from nsa.data import ByteTokenizer

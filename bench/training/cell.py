@@ -1,6 +1,6 @@
 """Measures the variants of one cell in a separate process, so that a crash affects no other cell.
 
-`python bench/train_cell.py '<task as JSON>' EVENTS`. Every event is a line of JSON in EVENTS:
+`python bench/training/cell.py '<task as JSON>' EVENTS`. Every event is a line of JSON in EVENTS:
 `environment`, `begin` (a variant is about to do something), `failed` (with its reason), `row`. The
 benchmark bench_train.py starts it and reads them.
 """
@@ -19,15 +19,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.results import describe_machine
 from bench.timing import first_line
-from bench.train_cases import Cell, Variant, config_of
-from bench.train_report import describe_machine
+from bench.training.cases import Cell, Variant, config_of
 from nsa.config import Config
 from nsa.model import TinyLM
 from nsa.model.cost import peak_flops, training_flops_per_token, utilization

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench.compare_report import Comparison, Result
+from bench.training.compare_report import Comparison, Result
 from nsa.config import Config
 from nsa.config.env import changed
 from nsa.operate.launch.plan import Nodes, trainer_command

@@ -1,6 +1,6 @@
 """Draw the rows of the prefill benchmark: time against S on log axes, a column per shape.
 
-`python bench/plot_prefill.py RESULT.json PICTURE.png` draws what `bench_prefill.py --json` wrote.
+`python bench/attention/plot.py RESULT.json PICTURE.png` draws what `bench_prefill.py --json` wrote.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without PYTHONPATH, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without PYTHONPATH, too
 
-from bench.report import read_json
+from bench.attention.report import read_result
 from nsa.config import StrictParser
 
 # Colours that stay apart for colour-blind readers; ours is the heavy line.
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("result", help="written by bench_prefill.py --json")
     parser.add_argument("picture", help="the .png to write")
     args = parser.parse_args(argv)
-    result = read_json(args.result)
+    result = read_result(args.result)
     plot_rows(result["rows"], args.picture, title_of(result))
     return 0
 

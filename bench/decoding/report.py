@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from pathlib import Path
 from typing import Any
 
-from bench.report import write_json
+from bench.results import read_json, write_json
 from nsa.files import write_text
 
 VERSION = 1
@@ -86,13 +85,7 @@ def write(result: dict[str, Any], json_path: str | None, csv_path: str | None) -
 
 def read_result(path: str | Path) -> dict[str, Any]:
     """Read what `write` wrote."""
-    result: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    if result.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has version {result.get('version')}; this reader knows {VERSION}: measure "
-            "again with bench/bench_decode.py"
-        )
-    return result
+    return read_json(path, VERSION, "bench_decode.py")
 
 
 def _ms(value: float | str | None) -> str:

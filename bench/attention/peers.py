@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nsa
-from bench.cases import Case
+from bench.attention.cases import Case
 
 DENSE = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import flops
-from bench.measure import Row, Setup
+from bench import results
+from bench.attention import flops
+from bench.attention.measure import Row, Setup
 
 VERSION = 1
 """Of the JSON output: what `environment` gives, then notes by name, rows (`as_json` of
-bench/measure.py) and kernels (`kernel_breakdown` there)."""
+bench/attention/measure.py) and kernels (`kernel_breakdown` there)."""
 COLUMNS = (
     ("Hq,Hkv,Dk,Dv", 13),
     ("B", 3),
@@ -51,25 +48,14 @@ def environment(setup: Setup, selection: str) -> dict[str, Any]:
         "version": VERSION,
         "device": torch.cuda.get_device_name() if setup.device == "cuda" else "cpu",
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": results.triton_version(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "commit": commit(),
+        "commit": results.commit(),
         "dtype": str(setup.dtype).removeprefix("torch."),
         "spec": asdict(setup.spec),
         "selection": selection,
         "backend": setup.backend,
     }
-
-
-def commit() -> str:
-    """The commit of this clone; `unknown` outside one."""
-    root = Path(__file__).resolve().parents[1]
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def table_head() -> str:
@@ -113,22 +99,9 @@ def kernel_lines(breakdown: dict[str, Any]) -> str:
     return "\n".join([head, *lines])
 
 
-def write_json(path: str | Path, result: dict[str, Any]) -> None:
-    """Write the result; the file appears under its name when it is complete."""
-    unfinished = Path(f"{path}.tmp")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(unfinished, path)
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Read what `write_json` wrote."""
-    result = json.loads(Path(path).read_text())
-    if result.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has version {result.get('version')}; this reader knows {VERSION}: measure "
-            f"again with bench/bench_prefill.py"
-        )
-    return result
+def read_result(path: str | Path) -> dict[str, Any]:
+    """Read a result of the prefill benchmark."""
+    return results.read_json(path, VERSION, "bench_prefill.py")
 
 
 def _number(value: float | str | None) -> str:
@@ -141,11 +114,3 @@ def _number(value: float | str | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
-
-
-def _triton_version() -> str:
-    if find_spec("triton") is None:
-        return "not installed"
-    import triton
-
-    return triton.__version__

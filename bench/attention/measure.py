@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import nsa
-from bench import flops, peers, timing
-from bench.cases import Case, make_inputs
+from bench import timing
+from bench.attention import flops, peers
+from bench.attention.cases import Case, make_inputs
 
 TOP_KERNELS = 12
 MAX_NAME = 80
@@ -58,7 +59,7 @@ class Row:
     peak_mib: float | None = None
     """Memory beyond inputs, output and gradients at the peak of forward and backward."""
     fwd_tflops: float | None = None
-    """Rate by the eager time, in 1e12 operations per second; see bench/flops.py."""
+    """Rate by the eager time, in 1e12 operations per second; see bench/attention/flops.py."""
     both_tflops: float | None = None
     fwd_floor_ms: float | None = None
     both_floor_ms: float | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.cases import Shape
+from bench.attention.cases import Shape
 from bench.timing import first_line, graph_ms, kernel_ms, median_ms
 from nsa.config import Config
 from nsa.generate.decode import GraphedStep, can_capture

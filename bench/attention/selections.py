@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import nsa
-from bench.cases import Case
+from bench.attention.cases import Case
 
 VERSION = 1
 TILE = 64
@@ -57,7 +57,7 @@ def read_selection(path: str | Path) -> tuple[Tensor, nsa.BlockSpec]:
     if missing:
         raise ValueError(
             f"{path} has {sorted(arrays)} but not {sorted(missing)}; record the file with "
-            f"write_selection of bench/selections.py"
+            f"write_selection of bench/attention/selections.py"
         )
     version, sizes, ids = arrays["version"], arrays["spec"], arrays["selection"]
     if version.shape != () or version != VERSION:
@@ -67,7 +67,7 @@ def read_selection(path: str | Path) -> tuple[Tensor, nsa.BlockSpec]:
     if sizes.shape not in ((5,), (7,)) or sizes.dtype.kind != "i":  # older files force 1 and 2
         raise ValueError(
             f"{path} has spec {sizes.tolist()}; it must be the integers l, d, l_sel, n_sel, w, "
-            f"num_first, num_local: record it with write_selection of bench/selections.py"
+            f"num_first, num_local: record it with write_selection of bench/attention/selections.py"
         )
     spec = nsa.BlockSpec(*sizes.tolist())
     check_selection(ids, spec, str(path))
@@ -144,5 +144,5 @@ def _load(path: str | Path) -> dict[str, NDArray[np.int32]]:
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
         raise ValueError(
             f"{path} cannot be read as a .npz file ({error}); record one with write_selection of "
-            f"bench/selections.py"
+            f"bench/attention/selections.py"
         ) from error

@@ -4,7 +4,7 @@ Every rank gets the keys of all others as it would have them after its exchange:
 selected K and V of the whole row, window and raw tokens with their halos. Then it makes the calls
 of a real rank (attend_windows and attend_parts of nsa.parallel.attention, and the compression of
 its own tokens), forward and backward. What is left out is the exchange: its bytes are counted in
-parallel_bytes.py.
+received.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import nsa
-from bench.cases import Case, make_inputs
+from bench.attention.cases import Case, make_inputs
 from nsa.parallel import Split
 from nsa.parallel.attention import Keys, Pair, attend_parts, attend_windows
 from nsa.parallel.split import block_starts, window_starts

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import platform
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.report import commit, write_json
-from bench.train_cases import GOALS, Cell
+from bench import results
+from bench.training.cases import GOALS, Cell
 
 VERSION = 1
-"""Of the JSON: `environment`, then `cells`: cell, tokens, goal, rows (bench/train_cell.py; `reason`
+"""Of the JSON: `environment`, then `cells`: cell, tokens, goal, rows (training/cell.py; `reason`
 where a variant failed), best_nsa, best_dense, ratio, goal_met (null: nothing to compare with)."""
 COLUMNS = (
     ("cell", 9),
@@ -28,21 +24,9 @@ COLUMNS = (
 )
 
 
-def describe_machine(device: str) -> dict[str, str]:
-    """Where the numbers come from; asked in the process that measures."""
-    on_cpu = f"cpu ({platform.machine()})"
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else on_cpu,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-        "triton": _triton_version(),
-        "python": platform.python_version(),
-    }
-
-
 def new_result(command: list[str], commit_name: str | None) -> dict[str, Any]:
     """An empty result."""
-    environment = {"commit": commit_name or commit(), "command": " ".join(command)}
+    environment = results.describe_command(command, commit_name)
     return {"version": VERSION, "environment": environment, "cells": []}
 
 
@@ -79,20 +63,9 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def write_result(path: str | Path, result: dict[str, Any]) -> None:
-    """Write the result; the file appears under its name when it is complete."""
-    write_json(path, result)
-
-
 def read_result(path: str | Path) -> dict[str, Any]:
-    """Read what `write_result` wrote."""
-    result = json.loads(Path(path).read_text(encoding="utf-8"))
-    if result.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has version {result.get('version')}; this reader knows {VERSION}: measure "
-            f"again with bench/bench_train.py"
-        )
-    return result
+    """Read a result of the training benchmark."""
+    return results.read_json(path, VERSION, "bench_train.py")
 
 
 def _best(rows: list[dict[str, Any]], attention: str) -> dict[str, Any] | None:
@@ -127,11 +100,3 @@ def _verdict(cell: dict[str, Any]) -> str:
 
 def _shown(value: float | None, how: Any) -> str:
     return "-" if value is None else how(value)
-
-
-def _triton_version() -> str:
-    try:
-        import triton
-    except ImportError:
-        return "not installed"
-    return str(triton.__version__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import nsa
-from bench.cases import Case
+from bench.attention.cases import Case
 from nsa.model.cost import Pairs, count_pairs, dense_pairs
 
 __all__ = ["Pairs", "Work", "count_pairs", "dense_work", "nsa_work", "products"]
