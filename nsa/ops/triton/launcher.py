@@ -192,7 +192,7 @@ def _start(
 loading = threading.RLock()
 """Held where Triton loads the C launcher of a kernel. All launchers are modules of one name: Python
 gives one that it loads again the module object of the last one, so that of two threads one could
-get the other's launcher (docs/log/kernels.md)."""
+get the other's launcher (docs/log/faults.md)."""
 
 
 # --- Compiling ahead ---

@@ -40,7 +40,7 @@ BY_BLOCK_BEYOND = 2
 """The selected branch masks the whole past up to this many times n_sel * l_sel tokens; beyond, it
 reads the selected blocks only (docs/kernels.md)."""
 LONG_FROM = 49152
-"""Keys from which cuDNN computes the compressed branch (docs/log/kernels.md)."""
+"""Keys from which cuDNN computes the compressed branch (docs/log/choice.md)."""
 LONG_GRADIENTS = 131072
 """Keys from which it computes the gradients, too, where the kernels in hopper/ could; where they
 cannot run, it does from LONG_FROM on."""

@@ -210,7 +210,7 @@ def _fitted_band_tiles(
 
 # --- The table: band kernels ---
 # Registers limit most kernels at D 128, so tiles shrink as heads grow. fp32 products use no tensor
-# cores and have small tiles. docs/log/kernels.md lists the alternatives that were timed.
+# cores and have small tiles. docs/log/portable.md lists the alternatives that were timed.
 
 
 def forward_tiles(
@@ -351,7 +351,7 @@ def block_tiles(
     """Tiles of block_forward and block_backward (purpose: forward, backward, dkv alone).
 
     Rows are (query, head) pairs, keys one selection block. 16-bit products need two stages or more:
-    with one, two operands may share an address, which ptxas miscompiles (docs/log/kernels.md). fp32
+    with one, two operands may share an address, which ptxas miscompiles (docs/log/faults.md). fp32
     products use no tensor cores and are not affected.
     """
     wide, keys = _wide(d_k, d_v), padded(spec.l_sel)
@@ -383,7 +383,7 @@ def fitted_block_tiles(
     """The block tiles on this GPU, with fewer rows where necessary; None: they do not fit.
 
     Only rows and the third stage are reduced: other forms were not checked for the ptxas bug
-    (docs/log/kernels.md, wrong code).
+    (docs/log/faults.md, wrong code).
     """
     tiles = block_tiles(d_k, d_v, per_group, spec, dtype, purpose)
     if capability[0] in TENSOR_MEMORY:  # four results of more rows may exceed it

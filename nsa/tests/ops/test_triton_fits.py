@@ -334,7 +334,7 @@ class Kernel:
 
 
 def test_one_thread_at_a_time_loads_a_launcher(monkeypatch):
-    """Two that did would now and then get each other's (docs/log/kernels.md)."""
+    """Two that did would now and then get each other's (docs/log/faults.md)."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     kernel, launch = LoadedKernel(), launcher.Launch((1,), (16,), {}, {})
     with ThreadPoolExecutor(3) as pool:

@@ -151,7 +151,7 @@ def shared_addresses(compiled: Any) -> list[str]:
     its two highest bits are the swizzle, which every tile has, and the ten below them are 0. Other
     large constants are added to indices.
     ptxas 12.8 (in Triton 3.6 and 3.7) computes some of the second operand's descriptors from a
-    register that does not hold the address: docs/log/kernels.md, "Miscompilation".
+    register that does not hold the address: docs/log/faults.md, "Miscompilation".
     """
     assert compiled.asm["ptx"], "compiled until the memory is laid out"
     layouts: dict[str, set[int]] = {}
@@ -176,7 +176,7 @@ def reused_barriers(ptx: str) -> list[int]:
     """Places of mbarriers in shared memory that other values use, too.
 
     Triton takes a barrier that nobody waits for as free once it is initialised, and puts what warps
-    leave for others there. The hardware may initialise it after that: docs/log/kernels.md, "A
+    leave for others there. The hardware may initialise it after that: docs/log/faults.md, "A
     barrier that nobody waits for".
     """
     bases = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))

@@ -8,7 +8,7 @@ dS = P * (dP - delta):
 
 lse, with the size of the gate, delta and the sign of the gate come from tile.gate_backward. One
 pass for all three was slower: dq by additions in memory costs more than the two products that it
-saves (docs/log/kernels.md). tile.py has the names, the band and its letters.
+saves (docs/log/portable.md). tile.py has the names, the band and its letters.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def band_dkv(
     keys = o_k.to(tl.int64)[:, None]
     o_dk, o_dv = tl.arange(0, DK1), tl.arange(0, DV_PAD)
     # k [BN, DK1 (+ DK2)] and v [BN, DV_PAD] stay for the whole program. They are read through
-    # pointers: a descriptor would put them into registers here (docs/log/kernels.md).
+    # pointers: a descriptor would put them into registers here (docs/log/portable.md).
     p_rows = p_k + i_b * s_kb + i_g * s_kh + keys * s_ks
     b_k = _load(p_rows + o_dk[None, :], m_k, o_dk, DK, DK1, True)
     b_dk = tl.zeros([BN, DK1], tl.float32)
@@ -114,7 +114,7 @@ def band_dkv(
         else:
             lo, hi = masked, stop_tile
         # One flat loop over (tile of queries, head), heads fastest. Addresses are formed inside it:
-        # hoisted by hand they stay in registers and spill (docs/log/kernels.md).
+        # hoisted by hand they stay in registers and spill (docs/log/portable.md).
         for i in range(lo * HEADS, hi * HEADS):
             i_h = i_g * G + h0 + i % HEADS
             t0 = i // HEADS * BM
@@ -210,7 +210,7 @@ def _branch_dq(
         i_m, S, K, p_row_start, p_row_key, OFF, STEP, W, HAS_DOCS, BM, BN
     )
     # Masks are peeled as in band_forward. Without a lower end part 0 is always empty, and it is not
-    # compiled: ptxas crashed on the first form, which had it, at D 128 (docs/log/kernels.md).
+    # compiled: ptxas crashed on the first form, which had it, at D 128 (docs/log/faults.md).
     for part in tl.static_range(0 if SELECT or BOUNDED else 1, 1 if SELECT else 3):
         if SELECT:
             lo, hi = start, stop

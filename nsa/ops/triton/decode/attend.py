@@ -142,7 +142,7 @@ def attend_tokens(
     counts = (part == 0) & in_free
     num_cmp = tl.maximum((length - L + STEP) // STEP, 0)
     # Every free part repeats the choice and stores the same ids: cheaper than a ticket, for which
-    # one program would read in sequence what all read at once (docs/log/kernels.md).
+    # one program would read in sequence what all read at once (docs/log/decode.md).
     if not WHOLE and in_free:
         _choose(
             p_scores + i_seg * LEVELS * s_scores, p_ids, current, num_cmp, s_scores, True,

@@ -110,7 +110,7 @@ def merge_parts(
 ):  # fmt: skip
     """The gated sum of one head over the branches. ADVANCE: the sequence is then a token longer.
 
-    One head per program: four were slower (docs/log/kernels.md). The compressed branch is summed
+    One head per program: four were slower (docs/log/decode.md). The compressed branch is summed
     before the wait, while attend_tokens still runs; the gates are older than the step.
     """
     i_seg = tl.program_id(1).to(tl.int64)

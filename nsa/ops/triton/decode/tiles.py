@@ -100,7 +100,7 @@ WIDE_LONG = Cut(396, 256, 512, 512, 128, 4, 2, beside=True)
 FEW_WHOLE = Cut(512, 64, 32, 128, 64, 4, 3)
 NARROW_WHOLE = Cut(264, 64, 512, 128, 64, 2, 3, token_warps=2)
 WIDE_WHOLE = Cut(264, 64, 512, 512, 64, 4, 3)
-"""The fastest of those timed on an H200 (132 multiprocessors); docs/log/kernels.md has the others.
+"""The fastest of those timed on an H200 (132 multiprocessors); docs/log/decode.md has the others.
 
 Programs that fill the GPU once and end together are faster than several waves: two or three
 programs of the compressed branch per multiprocessor.
@@ -256,7 +256,7 @@ def takes_segments(
     processors: int,
 ) -> bool:
     """Whether hopper/decode.py takes such caches (d_k, d_v, dtype), and is faster than several
-    launches (docs/log/kernels.md).
+    launches (docs/log/decode.md).
 
     Each program has a multiprocessor of its own, so segments must come in about as many; 0
     multiprocessors: on such a machine it does not run.

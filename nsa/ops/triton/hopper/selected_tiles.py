@@ -69,7 +69,7 @@ class Bars(NamedTuple):
     sums to swap are there, by consumer; dq of a tile is, by consumer; it has been read.
 
     A barrier that nobody waits for must not exist: Triton gives its memory to other values, and the
-    hardware may initialise it after they were written (docs/log/kernels.md).
+    hardware may initialise it after they were written (docs/log/faults.md).
     """
 
     kv_full: Any

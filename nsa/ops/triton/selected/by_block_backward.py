@@ -85,7 +85,7 @@ def block_backward(
     b_v = _load(p_rows, m_k, o_dv, DV, DV_PAD, True)
     b_dv = tl.zeros([BN, DV_PAD], tl.float32)
     # One loop with a mask in every tile: peeled into two it spills more registers than the mask
-    # costs time (docs/log/kernels.md). Offsets are int32 where they fit (NARROW): fewer registers.
+    # costs time (docs/log/portable.md). Offsets are int32 where they fit (NARROW): fewer registers.
     for entry in range(first, stop, BM // G):
         m_r = (entry + o_r // G < stop) & (o_r // G < BM // G)
         t = tl.load(p_queries + entry + o_r // G, mask=m_r, other=0)

@@ -108,7 +108,7 @@ def block_forward(
             b_q = _load(p_rows + o_dk[None, :], m_r, o_dk, DK, DK1, True)
             if DK2 > 0:
                 # Before the product, or it may take the address of b_q in shared memory, and the
-                # two have different layouts there (docs/log/kernels.md, "Miscompilation").
+                # two have different layouts there (docs/log/faults.md, "Miscompilation").
                 b_q2 = _load(p_rows + o_dk2[None, :], m_r, o_dk2, DK, DK1 + DK2, True)
             # s = q k^T: [BM, BN].
             b_s = _dot(b_q, tl.trans(b_k), UPCAST)
