@@ -18,6 +18,7 @@ from nsa.cli.describe import refresh
 from nsa.config import load_config
 from nsa.tests.repository.test_surface import understands
 from nsa.tests.support.surface import REPOSITORY, SCRIPT, simple_commands
+from scripts import draw_speed
 from scripts.site_hooks import OWN_WORKER, WORKER, links_as_text, on_post_page
 
 DOCS = REPOSITORY / "docs"
@@ -169,6 +170,17 @@ def test_commands_of_a_page_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -
             config = args.get("config") or "quickstart"
             if not config.startswith("./"):
                 load_config(config, args.get("overrides") or [], environ={})
+
+
+def test_the_picture_of_the_speed_is_drawn_from_the_table_of_its_page(tmp_path: Path) -> None:
+    lines = draw_speed.read_table(draw_speed.PAGE.read_text(encoding="utf-8"))
+    assert [line.name for line in lines] == 3 * ["ours", "peer", "dense"]
+    assert [line.shape[:5] for line in lines[::3]] == ["Hq 12", "Hq 32", "Hq 64"]
+    ours, peer, dense = (line.times for line in lines[-3:])
+    assert list(ours) == list(peer) == list(dense) == [1 << power for power in range(12, 17)]
+    assert ours[65536] < peer[65536] < dense[65536]
+    draw_speed.draw(lines, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pages_have_code_to_copy() -> None:
