@@ -23,6 +23,9 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
+SHAPE = "Hq/Hkv/D"
+
+
 class Line(NamedTuple):
     """A row of the table: milliseconds by length."""
 
@@ -39,9 +42,9 @@ def main() -> int:
 
 
 def read_table(page: str) -> list[Line]:
-    """The rows of the first table that has a column of shapes."""
-    _, _, rest = page.partition("| shape |")
-    head, _, *rows = takewhile(lambda row: row.startswith("|"), ("| shape |" + rest).splitlines())
+    """The rows of the first table that begins with a column of shapes."""
+    table = page[page.index(f"| {SHAPE} |") :].splitlines()
+    head, _, *rows = takewhile(lambda row: row.startswith("|"), table)
     lengths = [int(cell) for cell in _cells(head)[2:]]
     lines: list[Line] = []
     for row in rows:
@@ -73,7 +76,9 @@ def draw(lines: list[Line], path: Path) -> None:
         ax.minorticks_off()
         ax.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
         ax.grid(alpha=0.3)
-        ax.set_title(shape, fontsize=10)
+        ax.set_title(
+            "{} query and {} KV heads of {}".format(*re.findall(r"\d+", shape)), fontsize=10
+        )
         ax.set_xlabel("tokens")
     axes[0].set_ylabel("forward + backward, ms")
     handles, labels = axes[0].get_legend_handles_labels()
