@@ -6,10 +6,11 @@ mbarriers. Layouts of registers mean nothing.
 
 What is asynchronous takes place when it does the most harm. Copies to shared memory are done when
 they are started, some of them later and after others; copies from it, and products, when they are
-waited for, with what their operands hold then. A product cannot be used before. Every address that
-is read or written lies within its tensor, and shared memory holds NaN until it is written. So this
-finds wrong sums and places, barriers that are waited for in the wrong phase, missing waits, and
-buffers that are given back too early. It finds no missing fence or barrier between the warps of a
+waited for, with what their operands hold then. A product cannot be used before. From program to
+program another role is slow, so that the others use up their buffers and wait for it. Every address
+that is read or written lies within its tensor, and shared memory holds NaN until it is written. So
+this finds wrong sums and places, barriers that are waited for in the wrong phase, missing waits,
+and buffers that are given back too early. It finds no missing fence or barrier between the warps of a
 role, and nothing that a compiler does wrong.
 
 `install` imports nsa.ops.triton.hopper so, in a process with TRITON_INTERPRET=1.
@@ -216,6 +217,8 @@ class AnotherFailed(Exception):
 
 def wait(barrier: Barrier, parity: Any) -> None:
     """Until the phase of this parity has ended."""
+    if _role.slow:
+        time.sleep(LATER)
     with barrier.changed:
         for _ in range(int(SECONDS / LOOK)):
             if barrier.changed.wait_for(lambda: barrier.phase & 1 != int(parity) & 1, LOOK):
@@ -440,28 +443,32 @@ def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
 
 
 @contextmanager
-def whole_role() -> Iterator[None]:
-    """Nothing that a role has started is on its way when it ends."""
-    _role.products, _role.stores = [], []
+def whole_role(slow: bool = False) -> Iterator[None]:
+    """Nothing that a role has started is on its way when it ends. A slow one is late wherever it
+    waits, so that the others come as far ahead of it as their buffers allow."""
+    _role.products, _role.stores, _role.slow = [], [], slow
     yield
     assert not _role.products and not _role.stores, "a product or a copy is not waited for"
 
 
 def warp_specialize(roles: Any, warps: Sequence[int], registers: Sequence[int]) -> None:
-    """Every role is a thread; what the first one to fail raises is raised here."""
+    """Every role is a thread; what the first one to fail raises is raised here. In one program each
+    role in turn is slow, in the next none."""
     assert len(roles) == len(warps) + 1 == len(registers) + 1
     program = _program.shared
 
-    def run(role: Any, args: Any) -> None:
+    slow = sum(program.at) % (len(roles) + 1)
+
+    def run(i: int, role: Any, args: Any) -> None:
         _program.shared = program
-        with torch.no_grad(), whole_role():
+        with torch.no_grad(), whole_role(slow=i == slow):
             role(*args)
 
     def ended(one: Future[None]) -> None:
         program.failed |= one.exception() is not None
 
     with ThreadPoolExecutor(len(roles)) as pool:
-        started = [pool.submit(run, *role) for role in roles]
+        started = [pool.submit(run, i, *role) for i, role in enumerate(roles)]
         for one in started:
             one.add_done_callback(ended)
     errors = [error for one in started if (error := one.exception()) is not None]
