@@ -356,6 +356,20 @@ HOPPER = (
         interpreted=True,
     ),
     Mutant(
+        "slot-written-before-it-is-free",
+        "ops/triton/hopper/dq_sums.py",
+        (("    mbarrier.wait(sums.empty.index(slot), phase_of(n, SLOTS) ^ 1)\n", ""),),
+        GLUON,
+        interpreted=True,
+    ),
+    Mutant(
+        "one-pass-for-the-first-batch-element",
+        "ops/triton/hopper/dq_sums.py",
+        (("i_b.to(gl.int64) * S * (Hkv * G)", "i_b.to(gl.int64) * (Hkv * G)"),),
+        BATCHED,
+        interpreted=True,
+    ),
+    Mutant(
         "nan-for-the-next-batch-element",
         "ops/triton/hopper/dq_sums.py",
         (("if t0 + TILE_ROWS > S:", "if t0 > S:"),),

@@ -15,21 +15,24 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from nsa import BlockSpec
-from nsa.ops import machine
+from nsa import BlockSpec, sparse_attention
+from nsa.ops import machine, plan
 from nsa.ops.triton import problem
+from nsa.ops.triton.bands import flash
 from nsa.ops.triton.problem import Problem
 from nsa.ops.triton.selected import block_index
+from nsa.tests.ops.test_routes import PLAIN
 from nsa.tests.support import gluon
 from nsa.tests.support.decoding import SEGMENTS, assert_both_ways_agree
 from nsa.tests.support.gpu import (
     DEVICE,
+    GRAD_TOLERANCE,
     compare,
     device_dout,
     device_inputs,
     forward_backward,
 )
-from nsa.tests.support.helpers import Case
+from nsa.tests.support.helpers import Case, assert_near
 
 ON_CPU = machine.interpreted() and DEVICE == "cpu"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_CPU, reason="needs the interpreter")]
@@ -137,12 +140,42 @@ def test_a_nan_stays_in_its_batch_element_in_one_pass(monkeypatch):
     monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 0)
     case = Case(BlockSpec(n_sel=3, w=63), S=100, B=2, Hkv=1, G=2, Dk=64, Dv=64)
     inputs, dout = device_inputs(case, torch.float16), device_dout(case, torch.float16)
-    _, wanted = forward_backward(case, inputs, dout)
+    wide = {name: x.double() for name, x in inputs.items()}
+    _, wanted = forward_backward(case, wide, dout.double(), "torch")
     inputs["v_cmp"][0, 1] = inputs["v_win"][0, -1] = torch.nan
     _, found = forward_backward(case, inputs, dout)
     assert found["q"][0].isnan().any()
-    torch.testing.assert_close(found["q"][1], wanted["q"][1], rtol=2e-3, atol=1e-3)
+    assert_near(found["q"][1], wanted["q"][1], GRAD_TOLERANCE[torch.float16])
     assert "gluon_dkv" in gluon.launched and "gluon_dq" not in gluon.launched
+
+
+def test_one_pass_adds_the_gradient_of_a_window_that_another_library_computes(monkeypatch):
+    """With a plain softmax in the place of the flash kernels."""
+    monkeypatch.setattr(problem, "ONE_PASS_FROM", 0)
+    monkeypatch.setattr(problem, "BY_BLOCK_BEYOND", 0)
+    monkeypatch.setattr(flash, "TORCH", PLAIN)
+    monkeypatch.setattr(plan, "_flash_obstacle", lambda *_: "")
+    monkeypatch.setenv("NSA_USE_FA2_WIN", "1")
+    plan._plan.cache_clear()
+    try:
+        compare(Case(FEW, S=139, Hkv=1, G=2, Dk=64, Dv=64), torch.float16)
+    finally:
+        plan._plan.cache_clear()
+    assert gluon.launched.count("gluon_dkv") == 1 and "gluon_dq" not in gluon.launched
+
+
+def test_gradients_of_a_document_with_a_nan_are_nan_and_those_of_no_other():
+    """Its kernels read no NaN but for that of its log-sum-exps."""
+    q = torch.randn(1, 150, 2, 64, dtype=torch.float16)
+    k, v = torch.randn(2, 1, 150, 1, 64, dtype=torch.float16)
+    v[0, 70] = torch.nan  # the first token of the second document
+    leaves = [x.requires_grad_() for x in (q, k, v.detach())]
+    index = torch.arange(2, dtype=torch.int32).expand(1, 150, 1, 2)
+    bounds = torch.tensor([0, 70, 150], dtype=torch.int32)
+    out = sparse_attention(*leaves, index, block=64, cu_seqlens=bounds, backend="triton")
+    for grad in torch.autograd.grad(out, leaves, torch.ones_like(out)):
+        assert grad[:, :70].isfinite().all() and grad[:, 70:].isnan().all()
+    assert {"selected_forward", "selected_rows_backward"} <= set(gluon.launched)
 
 
 @pytest.mark.parametrize("name", SEGMENTS)

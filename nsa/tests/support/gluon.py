@@ -10,8 +10,8 @@ waited for, with what their operands hold then. A product cannot be used before.
 program another role is slow, so that the others use up their buffers and wait for it. Every address
 that is read or written lies within its tensor, and shared memory holds NaN until it is written. So
 this finds wrong sums and places, barriers that are waited for in the wrong phase, missing waits,
-and buffers that are given back too early. It finds no missing fence or barrier between the warps of a
-role, and nothing that a compiler does wrong.
+and buffers that are given back too early. It finds no missing fence or barrier between the warps of
+a role, and nothing that a compiler does wrong.
 
 `install` imports nsa.ops.triton.hopper so, in a process with TRITON_INTERPRET=1.
 """
@@ -217,15 +217,29 @@ class AnotherFailed(Exception):
 
 def wait(barrier: Barrier, parity: Any) -> None:
     """Until the phase of this parity has ended."""
+    program = _program.shared
     if _role.slow:
-        time.sleep(LATER)
+        let_others_come(program)
     with barrier.changed:
-        for _ in range(int(SECONDS / LOOK)):
-            if barrier.changed.wait_for(lambda: barrier.phase & 1 != int(parity) & 1, LOOK):
-                return
-            if _program.shared.failed:
-                raise AnotherFailed
+        program.waiting.add(_role.number)
+        try:
+            for _ in range(int(SECONDS / LOOK)):
+                if barrier.changed.wait_for(lambda: barrier.phase & 1 != int(parity) & 1, LOOK):
+                    return
+                if program.failed:
+                    raise AnotherFailed
+        finally:
+            program.waiting.discard(_role.number)
     raise AssertionError("nobody completes this phase of the barrier")
+
+
+def let_others_come(program: Any) -> None:
+    """As far as their buffers allow: until every other role waits, or has ended."""
+    idle = 0
+    while idle < 2 and not program.failed:
+        others = program.running - {_role.number}
+        idle = idle + 1 if others <= program.waiting else 0
+        time.sleep(SOON)
 
 
 def start_barrier(barrier: Barrier, count: int) -> None:
@@ -443,10 +457,10 @@ def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
 
 
 @contextmanager
-def whole_role(slow: bool = False) -> Iterator[None]:
-    """Nothing that a role has started is on its way when it ends. A slow one is late wherever it
-    waits, so that the others come as far ahead of it as their buffers allow."""
-    _role.products, _role.stores, _role.slow = [], [], slow
+def whole_role(number: int = 0, *, slow: bool = False) -> Iterator[None]:
+    """Nothing that a role has started is on its way when it ends. A slow one lets the others come
+    as far ahead as they can wherever it waits."""
+    _role.products, _role.stores, _role.number, _role.slow = [], [], number, slow
     yield
     assert not _role.products and not _role.stores, "a product or a copy is not waited for"
 
@@ -458,11 +472,15 @@ def warp_specialize(roles: Any, warps: Sequence[int], registers: Sequence[int]) 
     program = _program.shared
 
     slow = sum(program.at) % (len(roles) + 1)
+    program.running, program.waiting = set(range(len(roles))), set()
 
     def run(i: int, role: Any, args: Any) -> None:
         _program.shared = program
-        with torch.no_grad(), whole_role(slow=i == slow):
-            role(*args)
+        try:
+            with torch.no_grad(), whole_role(i, slow=i == slow):
+                role(*args)
+        finally:
+            program.running.discard(i)
 
     def ended(one: Future[None]) -> None:
         program.failed |= one.exception() is not None
@@ -509,7 +527,13 @@ class Kernel:
                 for y in range(sizes[1]):
                     for x in range(sizes[0]):
                         _program.shared = SimpleNamespace(
-                            at=(x, y, z), sizes=sizes, failed=False, num_copies=0, late=[]
+                            at=(x, y, z),
+                            sizes=sizes,
+                            failed=False,
+                            num_copies=0,
+                            late=[],
+                            running=set(),
+                            waiting=set(),
                         )
                         with whole_role():
                             self.fn(**given)
