@@ -12,7 +12,9 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from nsa import BlockSpec, compress
 from nsa.ops.triton import problem
+from nsa.ops.triton.launcher import ceil_div
 from nsa.ops.triton.replay.tape import EMPTY
+from nsa.ops.triton.selected.block_index import ZERO_BLOCK, zero_two
 from nsa.tests.support.gpu import (
     DEVICE,
     ROUNDING,
@@ -138,15 +140,17 @@ def test_compression_takes_strides_that_reach_beyond_int32(dim):
     assert torch.equal(grad, expected_grad)
 
 
-def test_tensors_of_more_than_2_to_the_31_elements():
-    """Some rows from the start to the end, each against its own exact value and gradient."""
+@pytest.mark.parametrize("dim", [128, 64])
+def test_tensors_of_more_than_2_to_the_31_elements(dim):
+    """Some rows from the start to the end, each against its own exact value and gradient. With
+    narrow heads the gradients come from one pass, where there is one."""
     spec = BlockSpec(n_sel=4, w=64)
-    case = Case(spec, S=(1 << 18) + 100, Hkv=4, G=16, Dk=128, Dv=128)
+    case = Case(spec, S=(1 << 25) // dim + 100, Hkv=4, G=16, Dk=dim, Dv=dim)
     inputs, dout = _large_inputs(case)
     assert inputs["q"].numel() > INDEX_LIMIT and dout.numel() > INDEX_LIMIT
     selection = _spread_selection(case)
     out, grads = forward_backward(case, inputs, dout, selection=selection)
-    rows = [0, 1, 64, 1000, case.S // 2, (1 << 18) - 1, 1 << 18, case.S - 2, case.S - 1]
+    rows = [0, 1, 64, 1000, case.S // 2, case.S - 101, case.S - 100, case.S - 2, case.S - 1]
     exact = [_exact_row(case, inputs, selection, t, dout[0, t]) for t in rows]
     actual = {"out": out, "q": grads["q"], "gates": grads["gates"]}
     for name, x in actual.items():
@@ -156,6 +160,14 @@ def test_tensors_of_more_than_2_to_the_31_elements():
         assert_near(grads[name][0, -1], exact[-1][name], 2 * TOLERANCE[torch.bfloat16], name)
     for name, grad in grads.items():
         assert all(part.isfinite().all() for part in grad.split(1 << 14, dim=1)), name
+
+
+def test_more_numbers_than_an_int32_counts_are_set_to_0():
+    for size in (INDEX_LIMIT - 1, INDEX_LIMIT + 1):
+        x, y = (torch.ones(n, dtype=torch.int8, device=DEVICE) for n in (size, 10))
+        grid = (ceil_div(size, ZERO_BLOCK) + 1,)
+        zero_two[grid](x, y, size, 10, BLOCK=ZERO_BLOCK)
+        assert not x.any() and not y.any()
 
 
 def test_memory_of_a_call_is_linear_in_its_length():

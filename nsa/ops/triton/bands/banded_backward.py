@@ -180,7 +180,7 @@ def _sum(p_parts, p_out, i_b, i_block, SIZE, PARTS, BLOCK: tl.constexpr):
 def sum_parts(p_dk_parts, p_dv_parts, p_dk, p_dv, SIZE_K, SIZE_V, PARTS, BLOCK: tl.constexpr):
     """[B, PARTS, SIZE] fp32 -> [B, SIZE], for the gradients of keys and of values, in order."""
     i_b = tl.program_id(1).to(tl.int64)
-    num_k = tl.cdiv(SIZE_K, BLOCK)
+    num_k = tl.cdiv(tl.cast(SIZE_K, tl.int64), BLOCK)  # it adds BLOCK - 1, beyond 2^31 perhaps
     # One launch for both: the first programs sum keys, the others values.
     if tl.program_id(0) < num_k:
         _sum(p_dk_parts, p_dk, i_b, tl.program_id(0), SIZE_K, PARTS, BLOCK)

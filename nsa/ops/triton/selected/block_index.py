@@ -180,7 +180,8 @@ def list_choices(
 @triton.jit(do_not_specialize=("SIZE_X", "SIZE_Y"))
 def zero_two(p_x, p_y, SIZE_X, SIZE_Y, BLOCK: tl.constexpr):
     """Set BLOCK numbers of x or y to 0; the first programs are those of x."""
-    i, num_x = tl.program_id(0).to(tl.int64), tl.cdiv(SIZE_X, BLOCK)
+    i = tl.program_id(0).to(tl.int64)
+    num_x = tl.cdiv(tl.cast(SIZE_X, tl.int64), BLOCK)  # it adds BLOCK - 1, beyond 2^31 perhaps
     if i < num_x:
         _zero(p_x, i * BLOCK, SIZE_X, BLOCK)
     else:
