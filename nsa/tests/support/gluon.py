@@ -38,7 +38,7 @@ from nsa.ops.triton import launcher
 
 SECONDS = 30.0
 """A wait that is longer is a deadlock."""
-SOON, LATER = 0.001, 0.01
+SOON, LATER = 0.0003, 0.01
 """Long enough for another thread to go on; to come as far as what it overwrites."""
 LOOK = 0.2
 """After so many, a waiter looks whether another role has failed."""

@@ -53,6 +53,11 @@ def speed_up() -> None:
     # 6. A reduction by a function of our own goes number by number.
     interpreter.ReduceOps.generic_reduce = _reduce_pairs
 
+    # 7. A program takes as long for 16 tokens as for the two that a GPU gives it.
+    from nsa.ops.triton import attention
+
+    attention.GATE_TOKENS = 16
+
 
 def _set_operation(
     semantic: Any, holder: Any, name: str, operation: Any, _: Any, scope: Any
