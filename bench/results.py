@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from nsa.config.load import REPOSITORY
+from nsa.files import write_text
 from nsa.records.env import git_commit
 
 
@@ -47,9 +47,7 @@ def triton_version() -> str:
 
 def write_json(path: str | Path, result: dict[str, Any]) -> None:
     """Write the result; the file appears under its name when it is complete."""
-    unfinished = Path(f"{path}.tmp")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_text(Path(path), json.dumps(result, indent=1) + "\n")
 
 
 def read_json(path: str | Path, version: int, script: str) -> dict[str, Any]:

@@ -21,9 +21,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "peer": dict(color="#d55e00", marker="s", label="best public NSA"),
     "dense": dict(color="#333333", marker="^", label="dense, cuDNN"),
 }
-
-
 SHAPE = "Hq/Hkv/D"
+"""The column that the table begins with."""
 
 
 class Line(NamedTuple):

@@ -165,7 +165,7 @@ def test_one_pass_adds_the_gradient_of_a_window_that_another_library_computes(mo
 
 
 def test_gradients_of_a_document_with_a_nan_are_nan_and_those_of_no_other():
-    """Its kernels read no NaN but for that of its log-sum-exps."""
+    """NaN is replaced by 0 before the kernels run; the log-sum-exps of the document carry it."""
     q = torch.randn(1, 150, 2, 64, dtype=torch.float16)
     k, v = torch.randn(2, 1, 150, 1, 64, dtype=torch.float16)
     v[0, 70] = torch.nan  # the first token of the second document

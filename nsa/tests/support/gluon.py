@@ -466,8 +466,8 @@ def whole_role(number: int = 0, *, slow: bool = False) -> Iterator[None]:
 
 
 def warp_specialize(roles: Any, warps: Sequence[int], registers: Sequence[int]) -> None:
-    """Every role is a thread; what the first one to fail raises is raised here. In one program each
-    role in turn is slow, in the next none."""
+    """Every role is a thread; what the first one to fail raises is raised here. One role
+    is slow: another one in the next program, and in some programs none."""
     assert len(roles) == len(warps) + 1 == len(registers) + 1
     program = _program.shared
 
